@@ -2,12 +2,13 @@
 
     python -m benchmarks.formulas [family …]
 
-One row per family and precision: parameters, forward FLOP, and bytes saved for backward, of all layers together.
+One row per family and precision: parameters, forward FLOP, and bytes saved for backward, of all layers together. Each
+is the largest difference at two sizes: one sample, and two samples of twice the length.
 """
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,10 @@ from planner.core.errors import PlannerError
 from planner.core.values.profile import Profile
 
 PRECISIONS = ("fp32", "bf16", "bf16-mixed")
-SEQUENCE = 384
+SIZES = ((1, 384), (2, 768))
+"""Numbers of samples, and their lengths."""
+
+_LONGEST = max(sequence for _, sequence in SIZES)
 _DECODER = {
     "architectures": ["ForCausalLM"],
     "num_hidden_layers": 3,
@@ -27,7 +31,7 @@ _DECODER = {
     "num_key_value_heads": 2,
     "intermediate_size": 1408,
     "vocab_size": 1000,
-    "max_position_embeddings": SEQUENCE,
+    "max_position_embeddings": _LONGEST,
     "pad_token_id": 0,
 }
 _DENSE = {**_DECODER, "head_dim": 64}
@@ -60,11 +64,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "n_embd": 512,
         "n_head": 8,
         "vocab_size": 1000,
-        "n_positions": SEQUENCE,
-        # On a CPU, dropout keeps masks of numbers, and attention its scores.
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
+        "n_positions": _LONGEST,
     },
     "llama": _DENSE,
     "granite": _DENSE,
@@ -77,6 +77,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "gemma": _DENSE,
     "gemma2": _DENSE,
     "gemma3_text": _DENSE,
+    "olmo": _DECODER,
+    "falcon": {**_DECODER, "new_decoder_architecture": True, "num_kv_heads": 2},
     "phi": _DECODER,
     "phi3": _DECODER,
     "starcoder2": _DECODER,
@@ -84,6 +86,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "mixtral": {**_ROUTED, "intermediate_size": 384},
     "qwen2_moe": {**_ROUTED, "shared_expert_intermediate_size": 384},
     "qwen3_moe": _ROUTED,
+    "gpt_oss": {**_ROUTED, "intermediate_size": 384, "sliding_window": 128},
     "deepseek_v2": {key: value for key, value in _LATENT.items() if key != "head_dim"},
     "deepseek_v3": {key: value for key, value in _LATENT.items() if key != "head_dim"},
     "t5": {
@@ -95,8 +98,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "d_ff": 1408,
         "vocab_size": 1000,
         "decoder_start_token_id": 0,
-        "dropout_rate": 0.0,
-        "n_positions": SEQUENCE,
+        "n_positions": _LONGEST,
     },
 }
 """Small models, one of each family."""
@@ -104,7 +106,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Relative differences of the formula from the layers."""
+    """Relative differences of the formula from the layers, the largest of all sizes."""
 
     family: str
     precision: str
@@ -113,11 +115,11 @@ class Row:
     saved: float
 
 
-def profiles(family: str, precision: str, folder: Path) -> tuple[Profile, Profile]:
+def profiles(family: str, precision: str, folder: Path, *, samples: int, sequence: int) -> tuple[Profile, Profile]:
     """Return the profile by formula, and that of the layers."""
     path = folder / "config.json"
     path.write_text(json.dumps({**CONFIGURATIONS[family], "model_type": family}))
-    asked = {"device": "estimate:h100", "dtype": precision, "sequence": SEQUENCE, "batch_sizes": 1}
+    asked = {"device": "estimate:h100", "dtype": precision, "sequence": sequence, "batch_sizes": samples}
     return api.profile(path, **asked), api.profile(path, from_formula="never", proof_budget="0s", **asked)
 
 
@@ -129,20 +131,19 @@ def rows(families: list[str]) -> Iterator[Row]:
                 yield compared(family, precision, Path(folder))
 
 
-def compared(family: str, precision: str, folder: Path) -> Row:
+def compared(family: str, precision: str, folder: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Row:
     """Compare one family in one precision."""
-    formula, layers = profiles(family, precision, folder)
+    pairs = [profiles(family, precision, folder, samples=samples, sequence=sequence) for samples, sequence in sizes]
 
-    def difference(name: str) -> float:
-        ours, theirs = (sum(getattr(layer, name)[0] for layer in profile.layers) for profile in (formula, layers))
-        return ours / theirs - 1
+    def largest(read: Callable[[Profile], float]) -> float:
+        return max((read(formula) / read(layers) - 1 for formula, layers in pairs), key=abs)
 
     return Row(
         family=family,
         precision=precision,
-        parameters=formula.model.parameters / layers.model.parameters - 1,
-        flops=difference("forward_flops"),
-        saved=difference("saved_bytes"),
+        parameters=largest(lambda profile: profile.model.parameters),
+        flops=largest(lambda profile: sum(layer.forward_flops[0] for layer in profile.layers)),
+        saved=largest(lambda profile: sum(layer.saved_bytes[0] for layer in profile.layers)),
     )
 
 

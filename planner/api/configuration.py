@@ -61,8 +61,9 @@ def configuration_of(model: Any, options: ProfileOptions) -> Configuration | Non
     part = next((key for key in _PARTS if isinstance(content.get(key), dict)), "")
     if not part:
         return Configuration(kind="configuration", name=str(file), content=content)
+    # The outer key decides whether the head is tied, as in transformers.
     shared = {key: content[key] for key in ("tie_word_embeddings",) if key in content}
-    return Configuration(kind="configuration", name=str(file), content={**shared, **content[part]}, part=part)
+    return Configuration(kind="configuration", name=str(file), content={**content[part], **shared}, part=part)
 
 
 def is_for_formula(configuration: Configuration, options: ProfileOptions) -> bool:

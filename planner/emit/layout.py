@@ -19,6 +19,9 @@ from planner.core.values.units import pluralize
 from planner.emit.signature import with_signature
 
 _PATH = re.compile(r"\w+(\.\w+)*")
+_BLOCK = re.compile(r"(?P<kind>block|encoder|decoder)_\d+")
+"""Names that formulas give to blocks of models without modules in other engines."""
+
 _WIDTH = 110
 
 _SHARING: Final = ("megatron", "torchtitan", "automodel")
@@ -51,6 +54,8 @@ class Layout:
     """True if GPUs that share layers also divide the other tensors along the sequence (sequence parallelism)."""
     recompute_attention: bool = False
     """True if backward recomputes attention, and nothing else."""
+    formula: str = ""
+    """Name of the formula of the profile; empty for the profile of a model."""
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> "Layout":
@@ -70,6 +75,7 @@ class Layout:
             expert_parallel=profile.expert_parallel,
             sequence_parallel=bool(assumed.get("sequence_parallel")) and plan.tensor_parallel > 1,
             recompute_attention=bool(assumed.get("recompute_attention")),
+            formula=str(assumed.get("formula", "")),
         )
 
     @property
@@ -108,8 +114,9 @@ class Layout:
         """Return the module paths of each stage.
 
         Raises:
-            UsageError: A layer is only a part of a module and therefore has no module path.
+            UsageError: A layer is only a part of a module and therefore has no module path, or is that of a formula.
         """
+        self.refuse_formula(engine)
         for layer in self.layers:
             if not all(_PATH.fullmatch(path) for path in modules_of(layer)):
                 raise UsageError(
@@ -153,6 +160,20 @@ class Layout:
         names = [layer.name for layer in self.layers]
         num_layers = names.index(second) - names.index(first) + 1
         return None if num_layers == len(names) else f"`--together {first},{second}`"
+
+    def refuse_formula(self, engine: str, *, known: str = "") -> None:
+        """Raise UsageError if layers are numbered blocks of a formula, of a model that the engine does not have.
+
+        Args:
+            engine: Name of the engine.
+            known: Kind of numbered blocks that it has.
+        """
+        kinds = {match["kind"] for layer in self.layers if (match := _BLOCK.fullmatch(layer.name))}
+        if self.formula and kinds - {known}:
+            raise UsageError(
+                f"{engine} has no model of the formula `{self.formula}`, so its modules have no names to cut at",
+                hint="emit `--format csv`, the schedule alone; or profile the model itself: `--from-formula never`",
+            )
 
     def refuse_chunks(self, engine: str) -> None:
         """Raise UsageError if a device runs several stages."""

@@ -31,6 +31,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
         UsageError: The layers are not an embedding, blocks and a head; a cut is inside an embedding, a block or a head;
             or layers of multi-token prediction are in several stages.
     """
+    layout.refuse_formula(_NAME, known="block")
     plan = layout.plan
     kinds = _kinds(layout.layers)
     letters = []

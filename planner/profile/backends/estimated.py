@@ -37,6 +37,7 @@ from planner.model.operators import OperatorWatch
 from planner.model.optimizers import ModelOptimizer
 from planner.model.split_backward import SplitBackward
 from planner.model.stage import ModelStage
+from planner.profile.backends.gpu_kernels import GpuKernels
 from planner.profile.idle import idle_parameters, stepped_parameters
 from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
 from planner.profile.memory import measure_casts
@@ -109,7 +110,7 @@ class EstimatedBackend:
         hooks = RecordingHooks(
             device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True)
         )
-        with as_ghosts_if_lean(task):
+        with as_ghosts_if_lean(task), GpuKernels():
             records = record_sizes(task, hooks)
             flops = records.measure_distinct(clock.flops_of)
             clock = self.clock(experts=clock.has_experts)

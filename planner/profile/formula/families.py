@@ -10,14 +10,22 @@ from typing import Any, Final, Literal
 
 from planner.core.errors import UsageError
 from planner.profile.formula.fields import Fields
+from planner.profile.formula.layer_norm_families import (
+    MOST_LAYERS,
+    falcon_shape,
+    gpt2_shape,
+    gpt_neox_shape,
+    head_dim,
+    key_value_heads,
+    num_saved_tensors,
+    phi_shape,
+    starcoder2_shape,
+)
 from planner.profile.formula.presets import defaults
 from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, Latent, Transformer
 
 Shape = Callable[[Fields, int], Transformer]
 """Function of a configuration and the number of tokens of a sample that returns the shape of the model."""
-
-_MOST_LAYERS: Final = 10_000
-"""Largest supported number of layers, because a shape has an entry for each layer."""
 
 
 def shape_of(
@@ -68,14 +76,17 @@ class _Llama:
     norms: int = 2
     post_norms: int = 0
     wide_norms: bool = False
+    weightless_norms: bool = False
     full_every: int = 1
     """Period of the blocks that attend to all tokens; the others attend to a window. 0: all use a window if there is
     one."""
-    experts: Literal["mixtral", "qwen2", "qwen3"] | None = None
+    experts: Literal["mixtral", "qwen2", "qwen3", "gpt_oss"] | None = None
+    sinks: bool = False
+    """True if each head has a learned score that takes part in the softmax."""
 
     def __call__(self, fields: Fields, sequence: int) -> Transformer:
         """Return the shape of the model that a configuration describes."""
-        layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
+        layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
         hidden = fields.integer("hidden_size")
         attention = self._attention(fields, hidden)
         blocks = tuple(
@@ -84,6 +95,7 @@ class _Llama:
                 feed_forward=self._feed_forward(fields, n),
                 norms=self.norms,
                 post_norms=self.post_norms,
+                more_parameters=attention.heads if self.sinks else 0,
             )
             for n, window in enumerate(self._windows(fields, layers))
         )
@@ -93,17 +105,18 @@ class _Llama:
             vocabulary=fields.integer("vocab_size"),
             blocks=blocks,
             wide_norms=self.wide_norms,
+            weightless_norms=self.weightless_norms,
             tied=fields.flag("tie_word_embeddings"),
             capped=fields.number("final_logit_softcapping") > 0,
         )
 
     def _attention(self, fields: Fields, hidden: int) -> Attention:
         heads = fields.integer("num_attention_heads")
-        dim = _head_dim(fields, hidden, heads)
+        dim = head_dim(fields, hidden, heads)
         biased = fields.flag("attention_bias")
         return Attention(
             heads=heads,
-            key_value_heads=_key_value_heads(fields, heads),
+            key_value_heads=key_value_heads(fields, heads),
             key_dim=dim,
             value_dim=dim,
             qkv_bias=self.qkv_bias if isinstance(self.qkv_bias, bool) else fields.flag(self.qkv_bias),
@@ -113,6 +126,7 @@ class _Llama:
             joined=self.joined,
             concatenated=self.joined,
             capped=fields.number("attn_logit_softcapping") > 0,
+            sinks=self.sinks,
         )
 
     def _windows(self, fields: Fields, layers: int) -> list[int]:
@@ -130,11 +144,14 @@ class _Llama:
         return [window if n >= first else 0 for n in range(layers)]
 
     def _feed_forward(self, fields: Fields, n: int) -> FeedForward | Experts:
-        if self.experts == "mixtral":
+        if self.experts in ("mixtral", "gpt_oss"):
             return Experts(
                 count=fields.integer("num_local_experts", "num_experts"),
-                top_k=fields.integer("num_experts_per_tok"),
+                top_k=fields.integer("num_experts_per_tok", "experts_per_token"),
                 width=fields.integer("intermediate_size"),
+                bias=self.experts == "gpt_oss",
+                # Both inputs, the clamped gate, its sigmoid and result, the other input plus 1, and their product.
+                kept=7 if self.experts == "gpt_oss" else 4,
             )
         step = fields.integer("decoder_sparse_step", default=1)
         if self.experts and n not in fields.integers("mlp_only_layers") and (n + 1) % step == 0:
@@ -153,107 +170,9 @@ class _Llama:
         )
 
 
-def _gpt2(fields: Fields, sequence: int) -> Transformer:
-    """Return the shape of GPT-2, which has learned positions, biases and dropout."""
-    layers = fields.integer("n_layer", "num_hidden_layers", most=_MOST_LAYERS)
-    hidden = fields.integer("n_embd", "hidden_size")
-    heads = fields.integer("n_head", "num_attention_heads")
-    dim = _head_dim(fields, hidden, heads)
-    attention = Attention(
-        heads=heads,
-        key_value_heads=heads,
-        key_dim=dim,
-        value_dim=dim,
-        qkv_bias=True,
-        out_bias=True,
-        joined=True,
-        rotary=False,
-    )
-    width = fields.integer("n_inner", default=4 * hidden)
-    kept = _num_saved_tensors(fields.text("activation_function", "gelu_new"))
-    block = Block(attention=attention, feed_forward=FeedForward(width=width, gated=False, bias=True, kept=kept))
-    return Transformer(
-        hidden=hidden,
-        sequence=sequence,
-        vocabulary=fields.integer("vocab_size"),
-        blocks=(block,) * layers,
-        positions=fields.integer("n_positions", "max_position_embeddings"),
-        layer_norms=True,
-        dropout=fields.number("resid_pdrop") > 0,
-        tied=fields.flag("tie_word_embeddings"),
-    )
-
-
-def _phi(fields: Fields, sequence: int) -> Transformer:
-    """Return the shape of Phi-1 or Phi-2, whose attention and feed-forward layer read the same normalized input."""
-    attention = _plain_attention(fields, bias=True, normalized_keys=fields.flag("qk_layernorm"))
-    attention = replace(attention, concatenated=True)
-    feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu_new"), bias=True)
-    block = Block(attention=attention, feed_forward=feed_forward, norms=1)
-    return replace(_with_layer_norms(fields, sequence, block, dropout="resid_pdrop"), head_bias=True)
-
-
-def _starcoder2(fields: Fields, sequence: int) -> Transformer:
-    """Return the shape of StarCoder2."""
-    bias = fields.flag("use_bias")
-    attention = _plain_attention(fields, bias=bias)
-    feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu"), bias=bias)
-    block = Block(attention=attention, feed_forward=feed_forward)
-    return _with_layer_norms(fields, sequence, block, dropout="residual_dropout")
-
-
-def _gpt_neox(fields: Fields, sequence: int) -> Transformer:
-    """Return the shape of GPT-NeoX or Pythia."""
-    attention = _plain_attention(fields, bias=fields.flag("attention_bias"), joined=True, grouped=False)
-    feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu"), bias=True)
-    block = Block(attention=attention, feed_forward=feed_forward)
-    return _with_layer_norms(fields, sequence, block, dropout="hidden_dropout")
-
-
-def _plain_attention(
-    fields: Fields,
-    *,
-    bias: bool,
-    joined: bool = False,
-    normalized_keys: bool = False,
-    grouped: bool = True,
-) -> Attention:
-    """Return an attention layer whose products all have a bias or none; `grouped` lets heads share keys and values."""
-    heads = fields.integer("num_attention_heads")
-    dim = _head_dim(fields, fields.integer("hidden_size"), heads)
-    return Attention(
-        heads=heads,
-        key_value_heads=_key_value_heads(fields, heads) if grouped else heads,
-        key_dim=dim,
-        value_dim=dim,
-        qkv_bias=bias,
-        out_bias=bias,
-        normalized_keys=normalized_keys,
-        joined=joined,
-    )
-
-
-def _plain(width: int, activation: str, *, bias: bool) -> FeedForward:
-    """Return a feed-forward layer without a gate."""
-    return FeedForward(width=width, gated=False, bias=bias, kept=_num_saved_tensors(activation))
-
-
-def _with_layer_norms(fields: Fields, sequence: int, block: Block, *, dropout: str) -> Transformer:
-    """Return a decoder of equal blocks with layer norms; `dropout` is the key of its dropout rate in config.json."""
-    return Transformer(
-        hidden=fields.integer("hidden_size"),
-        sequence=sequence,
-        vocabulary=fields.integer("vocab_size"),
-        blocks=(block,) * fields.integer("num_hidden_layers", most=_MOST_LAYERS),
-        layer_norms=True,
-        dropout=fields.number(dropout) > 0,
-        tied=fields.flag("tie_word_embeddings"),
-    )
-
-
 def _deepseek(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of DeepSeek-V2 or V3, which have latent attention and, except in the first blocks, experts."""
-    layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
+    layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     hidden = fields.integer("hidden_size")
     heads, bias = fields.integer("num_attention_heads"), fields.flag("attention_bias")
     rotary = fields.integer("qk_rope_head_dim")
@@ -293,56 +212,39 @@ def _deepseek(fields: Fields, sequence: int) -> Transformer:
 
 def _t5(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of T5, an encoder and a decoder with relative positions; both get `sequence` tokens."""
-    layers = fields.integer("num_layers", "num_hidden_layers", most=_MOST_LAYERS)
+    layers = fields.integer("num_layers", "num_hidden_layers", most=MOST_LAYERS)
     hidden = fields.integer("d_model", "hidden_size")
     heads, dim = fields.integer("num_heads", "num_attention_heads"), fields.integer("d_kv", "head_dim")
     attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, rotary=False)
     gated, _, name = fields.text("feed_forward_proj", "relu").rpartition("-")
-    kept = _num_saved_tensors("gelu_new" if (gated, name) == ("gated", "gelu") else name)
-    feed_forward = FeedForward(width=fields.integer("d_ff", "intermediate_size"), gated=bool(gated), kept=kept)
+    kept = num_saved_tensors("gelu_new" if (gated, name) == ("gated", "gelu") else name)
+    dropout = fields.number("dropout_rate") > 0
+    feed_forward = FeedForward(
+        width=fields.integer("d_ff", "intermediate_size"),
+        gated=bool(gated),
+        kept=kept,
+        dropout=dropout,
+        converted=True,
+    )
     own = replace(attention, biased=True)
     encoder = Block(attention=own, feed_forward=feed_forward, kind="encoder")
     decoder = Block(attention=own, cross_attention=attention, feed_forward=feed_forward, norms=3, kind="decoder")
-    # The first block of each stack has the table of relative positions; the last one of the encoder a normalization.
     table = heads * fields.integer("relative_attention_num_buckets")
-    last = layers - 1
-    blocks = [
-        *(replace(encoder, more_parameters=table * (n == 0) + hidden * (n == last)) for n in range(layers)),
-        *(
-            replace(decoder, more_parameters=table * (n == 0))
-            for n in range(fields.integer("num_decoder_layers", default=layers, most=_MOST_LAYERS))
-        ),
-    ]
+    encoders = [encoder] * layers
+    decoders = [decoder] * fields.integer("num_decoder_layers", default=layers, most=MOST_LAYERS)
+    for stack in (encoders, decoders):
+        stack[0] = replace(stack[0], more_parameters=table, makes_positions=True)
+    encoders[-1] = replace(encoders[-1], post_norms=1)
     return Transformer(
         hidden=hidden,
         sequence=sequence,
         vocabulary=fields.integer("vocab_size"),
-        blocks=tuple(blocks),
-        dropout=fields.number("dropout_rate") > 0,
+        blocks=(*encoders, *decoders),
+        double_reads=True,
+        dropout=dropout,
         # transformers ties the words of encoder, decoder and head, whatever the file says.
         tied=True,
     )
-
-
-def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
-    """Return the width of a head: the key `head_dim`, or else the model's width divided by the number of heads."""
-    dim = fields.integer("head_dim", default=0)
-    if not dim:
-        fields.check_multiple("hidden_size", hidden, "num_attention_heads", heads)
-    return dim or max(1, hidden // heads)
-
-
-def _key_value_heads(fields: Fields, heads: int) -> int:
-    """Return the number of key-value heads, which must divide the number of heads."""
-    count = fields.integer("num_key_value_heads", default=heads)
-    fields.check_multiple("num_attention_heads", heads, "num_key_value_heads", count)
-    return count
-
-
-def _num_saved_tensors(activation: str) -> int:
-    """Return the number of tensors that an activation function saves for backward, its result included."""
-    # `relu` saves only its result. Transformers computes `gelu_new` by eight operators, which save five tensors.
-    return {"relu": 1, "gelu_new": 5}.get(activation, 2)
 
 
 _BIASED: Final = _Llama(qkv_bias="attention_bias", out_bias=True)
@@ -354,10 +256,11 @@ _LLAMA: Final = replace(_BIASED, mlp_bias=True)
 _OLMO: Final = replace(_BIASED, norms=0, post_norms=2, wide_norms=True, normalized_keys=True, whole_key_norms=True)
 
 FAMILIES: Final[Mapping[str, Shape]] = {
-    "gpt2": _gpt2,
+    "gpt2": gpt2_shape,
     "llama": _LLAMA,
     "granite": _LLAMA,
     "smollm3": _LLAMA,
+    "olmo": replace(_BIASED, weightless_norms=True),
     "olmo2": _OLMO,
     "olmo3": replace(_OLMO, full_every=4),
     "mistral": _Llama(full_every=0),
@@ -366,13 +269,15 @@ FAMILIES: Final[Mapping[str, Shape]] = {
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, post_norms=2, full_every=2),
     "gemma3_text": replace(_GEMMA, post_norms=2, normalized_keys=True, full_every=6),
-    "phi": _phi,
+    "phi": phi_shape,
     "phi3": _Llama(full_every=0, joined=True),
-    "starcoder2": _starcoder2,
-    "gpt_neox": _gpt_neox,
+    "starcoder2": starcoder2_shape,
+    "gpt_neox": gpt_neox_shape,
+    "falcon": falcon_shape,
     "mixtral": _Llama(full_every=0, experts="mixtral"),
     "qwen2_moe": _Llama(qkv_bias="qkv_bias", experts="qwen2"),
     "qwen3_moe": replace(_BIASED, normalized_keys=True, experts="qwen3"),
+    "gpt_oss": replace(_BIASED, full_every=2, experts="gpt_oss", sinks=True),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "t5": _t5,

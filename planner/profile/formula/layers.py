@@ -63,6 +63,10 @@ class LayerCosts:
     weight_flops: float
     output_bytes: float
     saved_bytes: float
+    shared_saved_bytes: float = 0.0
+    """Saved bytes that all samples of a micro-batch share."""
+    cast_parameters: int = 0
+    """Number of parameters that autocast copies."""
     weight_held_bytes: float
     transient_bytes: float = 0.0
     """Bytes of temporary tensors in forward; in backward, the gradient of the largest weight is added."""
@@ -114,9 +118,12 @@ class _Layers:
         self.whole = shape.sequence * shape.hidden / (self.t if execution.sequence_parallel else 1)
         # Encoder and decoder each pass a hidden state from block to block.
         self.streams = 2 if shape.is_encoder_decoder else 1
-        self.eager_norms = not (shape.layer_norms or execution.fused)  # torch's layer norm is one kernel
-        # An eager norm of half-precision states keeps a float32 copy of these.
-        self.keeps_copies = self.eager_norms and self.residual < 4
+        # torch's layer norm is one kernel.
+        self.eager_norms = not (shape.layer_norms or shape.weightless_norms or execution.fused)
+        # A norm in float32 of half-precision states keeps a copy of these.
+        self.keeps_copies = (self.eager_norms or shape.weightless_norms) and self.residual < 4
+        self.keeps_states = not self.keeps_copies or shape.double_reads
+        self.is_autocast = self.residual > self.e
         self.sums = execution.counts_collectives and self.t > 1
         self.normalized = (4 if shape.wide_norms else self.residual) if self.eager_norms else 0
 
@@ -136,13 +143,13 @@ class _Layers:
             # The embedding has one sum in forward, the head one in backward. Each counts as half a sum in both passes.
             collectives=int(self.sums),
             collective_bytes=self._summed_bytes(0.5 * self.streams),
-            saved_bytes=(0 if self.keeps_copies else output) + (self.whole * self.streams if self.shape.dropout else 0),
+            saved_bytes=(output if self.keeps_states else 0) + (self.whole * self.streams if self.shape.dropout else 0),
             weight_held_bytes=output,
         )
 
     def block(self, block: Block) -> LayerCosts:
         """Return the costs of a block."""
-        shape, s, e, t = self.shape, self.shape.sequence, self.e, self.t
+        shape, s, t = self.shape, self.shape.sequence, self.t
         linears = list(block.linears(shape.hidden, t, self.execution.capacity))
         local = [replace(each, copies=max(1, each.copies // self.execution.expert_parallel)) for each in linears]
         products = sum(self._product_flops(each) for each in linears)
@@ -152,9 +159,12 @@ class _Layers:
         )
         scores, again = sum(map(self._scores_bytes, block.attentions)), self.execution.recompute_attention
         split = sum(map(self._attention_bytes, block.attentions))
-        split += e * self._feed_forward_elements(block.feed_forward)
+        split += self._feed_forward_bytes(block.feed_forward)
         latent = sum(map(self._latent_bytes, block.attentions))
         masks = block.norms if shape.dropout else 0
+        # torch's autocast leaves grouped products in float32.
+        cast = sum(each.parameters(t) for each in local if not self.is_autocast or each.copies == 1)
+        uncached = shape.uncached_casts and self.is_autocast
         return LayerCosts(
             name=block.kind,
             # Each device has whole normalizations, and whole biases of products whose inputs are split.
@@ -168,6 +178,8 @@ class _Layers:
             saved_bytes=self.whole * (self._norm_bytes(block, linears) + masks)
             + s * (split / t + latent)
             + (0 if again else scores),
+            shared_saved_bytes=self._positions_bytes(block) + (self.widths.cast * cast if uncached else 0),
+            cast_parameters=0 if uncached else cast,
             weight_held_bytes=self._held_bytes(linears),
             transient_bytes=scores if again else 0.0,
             # There is one sum per normalized input. The attention and the feed-forward layer of Phi share one.
@@ -190,9 +202,11 @@ class _Layers:
         logits = uses * shape.sequence * shape.vocabulary / self.t
         flops = 2 * shape.hidden * logits
         normalized = (4 if self.keeps_copies else 0) + self.normalized
+        weights = words + (shape.vocabulary if shape.head_bias else 0)
         return LayerCosts(
             name="head",
-            parameters=words + shape.norm_width * shape.hidden + (shape.vocabulary if shape.head_bias else 0),
+            parameters=weights + shape.norm_width * shape.hidden,
+            cast_parameters=weights,
             largest_weight=words,
             forward_flops=flops,
             input_flops=flops,
@@ -228,8 +242,10 @@ class _Layers:
         The block's output is counted here. Its input is not, because it is the output of the previous layer.
         """
         router = isinstance(block.feed_forward, Experts) and block.feed_forward.wide_router and self.keeps_copies
-        before = (4 if router else 0) + block.norms * ((4 if self.keeps_copies else self.residual) + self.normalized)
-        if self.residual == self.e:
+        states = 1 if block.parallel else block.norms
+        copies = block.norms * ((4 if self.keeps_copies else 0) + self.normalized)
+        before = (4 if router else 0) + copies + (states * self.residual if self.keeps_states else 0)
+        if not self.is_autocast:
             # States that no normalization reads are kept for the products.
             results = block.reads
         else:
@@ -242,7 +258,8 @@ class _Layers:
         """Return the bytes per channel that a normalization of a product's result keeps, without its own result."""
         if not self.eager_norms:
             return self.e
-        return 4 + (4 if self.shape.wide_norms else self.e)
+        read_twice = self.keeps_copies and self.shape.double_reads
+        return 4 + (4 if self.shape.wide_norms else self.e) + (self.e if read_twice else 0)
 
     def _scores_bytes(self, attention: Attention) -> float:
         """Return the bytes of scores that attention keeps without a fused kernel."""
@@ -250,15 +267,29 @@ class _Layers:
         if self.execution.keep_scores:
             # The softmax, the mask of its dropout, and the result of the dropout.
             return elements * (2 * self.e + 1)
+        if attention.sinks and not self.execution.fused:
+            # The softmax, and under autocast its copy.
+            return elements * (self.residual + (self.e if self.is_autocast else 0))
         # The tanh and the softmax, which is in float32, and its copy in half precision.
-        return elements * 8 if self._is_eager(attention) else elements * self.e * attention.biased
+        return elements * 8 if self._is_eager(attention) else 0.0
+
+    def _positions_bytes(self, block: Block) -> float:
+        """Return the bytes of relative positions that a block keeps; those of cross-attention are zeros."""
+        if not block.attention.biased:
+            return 0.0
+        pairs = self.shape.sequence**2
+        scores = block.attention.heads * pairs / self.t
+        # The sum with the mask; the table, the index of each pair in it, and the zeros.
+        made = self.residual * scores + 8 * pairs + (self.e * scores if block.cross_attention else 0)
+        return self.e * scores + (made if block.makes_positions else 0)
 
     def _is_eager(self, attention: Attention) -> bool:
-        return attention.capped and not self.execution.fused
+        return (attention.capped or attention.sinks) and not self.execution.fused
 
     def _attention_bytes(self, attention: Attention) -> float:
         """Return the bytes per token that attention keeps: queries, keys, values, results, inputs of their norms."""
-        groups = attention.heads if attention.latent or self._is_eager(attention) else attention.groups(self.t)
+        by_head = attention.latent or attention.repeated or self._is_eager(attention)
+        groups = attention.heads if by_head else attention.groups(self.t)
         rotated = (attention.heads + groups) * attention.key_dim
         values = groups * attention.value_dim
         if attention.latent is not None:
@@ -281,19 +312,20 @@ class _Layers:
         ranks = attention.latent.query_rank + attention.latent.key_value_rank
         return (self._inner_norm_bytes() + self.e) * ranks / (self.t if self.execution.sequence_parallel else 1)
 
-    def _feed_forward_elements(self, layer: FeedForward | Experts) -> float:
-        """Return the elements per token that a feed-forward layer or experts keep."""
+    def _feed_forward_bytes(self, layer: FeedForward | Experts) -> float:
+        """Return the bytes per token that a feed-forward layer or experts keep."""
         fused = self.execution.fused
         if isinstance(layer, FeedForward):
-            if layer.gated:
-                # The gate's input and result, the other input, and their product.
-                return layer.width * (3 if fused else layer.kept + 2)
-            return layer.width * (2 if fused else layer.kept)
-        gated = 3 if fused else 4
-        # Experts also keep the tokens that they got and their results, which the router's weights multiply.
+            # A gate's input and result, the other input, and their product.
+            tensors = 2 + layer.gated if fused else layer.kept + 2 * layer.gated
+            copied = layer.dropout or (layer.converted and self.is_autocast)
+            return layer.width * (self.e * (tensors + copied) + layer.dropout)
+        gated = 3 if fused else layer.kept
+        # Experts also keep the tokens that they got and their results, which the router's weights multiply. torch's
+        # autocast leaves their products in float32.
         uses = layer.top_k * self.execution.capacity
-        shared = gated * layer.shared_width + (self.shape.hidden if layer.shared_gate else 0)
-        return uses * (gated * layer.width + 2 * self.shape.hidden) + shared
+        shared = (3 if fused else 4) * layer.shared_width + (self.shape.hidden if layer.shared_gate else 0)
+        return self.residual * uses * (gated * layer.width + 2 * self.shape.hidden) + self.e * shared
 
     def _held_bytes(self, linears: list[MatrixProduct]) -> float:
         """Return the bytes that are kept from I to W: inputs of the products and gradients of their results."""

@@ -66,6 +66,10 @@ class Attention:
     """True if queries and keys are rotated."""
     capped: bool = False
     """True if a tanh bounds the scores, which torch's fused kernels do not support."""
+    repeated: bool = False
+    """True if keys and values are copied for each head."""
+    sinks: bool = False
+    """True if each head has a learned score in its softmax, which torch's fused kernels do not support."""
     biased: bool = False
     """True if learned positions are added to the scores; fused kernels keep these sums."""
     concatenated: bool = False
@@ -117,6 +121,10 @@ class FeedForward:
     """True if a single product computes both inputs of the gate."""
     kept: int = 2
     """Tensors that eager kernels of the activation function keep: its input, intermediate results and its result."""
+    dropout: bool = False
+    """True if training drops inputs of the last product, which keeps a mask and the result."""
+    converted: bool = False
+    """True if the input of the last product is converted to float32, and under autocast back again."""
 
     def linears(self, hidden: int) -> Iterator[MatrixProduct]:
         """Yield the products with weights."""
@@ -137,16 +145,26 @@ class Experts:
     """Width of the shared experts, which all tokens use."""
     wide_router: bool = False
     """True if the router reads hidden states in float32, whatever the precision."""
+    bias: bool = False
+    """True if router and experts have biases."""
+    kept: int = 4
+    """Tensors as wide as an expert that eager kernels of the gate keep."""
     shared_bias: bool = False
     shared_gate: bool = False
     """True if a gate multiplies the result of the shared experts."""
 
     def linears(self, hidden: int, capacity: float = 1.0) -> Iterator[MatrixProduct]:
         """Yield the products with weights: router, experts, shared experts."""
-        yield MatrixProduct(inputs=hidden, outputs=(self.count,), split="none")
-        uses = self.top_k * capacity
-        yield MatrixProduct(inputs=hidden, outputs=(2 * self.width,), copies=self.count, uses=uses)
-        yield MatrixProduct(inputs=self.width, outputs=(hidden,), split="inputs", copies=self.count, uses=uses)
+        yield MatrixProduct(inputs=hidden, outputs=(self.count,), bias=self.bias, split="none")
+        own = MatrixProduct(
+            inputs=hidden,
+            outputs=(2 * self.width,),
+            bias=self.bias,
+            copies=self.count,
+            uses=self.top_k * capacity,
+        )
+        yield own
+        yield replace(own, inputs=self.width, outputs=(hidden,), split="inputs")
         if self.shared_width:
             yield from FeedForward(width=self.shared_width, bias=self.shared_bias).linears(hidden)
         if self.shared_gate:
@@ -164,11 +182,15 @@ class Block:
     norms: int = 2
     """Number of normalizations before products; 0 if attention and feed-forward layer read hidden states directly."""
     post_norms: int = 0
-    """Normalizations whose result is only added."""
+    """Normalizations whose result is only added, or passed on."""
+    parallel: bool = False
+    """True if all normalizations read the block's input."""
+    makes_positions: bool = False
+    """True if it computes the table of relative positions that later blocks use as well."""
     kind: Literal["block", "encoder", "decoder", "mtp"] = "block"
     """Role in the model; `mtp` predicts a further token (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
     more_parameters: int = 0
-    """Other parameters: relative positions, the encoder's last normalization."""
+    """Other parameters: relative positions, attention sinks."""
 
     @property
     def reads(self) -> int:
@@ -233,8 +255,14 @@ class Transformer:
     """True if normalizations have biases (layer norm); otherwise they only scale (RMS)."""
     wide_norms: bool = False
     """True if a normalized input stays in float32, whatever the precision."""
+    double_reads: bool = False
+    """True if RMS normalizations read states in float32 for the variance, and as they are for the product."""
+    weightless_norms: bool = False
+    """True if normalizations are layer norms in float32 without weights."""
     dropout: bool = False
     """True if training applies dropout after the embedding and each layer, which keeps masks for backward."""
+    uncached_casts: bool = False
+    """True if autocast copies weights of blocks for each micro-batch, because it reads them transposed."""
     tied: bool = False
     """True if the head and the embedding share their weights."""
     head_bias: bool = False
@@ -254,7 +282,7 @@ class Transformer:
     @property
     def norm_width(self) -> int:
         """Parameters of a normalization per channel."""
-        return 2 if self.layer_norms else 1
+        return 0 if self.weightless_norms else 2 if self.layer_norms else 1
 
     def block_parameters(self, block: Block) -> int:
         """Return the number of parameters of a block."""

@@ -84,14 +84,43 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["text_config", "llm_config"])
 def test_the_language_model_of_a_model_with_several_parts_is_planned(key: str, tmp_path: Path) -> None:
-    """Its configuration is nested; files often leave out what transformers assumes."""
+    """Its configuration is nested; files leave out what transformers assumes, and the outer file ties the head."""
     notes: list[str] = []
-    part = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+    part = {name: value for name, value in SMALL.items() if name != "vocab_size"} | {"tie_word_embeddings": False}
     nested = {"model_type": "llava", key: part, "vision_config": {"hidden_size": 8}, "tie_word_embeddings": True}
     made = of(tmp_path, nested, note=notes.append)
     assert made.layers == of(tmp_path, {**SMALL, "vocab_size": 32_000, "tie_word_embeddings": True}).layers
     assert any(f"only the language model (`{key}`)" in note for note in notes)
     assert any(note.endswith("leaves out sizes; those of transformers are used: `vocab_size` 32000") for note in notes)
+
+
+T5 = {
+    "model_type": "t5",
+    "num_layers": 2,
+    "d_model": 64,
+    "num_heads": 4,
+    "d_kv": 16,
+    "d_ff": 128,
+    "vocab_size": 100,
+    "n_positions": 32,
+}
+
+
+def test_engines_without_the_model_refuse_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them has a T5; the schedule alone can be written."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(T5))
+    ran = call(capsys, "profile", "config.json", "--device", "estimate:h100", "--tensor-parallel", "1")
+    ran = call(capsys, *_next(ran.err))
+    for engine in ("torchtitan", "automodel", "torch", "device-map", "megatron"):
+        refused = call(capsys, "emit", "--format", engine)
+        assert refused.code != 0, engine
+        assert "has no model of the formula `t5`" in refused.err
+    assert not list(Path().glob("plan_*"))
+    assert _next(ran.err) == ("emit", "--format", "csv")
+    assert call(capsys, *_next(ran.err)).code == 0
 
 
 @pytest.mark.parametrize("more", [(), ("--expert-parallel", "4")])
@@ -133,7 +162,7 @@ def test_a_large_model_is_planned_for_enough_devices(capsys: pytest.CaptureFixtu
     assert "--nodes 58x8 --replicas auto" in ran.err
     assert "alone" not in ran.err
     ran = call(capsys, "profile", "--preset", "deepseek-v3", "--tensor-parallel", "1", *options)
-    assert "`layers.3` alone take 193 GiB" in ran.err
+    assert "`layers.3` alone take 172 GiB" in ran.err
     assert "--expert-parallel" in ran.err
 
 

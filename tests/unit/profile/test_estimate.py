@@ -27,6 +27,7 @@ from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.backends.estimated import EstimatedBackend, GhostMeter, RooflineClock
+from planner.profile.backends.gpu_kernels import GpuKernels
 from planner.show.terminal.profile import profile_text
 from planner.show.terminal.style import Style
 from planner.solve import solve
@@ -110,6 +111,30 @@ def test_memory_is_that_of_a_measured_profile(name: str) -> None:
             assert totals[0] / totals[1] == pytest.approx(1.0, abs=0.03)
         halves = [levels_in_halves(c, first, end) for c in costs]
         assert halves[0] == pytest.approx(halves[1], rel=0.03)
+
+
+def kept_bytes(work: Any) -> int:
+    """Return the bytes that an operation on a GPU keeps for its backward, with its result."""
+    results = []
+    with GpuKernels():
+        return GhostMeter().measure(lambda: results.append(work())).end_bytes
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_and_dropout_keep_what_a_gpu_keeps(dtype: torch.dtype, dropout: float) -> None:
+    """With learned positions, attention keeps its result, a number per row and the mask; a CPU keeps the scores."""
+    cpu = torch.device("cpu")
+    query, key, value = (
+        ghost_like(torch.empty(2, 4, 64, 16, dtype=dtype, device="meta"), cpu).requires_grad_() for _ in range(3)
+    )
+    positions = ghost_like(torch.empty(1, 4, 64, 64, dtype=dtype, device="meta"), cpu).requires_grad_()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    result = 2 * 4 * 64 * 16 * dtype.itemsize
+    kept = kept_bytes(lambda: attention(query, key, value, attn_mask=positions, dropout_p=dropout))
+    assert kept == pytest.approx(result + 2 * 4 * 64 * 4, abs=64)
+    dropped = kept_bytes(lambda: torch.nn.functional.dropout(query, 0.1))
+    assert dropped == result + 2 * 4 * 64 * 16
 
 
 def test_a_meter_counts_what_is_made_and_let_go() -> None:
