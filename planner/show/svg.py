@@ -69,7 +69,7 @@ class _Frame:
 
     @property
     def every(self) -> int:
-        """Distance of rows with a name, in rows: 1 if rows are high enough for all names."""
+        """Number of rows from one row name to the next; 1 if rows are high enough for all names."""
         return 1 if self.row >= 11 else 4 if self.row >= 8 else 8
 
     @property

@@ -27,7 +27,7 @@ class Request:
 
     inputs: Inputs
     micro_batches: int | None = None
-    """M, if it is fixed."""
+    """Number of micro-batches, M, if it is fixed; None to let the solver choose it."""
     balance: tuple[int, ...] | None = None
     """Layers per stage, if the cuts are fixed; the solver then chooses only M and recomputation."""
     time_limit_s: float | None = None

@@ -115,7 +115,7 @@ def _text(data: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NearbyStages:
-    """Stages of the page: stages on the devices of each layout whose cuts are near the initial cuts."""
+    """Stages whose numbers the page has: for each layout, all stages between cuts near the initial cuts."""
 
     chain: _Chain
     menu: Menu

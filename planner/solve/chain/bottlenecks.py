@@ -81,7 +81,7 @@ class BottleneckSearch:
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
     def find_first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """Return a good partition faster than `upper_us`, or None; if that is infinite, None means that none fits."""
+        """Return a good partition faster than `upper_us`, or None; without a limit, None means that none fits."""
         for slack in _SLACKS:
             allowed_us = min(upper_us, self.bound_us * slack)
             if self.bound_us < just_below(allowed_us):

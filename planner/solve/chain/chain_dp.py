@@ -62,7 +62,7 @@ class _Level(NamedTuple):
     """Index of the label without the first stage, in the previous level."""
     choice: ChoiceArray
     numbers: FloatArray
-    """Shape (numbers of the recurrence, n)."""
+    """Numbers of each label, shape (numbers of the recurrence, n)."""
     bound: FloatArray
     """Lower bounds of the step time of every complete plan that contains the label, shape (n,)."""
     rank: FloatArray
@@ -126,7 +126,7 @@ class LabelSearch:
         return self.run(upper_us=upper_us)
 
     def _improved(self, best: ChainCuts) -> ChainCuts:
-        """Improve a good partition: a run with few labels finds a tighter limit for the exact run."""
+        """Improve a good partition to the best one; a run with few labels finds a tighter limit for the exact run."""
         best = self.run(upper_us=best.step_us, most_labels=_MORE_LABELS) or best
         return self.run(upper_us=best.step_us) or best
 
@@ -315,7 +315,7 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
 
 
 def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
-    """Return the indices of labels that no other label of the same group dominates, with no number larger.
+    """Return the indices of labels that no other label of the same group dominates (with no larger number).
 
     Args:
         group: Group of each of n labels, ascending, shape (n,). Within a group, no label may be dominated by a later

@@ -21,7 +21,7 @@ from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_COMBINATIONS = 81
-"""Largest number of combinations per device that are all tried; beyond, only the first chunks are recomputed."""
+"""Largest number of combinations per device that are all tried; if there are more, only first chunks are recomputed."""
 
 
 class RecomputeFitter:
@@ -50,7 +50,7 @@ class RecomputeFitter:
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
-        """Return choices with the least recomputation time that fit, or that exceed the memory limits by least.
+        """Return choices that fit with the least recomputation time, or that exceed the memory limits least.
 
         Args:
             cuts: Cuts of N partitions, shape (N, S+1).

@@ -136,7 +136,7 @@ class _StageCountSearch:
         return True
 
     def _least(self, width: int) -> tuple[ChainCuts | None, LabelSearch]:
-        """Run the dynamic program until all stages in its solution have exact times, but not too often.
+        """Run the dynamic program until all stages in its solution have exact times, or a limit on runs is reached.
 
         Returns:
             The solution, or None if no partition can be faster than the best one; and the last run's `LabelSearch`.

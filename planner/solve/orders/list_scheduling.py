@@ -55,13 +55,13 @@ class DispatchRules:
     """Rules by which a free device chooses its next action."""
 
     most_waiting: tuple[int, ...]
-    """For each stage, the largest number of micro-batches between F and I."""
+    """For each stage, the largest number of micro-batches between forward (F) and input-gradient pass (I)."""
     patience: tuple[float, ...]
-    """For each device, the time that a W waits for another action, as a multiple of the W's duration."""
+    """For each device, the time that a weight-gradient pass waits for another action, as a multiple of its duration."""
     forward_first: bool
     """True to run F before I if both can run."""
     later_chunk_first: bool
-    """True to prefer F of the device's last chunk; False to prefer F of its first chunk."""
+    """True to prefer forwards of the device's last chunk; False to prefer forwards of its first chunk."""
 
 
 def apply_rules(problem: OrderProblem, rules: DispatchRules, *, limit_us: float = inf) -> ActionOrder | None:
@@ -191,7 +191,7 @@ class _ListScheduler(ABC):
         """Choose and run an action on a free device, or none, so that the device waits."""
 
     def forward(self, device: int, stage: int, now_us: float) -> None:
-        """Simulate F of the stage's next micro-batch."""
+        """Simulate the forward (F) of the stage's next micro-batch."""
         micro_batch = self.num_forwards[stage]
         self.num_forwards[stage] += 1
         self.forwards[stage].popleft()
@@ -203,7 +203,7 @@ class _ListScheduler(ABC):
             self.gradients[stage].append(end_us)
 
     def backward(self, device: int, stage: int, now_us: float, *, is_whole: bool) -> None:
-        """Simulate I (or B if `is_whole`) of the stage's next micro-batch."""
+        """Simulate the input-gradient pass (I), or the whole backward (B), of the stage's next micro-batch."""
         times, micro_batch = self.times[stage], self.num_backwards[stage]
         is_last = micro_batch == self.num - 1
         self.num_backwards[stage] += 1
@@ -223,7 +223,7 @@ class _ListScheduler(ABC):
             self.send(self.up[stage - 1], end_us, self.gradients[stage - 1])
 
     def weight_backward(self, device: int, stage: int, micro_batch: int, now_us: float) -> None:
-        """Simulate a W that the caller has removed from `waiting`."""
+        """Simulate a weight-gradient pass (W) that the caller has removed from `waiting`."""
         self.left[device] += self.footprints[stage].between
         self.start(device, (stage, "W", micro_batch), now_us, self.times[stage].weight_backward_us)
 
@@ -285,7 +285,11 @@ class _RuleScheduler(_ListScheduler):
                 self.weight_backward(device, *waiting.popleft(), now_us)
 
     def _next_forward(self, device: int, now_us: float) -> tuple[int, float, bool]:
-        """Find the next F of a device: its stage, its arrival time, and True if an F lacks only memory to run now."""
+        """Find the next forward of a device.
+
+        Returns:
+            Its stage, the arrival time of its input, and True if a forward could run now with more memory.
+        """
         best, best_us, is_full = -1, inf, False
         for stage in self.forward_order[device]:
             forwards = self.forwards[stage]

@@ -14,9 +14,9 @@ class StageFootprint(NamedTuple):
     always: float
     """Permanent memory: parameters, gradients and transfer buffers."""
     held: float
-    """Memory of one micro-batch between F and I."""
+    """Memory of one micro-batch between its forward and its input-gradient pass (I)."""
     between: float
-    """Memory of one micro-batch between I and W."""
+    """Memory of one micro-batch between its input-gradient pass (I) and its weight-gradient pass (W)."""
     above: float
     """Largest additional memory of a running action."""
 

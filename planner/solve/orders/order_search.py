@@ -323,7 +323,7 @@ def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
 
 
 def split_costs_nothing(problem: OrderProblem) -> bool:
-    """Return True if, on every stage, I and W together take no longer than B."""
+    """Return True if, on every stage, a split backward (I and W) takes no longer than a whole backward (B)."""
     halves = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
     return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in halves)
 

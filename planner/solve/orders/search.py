@@ -93,7 +93,7 @@ class _JointSearch:
         self._kinds: tuple[bool, ...] = (False, True)
 
     def improve(self, start: Partition) -> None:
-        """Search from one partition and its action orders, which are those of a good plan."""
+        """Search from the partition and the action orders of a good plan."""
         self._known_orders.insert(0, start.actions())
         self._order_share = _SHARE_FROM_BEST
         self._kinds = (not start.rule.splits_backward,)

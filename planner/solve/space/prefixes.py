@@ -47,7 +47,11 @@ class PrefixBounds:
         """Lower bounds by name; [r][i] is the bound for layers 0..i-1 in at most (or exactly) r stages."""
 
     def min_max(self, name: str) -> tuple[int, ...] | None:
-        """Return the cuts whose largest stage value, of the bound `name`, is smallest; None if no partition fits."""
+        """Return the cuts that minimize the largest value of a stage; None if no partition fits.
+
+        Args:
+            name: Name of the bound that defines the value.
+        """
         least = self.least[name]
         # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.
         cuts = [self._problem.num_layers]
