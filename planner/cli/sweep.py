@@ -21,7 +21,7 @@ def sweep(
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Find the best plan for every number of devices and memory limit. Exit code 1: none fits."""
+    """Find the best plan for every number of devices and memory limit. Exit code 1: no plan fits."""
     from planner import api, files
     from planner.show.gate import sweep_markdown
     from planner.show.terminal.plans import sweep_text
