@@ -116,7 +116,8 @@ class Descent(ABC, Generic[CandidateT]):
         """
         self._ends = self.progress.effort.spent + most_actions
         best: CandidateT | None = None
-        for start in starts:
+        # The best start comes first, because the effort may suffice for one descent only.
+        for start in sorted(starts, key=lambda start: start.rank):
             candidate = self._downhill(start)
             best = candidate if best is None or candidate.beats(best) else best
             if self.is_over:
