@@ -1,24 +1,29 @@
 """Compare `--schedule auto` with each schedule that a user can name, on the same request.
 
     python benchmarks/open_schedule.py > docs/measurements/open_schedule.md
-    python benchmarks/open_schedule.py --every 4
+    python benchmarks/open_schedule.py --chains 20 --seconds 0
 
 The chains are a language model with a head (lm), a convolutional network (cnn) and a mixture of experts (moe), each
-with L of 24 to 96 layers on K of 4 to 16 devices. M is K, 2K or 4K. The memory limit is none, what 1F1B needs without
-a limit, or 1.1 times the smallest with which 1F1B is feasible. Prints Markdown.
+with L of 24 to 96 layers on K of 4, 8 or 16 devices. M is K, 2K or 4K. The memory limit is none, what 1F1B needs
+without a limit, or 1.1 times the smallest with which 1F1B is feasible. The requests are in random order, with a fixed
+seed. A random local search then tries to improve the plan (`local_search.py`). Prints Markdown.
 """
 
 import argparse
 import itertools
 import platform
+import random
 import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
+from local_search import improved_us
 from solve_cases import UNLIMITED, inputs_of
 
 from planner.core.errors import PlannerError
@@ -29,8 +34,7 @@ from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.device.machine import cpu_name
 from planner.solve import Request, solve
 
-_SIZES = ((24, 4), (48, 8), (64, 8), (96, 16))
-"""L and K."""
+_DEVICES = (4, 8, 16)
 _LIMITS = ("none", "1F1B's", "tight")
 
 
@@ -101,41 +105,91 @@ def _limited(inputs: Inputs, memory_bytes: int) -> Inputs:
     return replace(inputs, memory_bytes=(memory_bytes,) * inputs.devices)
 
 
+def requests() -> Iterator[tuple[str, int, int, int, str]]:
+    """Yield kind of chain, L, K, M and memory limit of each request, in random order."""
+    rng = random.Random(0)  # noqa: S311 - the same requests every time
+    every = [*itertools.product(("lm", "cnn", "moe"), _DEVICES, (1, 2, 4), _LIMITS)]
+    rng.shuffle(every)
+    for kind, devices, factor, which in every:
+        yield kind, rng.randrange(max(24, 2 * devices), 97), devices, factor * devices, which
+
+
+class Row(NamedTuple):
+    """Figures of one request, as shares of a step time unless noted."""
+
+    difference: float
+    """How much slower `auto` is than the fastest schedule that a user can name."""
+    gap: float
+    named_gap: float
+    """The gap over the named schedules: to the smallest of their bounds."""
+    seconds: float
+    """CPU time in seconds."""
+    gain: float
+    """What the local search gains."""
+
+
+def measure(request: tuple[str, int, int, int, str], seconds: float) -> Row:
+    """Print the row of a request, and return its figures."""
+    kind, num_layers, devices, m, which = request
+    profile = chain(kind, num_layers)
+    inputs = replace(inputs_of(devices, m, UNLIMITED), link=Link(bytes_per_s=25e9, latency_us=10.0))
+    inputs = _limited(inputs, limit_bytes(profile, inputs, which))
+    plan, cpu_s = answer(profile, inputs, "auto")
+    assert plan is not None, "GPipe with recomputation fits wherever 1F1B does"
+    named = {name: answer(profile, inputs, name)[0] for name in (*SCHEDULES, SEARCHED.name)}
+    step_us = {name: inf if each is None else each.predicted.step_us for name, each in named.items()}
+    best, auto_us = min(step_us, key=step_us.__getitem__), plan.predicted.step_us
+    bounds_us = [each.solver.lower_bound_us for name, each in named.items() if each and name != SEARCHED.name]
+    gain = 1 - improved_us(profile, inputs, plan, seconds) / auto_us if seconds else 0.0
+    row = Row(auto_us / step_us[best] - 1, plan.solver.gap, max(0.0, 1 - min(bounds_us) / auto_us), cpu_s, gain)
+    print(
+        f"| {kind} | {num_layers} | {devices} | {m} | {which} | {plan.schedule} | {auto_us / 1e3:.2f} | {row.gap:.1%} "
+        f"| {row.named_gap:.1%} | {cpu_s:.1f} | {best} | {step_us[best] / 1e3:.2f} | {row.difference:+.2%} "
+        f"| {f'{-gain:+.2%}' if seconds else ''} |",
+        flush=True,
+    )
+    return row
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--every", type=int, default=1, help="run one of so many requests")
-    every = parser.parse_args().every
+    parser.add_argument("--chains", type=int, default=60, help="number of requests")
+    parser.add_argument("--seconds", type=float, default=20.0, help="CPU seconds of local search from each plan")
+    parser.add_argument("--minutes", type=float, default=inf, help="time after which no request is started")
+    options = parser.parse_args()
+    begin_s = time.monotonic()
     command = shlex.join(["python", "benchmarks/open_schedule.py", *sys.argv[1:]])
     print("# Automatic choice of the schedule, compared with each schedule\n")
     print(f"`{command}` on {cpu_name()}, Python {platform.python_version()}; CPU seconds of one process.\n")
     print('"Fastest named" is the fastest answer to a request for one schedule.')
-    print('"Difference" is positive if `auto` is slower.\n')
-    print("| chain | L | K | M | memory limit | `auto` (ms) | gap | CPU s | fastest named | ms | difference |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    differences, seconds, gaps = [], [], []
-    requests = itertools.product(("lm", "cnn", "moe"), _SIZES, (1, 2, 4), _LIMITS)
-    for kind, (num_layers, devices), factor, which in itertools.islice(requests, 0, None, every):
-        profile, m = chain(kind, num_layers), factor * devices
-        inputs = replace(inputs_of(devices, m, UNLIMITED), link=Link(bytes_per_s=25e9, latency_us=10.0))
-        inputs = _limited(inputs, limit_bytes(profile, inputs, which))
-        plan, cpu_s = answer(profile, inputs, "auto")
-        assert plan is not None, "GPipe with recomputation fits wherever 1F1B does"
-        named = {name: answer(profile, inputs, name)[0] for name in (*SCHEDULES, SEARCHED.name)}
-        step_us = {name: inf if each is None else each.predicted.step_us for name, each in named.items()}
-        best = min(step_us, key=step_us.__getitem__)
-        differences.append(plan.predicted.step_us / step_us[best] - 1)
-        seconds.append(cpu_s)
-        gaps.append(plan.solver.gap)
+    print('"Difference" is positive if `auto` is slower.')
+    print('"Local" is what a random local search from the plan changes.\n')
+    print(
+        "| chain | L | K | M | memory limit | schedule | `auto` (ms) | gap | gap, named | CPU s | fastest named | ms "
+        "| difference | local |"
+    )
+    print(f"{'|---' * 14}|")
+    rows = []
+    for request in itertools.islice(requests(), options.chains):
+        if time.monotonic() - begin_s > 60 * options.minutes:
+            break
+        rows.append(measure(request, options.seconds))
+    slower = sum(row.difference > 1e-9 for row in rows)
+    largest = max(row.difference for row in rows)
+    print(f"\n`auto` was slower in {slower} of {len(rows)} requests, by {max(0.0, largest):.2%} at most.")
+    gap, named_gap, cpu_s = (
+        statistics.median(values)
+        for values in ([r.gap for r in rows], [r.named_gap for r in rows], [r.seconds for r in rows])
+    )
+    print(f"Medians: gap {gap:.1%}, gap over the named schedules {named_gap:.1%}, {cpu_s:.1f} CPU s.")
+    print(f"Longest answer: {max(row.seconds for row in rows):.1f} CPU s.")
+    if options.seconds:
+        gains = [row.gain for row in rows]
+        better = sum(gain > 0.01 for gain in gains)
         print(
-            f"| {kind} | {num_layers} | {devices} | {m} | {which} | {plan.predicted.step_us / 1e3:.2f} "
-            f"| {gaps[-1]:.1%} | {cpu_s:.1f} | {best} | {step_us[best] / 1e3:.2f} | {differences[-1]:+.2%} |",
-            flush=True,
+            f"Local search: faster by more than 1 % in {better} of {len(rows)} requests, by {max(gains):.2%} at most."
         )
-    slower = sum(difference > 1e-9 for difference in differences)
-    print(f"\n`auto` was slower in {slower} of {len(differences)} requests, by {max(differences):.2%} at most.")
-    print(f"Medians: gap {statistics.median(gaps):.1%}, {statistics.median(seconds):.1f} CPU s.")
-    print(f"Longest answer: {max(seconds):.1f} CPU s.")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,6 @@ class Deadline:
     most_actions: int | None = None
     """Number of actions that a search may simulate; computing tables counts as well. None: a default of some seconds,
     for which only simulation counts."""
-    enough_us: float = inf
-    """Lower bound of the cases of other schedules. A search does not raise its own lower bound above this value."""
     least_us: float = 0.0
     """Lower bound of the step time of all plans of the request; passed to `watch`."""
     watch: SearchObserver = UNWATCHED

@@ -1,22 +1,38 @@
-"""Choice of the search function for a case, and of its effort."""
+"""Choice of the search for a case and of its effort, and search of several cases one after the other."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Final
+from math import inf
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from planner.core.extras import is_installed
 from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
 from planner.core.values.plan import ScheduleName
 from planner.solve.answer import Answer, Search
 from planner.solve.chain.gpipe import search_gpipe
+from planner.solve.chain.quick import shape_of
+from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.request import Request
+from planner.solve.space.any_order import any_order_us
 from planner.solve.space.case import Case
 
-MOST_ACTIONS_OF_SEARCH: Final = 2_000_000
-"""Number of actions simulated for all cases of the schedule `search`, whose orders the solver makes: some seconds."""
+MOST_ACTIONS_OF_SEARCH: Final = 1_000_000
+"""Number of actions that a searched schedule simulates for all cases, and again from the best plan: seconds each."""
 
-_IN_HALVES: Final = 2
-"""Divisor of the effort of each named schedule with a split backward, in the first pass if the schedule is `auto`."""
+_NEAR: Final = 1.1
+"""Largest ratio of a case's step time to the fastest one with which a longer search may make the case the fastest."""
+
+NEARBY: Final = 1.06
+"""The same ratio for plans that are improved, because longer searches made plans up to 5.5 % faster."""
+
+_CLEARLY: Final = 1.01
+"""Ratio of step times above which a plan with more chunks per device counts as slower."""
+
+_NEAREST_CASES: Final = 3
+"""Largest number of plans that `improve_nearest` improves."""
 
 
 def search_for(case: Case, request: Request, start: Answer | None) -> Search:
@@ -75,32 +91,10 @@ def has_linear_program(schedule: Schedule) -> bool:
 def budgets(request: Request) -> dict[ScheduleName, int]:
     """Return the number of actions to simulate for all cases of a schedule; schedules not listed have no limit."""
     if request.inputs.schedule == SEARCHED.name:
-        return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH // 2}
+        return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
     if request.inputs.schedule != "auto" or request.actions is None:
         return {}
-    # There are many named schedules with a split backward, and the searched schedule starts from them as well.
-    named = {name: request.actions // (_IN_HALVES if rule.splits_backward else 1) for name, rule in SCHEDULES.items()}
-    return {**named, SEARCHED.name: request.actions // 4}
-
-
-def effort_of(case: Case, left: Mapping[ScheduleName, int], num_cases: int, *, is_ranked: bool) -> int | None:
-    """Return the number of actions that the search of a case may simulate; None if there is no limit.
-
-    Ranked cases are searched from the most promising one on, each with half of the actions left. A search for action
-    orders always uses its whole effort, so each of the remaining cases gets an equal share.
-
-    Args:
-        case: The case.
-        left: Number of actions left for all remaining cases, by schedule.
-        num_cases: Number of remaining cases of the schedule.
-        is_ranked: True if the cases are sorted by their estimated step time.
-    """
-    most_actions = left.get(case.schedule.name)
-    if most_actions is None:
-        return None
-    if is_ranked:
-        return max(1, most_actions // 2)
-    return most_actions // num_cases if case.schedule.is_to_be_made else most_actions
+    return {**dict.fromkeys(SCHEDULES, request.actions), SEARCHED.name: request.actions // 4}
 
 
 def bound_of(case: Case) -> tuple[float, ...]:
@@ -112,3 +106,184 @@ def promise_of(case: Case) -> tuple[float, ...]:
     """Return the sort key of cases if the schedule is `auto`: the schedule, then the estimated step time."""
     rank = [*SCHEDULES, SEARCHED.name].index(case.schedule.name)
     return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches
+
+
+class CaseKey(NamedTuple):
+    """Key that distinguishes the cases of a request."""
+
+    schedule: Schedule
+    chunks: int
+    replicas: int
+    micro_batches: int
+    tensor_parallel: int
+
+    @classmethod
+    def of(cls, case: Case) -> "CaseKey":
+        return cls(case.schedule, case.chunks, case.replicas, case.micro_batches, case.cluster.tensor_parallel)
+
+
+class SearchedCases(NamedTuple):
+    """Result of a search of several cases."""
+
+    best: Answer | None
+    bounds_us: Mapping[ScheduleName, float]
+    """For each schedule, a lower bound of the step time of all plans of its cases."""
+    complete: bool
+    """True if there was time to search every case."""
+    answers: Mapping[CaseKey, Answer]
+    """Answers of the cases that were searched."""
+
+    @property
+    def bound_us(self) -> float:
+        """Lower bound of the step time of all plans of all cases."""
+        return min(self.bounds_us.values(), default=inf)
+
+
+class _Pass:
+    """Results of a search of several cases, one after the other.
+
+    Args:
+        cases: The cases.
+        budget: Actions to simulate per schedule; empty without a limit.
+        upper_us: Step time to beat.
+        is_ranked: True if few of many cases share the effort.
+    """
+
+    def __init__(
+        self, cases: Sequence[Case], budget: Mapping[ScheduleName, int], upper_us: float, *, is_ranked: bool
+    ) -> None:
+        self.left, self.upper_us, self._is_ranked = dict(budget), upper_us, is_ranked
+        counts = Counter(case.schedule.name for case in cases)
+        self._shares = {name: actions // max(1, counts[name]) for name, actions in budget.items()}
+        self.best: Answer | None = None
+        self.answers: dict[CaseKey, Answer] = {}
+        self.bounds_us: dict[ScheduleName, float] = {}
+        self.complete = True
+
+    def is_left_out(self, case: Case) -> bool:
+        """Return True if the case is not worth the effort."""
+        if case.schedule.is_to_be_made and _has_enough_chunks(case, self.answers):
+            return True
+        return self._is_ranked and self.left.get(case.schedule.name, 1) <= 0
+
+    def effort_of(self, case: Case) -> int | None:
+        """Return the number of actions that the case may simulate; None without a limit.
+
+        A case may use half of what is left, because the most promising cases come first. A search for action orders
+        uses all of its effort, so each of its cases has an equal share, unless they are ranked.
+        """
+        name = case.schedule.name
+        if name not in self.left:
+            return None
+        is_shared = case.schedule.is_to_be_made and not self._is_ranked
+        return self._shares[name] if is_shared else max(1, self.left[name] // 2)
+
+    def bound(self, case: Case, bound_us: float) -> None:
+        """Lower the bound of the case's schedule to that of the case."""
+        self.bounds_us[case.schedule.name] = min(bound_us, self.bounds_us.get(case.schedule.name, inf))
+
+    def record(self, case: Case, answer: Answer | None, least_us: float) -> bool:
+        """Record the answer of a case with the lower bound `least_us`; return True if it is the best so far."""
+        if answer is None:
+            self.complete = False
+            self.bound(case, least_us)
+            return False
+        if self.left:
+            self.left[case.schedule.name] -= answer.actions
+        self.answers[CaseKey.of(case)] = answer
+        self.bound(case, max(least_us, answer.lower_bound_us))
+        is_best = answer.partition is not None and answer.step_us < self.upper_us
+        if is_best:
+            self.best, self.upper_us = answer, answer.step_us
+        return is_best
+
+
+def search_cases(
+    cases: Sequence[Case],
+    request: Request,
+    deadline: Deadline,
+    *,
+    upper_us: float,
+    starts: Mapping[CaseKey, Answer] = MappingProxyType({}),
+    ranks: Mapping[tuple[int, int, int], float] | None = None,
+    budget: Mapping[ScheduleName, int] = MappingProxyType({}),
+) -> SearchedCases:
+    """Search the cases one after the other.
+
+    Args:
+        cases: The cases.
+        request: The request.
+        deadline: Limits on time and effort.
+        upper_us: Step time to beat, in microseconds.
+        starts: Answers from which the searches of some cases start, as `start` of `search_for`.
+        ranks: Estimated step times by width, replicas and M, which sort the cases if several widths share the effort.
+        budget: Number of actions to simulate per schedule; if empty, the request decides.
+    """
+    is_open = request.inputs.schedule == "auto"
+    results = _Pass(cases, budget or budgets(request), upper_us, is_ranked=ranks is not None)
+    # The most promising case comes first, because most other cases have a lower bound above the step time of its plan.
+    # If the schedule is `auto`, GPipe comes before all others, because its best plan is found and proven quickly.
+    ordered = sorted(cases, key=promise_of if is_open else bound_of)
+    if ranks:
+        ordered.sort(key=lambda case: (promise_of(case)[0], ranks.get(shape_of(case), inf)))
+    for n, case in enumerate(ordered):
+        upper_us = results.upper_us
+        least_us = least_case_us(case, upper_us)
+        if least_us >= upper_us:
+            continue
+        start = starts.get(CaseKey.of(case))
+        is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us and start is None
+        if (is_open and results.left and is_hopeless) or results.is_left_out(case):
+            results.bound(case, least_us)  # The case is skipped, but its lower bound still counts.
+            continue
+        # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
+        share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
+        search, near_us = search_for(case, request, start), _near_us(upper_us, case, request)
+        answer = _answer(search, case, upper_us=near_us, deadline=replace(share, most_actions=results.effort_of(case)))
+        if results.record(case, answer, least_us):
+            deadline.note(results.upper_us, case.schedule.name)
+    searched = SearchedCases(results.best, results.bounds_us, results.complete, results.answers)
+    return improve_nearest(searched, deadline) if request.searches_on and not results.left else searched
+
+
+def _answer(search: Search, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
+    """Return the answer of a case; None if the time limit passed before anything was found."""
+    try:
+        return search(case, upper_us=upper_us, deadline=deadline)
+    except OutOfTimeError:
+        return None
+
+
+def _has_enough_chunks(case: Case, answers: Mapping[CaseKey, Answer]) -> bool:
+    """Return True if one chunk less per device was slower than two less: more chunks are then rarely faster."""
+    key = CaseKey.of(case)
+    fewer, fewest = (answers.get(key._replace(chunks=case.chunks - n)) for n in (1, 2))
+    return fewer is not None and fewest is not None and fewer.step_us > fewest.step_us * _CLEARLY
+
+
+def least_case_us(case: Case, upper_us: float) -> float:
+    """Return a lower bound of the case's step time; memory is considered only if the bound is below `upper_us`."""
+    if case.bound_us >= upper_us or case.schedule.has_closed_form:
+        return case.bound_us
+    return max(case.bound_us, any_order_us(case))
+
+
+def _near_us(upper_us: float, case: Case, request: Request) -> float:
+    """Return the step time that a case must beat: more than the fastest one if a longer search may improve its plan."""
+    return upper_us * _NEAR if request.searches_on and is_improved(case.schedule) else upper_us
+
+
+def improve_nearest(searched: SearchedCases, deadline: Deadline) -> SearchedCases:
+    """Return the result after longer searches that start from the fastest plans, if the best is not proven optimal."""
+    best, answers = searched.best, dict(searched.answers)
+    if best is None or searched.bound_us >= best.step_us:
+        return searched
+    from planner.solve.chunks.search import improve_answer  # noqa: PLC0415
+
+    near_us = best.step_us * NEARBY
+    able = [a for a in answers.values() if has_linear_program(a.case.schedule) and a.case.policy != "layers"]
+    near = (a for a in able if a.partition is not None and a.step_us <= near_us)
+    for answer in sorted(near, key=lambda answer: answer.step_us)[:_NEAREST_CASES]:
+        better = answers[CaseKey.of(answer.case)] = improve_answer(answer, deadline=deadline)
+        best = better if better.step_us < best.step_us else best
+    return searched._replace(best=best, answers=answers)

@@ -24,7 +24,7 @@ _MOST_PICKED = 12
 _FRUITLESS, _FRUITLESS_ALONE = 4, 12
 """Number of restarts in a row without a better plan that end a search: with limited and with unlimited effort."""
 
-_FRUITLESS_FROM_BEST = 100
+_FRUITLESS_FROM_BEST = 30
 """Number of restarts without a better plan that end a search that starts from the best plan of a request."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25

@@ -33,9 +33,9 @@ from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, PrefixBounds
 
-_MOST_OF_SEARCH, _BATCHES, _SHARE = 20_000, 60, 4
-"""Effort of one descent if the effort is limited: the larger of a number of actions and a number of batches, but at
-most the effort left divided by the third number."""
+_MOST_OF_SEARCH, _SHARE = 20_000, 4
+"""Most actions of one descent on fewer devices than there are, and divisor of the effort left that it may use, if the
+effort is limited."""
 
 _MOST_OF_SEARCH_ALONE = 100_000
 """Largest number of actions of one descent with unlimited effort: some tenths of a second."""
@@ -43,7 +43,7 @@ _MOST_OF_SEARCH_ALONE = 100_000
 _MOST_OF_BOUND_ALONE = 400_000
 """Largest effort to solve a linear program with unlimited effort, as the number of actions that take as long."""
 
-_MOST_FROM_BEST = 600_000
+_MOST_FROM_BEST = 200_000
 """Largest number of actions of a descent from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
@@ -179,15 +179,16 @@ def search_effort(progress: Progress, evaluator: Evaluator) -> int:
     """Return the number of actions that one descent may simulate."""
     if not progress.effort.is_bounded:
         return _MOST_OF_SEARCH_ALONE
-    return min(max(_MOST_OF_SEARCH, _BATCHES * evaluator.num_actions), progress.effort.left // _SHARE)
+    if evaluator.num_devices == evaluator.case.num_devices:
+        return min(_MOST_OF_SEARCH_ALONE, progress.effort.left // 2)
+    # Plans that leave devices unused are rarely fast.
+    return min(_MOST_OF_SEARCH, progress.effort.left // _SHARE)
 
 
 def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float:
     """Search from several cuts; return a lower bound of the step time of all partitions, at least `least_us`."""
     starts = start_cuts(progress, evaluator)
-    # Plans that leave devices unused are rarely fast. Their linear program is solved only if its bound is useful.
-    is_useful = least_us < progress.deadline.enough_us or evaluator.num_devices == evaluator.case.num_devices
-    linear = solve_linear_program(progress, evaluator, starts) if is_useful else None
+    linear = solve_linear_program(progress, evaluator, starts)
     if linear is not None:
         least_us = max(least_us, linear.solution.bound_us)
         if least_us >= progress.upper_us:
@@ -198,8 +199,6 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
     fewer_us = max(progress.case.least_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
     CutSearch(progress, evaluator).search(starts, search_effort(progress, evaluator))
-    if least_us >= progress.deadline.enough_us:
-        return least_us
     return max(least_us, raised_bound_us(progress, evaluator, linear))
 
 

@@ -22,12 +22,16 @@ from planner.core.values.profile import Device, Profile
 from planner.solve import Request, methods, search, solve
 from planner.solve.answer import Answer
 from planner.solve.cases import cases_of
-from planner.solve.deadline import Deadline
+from planner.solve.chunks.cut_search import CutSearch
+from planner.solve.chunks.search import start_cuts
+from planner.solve.deadline import NEVER
+from planner.solve.progress import Effort, Progress
 from planner.solve.questions import insight
 from planner.solve.questions.faster import faster_schedule, plan_with_replicas
 from planner.solve.request import MOST_ACTIONS_OF_AUTO
 from planner.solve.space import partitions
 from planner.solve.space.case import Case
+from planner.solve.space.partitions import Evaluator
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of
 
@@ -212,21 +216,52 @@ def test_no_change_for_the_better_makes_a_plan_slower(monkeypatch: pytest.Monkey
 
 
 def test_more_chunks_are_left_out_once_they_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a second pass, but not if an earlier pass found a good plan with so many chunks."""
-    inputs = replace(inputs_of(2, 4), schedule="interleaved", chunks=0)
+    """A search for action orders ignores three chunks if two are slower than one."""
+    inputs = replace(inputs_of(2, 4), schedule="search", chunks=0)
     cases = cases_of(uneven(0), request := Request(inputs=inputs, micro_batches=4, searches_on=False))
-    assert [case.chunks for case in cases] == [2, 3, 4]
+    cases = [case for case in cases if case.schedule.placement == "loop" and case.chunks < 4]
+    assert [case.chunks for case in cases] == [1, 2, 3]
     upper_us = 2 * max(case.bound_us for case in cases)
-    steps_us = {2: 0.9 * upper_us, 3: 0.95 * upper_us, 4: 0.8 * upper_us}
+    steps_us = {1: 0.9 * upper_us, 2: 0.95 * upper_us, 3: 0.8 * upper_us}
 
     def found(case: Case, **_: object) -> Answer:
         return Answer(case, case.partition(np.array([0, 16]), np.array([0])), steps_us[case.chunks], 0.0, "simulated")
 
-    monkeypatch.setattr(search, "search_for", lambda *_: found)
-    second = Deadline(ends_s=inf, enough_us=1.0)
-    tried = search._one_by_one(cases, request, second, upper_us=upper_us).answers
-    assert [key.chunks for key in tried] == [2, 3]
-    near = {search._Key.of(cases[2])}
-    best = search._one_by_one(cases, request, second, upper_us=upper_us, promising=near).best
-    assert best is not None
-    assert best.case.chunks == 4
+    monkeypatch.setattr(methods, "search_for", lambda *_: found)
+    tried = methods.search_cases(cases, request, NEVER, upper_us=upper_us).answers
+    assert [key.chunks for key in tried] == [1, 2]
+
+
+def test_action_orders_are_searched_where_named_schedules_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of chunks with which all named schedules are far slower than the best one are left out, not bounded."""
+    searched: list[Case] = []
+
+    def found(cases: list[Case], *_: object, **__: object) -> methods.SearchedCases:
+        searched.extend(cases)
+        return methods.SearchedCases(None, {}, complete=True, answers={})
+
+    monkeypatch.setattr(search, "_search_orders_twice", found)
+    monkeypatch.setattr(search, "_with_own_orders", lambda result, *_: result)
+    inputs = replace(inputs_of(4, 4), schedule="auto", chunks=0)
+    plan = solve(uneven(1), request := Request(inputs=inputs, micro_batches=4, actions=100_000))
+    kept = {(case.schedule.placement, case.chunks) for case in searched}
+    own = [case for case in cases_of(uneven(1), request) if case.schedule.is_to_be_made]
+    assert 0 < len(kept) < len(own)
+    assert (plan.placement, plan.chunks) in kept
+    assert plan.solver.lower_bound_us < plan.predicted.step_us
+
+
+def test_the_best_of_several_starts_comes_first() -> None:
+    """A descent with the effort for one start uses the fastest, wherever that is in the list."""
+    inputs = replace(inputs_of(4, 8), schedule="zbv", chunks=0)
+    (case,) = cases_of(uneven(2), Request(inputs=inputs, micro_batches=8))
+    evaluator = Evaluator(case, 4)
+    slow, fast = np.array([0, 1, 2, 3, 4, 5, 6, 7, 16]), start_cuts(progress(case), evaluator)[0]
+    for starts in ([slow, fast], [fast, slow]):
+        CutSearch(state := progress(case), evaluator).search(starts, 1)
+        assert state.upper_us == evaluator.step_us(fast[None], np.zeros((1, 8), dtype=np.int64))[0]
+
+
+def progress(case: Case) -> Progress:
+    """State of a search without results."""
+    return Progress(case=case, effort=Effort(None), deadline=NEVER, upper_us=inf)

@@ -7,6 +7,7 @@ import pytest
 from planner.solve import Request, search, solve
 from planner.solve.cases import cases_of
 from planner.solve.deadline import NEVER
+from planner.solve.methods import SearchedCases, search_for
 from planner.solve.orders.search import search_orders
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import inputs_of
@@ -17,7 +18,7 @@ def test_a_search_continues_from_a_plan() -> None:
     profile = random_profile(1, 12)
     request = Request(inputs=replace(inputs_of(3, 6), schedule="1f1b"), micro_batches=6)
     (plain,) = cases_of(profile, request)
-    start = search.search_for(plain, request, None)(plain, upper_us=float("inf"), deadline=NEVER)
+    start = search_for(plain, request, None)(plain, upper_us=float("inf"), deadline=NEVER)
     assert start.partition is not None
     (case,) = cases_of(profile, replace(request, inputs=replace(request.inputs, schedule="search", chunks=1)))
     found = search_orders(
@@ -48,7 +49,7 @@ def test_the_best_plan_under_a_named_schedule_gets_its_own_orders(monkeypatch: p
     ]
     profile = chain(*layers)
     request = Request(inputs=replace(inputs_of(3, 6), schedule="auto"), micro_batches=6, actions=20_000)
-    nothing = search._Searched(None, {"search": 0.0}, complete=True, answers={})
+    nothing = SearchedCases(None, {"search": 0.0}, complete=True, answers={})
     monkeypatch.setattr(search, "_search_orders_twice", lambda *_, **__: nothing)
     monkeypatch.setattr(search, "MOST_ACTIONS_OF_SEARCH", 100_000)
     plan = solve(profile, request)
