@@ -215,7 +215,7 @@ class Layout:
         return [f"{text} (planned: {planned})"]
 
     def assumption_notes(self, *, sequence: str = "", experts: str = "", attention: str = "") -> list[str]:
-        """Return a note for each option of the engine that must be set, because the predicted memory assumes it.
+        """Return a note for each option of the engine that the user must set, because the predicted memory assumes it.
 
         Args:
             sequence: Option for sequence parallelism; empty if the engine needs no option for it.
@@ -238,7 +238,7 @@ class Layout:
 
 
 def refuse_sharing(engine: str, plan: Plan) -> None:
-    """Raise UsageError if the plan has GPUs that share layers or the optimizer, which the engine does not support."""
+    """Raise UsageError if GPUs share layers or replicas divide the optimizer, and `engine` does not support it."""
     shared = {
         f"in the plan, {plan.tensor_parallel} GPUs share each layer": (
             "with `--tensor-parallel 1`",

@@ -117,7 +117,11 @@ def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, .
 
 
 def _repeated(repeat: re.Match[str], *, most: int) -> str:
-    """Return the text of a repetition, of at most `most` characters, because nested ones could expand to gigabytes."""
+    """Return the text of a repetition such as `t*3`.
+
+    Raises:
+        UsageError: The text would be longer than `most` characters; nested repetitions could expand to gigabytes.
+    """
     if len(repeat[1]) * int(repeat[2]) > most:
         raise UsageError(f"the layout repeats `{repeat[1][:20]}` {repeat[2]} times, more than the profile has layers")
     return repeat[1] * int(repeat[2])
@@ -171,21 +175,27 @@ def _check_mtp(layout: Layout, letters: Sequence[Sequence[str]]) -> None:
 
 
 def _numbered(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the numbers in layer names with the most common stem, None for other names; empty without such a stem."""
+    """Return the number in each layer's name (3 for `h.3`), and None for names with another stem than most layers.
+
+    The list is empty if no two layers have the same stem (`h`).
+    """
     matches = [None if _MTP.search(layer.name) else _NUMBERED.fullmatch(layer.name) for layer in layers]
     stem = _commonest(match["stem"] for match in matches if match)
     return [int(match["number"]) if match and match["stem"] == stem else None for match in matches] if stem else []
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return a number for each layer that has the most common digest, and None for other layers."""
+    """Return the index of each layer that has the most common digest, and None for other layers.
+
+    The list is empty if no two layers have the same digest.
+    """
     digests = ["" if _MTP.search(layer.name) else layer.digest for layer in layers]
     commonest = _commonest(filter(None, digests))
     return [n if digest == commonest else None for n, digest in enumerate(digests)] if commonest else []
 
 
 def _commonest(texts: Iterable[str]) -> str:
-    """Return the most common text, if it occurs more than once."""
+    """Return the most common text; an empty text if no text occurs more than once."""
     ((text, count),) = Counter(texts).most_common(1) or [("", 0)]
     return text if count > 1 else ""
 

@@ -93,7 +93,7 @@ def _values(path: str, text: str) -> dict[str, Any]:
 
 
 def _named(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a mapping by lower-case name, with those in `parallelism` and `distributed.pipeline`."""
+    """Return a mapping's values by lower-case name, with the values in `parallelism` and `distributed.pipeline`."""
     named = {str(key).lower(): value for key, value in content.items()}
     distributed = named.get("distributed")
     for part in (named.get("parallelism"), distributed.get("pipeline") if isinstance(distributed, dict) else None):

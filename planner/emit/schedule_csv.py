@@ -6,8 +6,8 @@
 Three engines read such a file: torch's `_PipelineScheduleRuntime._load_csv(path, format="compute_only")`, torchtitan
 (`pipeline_parallel_schedule_csv` of its `ParallelismConfig`) and NeMo Automodel (`pp_schedule_csv` of its
 `PipelineConfig`). Each derives the device of every stage from the rows, and adds the transfers. torchtitan and
-Automodel build the stages before they read the file. Another option names the schedule that decides on which devices.
-So that schedule must have the same placement of stages.
+Automodel place the stages on devices before they read the file. They use the placement of a schedule that another
+option names. That schedule must therefore have the same placement as the file.
 """
 
 from typing import Final

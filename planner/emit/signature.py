@@ -15,7 +15,7 @@ def with_signature(body: str) -> str:
 
 
 def is_edited(path: Path) -> bool:
-    """Return True if the file exists and was edited after it was emitted, or was not emitted."""
+    """Return True if the file exists, and was edited after `emit` wrote it or was not written by `emit`."""
     text = _text(path)
     if text is None:
         return False
@@ -30,13 +30,13 @@ def runs_balance(path: Path) -> bool:
 
 
 def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> None:
-    """Raise FileError if the file was edited after it was emitted, or was not emitted."""
+    """Raise FileError if the file was edited after `emit` wrote it, or was not written by `emit`."""
     if is_edited(path):
         raise FileError("was edited since it was emitted", path=str(path), hint=hint)
 
 
 def refuse_other(path: Path, text: str) -> None:
-    """Raise FileError if the file was edited, or, for a `text` without signature, if it has other content."""
+    """Raise FileError if the file was edited. If `text` has no signature, raise it if the file has other content."""
     if _SIGNATURE in text:
         refuse_edited(path)
     elif _text(path) not in (None, text):

@@ -45,7 +45,7 @@ class Tie:
     optimizer_bytes: float
     cast_bytes: float = 0.0
     these_alone: bool = True
-    """True if a stage with both layers stores the bytes once, whatever layers are between them."""
+    """True if a device with both layers stores the bytes once, even if it does not run the layers between them."""
     earlier: tuple[int, ...] = ()
     """Layers before `first` that share the same bytes."""
 
@@ -56,7 +56,10 @@ ALWAYS: Final = ("parameters", "optimizer", "buffers")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class State:
-    """Bytes of layers that do not depend on the micro-batch; `bytes_field` names their fields in `LayerProfile`."""
+    """Bytes of each layer that do not depend on the micro-batch, one array for each component.
+
+    `bytes_field` returns the field of `LayerProfile` from which an array is read.
+    """
 
     parameters: FloatArray
     idle: FloatArray
@@ -74,13 +77,13 @@ class State:
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> "State":
-        """Return the state of each layer."""
+        """Return the bytes of the state of `layers`, read from their profiles."""
         names = {each.name: bytes_field(each.name) for each in fields(cls)}
         return cls(**{name: np.array([getattr(layer, of) for layer in layers], float) for name, of in names.items()})
 
     @property
     def always(self) -> FloatArray:
-        """Bytes that exist during the whole step."""
+        """Bytes of each layer that exist during the whole step, summed over the components in `ALWAYS`."""
         always: FloatArray = np.sum([getattr(self, name) for name in ALWAYS], axis=0)
         return always
 
@@ -124,24 +127,24 @@ class Levels:
     """Part of `saved` that is neither received from another layer nor passed to one."""
     forward: FloatArray
     no_grad: FloatArray
-    """Highest memory of a forward without gradients, including the layer's input, but not the input of the stage."""
+    """Highest memory of a forward without gradients, including the layer's input, but not the model's input."""
     first_backward: FloatArray
-    """Highest memory of the first micro-batch's backward, including the parameter gradients that it allocates."""
+    """Highest memory of the first micro-batch's backward, including parameter gradients of this and later layers."""
     backward: FloatArray
-    """Highest memory of a later backward. Gradients of later layers' autocast copies count, parameter gradients do
-    not."""
+    """Highest memory of a later micro-batch's backward. It includes the gradients of later layers' autocast copies,
+    but no parameter gradients."""
     end_twice_first: FloatArray
     """Part of `first_backward` that would count twice if a stage ends with the layer.
 
-    The executor's buffers for the output and its gradient include it. Of tensors that earlier layers created, only the
-    gradient is in this part.
+    The executor stores the stage's output and its gradient in buffers. This part is in these buffers as well. If an
+    earlier layer created an output tensor, this part includes only the tensor's gradient.
     """
     end_twice: FloatArray
     """Part of `backward` that would count twice if a stage ends with the layer."""
     attributes: FloatArray
     """Bytes of tensors in plain attributes of modules, which exist during the whole step."""
     renewed: FloatArray
-    """Part of `attributes` of which every micro-batch that keeps its activations has its own copy."""
+    """Part of `attributes` that each forward creates anew. A micro-batch stores its copy as long as its activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -173,15 +176,18 @@ class SplitBackwardCosts:
 
 
 class StageMemoryModel(Protocol):
-    """Memory records of stages with a memory model of their own; arrays have the shape of a `Window`."""
+    """Memory records of stages whose layers come from an extension with a memory model, such as compiled layers.
+
+    Arrays have the shape of a `Window`.
+    """
 
     def parts(self, s: "Stages", recompute: Recompute, *, in_flight: int) -> "Parts":
-        """Return the memory of the stages as parts; the arguments are those of `planner.core.cost.parts.parts_of`."""
+        """Return the parts of the stages' memory; the arguments are those of `planner.core.cost.parts.parts_of`."""
         ...
 
 
 class LayerMemoryModel(Protocol):
-    """Memory records of layers with a memory model of their own: a frozen dataclass of arrays."""
+    """Memory records of layers from an extension with a memory model: a frozen dataclass of arrays."""
 
     def in_stages(self, window: "Window", micro_batches: int) -> StageMemoryModel:
         """Return the memory records of all stages of a window."""
@@ -278,6 +284,6 @@ class ChainCosts:
 
 
 def sums_before(per_layer: FloatArray) -> FloatArray:
-    """Return the sum over the layers before each layer, and over all layers as the last entry; shape (L+1,)."""
+    """Return prefix sums of shape (L+1,): entry i is the sum of `per_layer` over layers 0 to i - 1."""
     sums: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
     return sums

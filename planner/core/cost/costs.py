@@ -42,7 +42,7 @@ def covers_size(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -
 
 
 def saved_bytes(details: Sequence[MemoryDetail]) -> list[int]:
-    """Return the bytes that each layer saves for backward, from the exact records of all layers."""
+    """Return the bytes saved for backward, by layer, from exact records. A storage counts at the layer that made it."""
     return [int(size) for size in CrossingStorages(details).saved()]
 
 

@@ -61,7 +61,12 @@ class ChunkMemory(NamedTuple):
     """Bytes of each of `PARTS`, shape (parts,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
-        """Return the chunk without the bytes that it shares with another chunk; `shared` has arrays of shape (1, 1)."""
+        """Return the memory of this chunk without its `shared` bytes, which the memory of another chunk includes.
+
+        Args:
+            shared: Bytes to subtract, arrays of shape (1, 1).
+            exact: True if the costs come from exact records.
+        """
         _, parts = subtract_shared(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
         left = dict(self.always.items())
         for name in ("parameters", "optimizer") if exact else ("parameters", "optimizer", "gradients"):
@@ -72,9 +77,9 @@ class ChunkMemory(NamedTuple):
 class ChunkByLayers(NamedTuple):
     """Memory of a chunk as a function of its recomputed layers; arrays have shape (parts,).
 
-    bytes of a part = max(least, rest + saved * S) + highest memory of the action,
+    bytes of a part = max(least, rest + saved * S) + highest memory of the action
 
-    where S are the bytes that one micro-batch saves with the given recomputed layers.
+    S is the memory that one micro-batch saves for its backward, in bytes. It depends on the recomputed layers.
     """
 
     always: float
@@ -85,29 +90,35 @@ class ChunkByLayers(NamedTuple):
     saved: IntArray
     """Number of times that S is included in each part."""
     level: IntArray
-    """Index in `LayerPeaks` of the highest memory that is added to each part; -1 if none is added."""
+    """For each part, index of the field of `LayerPeaks` that is added as highest memory of the action; -1 for none."""
 
     def parts(self, saved: FloatArray | float, levels: FloatArray) -> FloatArray:
         """Return the bytes of each of `PARTS`, shape (..., parts).
 
         Args:
             saved: Saved bytes S, shape (..., 1).
-            levels: Highest memory in the order of `LayerPeaks`, then a 0; shape (..., 4).
+            levels: Highest memory of each action, in the order of `LayerPeaks`, followed by a 0; shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + levels[..., self.level]
         return parts
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkByLayers":
-        """Return the chunk without the bytes that it shares with another chunk; `shared` has arrays of shape (1, 1)."""
+        """Return the memory of this chunk without its `shared` bytes, which the memory of another chunk includes.
+
+        Args:
+            shared: Bytes to subtract, arrays of shape (1, 1).
+            exact: True if the costs come from exact records.
+        """
         always, least = subtract_shared(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
         _, rest = subtract_shared(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
         return self._replace(always=float(always.item()), least=least[0, 0], rest=rest[0, 0])
 
 
 class SharedBytes(NamedTuple):
-    """Bytes of S stages in N partitions that count in another chunk of the same device; arrays of shape (N, S).
+    """Bytes to subtract from each of S stages in N partitions, because another chunk of the device includes them.
 
-    Parameters that two chunks share count in the later chunk, together with their gradients and optimizer state.
+    Arrays have shape (N, S). Parameters that two chunks share count only in the later chunk, together with their
+    gradients and optimizer state.
     """
 
     parameters: FloatArray
@@ -115,7 +126,7 @@ class SharedBytes(NamedTuple):
     optimizer: FloatArray
     casts: FloatArray
     received: FloatArray
-    """Input from the previous stage if that stage is on the same device, where the tensor counts as its output."""
+    """Input from the previous stage, if both stages are on one device: it counts as output of the previous stage."""
 
 
 def chunk_memory(
@@ -195,7 +206,9 @@ def chunk_by_layers(
 def chunk_totals(
     costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, recompute: Recompute, in_halves: bool = False
 ) -> FloatArray:
-    """Return the constant bytes and the bytes of each of `PARTS`, of all stages that may share a device.
+    """Return, for each possible stage, the bytes that always exist and the bytes of each of `PARTS`.
+
+    The stages may share a device with other stages.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
@@ -206,7 +219,8 @@ def chunk_totals(
         in_halves: True if the schedule splits backwards.
 
     Returns:
-        Whole bytes, shape (1 + parts, firsts, stop - firsts[0]); columns before a row's first layer are undefined.
+        Whole bytes, shape (1 + parts, first layers, last layers from `firsts[0]` to `stop - 1`). Entries with the last
+        layer before the first layer are undefined.
     """
     columns = slice(int(firsts[0]), stop)
     stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
@@ -219,10 +233,10 @@ def chunk_totals(
 def least_totals_by_layers(
     costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, in_halves: bool = False
 ) -> FloatArray:
-    """Return the totals of `chunk_totals` for recomputed single layers, before the savings of these layers.
+    """Return bytes from which lower bounds of the memory of stages with single recomputed layers are computed.
 
-    If the largest possible savings of the recomputed layers, times `ChunkByLayers.saved`, are subtracted from a part,
-    the result is a lower bound of that part.
+    Bytes are those of `chunk_totals`, but for stages that choose recomputation layer by layer. For a lower bound of a
+    part, subtract the `most_savings` of all recomputed layers, times `ChunkByLayers.saved` of the part.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
@@ -232,7 +246,7 @@ def least_totals_by_layers(
         in_halves: True if the schedule splits backwards.
 
     Returns:
-        Whole bytes, shape (1 + parts, firsts, stop - firsts[0]).
+        Whole bytes, in the shape of the result of `chunk_totals`.
     """
     columns = slice(int(firsts[0]), stop)
     stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
@@ -241,7 +255,7 @@ def least_totals_by_layers(
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:
-    """Return the bytes of each of S stages in N partitions that count in another chunk of the same device.
+    """Return the bytes to subtract from each of S stages in N partitions: another chunk of the device includes them.
 
     Shared parameters count in the later chunk, because its backward runs first and allocates the gradients.
 
@@ -277,7 +291,12 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
 
 
 def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
-    """Return an upper bound of the input bytes that `subtract_shared` removes from a device with the given counts."""
+    """Return an upper bound of the input bytes that `subtract_shared` removes from one device.
+
+    Args:
+        costs: Costs of the chain.
+        counts: Number of parts of each kind on the device, in the order of `PARTS`.
+    """
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
 
@@ -285,7 +304,7 @@ def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) ->
 def subtract_shared(
     always: FloatArray, parts: FloatArray, shared: SharedBytes, *, exact: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the memory of stages without the bytes that count in another chunk of the device.
+    """Return the memory of stages without the bytes that the memory of another chunk of the device includes.
 
     Args:
         always: Constant bytes, shape (N, S); without exact records, they include gradients.
@@ -321,13 +340,16 @@ def device_peaks(always: FloatArray, parts: FloatArray, *, moments: IntArray | F
 def device_peaks_by_choice(
     always: FloatArray, parts: FloatArray, choices: IntArray, *, moments: IntArray | FloatArray
 ) -> FloatArray:
-    """Return the peaks of N devices with V chunks each, for W combinations of recompute choices; shape (N, W).
+    """Return the peaks of N devices with V chunks each, for each combination of recompute choices.
 
     Args:
         always: Constant bytes for each of C recompute choices, shape (C, N, V).
         parts: Bytes of each of `PARTS` for each recompute choice, shape (C, N, V, parts).
-        choices: Index of the recompute choice of each chunk in every combination, shape (W, V).
+        choices: Index of the recompute choice of each chunk in every combination, shape (combinations, V).
         moments: Counts of the device, as for `device_peaks`.
+
+    Returns:
+        Bytes, shape (N, combinations).
     """
     fixed, alive = np.zeros(1), np.zeros(1)
     for chunk, choice in enumerate(choices.T):

@@ -141,7 +141,7 @@ class Evaluation:
 
     @cached_property
     def optimizer_us(self) -> float:
-        """Time by which all-reduces and optimizer delay the next step, in microseconds, if backwards are not split."""
+        """Time by which all-reduces and optimizer delay the next step, in microseconds; only for whole backwards."""
         updates_us = self.updates_us
         # A device's first chunk is the last one that it runs in a step, and the first one in the next step.
         first = self.stage_times[: self.partition.num_devices]
@@ -193,7 +193,7 @@ class Evaluation:
         return times.input_backward_us + times.weight_backward_us if self._splits_backward else times.backward_us
 
     def _busy_us(self, stage: int) -> tuple[float, float]:
-        """Return the compute time of a stage in a step, and its part that recomputes activations, in microseconds."""
+        """Return the compute time of a stage in a step, and how much of it recomputes activations, in microseconds."""
         times, num = self.stage_times[stage], self.partition.micro_batches
         recompute_us = (num - 1) * times.recompute_us + times.last_recompute_us
         if not self._splits_backward:
@@ -207,7 +207,7 @@ class Evaluation:
 
     @cached_property
     def chunks(self) -> tuple[ChunkMemory, ...]:
-        """Memory of each stage as a chunk of its device: parameters that chunks of a device share count once."""
+        """Memory of each stage as a chunk of its device. Parameters that chunks of one device share count once."""
         partition, intervals = self.partition, self.partition.intervals()
         costs = self.costs.of_replicas(partition.replicas)
         cuts = np.array([[0, *(end for _, end in intervals)]])

@@ -50,8 +50,8 @@ class LayerPeaks(NamedTuple):
     """Peaks of single layers in whole bytes; the last axis is the layer.
 
     With exact records, peaks are counted from the memory that earlier layers have saved, and peaks of the first
-    backward include the gradients of the layer's parameters. Without exact records, all three arrays are the same
-    transient.
+    backward include the gradients of the layer's parameters. Without exact records, all three arrays are
+    equal, and contain the transient memory of each layer.
     """
 
     forward: FloatArray
@@ -69,13 +69,13 @@ class Pending(NamedTuple):
 
 
 class StageLevels(NamedTuple):
-    """Saved bytes of a micro-batch in a stage that recomputes some of its layers, and highest memory of its passes."""
+    """Bytes that a micro-batch saves in a stage with single recomputed layers, and highest memory during its passes."""
 
     saved: float
     forward: float
     first_backward: float
     backward: float
-    """Highest memory of a later backward. Without exact records, all three peaks are the same transient."""
+    """Highest memory of a later backward. Without exact records, the three peaks are equal: transient memory."""
 
 
 class ManyLevels(NamedTuple):
@@ -89,11 +89,11 @@ class ManyLevels(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """Memory of the layers `first`..`end - 1` of a stage, in whole bytes, from which the stage's memory is computed.
+    """Memory of each layer of a stage, in whole bytes, from which the stage's memory is computed.
 
-    If `stacked`, peaks are counted from what earlier layers have saved, otherwise from what all layers have saved.
-    Peaks of backwards include the stage's output, which the engine stores. Peaks of the first backward include
-    gradients of later layers.
+    The stage has the layers `first`..`end - 1`. If `stacked` is true, peaks are counted from the memory that earlier
+    layers have saved, otherwise from the memory that all layers have saved. Peaks of backwards include the stage's
+    output, which the engine stores. Peaks of the first backward include parameter gradients of later layers.
     """
 
     first: int
@@ -104,11 +104,14 @@ class StageLayers:
     held: FloatArray
     """Bytes that each layer saves, without pending storages; shape and rows as in `peaks`."""
     pending: tuple[tuple[Pending, ...], ...]
-    """For each layer of the stage, the storages that the layer creates and that no later layer saves."""
+    """For each layer of the stage, the storages that it creates and that later layers save only if recomputed."""
     can_recompute: NDArray[np.bool_]
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """Bytes of the stage's copied input that are sent on and still exist at each layer; shape (end - first + 1,)."""
+    """For each layer, bytes of the stage's copied input that no layer saves and that this or a later layer reads.
+
+    Shape (end - first + 1,); the last entry is for the end of the stage.
+    """
 
     @classmethod
     def of(cls, costs: ChainCosts, first: int, end: int) -> "StageLayers":
@@ -185,12 +188,11 @@ class StageLayers:
 
 
 def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return upper bounds of the bytes per micro-batch that recomputation of each layer saves.
+    """Return upper bounds of the memory by which recomputation of each layer reduces the memory of a micro-batch.
 
     Returns:
-        Two arrays of shape (L,). The first array is for a layer that begins a stage, whose input the stage stores
-        anyway. The second array is for other layers: if recomputed, such a layer saves the part of its input that no
-        layer saves otherwise.
+        Two arrays of shape (L,), in bytes. The first array is for a layer that begins a stage. For other layers, use
+        the second array: if such a layer is recomputed, the stage must store its input, even if no layer saves it.
     """
     dropped = np.rint(costs.levels.internal) + _per_layer(costs, costs.storages.kept_by_maker)
     # Only storages with one reader count, because another reader may save a storage already.
@@ -201,11 +203,10 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 
 
 def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """Return saved bytes and peaks of stages, from which savings are subtracted to get lower bounds.
+    """Return saved bytes and peaks of stages, for lower bounds that hold for any choice of recomputed layers.
 
-    For any choice of recomputed layers, saved bytes are at least the returned bytes minus the `most_savings` of these
-    layers. A peak is at least the returned peak minus the `most_savings` of the recomputed layers before the layer at
-    the peak.
+    To get a lower bound of the saved bytes, subtract the `most_savings` of all recomputed layers. To get a lower bound
+    of a peak, subtract only the `most_savings` of recomputed layers before the layer that runs at the peak.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
@@ -214,7 +215,7 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
 
     Returns:
         Saved bytes and peaks, arrays of shape (firsts, span). Row a, column e is the stage of layers `firsts[a]`..
-        `span.start + e`. Values before a row's own first layer are meaningless.
+        `span.start + e`. Entries with the last layer before the first layer are meaningless.
     """
     kept = most_savings(costs)[0] + _per_layer(costs, costs.storages.kept_by_readers)
     unkept, into = np.rint(costs.storages.kept_by_nobody), np.zeros(costs.num_layers + 2)
@@ -295,23 +296,25 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 
 
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
-    """Return the memory to convert gradients of autocast copies at the end of a backward, in bytes; shape (L,).
+    """Return the memory that converts gradients of each layer's autocast copies to parameter gradients; shape (L,).
 
-    This memory, for exact records, is in addition to the gradients of all copies (`casts` bytes). Autograd processes
-    first what was recorded last, and the forward of the first micro-batch recorded the copies. So in later backwards,
-    gradients of all copies wait until the other operations of the stage are done.
+    These bytes, from exact records, are in addition to the gradients of all copies (`casts` bytes). Autograd processes
+    operations in reverse order, and the forward of the first micro-batch recorded the copies. So in later backwards,
+    gradients of all copies wait until autograd has processed all other operations of the stage.
     """
     return np.maximum(_layer_peaks(costs)[0].backward - costs.state.casts, 0.0)
 
 
 def recomputed_levels(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return the highest memory of a recomputed first backward under autocast, and the gradients that exist during it.
+    """Return the highest memory of each layer's backward, if the first micro-batch is recomputed under autocast.
 
-    Gradients of autocast copies wait until the end, and gradients of parameters without a copy exist at once.
+    Gradients of autocast copies then wait until the backward of the stage ends. Gradients of parameters without a copy
+    exist from the backward of their layer.
 
     Returns:
-        Two arrays of shape (L,) in bytes. The first is like `Levels.backward`, and includes such gradients of all later
-        layers of the chain. The second is the sum of such gradients over the layers up to each layer.
+        Two arrays of shape (L,) in bytes. The first array is the highest memory, counted as in `Levels.backward`. It
+        includes the gradients of both kinds of this and later layers of the chain. The second array has the bytes of
+        these gradients, summed from layer 0 to each layer.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
     level = costs.levels.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()
@@ -325,7 +328,7 @@ def _transients(costs: ChainCosts, stage: slice) -> LayerPeaks:
 
 
 def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
-    """Return the peaks of layers that are not recomputed, and the peaks of forwards without gradients; shape (L,)."""
+    """Return the peaks of each layer without recomputation, and the peaks of its forward without gradients."""
     if not costs.exact:
         transient = np.rint(np.maximum(costs.levels.forward, costs.levels.backward))
         return LayerPeaks(transient, transient, transient), transient

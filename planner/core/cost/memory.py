@@ -101,7 +101,7 @@ def stage_memories(
 
 
 def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Stages:
-    """Return the stages at (rows[i], columns[i]) of a window, as a window with one column."""
+    """Return the stages at (rows[i], columns[i]) of a window, as a new window with one column and a row for each i."""
 
     def of(array: NDArray[Any]) -> NDArray[Any]:
         return np.broadcast_to(array, window.shape)[rows, columns][:, None]
@@ -115,7 +115,7 @@ def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64])
 
 
 def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:
-    """Return the memory of the stages in the last column, by component, at the first point with the peak."""
+    """Return the memory by component of the stages in the last column of a window, at each stage's first peak."""
     parts = parts_of(stages, recompute, in_flight=moments.in_flight)
     every = [
         {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(moment).items()}
@@ -138,7 +138,7 @@ def one_stage(
     recomputed: Collection[int],
     in_halves: bool = False,
 ) -> tuple[Stages, Recompute]:
-    """Return a window whose last column is the stage of layers `first`..`end - 1`, and its effective recompute choice.
+    """Return the stage of layers `first`..`end - 1` as the last column of a window, and its actual recompute choice.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
@@ -166,9 +166,9 @@ def totals_of(
     *,
     choices: Sequence[Recompute],
 ) -> list[FloatArray]:
-    """Return the peak bytes of stages for each recompute choice: arrays of shape (firsts, columns).
+    """Return the peak memory of stages in bytes, one array of shape (firsts, columns) for each recompute choice.
 
-    The values equal the totals of `stage_memory`. Values where the last layer comes before the first are meaningless.
+    Values equal the totals of `stage_memory`. Entries with the last layer before the first layer are meaningless.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
@@ -205,7 +205,7 @@ def _peaks(stages: Stages, moments: Moments, recompute: Recompute) -> FloatArray
 class LinearMoment(NamedTuple):
     """Memory of many stages at one point in the step, as a function of their `StageLevels`, in bytes.
 
-    The function is `fixed + weight * StageLevels.saved`, plus one of the peaks of `StageLevels`.
+    Memory is `fixed + weight * StageLevels.saved`, plus the peak of `StageLevels` that `level` selects.
     """
 
     fixed: FloatArray
@@ -228,8 +228,8 @@ def linear_moments(
         moments: Points in the step at which the stages may have their peak.
 
     Returns:
-        One function per point in the step at which `stage_memory` may have its peak. Values before a row's own first
-        layer are undefined.
+        One function for each point in the step at which a stage may have its peak. Entries with the last layer before
+        the first layer are undefined.
     """
     stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=moments.micro_batches)
     empty = with_recomputed_layers(stages, StageLevels(0.0, 0.0, 0.0, 0.0))
@@ -238,9 +238,12 @@ def linear_moments(
 
 
 def _linear(parts: Parts, moment: Moment, shape: tuple[int, int]) -> LinearMoment:
-    """Return the memory at one point in the step as a linear function.
+    """Return the memory of stages at the point `moment` in the step, as a linear function of saved bytes and peaks.
 
-    `parts` belong to stages whose saved bytes and peaks are set to 0.
+    Args:
+        parts: Parts of the stages, computed with 0 for saved bytes and peaks.
+        moment: Parts that exist at the point in the step, with their counts.
+        shape: Shape of the arrays of the result.
     """
     sizes = [(parts.sizes[name], count) for name, count in moment if name in parts.sizes]
     levels = [size.level for size, _ in sizes if size.level is not None]

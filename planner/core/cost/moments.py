@@ -107,9 +107,9 @@ class Moments:
     in_flight: int
     """Largest number of micro-batches in flight (N)."""
     alike: tuple[Moment, ...]
-    """Points if the last micro-batch is recomputed like all others."""
+    """Points for a stage that recomputes the last micro-batch if it recomputes the others."""
     apart: tuple[Moment, ...]
-    """Points if the last micro-batch is not recomputed."""
+    """Points for a stage that recomputes all micro-batches except the last one."""
 
 
 def stage_moments(schedule: Schedule, *, micro_batches: int, behind: int = 0) -> Moments:
@@ -175,7 +175,7 @@ def _steady(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
 
 
 class Counts(NamedTuple):
-    """Number of parts of every kind on a device with V chunks: arrays of shape (actions, V, parts)."""
+    """Numbers of parts on a device with V chunks: arrays of shape (actions, V, parts), in the order of `PARTS`."""
 
     during: IntArray
     """Counts while an action runs."""
@@ -186,24 +186,24 @@ class Counts(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Change of a device's counts by one action.
+    """Changes of the numbers of parts on a device by one action.
 
-    Changes alternate a count's index, which is chunk * len(PARTS) + position in `PARTS`, and the number to add.
+    Each tuple is a flat list of pairs (index, number to add); index = chunk * len(PARTS) + position in `PARTS`.
     """
 
     before: tuple[int, ...]
     """Changes between the previous action and this one, including transfers."""
     running: tuple[int, ...]
-    """Indices of the parts that exist while the action runs: its own part; in a stage's last backward also
-    `message`."""
+    """Indices (without numbers) of the parts that exist only while the action runs. A stage's last backward has two:
+    its own part and `message`."""
     after: tuple[int, ...]
     """Changes at the end of the action."""
 
 
 def changes_of(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Change, ...], ...]:
-    """Return the changes of each device's counts by its actions, followed by the optimizer's step of each chunk.
+    """Return how each action of a device changes the numbers of parts on this device, which are 0 at first.
 
-    Counts begin with zeros.
+    For each device, the changes by the optimizer's step of each chunk follow those of the actions.
     """
     last = _last_of(actions)
     return tuple(
@@ -273,9 +273,9 @@ class _Walk:
             yield Change(self._noted(), (base + _PLACE["optimizer_step"],), ())
 
     def distinct(self, row: Sequence[Instruction]) -> IntArray:
-        """Return the different counts that occur while actions run, each once; shape (points, V, parts).
+        """Return the different numbers of parts that occur while actions run, each once; shape (points, V, parts).
 
-        Counts with `message` come last.
+        Points at which gradients are sent to other replicas (`message`) come last.
         """
         during: dict[bytes, None] = {}
         message: dict[bytes, None] = {}
@@ -375,9 +375,9 @@ class _Walk:
 
 @lru_cache(maxsize=1024)
 def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """Return, for each device, the counts at points in the step that can have the peak, including the optimizer's step.
+    """Return the numbers of parts on each device, at all points in the step at which the device can have its peak.
 
-    Points are left out if another point has at least as many of every part.
+    These points include the optimizer's step. Points are left out if another point has at least as many of every part.
 
     Returns:
         One array of shape (points, V, parts) per device.
@@ -390,10 +390,10 @@ def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
 
 
 def optimizer_steps(chunks: int) -> IntArray:
-    """Return the counts during the optimizer's step of each chunk, when the autocast cache no longer exists.
+    """Return the numbers of parts on a device during the optimizer's step of each chunk, without the autocast cache.
 
     Returns:
-        Array of shape (V, V, parts): optimizer step of a chunk, chunk, part.
+        Array of shape (V, V, parts): chunk whose parameters are updated, chunk that has the parts, part.
     """
     steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1

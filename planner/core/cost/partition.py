@@ -68,7 +68,7 @@ class Partition:
 
     @property
     def rule(self) -> Schedule:
-        """Schedule that the partition names or whose orders it has."""
+        """Schedule with the name `self.schedule`, or with the action orders `self.order` if it was searched."""
         return schedule_of(self.schedule, self.order)
 
     @property

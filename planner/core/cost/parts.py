@@ -52,13 +52,13 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of a part of many stages: bytes by memory component."""
+    """Size of one part of a stage's memory, for many stages at once: an array of bytes for each memory component."""
 
     items: Mapping[Item, FloatArray]
     saved: int = 0
     """Number of times that the saved bytes of a micro-batch (S) are included, if stages recompute single layers."""
     level: int | None = None
-    """Position in `LayerPeaks` of the peak that is included, if stages recompute single layers; None without a peak."""
+    """If stages recompute single layers: index of the field of `LayerPeaks` that is included; None for no peak."""
 
     @property
     def total(self) -> FloatArray | float:
@@ -93,10 +93,11 @@ class Parts:
         return items
 
     def of_one_stage(self) -> tuple[FloatArray, FloatArray]:
-        """Return the bytes of the stage in the last column by component: those that always exist, and those of parts.
+        """Return the memory of one stage by component: the stage in the first row and last column of the arrays.
 
         Returns:
-            Arrays of shape (items,) and (parts, items), in the order of `ITEMS` and `PARTS`.
+            Bytes that exist during the whole step, shape (items,) in the order of `ITEMS`; and bytes of each part,
+            shape (parts, items), in the order of `PARTS` and `ITEMS`.
         """
         always, sizes = np.zeros(len(ITEMS)), np.zeros((len(PARTS), len(ITEMS)))
         for item, size in self.always.items():
@@ -107,10 +108,11 @@ class Parts:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Return the bytes that always exist in row 0, and the bytes of each of `PARTS` in the following rows.
+        """Return the memory of stages in one array, summed over the components.
 
         Returns:
-            Whole bytes, shape (1 + parts, *shape).
+            Whole bytes, shape (1 + parts, *shape). Entry 0 of the first axis has the bytes that exist during the whole
+            step. The other entries have the bytes of each of `PARTS`.
         """
         always = sum(np.rint(size) for size in self.always.values())
         parts = [np.rint(self.sizes[name].total) if name in self.sizes else 0.0 for name in PARTS]
@@ -231,7 +233,7 @@ def _message(s: Stages, in_flight: FloatArray) -> Size:
 
 
 def _additive(s: Stages, recompute: Recompute) -> Parts:
-    """Return parts that are an upper bound, without exact records: every action includes all bytes that may exist."""
+    """Return the parts for costs without exact records: an upper bound, with all possible bytes in every action."""
     A, E = s.input + s.saved, s.input + s.output + s.rewritten
     keeps = recompute in ("never", "layers")
     held = Size({"in_flight": A if keeps else E}, saved=int(keeps))
@@ -286,7 +288,9 @@ def all_parts(
     output_gradient: FloatArray,
     running: Mapping[PartName, Size],
 ) -> Parts:
-    """Return all parts: the given parts, and the parts that do not depend on the kind of memory records.
+    """Return all parts of the memory of stages.
+
+    The arguments are the parts that depend on the kind of memory records (exact or not). This function adds the others.
 
     Args:
         s: The stages.

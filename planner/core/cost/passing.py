@@ -19,15 +19,15 @@ IntArray = NDArray[np.int64]
 
 
 class RelayedTensors:
-    """Bytes of tensors that stages receive and send on unchanged, by first layer (rows) and last layer (columns).
+    """Bytes of tensors that a stage receives and sends on unchanged, for each pair of first and last layer of a stage.
 
-    Arrays contain whole bytes, and have that shape or broadcast to it. If a stage copies its input, it sends the copy,
-    which is not the received tensor and does not count.
+    Arrays contain whole bytes, and have shape (firsts, layers) or broadcast to it. If a stage copies its input, it
+    sends the copy, which is not the received tensor and does not count.
 
     Args:
         costs: Costs of the chain.
-        firsts: First layers, in any order.
-        layers: Consecutive last layers, ascending.
+        firsts: First layers of stages, in any order.
+        layers: Last layers of stages: consecutive and ascending.
     """
 
     def __init__(self, costs: ChainCosts, firsts: IntArray, layers: IntArray) -> None:
@@ -47,11 +47,10 @@ class RelayedTensors:
         self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
         self.kept = _passed_by(costs)[layers] - by_readers
-        """Bytes that layers of the stage before its last layer create, that the stage sends, and that a later layer
-        saves."""
+        """Bytes of tensors that the stage creates before its last layer and sends, and that a receiving layer saves."""
 
     def received_input(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the part of each layer's input that is input of the stage; for the first layer, all of `own_input`.
+        """Return the bytes of each layer's input that the stage received; for its first layer, all of `own_input`.
 
         Args:
             sizes: The attribute `unkept` or `all` of this object.
@@ -60,29 +59,29 @@ class RelayedTensors:
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
     def gradients(self, ends: IntArray) -> FloatArray:
-        """Return the bytes of gradients that a stage receives and that exist unchanged down to each of `layers`.
+        """Return the bytes of received gradients that are still unchanged when the backward of a layer runs.
 
-        Such a gradient ends at the layer that created the tensor, or that adds to the gradient.
+        A stage receives the gradient of each output tensor. The layer that created the tensor uses up the gradient. A
+        layer that reads the tensor adds to the gradient.
 
         Args:
-            ends: Consecutive last layers of stages.
+            ends: Last layers of the stages: consecutive and ascending.
 
         Returns:
-            Shape (layers, ends), or broadcast to it.
+            Shape (layers, ends): layer whose backward runs, last layer of the stage. It may be (1, 1) for zeros.
         """
         return _spanning(*self._relays, self._layers, ends)
 
     def highest_backward(self, tops: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
-        """Return the highest memory of the backwards of a stage's layers.
+        """Return the highest memory of a stage's backward, over all layers of the stage; shape (firsts, layers).
 
         The stage's output and its gradient are not included, because the stage stores them once.
 
         Args:
             tops: Highest memory of the backward of each of `layers`.
-            end_twice: Bytes that would count twice if the stage ends with a layer (`Levels.end_twice`), for each of
-                `layers`.
-            backward: First or later backward, to include waiting gradients of shared parameters; None to leave them
-                out.
+            end_twice: Bytes of `tops` that would count twice if a stage ends with the layer (`Levels.end_twice`).
+            backward: Backward of the first or of a later micro-batch, to include waiting gradients of shared
+                parameters; None to leave these gradients out.
         """
         inside = self._is_first | self._after_first
         blocks = range(0, len(self._layers), _BLOCK)
@@ -94,13 +93,13 @@ class RelayedTensors:
         return np.where(inside, highest, 0.0)
 
     def highest_weight_backward(self, tops: FloatArray, backward: Backward) -> FloatArray:
-        """Return the highest memory of the weight-gradient passes (W) of a stage's layers.
+        """Return the highest memory of a stage's weight-gradient pass (W), over all layers of the stage.
 
         W sends no tensors. Gradients of shared parameters wait until all layers that use the parameter have run W.
 
         Args:
             tops: Highest memory of W of each of `layers`.
-            backward: First or later W.
+            backward: W of the first or of a later micro-batch.
         """
         running = np.maximum.accumulate(np.where(self._is_first | self._after_first, tops, 0.0), axis=1)
         if not self._costs.ties:
@@ -114,7 +113,7 @@ class RelayedTensors:
         return running
 
     def _waiting_at_end(self, backward: Backward | None) -> FloatArray:
-        """Return the bytes of waiting gradients during the backward of a stage's last layer, shape (firsts, layers)."""
+        """Return the bytes of gradients that wait during the backward of a stage's last layer."""
         found = np.zeros((len(self._firsts), len(self._layers)))
         if backward != "later" or not self._costs.ties:
             return found
@@ -125,7 +124,10 @@ class RelayedTensors:
         return found
 
     def _highest_before(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
-        """Return the highest memory of the layers before a stage's last layer, for last layers in `block`, or -inf."""
+        """Return the highest memory of a stage's backward over all its layers except the last one.
+
+        Columns are the stages whose last layer is in `block`. The value is -inf for a stage of one layer.
+        """
         ends = self._layers[block]
         levels = np.where(self._layers[:, None] < ends, tops[:, None] - self.gradients(ends), -np.inf)
         rows = self._highest_from(levels)
@@ -153,29 +155,37 @@ class NothingRelayed:
         self.unkept = self.all = np.zeros((1, 1))
 
     def received_input(self, _sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the part of each layer's input that is input of the stage: `own_input` for the first layer, else 0."""
+        """Return the bytes of each layer's input that the stage received: `own_input` for its first layer, else 0."""
         return np.where(self._is_first, own_input, 0.0)
 
     def highest_backward(
         self, tops: FloatArray, end_twice: FloatArray, _backward: Backward | None = None
     ) -> FloatArray:
-        """Return the highest memory of the backwards of a stage's layers; see `RelayedTensors.highest_backward`."""
+        """Return the highest memory of a stage's backward; see `RelayedTensors.highest_backward`."""
         highest = np.maximum.accumulate(np.where(self._inside, tops, -np.inf), axis=1)
         before_end = np.concatenate([np.full((len(highest), 1), -np.inf), highest[:, :-1]], axis=1)
         return np.where(self._inside, np.maximum(before_end, tops - end_twice), 0.0)
 
 
 def is_simple(costs: ChainCosts) -> bool:
-    """Return True if no tensor skips a layer and no layers share parameters."""
+    """Return True if no tensor bypasses a layer, as skip connections do, and no layers share parameters."""
     storages = costs.storages
     kept = storages.kept_by_readers + storages.kept_by_maker + storages.kept_by_nobody
     return not (costs.ties or costs.relays.bytes.any() or kept[storages.until > storages.maker + 1].any())
 
 
 def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:
-    """Return, for every stage, the total `sizes` of the spans of layers `begins`..`ends` that contain the whole stage.
+    """Return, for each pair of first and last layer of a stage, the total size of the spans that contain the stage.
 
-    Shape (first layers, last layers), or (1, 1) without spans.
+    Args:
+        begins: First layer of each span of layers.
+        ends: Last layer of each span.
+        sizes: Size of each span.
+        firsts: First layers of stages.
+        layers: Last layers of stages.
+
+    Returns:
+        Shape (firsts, layers), or (1, 1) if there are no spans.
 
     Complexity: O(spans + firsts * layers).
     """
@@ -192,7 +202,7 @@ def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntAr
 
 
 def _passed_by(costs: ChainCosts) -> FloatArray:
-    """Return the bytes of tensors that skip each layer and that a later layer saves, shape (L,)."""
+    """Return, for each layer, the bytes of tensors that bypass it and that a receiving layer saves for backward."""
     sizes, begins = np.rint(costs.storages.kept_by_readers), costs.storages.maker + 1
     change = np.zeros(costs.num_layers + 2)
     np.add.at(change, begins, sizes)

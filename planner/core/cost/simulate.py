@@ -131,7 +131,7 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
 
 
 def last_end_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> float:
-    """Return the end of the last event of `simulate`, in microseconds, without storing events, which is faster."""
+    """Return the time at which a step's last event ends, in microseconds; faster than `simulate`."""
     return max(_walk(actions, stages).ends, default=0.0)
 
 
@@ -155,7 +155,7 @@ def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes],
 def summed_early_us(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], sums_us: Sequence[float]
 ) -> list[float]:
-    """Return the part of the all-reduces that each device finishes before its last action, in microseconds.
+    """Return, for each device, the time of all-reduces that end before the device's last action, in microseconds.
 
     Args:
         actions: Actions of each device, in order.
@@ -318,7 +318,7 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
 def _walk(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None
 ) -> "DeviceSpans[float]":
-    """Return when each device begins and ends in one partition; `note` is called for every action and transfer."""
+    """Return when each device begins and ends its step, as numbers; call `note` for every action and transfer."""
     durations = {
         "F": [stage.forward_us for stage in stages],
         "B": [stage.backward_us for stage in stages],
@@ -348,7 +348,7 @@ def _carry(
     later_of: Callable[[Clock, Clock], Clock],
     note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
 ) -> DeviceSpans[Clock]:
-    """Return when each device begins and ends, by computing start and end of one action after the other.
+    """Return when each device begins and ends its step, by computing start and end of one action after the other.
 
     Args:
         steps: Actions, in an order in which each action comes after the actions that it waits for.
@@ -394,7 +394,7 @@ def _summed_early(
     sums: Sequence[Clock],
     later_of: Callable[[Clock, Clock], Clock],
 ) -> list[Clock]:
-    """Return the part of the all-reduces that each device finishes before its last action.
+    """Return, for each device, the time of all-reduces that end before the device's last action.
 
     An all-reduce starts when its stage has ended and the device's previous all-reduce is over.
     """

@@ -177,9 +177,9 @@ def _exact_levels(
 
 
 def _held_at_end(boundaries: Boundaries, passing: FloatArray) -> FloatArray:
-    """Return the bytes that the engine stores if a stage ends with each layer, shape (L,).
+    """Return, for each layer, the bytes that the engine stores if a stage ends with this layer.
 
-    The engine stores the outputs that the layer creates, and the gradients that it receives for its outputs.
+    The engine stores the outputs that the layer creates, and the gradients that the stage receives for its outputs.
     """
     # Outputs of earlier layers are not in the layer's own peak. The last layer receives no gradient.
     held: FloatArray = boundaries.output + boundaries.output_gradient - passing
@@ -273,7 +273,13 @@ def _exact_halves(
 
 
 def _assumed(layer: LayerProfile, n: int, *, held_bytes: float) -> SplitMemory:
-    """Return a record for a layer without one: it assumes that W needs all saved tensors and creates all gradients."""
+    """Return an assumed `SplitMemory` for a layer: W needs all saved tensors, and creates all gradients.
+
+    Args:
+        layer: Layer without a record of its split backward.
+        n: Index of the micro-batch size in the profile.
+        held_bytes: Bytes that the layer is assumed to store between I and W.
+    """
     detail, gradients = layer.detail[n], layer.trained_bytes
     return SplitMemory(
         held_bytes=round(held_bytes),

@@ -110,7 +110,7 @@ def split_backward_times(
 
 
 def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return the time that the next stage has for its optimizer's step in addition to this stage's: F + B - R + 2 C.
+    """Return how much longer the next stage can take for its optimizer's step than this stage: F + B - R + 2 C.
 
     The next stage ends its last backward earlier than this stage by B - R + C, and begins its next forward later by F +
     C. The recomputation R does not count, because this stage may recompute while a slower next stage still computes.
@@ -149,7 +149,7 @@ def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
 
 
 def shared_gradient_bytes(ties: Sequence[Tie], first: IntArray | int, end: IntArray | int) -> FloatArray:
-    """Return the bytes of gradients that a sum over layers first..end-1 counts twice: those of shared parameters.
+    """Return the gradient bytes of shared parameters that a sum over layers first..end-1 would count twice.
 
     Args:
         ties: Shared parameters of the chain.
@@ -167,7 +167,10 @@ def shared_gradient_bytes(ties: Sequence[Tie], first: IntArray | int, end: IntAr
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSums:
-    """Sums over all layers before each cut, shape (L+1,). The sum over a stage is the difference of two entries."""
+    """Prefix sums of costs: entry i is the sum over layers 0 to i - 1; arrays of shape (L+1,).
+
+    The sum over a stage is the difference of two entries.
+    """
 
     costs: ChainCosts
     forward_us: FloatArray

@@ -26,9 +26,10 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Peaks:
-    """Highest memory of the running micro-batch of many stages, in bytes, without received input and transfer buffers.
+    """Highest memory of the running micro-batch, for many stages at once, in bytes.
 
-    Without exact records, values are transients on top of all saved memory.
+    Received input and transfer buffers are not included. Without exact records, values are transient memory, on top of
+    all saved memory.
     """
 
     forward: FloatArray
@@ -38,8 +39,7 @@ class Peaks:
     """Highest memory in the first micro-batch's backward, including the parameter gradients that it creates. All
     backwards include the stage's output, which the engine stores until the backward ends."""
     first_recomputed: FloatArray
-    """Highest memory in the first micro-batch's backward if it is recomputed. Gradients of autocast copies then wait
-    for the end of the backward."""
+    """Highest memory in the first micro-batch's backward after recomputation, including waiting gradients of casts."""
     backward: FloatArray
     """Highest memory in a later backward."""
     first_message: FloatArray
@@ -52,7 +52,7 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitBackwardMemory:
-    """Memory of many stages with a split backward, in bytes; passes I (input gradients) and W (weight gradients)."""
+    """Bytes of many stages with a split backward; I is the input-gradient pass, W the weight-gradient pass."""
 
     held: FloatArray
     """Bytes that a micro-batch stores between I and W."""
@@ -139,7 +139,7 @@ def stages_in(
 
 
 def with_recomputed_layers(stages: Stages, levels: StageLevels | ManyLevels) -> Stages:
-    """Return the stages in whole bytes, with `levels` of recomputed single layers as saved bytes and peaks."""
+    """Return the stages in whole bytes, with saved bytes and peaks from `levels` of stages with recomputed layers."""
 
     def of_all(size: FloatArray | float) -> FloatArray:
         return np.full(stages.shape, size)
@@ -312,7 +312,7 @@ class Window:
         """Return the maximum of `levels` over the layers of every stage in the window.
 
         Args:
-            levels: Bytes by first layer of the stage and by layer; broadcasts to (firsts, columns).
+            levels: Bytes for each first layer of a stage and each layer; shape (firsts, columns), or broadcast to it.
         """
         running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, levels, 0.0), axis=1)
         return running
@@ -321,7 +321,7 @@ class Window:
         return self.passing.highest_backward(level[self.columns], end_twice[self.columns], which) - self.saved_before
 
     def _tied(self, per_layer: FloatArray, component: str) -> FloatArray:
-        """Return the sum over the layers of every stage, in which parameters that several layers share count once."""
+        """Return the sum over the layers of every stage. Parameters that several layers of a stage share count once."""
         total = self.sums(per_layer)
         for tie in self.costs.ties:
             holds_both = (self.first <= tie.first) & (self.last >= tie.second)
@@ -380,9 +380,9 @@ class Window:
     ) -> tuple[FloatArray, FloatArray]:
         """Return the highest memory of a later backward and of a recomputed first backward, both under autocast.
 
-        Gradients of cached low-precision copies wait for the end of a backward. There they are converted to gradients
-        of parameters, which are twice as large. In the backward of the micro-batch that filled the cache, they are
-        converted at once.
+        Gradients of cached low-precision copies wait for the end of a backward. Autograd then converts them to
+        gradients of parameters, which are twice as large. If the forward of the same micro-batch filled the cache,
+        autograd converts them at once.
         """
         costs, levels, columns = self.costs, self.costs.levels, self.columns
         waiting = self.highest(cast_gradient_peaks(costs)[columns])

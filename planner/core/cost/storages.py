@@ -24,8 +24,11 @@ class Crossing(NamedTuple):
 
     until: int
     bytes: tuple[float, float, float]
-    """Bytes if a receiving layer saves the storage, if only the layer that makes it does, or if no layer does; two are
-    0."""
+    """Bytes of the storage, in one of three entries; the other two entries are 0.
+
+    The first entry is used if a receiving layer saves the storage, the second if only the layer that makes it does,
+    and the third if no layer saves it.
+    """
 
 
 def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], Crossing]:
@@ -91,7 +94,7 @@ class CrossingStorages:
         return self._new(layer, len(before), tensor)
 
     def saved(self) -> list[float]:
-        """Return the bytes that each layer saves for backward."""
+        """Return the bytes saved for backward, by layer. A saved storage counts at the layer that made it."""
         saved = [float(detail.internal_bytes) for detail in self.details]
         for size, origin, kept in zip(self.bytes, self.origin, self.kept, strict=True):
             if kept and origin >= 0:
@@ -99,7 +102,7 @@ class CrossingStorages:
         return saved
 
     def crossing(self) -> dict[tuple[int, int], Crossing]:
-        """Return every storage, by the layer that makes it and the index among that layer's storages."""
+        """Return every storage by its maker: the layer that makes it, and its index among this layer's storages."""
         crossing = {}
         for n, size in enumerate(self.bytes):
             own = float(size)
@@ -118,7 +121,7 @@ class CrossingStorages:
         return relays
 
     def passing(self) -> list[int]:
-        """Return the bytes that cross the boundary after each layer, of storages that an earlier layer made."""
+        """Return, for each layer, the bytes of storages from earlier layers that cross the boundary after it."""
         return [sum([self.bytes[s] for s in each if self.origin[s] < n]) for n, each in enumerate(self.crossing_after)]
 
     def bytes_after(self) -> list[int]:
@@ -126,12 +129,12 @@ class CrossingStorages:
         return [sum([self.bytes[storage] for storage in each]) for each in self.crossing_after]
 
     def unkept_after(self) -> list[int]:
-        """Return the bytes that cross the boundary after each layer, of storages that no layer saves."""
+        """Return, for each layer, the bytes of storages that no layer saves and that cross the boundary after it."""
         return [sum([self.bytes[s] for s in each if not self.kept[s]]) for each in self.crossing_after]
 
 
 def writes_received(details: Sequence[MemoryDetail]) -> list[bool]:
-    """Return, for each layer, True if a stage that begins with it writes into the received input or views of it."""
+    """Return, for each layer, True if a stage that begins with this layer writes into its received input."""
     writes = [False]
     for detail in reversed(details):
         writes.append(detail.writes_input or (writes[-1] and any(tensor.alias >= 0 for tensor in detail.outputs)))

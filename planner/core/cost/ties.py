@@ -42,10 +42,10 @@ def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
 
 
 def _shared(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
-    """Return the earlier layers with which `second` shares parameters, so that a stage with both stores these once.
+    """Return the earlier layers with which layer `second` shares parameters.
 
     Returns:
-        First layer, shared bytes, `these_alone` and `earlier` of each `Tie`.
+        For each such layer, the fields `first`, `parameter_bytes`, `these_alone` and `earlier` of a `Tie`.
     """
     layer, tied_bytes = layers[second], layers[second].tied_bytes
     if layer.tied_groups:

@@ -6,8 +6,9 @@ of the first such layer. In the backward of the first micro-batch, the sum becom
 once and not once per layer.
 
 The gradients that the last such layer has created wait while its own backward still runs. They raise the peak of this
-backward. By how much is estimated from the first backward, in which all gradients of the layer stay: the difference
-between its peak and the peak of a later backward, times the share of shared parameters in the layer's gradients.
+backward. The increase is estimated from the first backward, after which all gradients of the layer stay in memory: the
+difference between its peak and the peak of a later backward, times the share of shared parameters in the layer's
+gradients.
 """
 
 from collections.abc import Iterator
@@ -26,15 +27,16 @@ IntArray = NDArray[np.int64]
 
 
 class Waiting(NamedTuple):
-    """Bytes of gradients that wait, for stages that begin with certain first layers."""
+    """Bytes of gradients of shared parameters that wait, for the stages that begin with some of the first layers."""
 
     rows: NDArray[np.bool_]
-    """True for the first layers, among the argument `firsts` of `waiting_rows`, to which `bytes` applies; shape
-    (firsts,)."""
+    """True for the entries of `firsts` (the argument of `waiting_rows`) to which `bytes` applies; shape (firsts,)."""
     bytes: FloatArray
-    """Bytes to add to the highest memory of a layer's backward, in the stage with a given last layer; shape (layers,
-    ends). They may be negative for the first backward, whose highest memory counts the gradients of all later
-    layers."""
+    """Bytes to add to the highest memory of a backward; shape (layers, ends): layer that runs, last layer of the stage.
+
+    Values for the first backward may be negative, because its highest memory includes the gradients of all later
+    layers.
+    """
 
 
 def waiting_rows(
@@ -70,7 +72,7 @@ def waiting_rows(
 
 
 def staying_gradients(costs: ChainCosts) -> FloatArray:
-    """Return the bytes by which the peak of each layer's backward grows if its gradients stay, shape (L,)."""
+    """Return the bytes by which the peak of each layer's backward grows if its gradients are not freed; shape (L,)."""
     first = costs.levels.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
     later = costs.levels.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))
@@ -78,7 +80,7 @@ def staying_gradients(costs: ChainCosts) -> FloatArray:
 
 
 def _next_use(costs: ChainCosts, layer: int) -> float:
-    """Return the next layer that uses parameters that `layer` shares with an earlier layer; infinity if none does."""
+    """Return the next layer after `layer` that uses the parameters of `layer`; infinity if there is none."""
     return min((tie.second for tie in costs.ties if tie.first == layer), default=np.inf)
 
 

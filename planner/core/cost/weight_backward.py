@@ -60,12 +60,12 @@ def weight_peaks(
 
 
 class WeightLevels(NamedTuple):
-    """Highest memory of W by layer, in addition to `SplitBackwardCosts.weight`; arrays of shape (L,) in bytes."""
+    """Highest memory of W of each layer, with waiting gradients of autocast copies; arrays of shape (L,) in bytes."""
 
     first: FloatArray
     """Highest memory in the first W, including `waiting` of all later layers of the chain."""
     waiting: FloatArray
-    """Bytes of gradients that exist from the layer's W until W of the whole stage ends."""
+    """Bytes of the layer's gradients that exist from the layer's W until W of the whole stage ends."""
     turning: FloatArray
     """Memory to convert the gradients of the layer's autocast copies to gradients of parameters, on top of the
     gradients of all copies."""
@@ -85,7 +85,10 @@ def weight_levels(costs: ChainCosts) -> WeightLevels:
 def _highest(
     passing: RelayedTensors, levels: FloatArray, later_bytes: FloatArray, layers: IntArray, *, is_first: bool
 ) -> FloatArray:
-    """Return the maximum of `levels` over each stage's layers, without the `later_bytes` of layers after the stage."""
+    """Return the highest of `levels` over each stage's layers, minus the `later_bytes` of all layers after the stage.
+
+    `levels` include the `later_bytes` of all later layers of the chain.
+    """
     highest = passing.highest_weight_backward(levels[layers], "first" if is_first else "later")
     return highest - _sums_after(later_bytes)[None, layers]
 

@@ -1,8 +1,8 @@
-"""Tensor parallelism and a divided optimizer: the profile for a given width and number of replicas.
+"""Tensor parallelism and a divided optimizer: profiles for a number of GPUs per group (width) and of replicas.
 
 Each device of a plan is a group of T GPUs that share every layer. For a given T, this module returns a profile in which
 the times of layers include the collectives within a group. `Inputs.cluster_of` returns a cluster whose devices are
-groups. So other modules need no rule for groups.
+groups. Other modules can therefore treat a group as one device.
 
 In a forward, the GPUs of a group all-reduce the results of a layer. In a backward, they all-reduce its input gradients
 (Shoeybi et al., "Megatron-LM", arXiv:1909.08053). A ring moves 2 (T-1)/T of the bytes over the link of each GPU
@@ -57,7 +57,9 @@ def has_collectives(profile: Profile, width: int) -> bool:
 
 
 def at_width(profile: Profile, cluster: Cluster) -> Profile:
-    """Return the profile at the width of a cluster's devices, with times that include the collectives within a group.
+    """Return the profile at a cluster's tensor-parallel width. Each device of the cluster is a group of GPUs.
+
+    Times of the result include the collectives within a group.
 
     If replicas divide the optimizer, each layer has the optimizer costs of one replica. If experts are divided among E
     replicas, the optimizer is divided only among the R/E replicas with the same experts.
@@ -83,7 +85,11 @@ def at_width(profile: Profile, cluster: Cluster) -> Profile:
 
 
 def profile_of_plan(plan: Plan, profile: Profile) -> Profile:
-    """Return the profile at the plan's width, with times that include collectives; raise UsageError as `at_width`."""
+    """Return the profile at the plan's tensor-parallel width, with times that include collectives.
+
+    Raises:
+        UsageError: The profile has no costs for the width.
+    """
     return at_width(profile, plan.cluster)
 
 
@@ -176,7 +182,11 @@ class WidthTables:
         self._tables: dict[tuple[int, int, Link, float], CostTable] = {}
 
     def at(self, cluster: Cluster) -> CostTable:
-        """Return the cost table at the width of a cluster's devices; raises UsageError like `at_width`."""
+        """Return the cost table at the tensor-parallel width of a cluster.
+
+        Raises:
+            UsageError: The profile has no costs for the width.
+        """
         key = cluster.tensor_parallel, cluster.optimizer_shards, cluster.link, cluster.speed(0)
         if key not in self._tables:
             self._tables[key] = CostTable(at_width(self._profile, cluster))

@@ -1,8 +1,8 @@
 """Workload: tokens and floating-point operations of a training step, and duration and cost of a training run.
 
-The model FLOPs of a sample are those of one forward and one backward without recomputation. A backward needs twice the
-FLOPs of the forward, because each of a product's two gradients takes as many operations as the product. The forward of
-N parameters takes 2 N operations per token, so that forward and backward take the 6 N of Kaplan et al.,
+The model FLOPs of a sample are the FLOPs of one forward and one backward, without recomputation. A backward needs twice
+the FLOPs of the forward, because each of a product's two gradients takes as many operations as the product. The forward
+of N parameters takes 2 N operations per token, so that forward and backward take the 6 N of Kaplan et al.,
 arXiv:2001.08361. The model FLOPs utilization (MFU) is the model FLOPs divided by the FLOPs that the devices could
 compute in the same time at their peak rate (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B).
 """
@@ -95,7 +95,7 @@ def _tokens(profile: Profile) -> int:
 
 
 def _passes(layers: tuple[LayerProfile, ...]) -> list[int]:
-    """Return, for each layer, the FLOPs of forward and backward divided by those of the forward: at most 3."""
+    """Return, for each layer, the FLOPs of forward plus backward, divided by the FLOPs of the forward; at most 3."""
     if not any(layer.trained_bytes for layer in layers):
         return [3] * len(layers)  # The profile does not say what is trained.
     passes, trained = [], False

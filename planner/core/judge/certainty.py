@@ -125,7 +125,7 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
 
 
 def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
-    """Return the result for the memory limits: `tight` if the predicted peaks fit, but not their upper bounds."""
+    """Return `fits`, `tight` or `does not fit`. `tight`: the predicted peaks fit, but their upper bounds do not."""
     limits = [chunks[0].memory_bytes for chunks in plan.by_device()]
     if any(need > limit for need, limit in zip(plan.device_bytes(), limits, strict=True)):
         return "does not fit"
@@ -133,7 +133,7 @@ def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
 
 
 def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
-    """Yield a finding for each device whose predicted peak fits, but not the upper bound of the error range."""
+    """Yield a finding for each device whose predicted peak fits, while the upper bound of its error range does not."""
     chunks = plan.by_device()
     for device in tight_devices(plan, certainty):
         most, limit = certainty.device_bytes[device], plan.inputs.device_bytes(chunks[device][0].memory_bytes)
@@ -146,7 +146,7 @@ def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
 
 
 def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
-    """Return the devices whose predicted peak fits, but whose peak's upper bound exceeds the device's memory."""
+    """Return the devices whose predicted peak fits, while the upper bound of its error range exceeds their memory."""
     devices = zip(plan.by_device(), plan.device_bytes(), certainty.device_bytes, strict=False)
     return tuple(
         device
@@ -174,7 +174,9 @@ def sampling_error(plan: Plan, profile: Profile) -> float:
 
 
 def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
-    """Return the share of memory to keep free so that peaks at the upper end of the error range fit, in steps of 0.1 %.
+    """Return the share of memory to keep free, so that peaks at the upper end of the error range still fit.
+
+    The share is rounded up to 0.1 %.
 
     Args:
         profile: Profile that plans are made from.

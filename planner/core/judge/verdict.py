@@ -275,7 +275,7 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
 
 
 def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
-    """Return the solver report whose bound and gap can be checked; None if nothing can be checked.
+    """Return the plan's solver report if its lower bound and gap can be checked; None otherwise.
 
     Args:
         written: Plan as stored.

@@ -53,7 +53,7 @@ class BuildingBlock(NamedTuple):
 
 
 class BuildingBlockSchedule(Schedule):
-    """Schedule that repeats a building block on a V of two stages per device."""
+    """Schedule that repeats a building block; each device has two stages, placed as a V."""
 
     torch_name = ""
     is_chunked = True
@@ -67,10 +67,10 @@ class BuildingBlockSchedule(Schedule):
 
     @abstractmethod
     def most_held(self, num_devices: int) -> int:
-        """Return the largest number of forwards, in both stages together, whose W may be outstanding on a device."""
+        """Return the largest number of forwards on a device, over both its stages, that may wait for their W."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the device's actions in the repeated and squeezed building block."""
+        """Return the device's actions: copies of the building block, squeezed as the module describes."""
         blocks = tuple(self.block(k, num_devices) for k in range(num_devices))
         return _squeezed_orders(blocks, micro_batches, self.most_held(num_devices))[device]
 
@@ -84,7 +84,7 @@ def _squeezed_orders(
     Args:
         blocks: Times of the building block on each of the K devices. The times of one device must differ modulo six.
         micro_batches: M.
-        most_held: Largest number of forwards whose W may be outstanding on a device; at least the number in the blocks.
+        most_held: Largest number of forwards that may wait for their W on a device; at least the number in the blocks.
 
     Returns:
         K action orders.
@@ -184,5 +184,5 @@ def _message_for(action: Action, num_stages: int) -> _Message | None:
 
 
 def _held_counts(row: _Slots) -> list[int]:
-    """Return the number of forwards whose W is outstanding, after each unit."""
+    """Return the number of forwards that wait for their W after each unit of time."""
     return list(accumulate(_HOLDS[row[unit].kind] if unit in row else 0 for unit in range(max(row) + 1)))

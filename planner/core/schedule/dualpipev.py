@@ -1,12 +1,11 @@
-"""DualPipeV: DeepSeek's DualPipe (arXiv:2412.19437) cut in half and placed on a V; torch's `ScheduleDualPipeV`.
+"""DualPipeV: one half of DeepSeek's DualPipe (arXiv:2412.19437), placed as a V; torch's `ScheduleDualPipeV`.
 
     K = 2, M = 4, stages 0 and 3, 1 and 2
     device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
     device 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
 
-DualPipeV overlaps a forward and a backward of two micro-batches to hide communication. Here a device runs them one
-after the other, the forward first. Most backwards are whole. Split backwards are used while the pipeline fills and
-drains.
+DualPipeV overlaps a forward and a backward of two micro-batches to hide communication. This module runs the forward
+first, then the backward. Most backwards are whole. Split backwards are used while the pipeline fills and drains.
 """
 
 from planner.core.errors import UsageError
@@ -18,7 +17,10 @@ _DOWN, _UP = 0, 1
 
 
 class DualPipeV(Schedule):
-    """Schedule on a V that alternates forwards of one stage of a device with backwards of the other stage."""
+    """Schedule with two stages per device, placed as a V.
+
+    A device alternates forwards of one of its stages with backwards of the other stage.
+    """
 
     name = "dualpipev"
     title = "DualPipeV"

@@ -30,10 +30,10 @@ def table_of(actions: Sequence[Sequence[Action]]) -> str:
 
 
 def actions_in(text: str) -> tuple[tuple[Action, ...], ...]:
-    """Return the action orders in a table, without idle slots; `check_orders` checks if they can run.
+    """Return the action orders in a CSV table, without idle slots; `check_orders` checks if they can run.
 
     Args:
-        text: The table.
+        text: The CSV table.
 
     Returns:
         Actions of the K devices, in order.

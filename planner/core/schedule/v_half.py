@@ -13,7 +13,7 @@ from planner.core.schedule.building_block import BuildingBlock, BuildingBlockSch
 
 
 class VHalf(BuildingBlockSchedule):
-    """Zero bubble on a V, with half of the memory and half of the bubble of 1F1B."""
+    """Zero-bubble schedule with stages placed as a V; it has half of the memory and half of the bubble of 1F1B."""
 
     name = "v-half"
     title = "V-Half"
@@ -30,5 +30,5 @@ class VHalf(BuildingBlockSchedule):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """Return the paper's limit for both stages together: (K+2) // 2 micro-batches in each."""
+        """Return the paper's limit of forwards that wait for their W: (K+2) // 2 in each of the two stages."""
         return 2 * ((num_devices + 2) // 2)

@@ -13,7 +13,7 @@ from planner.core.schedule.building_block import BuildingBlock, BuildingBlockSch
 
 
 class VMin(BuildingBlockSchedule):
-    """Zero bubble on a V, with a third of the memory and two thirds of the bubble of 1F1B."""
+    """Zero-bubble schedule with stages placed as a V; a third of the memory and two thirds of the bubble of 1F1B."""
 
     name = "v-min"
     title = "V-Min"
@@ -31,5 +31,5 @@ class VMin(BuildingBlockSchedule):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """Return the paper's limit for both stages together: (K+4) // 3 micro-batches in each."""
+        """Return the paper's limit of forwards that wait for their W: (K+4) // 3 in each of the two stages."""
         return 2 * ((num_devices + 4) // 3)

@@ -22,7 +22,7 @@ class ZBH1(Schedule):
     splits_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the order of 1F1B, with the W passes of `device` micro-batches deferred."""
+        """Return the order of 1F1B with split backwards; on device i, the W passes of i micro-batches are deferred."""
         return alternating_order(
             [Action(device, "F", i) for i in range(micro_batches)],
             [Action(device, "I", i) for i in range(micro_batches)],

@@ -17,7 +17,7 @@ _DOWN, _UP = 0, 1
 
 
 class ZBV(Schedule):
-    """Zero bubble on a V of two stages per device."""
+    """Zero-bubble schedule with two stages per device, placed as a V."""
 
     name = "zbv"
     title = "ZB-V"

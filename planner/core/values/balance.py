@@ -49,7 +49,7 @@ class RunPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Cuts, by layer name so that a changed model is detected, and the settings to run the stages."""
+    """Cuts and settings to run the stages. Stages list the names of layers, so that a changed model is detected."""
 
     schema: Literal["gpipe-plan/balance/v1"] = BALANCE_SCHEMA
     generator: Generator | None = None

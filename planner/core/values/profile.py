@@ -160,9 +160,9 @@ class SplitMemory:
     input_peak_bytes: int
     """Peak during a later I."""
     output_first_input_peak_bytes: int | None = None
-    """Peak during the first I if the next layer keeps its input for W; includes this input, the layer's outputs."""
+    """Peak during the first I if the next layer stores this layer's outputs for its W; includes these outputs."""
     output_input_peak_bytes: int | None = None
-    """Peak during a later I if the next layer keeps its input for W; includes this input, the layer's outputs."""
+    """Peak during a later I if the next layer stores this layer's outputs for its W; includes these outputs."""
     end_first_input_peak_bytes: int | None = None
     """Peak during the first I if the layer ends a stage, including its outputs and their gradients."""
     end_input_peak_bytes: int | None = None
@@ -175,7 +175,7 @@ class SplitMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayKind:
-    """Arrays of one type and shape, which can reuse the memory of such arrays of other stages."""
+    """Arrays of one type and shape. In one program for all stages, such arrays of different stages share slots."""
 
     kind: str
     """Type and shape: `float32[8,64,256]`."""
@@ -195,8 +195,8 @@ class ArrayKind:
 class ProgramMemory:
     """Memory of one layer within a compiled program, at one micro-batch size, including padding.
 
-    If one program has the forward and the backward of a micro-batch, it stores less than a loop over micro-batches,
-    whose arrays store all saved tensors. It also releases a layer's memory after the layer's backward.
+    A program that runs the forward and the backward of one micro-batch stores less than a loop over micro-batches,
+    which stores all saved tensors in arrays. Such a program also releases a layer's memory after its backward.
     """
 
     carried_bytes: int
@@ -261,7 +261,7 @@ class LayerProfile:
     tied_bytes: int = 0
     """Part of `parameter_bytes` that other layers share."""
     tied_groups: tuple[TiedGroup, ...] = ()
-    """Shared parameters, by the earlier layers that share them; empty if all have the same earlier layers."""
+    """Shared parameters, grouped by the earlier layers that share them; empty if there is only one group."""
     optimizer_us: float = 0.0
     """Time of the optimizer's step over this layer's parameters, once per mini-batch."""
     optimizer_peak_bytes: int = 0

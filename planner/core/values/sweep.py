@@ -13,7 +13,7 @@ class SweepCell:
 
     devices: int
     memory_bytes: int
-    """Memory of a device, as requested; the plan's inputs have the limit that the headroom leaves."""
+    """Memory of a device, as requested. In the plan's inputs, this value is reduced by the headroom."""
     status: Literal["optimal", "feasible", "none", "unknown"]
     """Result. `none`: it is proven that no plan fits; `unknown`: the search found no plan, which proves nothing."""
     samples_per_device_s: float = 0.0

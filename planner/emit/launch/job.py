@@ -159,7 +159,7 @@ def _planned_nodes(inputs: Inputs, balance: Balance) -> Nodes:
 
 
 def _shared(num_processes: int, nodes: Nodes) -> Nodes:
-    """Return the smallest number of `nodes` that can run equal numbers of processes, as `torchrun` needs."""
+    """Return the fewest nodes among which the processes can be divided equally, as `torchrun` requires."""
     for count in range(-(-num_processes // nodes.devices), nodes.count + 1):
         if num_processes % count == 0:
             return Nodes(count=count, devices=num_processes // count)
