@@ -12,9 +12,9 @@ from planner.core.cost.width import at_width
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import StageMemory
 from planner.core.values.profile import Device, Profile
-from planner.profile.formula.costs import Pace, transformer_profile
-from planner.profile.formula.families import shape_of
-from planner.profile.formula.layers import Execution, Widths
+from planner.profile.formula.costs import DeviceRates, transformer_profile
+from planner.profile.formula.families import shape_from_config
+from planner.profile.formula.layers import ElementBytes, Execution
 from planner.profile.formula.presets import presets
 from planner.profile.formula.shapes import Transformer, gpt_shape
 
@@ -83,7 +83,7 @@ def _golden_shape(line: dict[str, str]) -> Transformer:
         grouped = replace(block, attention=replace(block.attention, key_value_heads=8))
         return replace(shape, blocks=(grouped,) * 32)
     name = "mixtral-8x22b" if "22B" in line["model"] else "mixtral-8x7b"
-    shape = shape_of(presets()[name], 4096, source=name)
+    shape = shape_from_config(presets()[name], 4096, source=name)
     return replace(shape, vocabulary=256_000) if "256k" in line["model"] else shape
 
 
@@ -96,7 +96,7 @@ def golden_profile(line: dict[str, str]) -> Profile:
         sequence_parallel=experts,
         fused=experts,
     )
-    widths = Widths(activation=2, parameter=2, gradient=4, optimizer=12)
+    widths = ElementBytes(activation=2, parameter=2, gradient=4, optimizer=12)
     return profile(_golden_shape(line), execution, widths, samples=int(line["samples"]))
 
 
@@ -123,13 +123,13 @@ def _last_device(line: dict[str, str]) -> StageMemory:
     return StageMemory.of(**{name: sum(getattr(memory, name) for memory in of_last) for name in names})
 
 
-def profile(shape: Transformer, execution: Execution, widths: Widths, *, samples: int) -> Profile:
+def profile(shape: Transformer, execution: Execution, widths: ElementBytes, *, samples: int) -> Profile:
     """A formula profile at 1 TFLOP/s."""
     return transformer_profile(
         shape,
         execution,
         widths,
-        Pace(flops_per_s=_TERA),
+        DeviceRates(flops_per_s=_TERA),
         device=Device(kind="cuda", how="estimated"),
         dtype="bf16",
         optimizer="adam",

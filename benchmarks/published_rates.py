@@ -25,8 +25,8 @@ from planner.core.cost.partition import Partition
 from planner.core.cost.width import at_width
 from planner.core.values.profile import Profile
 from planner.core.values.rates import RATES
-from planner.profile.formula.families import shape_of
-from planner.profile.formula.layers import Execution, Widths
+from planner.profile.formula.families import shape_from_config
+from planner.profile.formula.layers import ElementBytes, Execution
 from planner.profile.formula.presets import presets
 from planner.profile.formula.shapes import Attention, Block, FeedForward, Transformer, gpt_shape
 
@@ -201,7 +201,7 @@ def _golden() -> Iterator[Run]:
 
 
 def _nemo() -> Iterator[Run]:
-    half = Widths(activation=2, parameter=2, gradient=4, optimizer=12)
+    half = ElementBytes(activation=2, parameter=2, gradient=4, optimizer=12)
     for line in read("nemo"):
         samples, batch, gpus, tokens, width, devices, replicas = (
             int(line[name]) for name in ("samples", "batch", "gpus", "tokens", "tensor_parallel", "devices", "replicas")
@@ -235,4 +235,4 @@ def _shape(name: str, tokens: int) -> Transformer:
         )
     content = presets()["deepseek-v3" if name == "kimi-k2" else name]
     kimi = {"num_attention_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1, "vocab_size": 163_840}
-    return shape_of({**content, **kimi} if name == "kimi-k2" else content, tokens, source=name)
+    return shape_from_config({**content, **kimi} if name == "kimi-k2" else content, tokens, source=name)

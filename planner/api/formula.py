@@ -19,9 +19,9 @@ from planner.core.values.precision import Precision
 from planner.core.values.profile import Device, Profile
 from planner.core.values.rates import Rates, rates_of, usual_precision
 from planner.core.values.sustained import sustained_rate
-from planner.profile.formula.costs import Pace, transformer_profile
-from planner.profile.formula.families import FAMILIES, shape_of
-from planner.profile.formula.layers import Execution, Widths
+from planner.profile.formula.costs import DeviceRates, transformer_profile
+from planner.profile.formula.families import FAMILIES, shape_from_config
+from planner.profile.formula.layers import ElementBytes, Execution
 from planner.profile.formula.shapes import Experts, Transformer, gpt_shape, with_mtp
 
 _GPT: Final = "transformer"
@@ -167,7 +167,7 @@ def _configured(configuration: Configuration, options: ProfileOptions) -> Transf
         options.note(f"samples have {sequence} tokens; change this with `--sequence`")
     if configuration.content.get("num_nextn_predict_layers") and not options.mtp_layers:
         options.note("multi-token prediction is left out, as transformers does; `--mtp-layers 1` includes it")
-    return shape_of(configuration.content, sequence, source=configuration.name, note=options.note)
+    return shape_from_config(configuration.content, sequence, source=configuration.name, note=options.note)
 
 
 def _shape(options: ProfileOptions) -> Transformer:
@@ -184,7 +184,7 @@ def _shape(options: ProfileOptions) -> Transformer:
     content.setdefault("num_key_value_heads", options.heads)
     assert options.sequence is not None
     source = f"--from-formula {family}"
-    shape = shape_of({**content, "model_type": family}, options.sequence, source=source, note=options.note)
+    shape = shape_from_config({**content, "model_type": family}, options.sequence, source=source, note=options.note)
     if options.experts is not None and not any(isinstance(block.feed_forward, Experts) for block in shape.blocks):
         raise UsageError(f"`--experts`: the formula `{family}` has no experts", hint="`mixtral` and `qwen3_moe` have")
     return shape
@@ -279,7 +279,7 @@ def _capacity(value: float | str | None) -> float:
     return number
 
 
-def _widths(options: ProfileOptions, precision: Precision, *, fused: bool) -> Widths:
+def _widths(options: ProfileOptions, precision: Precision, *, fused: bool) -> ElementBytes:
     """Return the bytes of one activation, parameter, gradient and optimizer state."""
     mixed = precision.endswith("-mixed")
     activation = 4 if precision in ("", "fp32") else 2
@@ -287,11 +287,11 @@ def _widths(options: ProfileOptions, precision: Precision, *, fused: bool) -> Wi
     residual = 4 if mixed and not fused else activation
     if options.state_bytes is not None:
         state = _state_bytes(options.state_bytes)
-        return Widths(
+        return ElementBytes(
             activation=activation, residual=residual, parameter=state[0], gradient=state[1], optimizer=state[2]
         )
     width = 4 if mixed else activation
-    return Widths(
+    return ElementBytes(
         activation=activation,
         residual=residual,
         parameter=width,
@@ -334,7 +334,7 @@ def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Pre
     return default
 
 
-def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[Pace, Device]:
+def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[DeviceRates, Device]:
     """Return the rates that times follow from, and the device for the profile; `half`: in a 16-bit precision."""
     rate = None if options.rate is None else texts.flops_per_s(options.rate)
     if not options.device.startswith(_ESTIMATE):
@@ -343,7 +343,7 @@ def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[Pace, 
                 f"a formula needs an estimated device, got `--device {options.device}`",
                 hint="use `--device estimate:a100-80gb`, or give the sustained rate: `--rate 190TFLOP/s`",
             )
-        return Pace(flops_per_s=rate), Device(kind="cuda", name=f"at {rate / 1e12:g} TFLOP/s", how="estimated")
+        return DeviceRates(flops_per_s=rate), Device(kind="cuda", name=f"at {rate / 1e12:g} TFLOP/s", how="estimated")
     absent = accelerator(options.device.removeprefix(_ESTIMATE))
     rates: Rates = rates_of(absent.name)
     sustained = sustained_rate(absent.name, experts=experts) if half and rate is None else None
@@ -367,4 +367,4 @@ def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[Pace, 
         how="estimated",
         executor=None if rates.link == Link() else ExecutorCost(overhead_us=0.0, link=rates.link),
     )
-    return Pace(flops_per_s=rate, bytes_per_s=rates.bytes_per_s), device
+    return DeviceRates(flops_per_s=rate, bytes_per_s=rates.bytes_per_s), device

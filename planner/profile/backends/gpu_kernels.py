@@ -1,8 +1,8 @@
-"""Kernels that a GPU runs where a CPU has none, for layers that run without values on a CPU.
+"""Replace CPU kernels by GPU kernels that save other tensors, for layers that run on ghosts on a CPU.
 
-A CPU computes attention with dropout, with a mask that needs gradients, or with values of another width than keys in
-single operators, which keep the scores in float32. A GPU has a fused kernel, which keeps the mask only. Dropout keeps
-numbers on a CPU and booleans on a GPU.
+On a CPU, attention runs as single operators, which save the scores in float32, if it has dropout, a mask that needs
+gradients, or values of another width than keys. A GPU has a fused kernel for these cases, which saves only the mask.
+Dropout saves its mask as numbers on a CPU and as booleans on a GPU.
 """
 
 from typing import Any, Final
@@ -17,10 +17,10 @@ _NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class GpuKernels(TorchFunctionMode):
-    """Context in which attention and dropout keep what they keep on a GPU."""
+    """Context in which attention and dropout save the same tensors for backward as on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, or the kernel of a GPU in its place."""
+        """Run a function of torch; for attention and dropout, run the kernel that a GPU would use."""
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return _attention(**dict(zip(_NAMES, args, strict=False)), **kwargs)
@@ -39,7 +39,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Return attention; arguments are those of torch."""
+    """Compute attention as a GPU would; the arguments are those of torch's `scaled_dot_product_attention`."""
     learned = attn_mask is not None and attn_mask.requires_grad
     on_cpu = not (learned or dropout_p > 0 or query.shape[-1] != value.shape[-1])
     if on_cpu or query.dim() != 4 or query.shape[:2] != key.shape[:2]:
@@ -56,14 +56,14 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor) -> Tensor:
-    """Return a mask as numbers that are added to scores."""
+    """Convert a mask of attention to numbers that are added to the scores."""
     if mask.dtype != torch.bool:
         return _cast(mask)
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """Return the tensor as autocast converts it for attention."""
+    """Convert a tensor to autocast's dtype, as autocast does for attention; without autocast, return it unchanged."""
     device = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
 
@@ -74,7 +74,7 @@ def _dropout(  # torch's signature
     training: bool = True,  # noqa: FBT001, FBT002
     inplace: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
-    """Return the input after dropout; arguments are those of torch."""
+    """Apply dropout as a GPU would; the arguments are those of torch's `dropout`."""
     if not training or p == 0 or inplace:
         return functional.dropout(input, p, training, inplace)
     dropped: Tensor = torch.native_dropout(input, p, train=True)[0]

@@ -39,12 +39,12 @@ from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 
 from planner.core.values.profile import GENERATOR, Device, Environment, LayerProfile, Model, Profile, Setting, Width
-from planner.profile.formula.layers import Execution, LayerCosts, Widths, layer_costs
+from planner.profile.formula.layers import ElementBytes, Execution, LayerCosts, layer_costs
 from planner.profile.formula.shapes import Transformer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class DeviceRates:
     """Rates of a device."""
 
     flops_per_s: float
@@ -56,8 +56,8 @@ class Pace:
 def transformer_profile(
     shape: Transformer,
     execution: Execution,
-    widths: Widths,
-    pace: Pace,
+    widths: ElementBytes,
+    pace: DeviceRates,
     *,
     device: Device,
     dtype: str,
@@ -113,7 +113,7 @@ def transformer_profile(
     )
 
 
-def _settings(shape: Transformer, execution: Execution, pace: Pace) -> dict[str, Setting]:
+def _settings(shape: Transformer, execution: Execution, pace: DeviceRates) -> dict[str, Setting]:
     """Return the settings to store in the profile: sizes, options that differ from their defaults, and the rate."""
     block = shape.blocks[-1]
     # For models with layer norms, the formulas are the same with and without fused kernels.
@@ -138,7 +138,7 @@ def _settings(shape: Transformer, execution: Execution, pace: Pace) -> dict[str,
 
 
 def _layer_profile(
-    layer: LayerCosts, widths: Widths, pace: Pace, *, sizes: tuple[int, ...], steps_at_once: bool
+    layer: LayerCosts, widths: ElementBytes, pace: DeviceRates, *, sizes: tuple[int, ...], steps_at_once: bool
 ) -> LayerProfile:
     """Return the layer's profile at every micro-batch size."""
 

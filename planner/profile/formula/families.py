@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from planner.core.errors import UsageError
-from planner.profile.formula.fields import Fields
+from planner.profile.formula.fields import ConfigReader
 from planner.profile.formula.layer_norm_families import (
     MOST_LAYERS,
     falcon_shape,
@@ -22,13 +22,13 @@ from planner.profile.formula.layer_norm_families import (
     starcoder2_shape,
 )
 from planner.profile.formula.presets import defaults
-from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, Latent, Transformer
+from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, LatentRanks, Transformer
 
-Shape = Callable[[Fields, int], Transformer]
+Shape = Callable[[ConfigReader, int], Transformer]
 """Function of a configuration and the number of tokens of a sample that returns the shape of the model."""
 
 
-def shape_of(
+def shape_from_config(
     content: Mapping[str, Any], sequence: int, *, source: str, note: Callable[[str], None] | None = None
 ) -> Transformer:
     """Return the shape of the model that a configuration describes.
@@ -49,7 +49,7 @@ def shape_of(
             + (f"`model_type: {name}`" if name else "a file without `model_type`"),
             hint=f"build the model with transformers: `--from-formula never`; formulas exist for {', '.join(FAMILIES)}",
         )
-    fields = Fields(content, defaults()[name])
+    fields = ConfigReader(content, defaults()[name])
     shape = FAMILIES[name](fields, sequence)
     fields.check(source)
     if fields.assumed and note is not None:
@@ -78,13 +78,13 @@ class _Llama:
     wide_norms: bool = False
     weightless_norms: bool = False
     full_every: int = 1
-    """Period of the blocks that attend to all tokens; the others attend to a window. 0: all use a window if there is
-    one."""
+    """Every `full_every`-th block attends to all tokens, all other blocks to a window. 0: all blocks use the window, if
+    config.json has one."""
     experts: Literal["mixtral", "qwen2", "qwen3", "gpt_oss"] | None = None
     sinks: bool = False
     """True if each head has a learned score that takes part in the softmax."""
 
-    def __call__(self, fields: Fields, sequence: int) -> Transformer:
+    def __call__(self, fields: ConfigReader, sequence: int) -> Transformer:
         """Return the shape of the model that a configuration describes."""
         layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
         hidden = fields.integer("hidden_size")
@@ -110,7 +110,7 @@ class _Llama:
             capped=fields.number("final_logit_softcapping") > 0,
         )
 
-    def _attention(self, fields: Fields, hidden: int) -> Attention:
+    def _attention(self, fields: ConfigReader, hidden: int) -> Attention:
         heads = fields.integer("num_attention_heads")
         dim = head_dim(fields, hidden, heads)
         biased = fields.flag("attention_bias")
@@ -129,7 +129,7 @@ class _Llama:
             sinks=self.sinks,
         )
 
-    def _windows(self, fields: Fields, layers: int) -> list[int]:
+    def _windows(self, fields: ConfigReader, layers: int) -> list[int]:
         """Return the attention window of each block in tokens; 0 for a block that attends to all tokens."""
         window = fields.integer("sliding_window", default=0, least=0)
         kinds = fields.texts("layer_types", layers)
@@ -143,7 +143,7 @@ class _Llama:
         first = fields.integer("max_window_layers", default=0, least=0)
         return [window if n >= first else 0 for n in range(layers)]
 
-    def _feed_forward(self, fields: Fields, n: int) -> FeedForward | Experts:
+    def _feed_forward(self, fields: ConfigReader, n: int) -> FeedForward | Experts:
         if self.experts in ("mixtral", "gpt_oss"):
             return Experts(
                 count=fields.integer("num_local_experts", "num_experts"),
@@ -170,7 +170,7 @@ class _Llama:
         )
 
 
-def _deepseek(fields: Fields, sequence: int) -> Transformer:
+def _deepseek(fields: ConfigReader, sequence: int) -> Transformer:
     """Return the shape of DeepSeek-V2 or V3, which have latent attention and, except in the first blocks, experts."""
     layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     hidden = fields.integer("hidden_size")
@@ -184,7 +184,7 @@ def _deepseek(fields: Fields, sequence: int) -> Transformer:
         qkv_bias=bias,
         out_bias=bias,
         concatenated=True,
-        latent=Latent(
+        latent=LatentRanks(
             query_rank=fields.integer("q_lora_rank", default=0),
             key_value_rank=fields.integer("kv_lora_rank"),
             rotary_dim=rotary,
@@ -210,7 +210,7 @@ def _deepseek(fields: Fields, sequence: int) -> Transformer:
     )
 
 
-def _t5(fields: Fields, sequence: int) -> Transformer:
+def _t5(fields: ConfigReader, sequence: int) -> Transformer:
     """Return the shape of T5, an encoder and a decoder with relative positions; both get `sequence` tokens."""
     layers = fields.integer("num_layers", "num_hidden_layers", most=MOST_LAYERS)
     hidden = fields.integer("d_model", "hidden_size")

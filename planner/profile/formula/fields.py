@@ -8,7 +8,7 @@ from planner.core.errors import UsageError
 _LARGEST = 2**32
 
 
-class Fields:
+class ConfigReader:
     """Reader of a config.json, with the defaults of its family.
 
     A default replaces a key that is absent. It does not replace null, for which callers derive a value from other keys,

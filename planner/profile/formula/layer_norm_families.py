@@ -1,16 +1,16 @@
-"""Shapes of models with layer norms: GPT-2, Phi, StarCoder2, GPT-NeoX, Falcon; and sizes that all families read."""
+"""Derive the shapes of models with layer norms (GPT-2, Phi, StarCoder2, GPT-NeoX, Falcon) from their config.json."""
 
 from dataclasses import replace
 from typing import Final
 
-from planner.profile.formula.fields import Fields
+from planner.profile.formula.fields import ConfigReader
 from planner.profile.formula.shapes import Attention, Block, FeedForward, Transformer
 
 MOST_LAYERS: Final = 10_000
 """Largest supported number of layers, because a shape has an entry for each layer."""
 
 
-def gpt2_shape(fields: Fields, sequence: int) -> Transformer:
+def gpt2_shape(fields: ConfigReader, sequence: int) -> Transformer:
     """Return the shape of GPT-2, which has learned positions, biases and dropout."""
     layers = fields.integer("n_layer", "num_hidden_layers", most=MOST_LAYERS)
     hidden = fields.integer("n_embd", "hidden_size")
@@ -41,7 +41,7 @@ def gpt2_shape(fields: Fields, sequence: int) -> Transformer:
     )
 
 
-def phi_shape(fields: Fields, sequence: int) -> Transformer:
+def phi_shape(fields: ConfigReader, sequence: int) -> Transformer:
     """Return the shape of Phi-1 or Phi-2, whose attention and feed-forward layer read the same normalized input."""
     attention = _plain_attention(fields, bias=True, normalized_keys=fields.flag("qk_layernorm"))
     attention = replace(attention, concatenated=True)
@@ -50,7 +50,7 @@ def phi_shape(fields: Fields, sequence: int) -> Transformer:
     return replace(_with_layer_norms(fields, sequence, block, dropout="resid_pdrop"), head_bias=True)
 
 
-def starcoder2_shape(fields: Fields, sequence: int) -> Transformer:
+def starcoder2_shape(fields: ConfigReader, sequence: int) -> Transformer:
     """Return the shape of StarCoder2."""
     bias = fields.flag("use_bias")
     attention = _plain_attention(fields, bias=bias)
@@ -59,7 +59,7 @@ def starcoder2_shape(fields: Fields, sequence: int) -> Transformer:
     return _with_layer_norms(fields, sequence, block, dropout="residual_dropout")
 
 
-def gpt_neox_shape(fields: Fields, sequence: int) -> Transformer:
+def gpt_neox_shape(fields: ConfigReader, sequence: int) -> Transformer:
     """Return the shape of GPT-NeoX or Pythia."""
     attention = _plain_attention(fields, bias=fields.flag("attention_bias"), joined=True, grouped=False)
     feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu"), bias=True)
@@ -71,8 +71,8 @@ def gpt_neox_shape(fields: Fields, sequence: int) -> Transformer:
     return _with_layer_norms(fields, sequence, block, dropout="hidden_dropout")
 
 
-def falcon_shape(fields: Fields, sequence: int) -> Transformer:
-    """Return the shape of Falcon: multi-query or grouped attention, parallel to the feed-forward layer."""
+def falcon_shape(fields: ConfigReader, sequence: int) -> Transformer:
+    """Return the shape of Falcon, whose attention and feed-forward layer may read the same input in parallel."""
     hidden, bias = fields.integer("hidden_size"), fields.flag("bias")
     grouped = fields.flag("new_decoder_architecture")
     attention = _plain_attention(fields, bias=bias, joined=True, grouped=False)
@@ -94,7 +94,7 @@ def falcon_shape(fields: Fields, sequence: int) -> Transformer:
 
 
 def _plain_attention(
-    fields: Fields,
+    fields: ConfigReader,
     *,
     bias: bool,
     joined: bool = False,
@@ -121,7 +121,7 @@ def _plain(width: int, activation: str, *, bias: bool) -> FeedForward:
     return FeedForward(width=width, gated=False, bias=bias, kept=num_saved_tensors(activation))
 
 
-def _with_layer_norms(fields: Fields, sequence: int, block: Block, *, dropout: str) -> Transformer:
+def _with_layer_norms(fields: ConfigReader, sequence: int, block: Block, *, dropout: str) -> Transformer:
     """Return a decoder of equal blocks with layer norms; `dropout` is the key of its dropout rate in config.json."""
     return Transformer(
         hidden=fields.integer("hidden_size"),
@@ -134,7 +134,7 @@ def _with_layer_norms(fields: Fields, sequence: int, block: Block, *, dropout: s
     )
 
 
-def head_dim(fields: Fields, hidden: int, heads: int) -> int:
+def head_dim(fields: ConfigReader, hidden: int, heads: int) -> int:
     """Return the width of a head: the key `head_dim`, or else the model's width divided by the number of heads."""
     dim = fields.integer("head_dim", default=0)
     if not dim:
@@ -142,7 +142,7 @@ def head_dim(fields: Fields, hidden: int, heads: int) -> int:
     return dim or max(1, hidden // heads)
 
 
-def key_value_heads(fields: Fields, heads: int) -> int:
+def key_value_heads(fields: ConfigReader, heads: int) -> int:
     """Return the number of key-value heads, which must divide the number of heads."""
     count = fields.integer("num_key_value_heads", default=heads)
     fields.check_multiple("num_attention_heads", heads, "num_key_value_heads", count)

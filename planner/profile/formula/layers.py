@@ -33,7 +33,7 @@ class Execution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
+class ElementBytes:
     """Bytes of one element of an activation, and bytes per parameter for weights, gradients and optimizer."""
 
     activation: int
@@ -64,23 +64,23 @@ class LayerCosts:
     output_bytes: float
     saved_bytes: float
     shared_saved_bytes: float = 0.0
-    """Saved bytes that all samples of a micro-batch share."""
+    """Bytes saved for backward once per micro-batch, because all samples share them."""
     cast_parameters: int = 0
-    """Number of parameters that autocast copies."""
+    """Number of parameters of which autocast caches a copy."""
     weight_held_bytes: float
     transient_bytes: float = 0.0
     """Bytes of temporary tensors in forward; in backward, the gradient of the largest weight is added."""
     collectives: int = 0
     """Number of sums over the t devices in forward; backward has as many."""
     collective_bytes: float = 0.0
-    """Bytes that these sum in forward, and again in backward."""
+    """Bytes that the sums in forward add up; those in backward add up as many."""
 
 
 _TORCHTITAN = {"embedding": "tok_embeddings", "block": "layers.", "mtp": "mtp.layers.", "head": "lm_head"}
 """Names (or prefixes of names) of the modules of torchtitan's decoders, by kind of layer."""
 
 
-def layer_costs(shape: Transformer, execution: Execution, widths: Widths) -> Iterator[LayerCosts]:
+def layer_costs(shape: Transformer, execution: Execution, widths: ElementBytes) -> Iterator[LayerCosts]:
     """Yield the costs of the embedding, the blocks and the head.
 
     The layers of a decoder from a config.json get the names that torchtitan uses, so that plans can be emitted for it.
@@ -110,7 +110,7 @@ def layer_costs(shape: Transformer, execution: Execution, widths: Widths) -> Ite
 class _Layers:
     """Formulas for the layers of one shape, with a given execution and precision."""
 
-    def __init__(self, shape: Transformer, execution: Execution, widths: Widths) -> None:
+    def __init__(self, shape: Transformer, execution: Execution, widths: ElementBytes) -> None:
         self.shape, self.execution, self.widths = shape, execution, widths
         self.e, self.t = widths.activation, execution.tensor_parallel
         self.residual = widths.residual or self.e
@@ -150,7 +150,7 @@ class _Layers:
     def block(self, block: Block) -> LayerCosts:
         """Return the costs of a block."""
         shape, s, t = self.shape, self.shape.sequence, self.t
-        linears = list(block.linears(shape.hidden, t, self.execution.capacity))
+        linears = list(block.matrix_products(shape.hidden, t, self.execution.capacity))
         local = [replace(each, copies=max(1, each.copies // self.execution.expert_parallel)) for each in linears]
         products = sum(self._product_flops(each) for each in linears)
         # Products without weights: two in forward, of which the backward makes four, all in I.
@@ -169,7 +169,7 @@ class _Layers:
             name=block.kind,
             # Each device has whole normalizations, and whole biases of products whose inputs are split.
             parameters=sum(each.parameters(t) for each in local)
-            + block.whole_parameters(shape.hidden, shape.norm_width),
+            + block.whole_parameters(shape.hidden, shape.norm_parameters),
             largest_weight=max(map(self._weight, local)) // t,
             forward_flops=products + attention,
             input_flops=products + (3 if again else 2) * attention,
@@ -205,7 +205,7 @@ class _Layers:
         weights = words + (shape.vocabulary if shape.head_bias else 0)
         return LayerCosts(
             name="head",
-            parameters=weights + shape.norm_width * shape.hidden,
+            parameters=weights + shape.norm_parameters * shape.hidden,
             cast_parameters=weights,
             largest_weight=words,
             forward_flops=flops,
@@ -274,7 +274,7 @@ class _Layers:
         return elements * 8 if self._is_eager(attention) else 0.0
 
     def _positions_bytes(self, block: Block) -> float:
-        """Return the bytes of relative positions that a block keeps; those of cross-attention are zeros."""
+        """Return the bytes that a block keeps of relative positions, which are zeros in cross-attention."""
         if not block.attention.biased:
             return 0.0
         pairs = self.shape.sequence**2

@@ -35,7 +35,7 @@ class MatrixProduct:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Latent:
+class LatentRanks:
     """Ranks of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
 
     query_rank: int
@@ -77,7 +77,7 @@ class Attention:
     memory layout of the queries, so that the next product has to copy the result."""
     window: int = 0
     """Number of tokens to which each token attends; 0 for all tokens."""
-    latent: Latent | None = None
+    latent: LatentRanks | None = None
 
     def groups(self, devices: int) -> int:
         """Return the number of key-value heads on all devices together; copies count if devices outnumber heads."""
@@ -91,8 +91,8 @@ class Attention:
         heads = self.heads + self.key_value_heads if self.whole_key_norms else 2
         return heads * self.key_dim if self.normalized_keys else 0
 
-    def linears(self, hidden: int, devices: int) -> Iterator[MatrixProduct]:
-        """Yield the products with weights."""
+    def matrix_products(self, hidden: int, devices: int) -> Iterator[MatrixProduct]:
+        """Yield the matrix products with weights; `hidden` is the width of the model."""
         queries = self.heads * self.key_dim
         if self.latent is None:
             keys, values = (self.groups(devices) * width for width in (self.key_dim, self.value_dim))
@@ -120,14 +120,14 @@ class FeedForward:
     joined: bool = False
     """True if a single product computes both inputs of the gate."""
     kept: int = 2
-    """Tensors that eager kernels of the activation function keep: its input, intermediate results and its result."""
+    """Number of tensors that the activation function keeps for backward without fused kernels."""
     dropout: bool = False
-    """True if training drops inputs of the last product, which keeps a mask and the result."""
+    """True if training applies dropout before the last product, which keeps a mask and the result for backward."""
     converted: bool = False
-    """True if the input of the last product is converted to float32, and under autocast back again."""
+    """True if the input of the last product is converted to float32; autocast then converts it back."""
 
-    def linears(self, hidden: int) -> Iterator[MatrixProduct]:
-        """Yield the products with weights."""
+    def matrix_products(self, hidden: int) -> Iterator[MatrixProduct]:
+        """Yield the matrix products with weights; `hidden` is the width of the model."""
         outputs = (self.width,) * (2 if self.gated else 1)
         yield MatrixProduct(inputs=hidden, outputs=(sum(outputs),) if self.joined else outputs, bias=self.bias)
         yield MatrixProduct(inputs=self.width, outputs=(hidden,), bias=self.bias, split="inputs")
@@ -148,13 +148,18 @@ class Experts:
     bias: bool = False
     """True if router and experts have biases."""
     kept: int = 4
-    """Tensors as wide as an expert that eager kernels of the gate keep."""
+    """Number of tensors of an expert's width that the gate keeps for backward without fused kernels."""
     shared_bias: bool = False
     shared_gate: bool = False
     """True if a gate multiplies the result of the shared experts."""
 
-    def linears(self, hidden: int, capacity: float = 1.0) -> Iterator[MatrixProduct]:
-        """Yield the products with weights: router, experts, shared experts."""
+    def matrix_products(self, hidden: int, capacity: float = 1.0) -> Iterator[MatrixProduct]:
+        """Yield the matrix products with weights: router, experts, shared experts.
+
+        Args:
+            hidden: Width of the model (h).
+            capacity: Number of tokens per expert, divided by the number under an even distribution.
+        """
         yield MatrixProduct(inputs=hidden, outputs=(self.count,), bias=self.bias, split="none")
         own = MatrixProduct(
             inputs=hidden,
@@ -166,7 +171,7 @@ class Experts:
         yield own
         yield replace(own, inputs=self.width, outputs=(hidden,), split="inputs")
         if self.shared_width:
-            yield from FeedForward(width=self.shared_width, bias=self.shared_bias).linears(hidden)
+            yield from FeedForward(width=self.shared_width, bias=self.shared_bias).matrix_products(hidden)
         if self.shared_gate:
             yield MatrixProduct(inputs=hidden, outputs=(1,), split="none")
 
@@ -182,15 +187,15 @@ class Block:
     norms: int = 2
     """Number of normalizations before products; 0 if attention and feed-forward layer read hidden states directly."""
     post_norms: int = 0
-    """Normalizations whose result is only added, or passed on."""
+    """Number of normalizations whose result is not multiplied by weights, but added or passed on."""
     parallel: bool = False
-    """True if all normalizations read the block's input."""
+    """True if all normalizations read the block's input, because attention and feed-forward layer run in parallel."""
     makes_positions: bool = False
-    """True if it computes the table of relative positions that later blocks use as well."""
+    """True if this block computes the table of relative positions, which later blocks use as well."""
     kind: Literal["block", "encoder", "decoder", "mtp"] = "block"
     """Role in the model; `mtp` predicts a further token (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
     more_parameters: int = 0
-    """Other parameters: relative positions, attention sinks."""
+    """Number of other parameters, such as relative positions and attention sinks."""
 
     @property
     def reads(self) -> int:
@@ -202,7 +207,7 @@ class Block:
         """Attention layers of the block: one, or two in a decoder of an encoder-decoder model."""
         return (self.attention,) if self.cross_attention is None else (self.attention, self.cross_attention)
 
-    def linears(self, hidden: int, devices: int = 1, capacity: float = 1.0) -> Iterator[MatrixProduct]:
+    def matrix_products(self, hidden: int, devices: int = 1, capacity: float = 1.0) -> Iterator[MatrixProduct]:
         """Yield the matrix products with weights.
 
         Args:
@@ -214,25 +219,25 @@ class Block:
             Products in the order of the forward.
         """
         for attention in self.attentions:
-            yield from attention.linears(hidden, devices)
+            yield from attention.matrix_products(hidden, devices)
         if isinstance(self.feed_forward, Experts):
-            yield from self.feed_forward.linears(hidden, capacity)
+            yield from self.feed_forward.matrix_products(hidden, capacity)
         else:
-            yield from self.feed_forward.linears(hidden)
+            yield from self.feed_forward.matrix_products(hidden)
         if self.kind == "mtp":
             yield MatrixProduct(inputs=2 * hidden, outputs=(hidden,))
 
-    def whole_parameters(self, hidden: int, norm_width: int) -> int:
+    def whole_parameters(self, hidden: int, norm_parameters: int) -> int:
         """Return the number of parameters, except biases, that tensor parallelism does not split.
 
         Args:
             hidden: Width of the model (h).
-            norm_width: Number of parameters per channel in a normalization.
+            norm_parameters: Number of parameters per channel in a normalization.
         """
         # A block that predicts a further token has three more normalizations: of its two inputs and of its result.
         norms = self.norms + self.post_norms + (3 if self.kind == "mtp" else 0)
         channels = norms * hidden + sum(attention.norm_channels for attention in self.attentions)
-        return norm_width * channels + self.more_parameters
+        return norm_parameters * channels + self.more_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,9 +261,9 @@ class Transformer:
     wide_norms: bool = False
     """True if a normalized input stays in float32, whatever the precision."""
     double_reads: bool = False
-    """True if RMS normalizations read states in float32 for the variance, and as they are for the product."""
+    """True if RMS normalizations read states twice: in float32 for the variance, unconverted for the product."""
     weightless_norms: bool = False
-    """True if normalizations are layer norms in float32 without weights."""
+    """True if normalizations are layer norms without weights, computed in float32."""
     dropout: bool = False
     """True if training applies dropout after the embedding and each layer, which keeps masks for backward."""
     uncached_casts: bool = False
@@ -280,20 +285,20 @@ class Transformer:
         return any(isinstance(block.feed_forward, Experts) for block in self.blocks)
 
     @property
-    def norm_width(self) -> int:
-        """Parameters of a normalization per channel."""
+    def norm_parameters(self) -> int:
+        """Number of parameters per channel in a normalization layer."""
         return 0 if self.weightless_norms else 2 if self.layer_norms else 1
 
     def block_parameters(self, block: Block) -> int:
         """Return the number of parameters of a block."""
-        products = sum(linear.parameters() for linear in block.linears(self.hidden))
-        return products + block.whole_parameters(self.hidden, self.norm_width)
+        products = sum(linear.parameters() for linear in block.matrix_products(self.hidden))
+        return products + block.whole_parameters(self.hidden, self.norm_parameters)
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the model."""
         words = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        whole = (self.positions + self.norm_width) * self.hidden + (self.vocabulary if self.head_bias else 0)
+        whole = (self.positions + self.norm_parameters) * self.hidden + (self.vocabulary if self.head_bias else 0)
         return sum(map(self.block_parameters, self.blocks)) + words + whole
 
 

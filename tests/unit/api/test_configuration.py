@@ -13,7 +13,7 @@ import planner
 from planner.core import extras
 from planner.core.errors import MissingPackageError, PlannerError, UsageError
 from planner.core.values.profile import Profile
-from planner.profile.formula.families import shape_of
+from planner.profile.formula.families import shape_from_config
 from planner.profile.formula.presets import presets
 from tests.support.cli import call, environment
 from tests.support.house import ROOT
@@ -60,7 +60,7 @@ def test_published_models_have_their_published_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", presets())
 def test_presets_have_the_number_of_parameters_in_their_name(name: str) -> None:
     """`llama-3-8b` has 8 billion parameters, to a tenth."""
-    parameters = shape_of(presets()[name], 128, source=name).parameters
+    parameters = shape_from_config(presets()[name], 128, source=name).parameters
     sizes = {"gpt2-xl": 1.5, "phi-4": 14.7, "deepseek-v2": 236, "deepseek-v3": 671, "mixtral-8x7b": 46.7}
     sizes |= {"mixtral-8x22b": 141}
     spelled = next((part for part in name.split("-") if part.endswith("b") and part[0].isdigit()), "0b")

@@ -12,7 +12,7 @@ from benchmarks.formulas import CONFIGURATIONS, SIZES, compared
 from planner.api.configuration import configuration_of
 from planner.api.options.profiling import ProfileOptions
 from planner.core.errors import UsageError
-from planner.profile.formula.families import FAMILIES, shape_of
+from planner.profile.formula.families import FAMILIES, shape_from_config
 from tests.support.house import ROOT
 
 transformers = pytest.importorskip("transformers")
@@ -109,7 +109,7 @@ def count(module: torch.nn.Module) -> int:
 def test_parameters_are_those_of_the_model_in_every_block(name: str, seed: int) -> None:
     """The whole model, and block by block; T5's last encoder block has the encoder's normalization as well."""
     configuration = random_configuration(name, seed)
-    shape = shape_of(configuration.to_dict(), 32, source="config.json")
+    shape = shape_from_config(configuration.to_dict(), 32, source="config.json")
     model = built(configuration)
     assert shape.parameters == count(model), configuration
     blocks = [block for path in STACKS.get(name, ("model.layers",)) for block in model.get_submodule(path)]
@@ -126,7 +126,7 @@ def test_parameters_of_large_models_are_those_that_transformers_builds(path: Pat
     """The six configurations of the samples, on the meta device."""
     configuration = transformers.AutoConfig.from_pretrained(path)
     content = json.loads((path / "config.json").read_text())
-    assert shape_of(content, 32, source="config.json").parameters == count(built(configuration))
+    assert shape_from_config(content, 32, source="config.json").parameters == count(built(configuration))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "internvl", "mistral3"])
@@ -140,7 +140,7 @@ def test_parameters_of_a_nested_language_model_are_those_that_transformers_build
     read = configuration_of(tmp_path, ProfileOptions())
     assert read is not None
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    assert shape_of(read.content, 32, source="config.json").parameters == count(model.model.language_model)
+    assert shape_from_config(read.content, 32, source="config.json").parameters == count(model.model.language_model)
 
 
 REQUIRED = ("model_type", "num_hidden_layers", "hidden_size", "num_experts_per_tok", "n_layer", "n_embd", "num_layers")
@@ -154,7 +154,9 @@ def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(name: str
     full = transformers.AutoConfig.for_model(name, num_experts_per_tok=2).to_dict()
     short = {key: full[key] for key in REQUIRED if key in full}
     notes: list[str] = []
-    assert shape_of(short, 32, source="config.json", note=notes.append) == shape_of(full, 32, source="config.json")
+    assert shape_from_config(short, 32, source="config.json", note=notes.append) == shape_from_config(
+        full, 32, source="config.json"
+    )
     (note,) = notes
     assert f"`vocab_size` {full['vocab_size']}" in note
 
@@ -185,7 +187,7 @@ ENDLESS = (
 def test_wrong_files_are_refused_with_all_reasons(content: dict[str, object], told: str) -> None:
     """Unknown families, and every missing or wrong key at once."""
     with pytest.raises(UsageError) as refused:
-        shape_of(content, 32, source="config.json")
+        shape_from_config(content, 32, source="config.json")
     assert told in refused.value.message
 
 

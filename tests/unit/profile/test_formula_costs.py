@@ -9,23 +9,23 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.values.cluster import Cluster
 from planner.core.values.profile import Device, Profile
-from planner.profile.formula.costs import Pace, transformer_profile
-from planner.profile.formula.layers import Execution, Widths
+from planner.profile.formula.costs import DeviceRates, transformer_profile
+from planner.profile.formula.layers import ElementBytes, Execution
 from planner.profile.formula.shapes import gpt_shape
 
 GPT3 = {"layers": 96, "hidden": 12_288, "heads": 96, "sequence": 2048, "vocabulary": 51_200, "feed_forward": 49_152}
 EXECUTION = ("tensor_parallel", "sequence_parallel", "keep_scores")
-FP16 = Widths(activation=2, parameter=2, gradient=2, optimizer=12)
+FP16 = ElementBytes(activation=2, parameter=2, gradient=2, optimizer=12)
 
 
-def by_formula(widths: Widths = FP16, sizes: tuple[int, ...] = (1,), **shape: Any) -> Profile:
+def by_formula(widths: ElementBytes = FP16, sizes: tuple[int, ...] = (1,), **shape: Any) -> Profile:
     """A model at one operation per second, so that seconds are operations."""
     execution = {name: shape.pop(name) for name in tuple(shape) if name in EXECUTION}
     return transformer_profile(
         gpt_shape(**{**GPT3, **shape}),
         Execution(**execution, fused=True),
         widths,
-        Pace(flops_per_s=1.0, bytes_per_s=2e12),
+        DeviceRates(flops_per_s=1.0, bytes_per_s=2e12),
         device=Device(kind="cuda", how="estimated"),
         dtype="bf16",
         optimizer="adamw",
