@@ -15,7 +15,7 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchObserver:
-    """Callbacks of a search: one may stop it, the other receives each plan that it finds."""
+    """Callbacks of a search: one can stop the search, the other receives each plan that the search finds."""
 
     is_stopped: Callable[[], bool] = lambda: False
     """Called often; True ends the search with the best plan so far."""
@@ -42,7 +42,7 @@ class Deadline:
 
     @classmethod
     def after(cls, limit_s: float | None, watch: SearchObserver = UNWATCHED) -> "Deadline":
-        """Return the deadline in `limit_s` seconds; None means no limit. `watch` can stop the search earlier."""
+        """Return a deadline `limit_s` seconds from now; None means no limit. `watch` can stop the search earlier."""
         return cls(ends_s=inf if limit_s is None else time.monotonic() + limit_s, watch=watch)
 
     @property
@@ -56,11 +56,11 @@ class Deadline:
         return -inf if self.watch.is_stopped() else self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
-        """Return a deadline after the share `part` of the time left; without a time limit, return this deadline."""
+        """Return an earlier deadline, after the share `part` of the time left; return this one if there is no limit."""
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def note(self, step_us: float, schedule: ScheduleName) -> None:
-        """Report a plan that was found to the observer."""
+        """Report the step time and schedule of a new plan to the observer."""
         self.watch.on_plan(step_us, schedule, self.least_us)
 
     def check(self) -> None:

@@ -35,7 +35,7 @@ _ROUNDS = 100  # moves of a descent, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfeasibleQuery:
-    """Request without a plan, and its cases."""
+    """Request for which no plan fits, and its cases."""
 
     profile: Profile
     inputs: Inputs
@@ -217,7 +217,7 @@ def _other_schedules(query: InfeasibleQuery) -> Iterator[str]:
 
 
 def _measured_fits(cases: Sequence[Case]) -> bool:
-    """Return True if a descent finds a plan that fits, with the largest M and measured times of a split backward."""
+    """Return True if a descent finds a plan that fits, among cases with the largest M and measured split backwards."""
     most = max((case.micro_batches for case in cases), default=0)
     able = (case for case in cases if case.micro_batches == most and not case.costs.halves_assumed)
     return any(_least_over_bytes_found(case) <= 0 for case in able)
@@ -259,7 +259,7 @@ def smallest_limit_bytes(case: Case) -> float:
 
 
 def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -> float:
-    """Return by how many bytes some stage exceeds its device's limit in the best cuts; 0 or less if the chain fits.
+    """Return the largest number of bytes by which a stage exceeds its limit, for the best cuts; at most 0 if all fit.
 
     Args:
         case: The case.

@@ -71,7 +71,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         # PuLP 3.3 warns of every way to make a variable that 3.3.0 had, and of the CBC it brings along.
         warnings.simplefilter("ignore", DeprecationWarning)
         unit_us = case.bound_us / _SCALED_STEP or 1.0
-        program = _Program(pulp, arcs, unit_us)
+        program = _IntegerProgram(pulp, arcs, unit_us)
         limit_s = max(0.1, deadline.left_s) if deadline.is_limited else None
         program.lp.solve(_solver(pulp, limit_s))
     highs = program.lp.solverModel  # CBC leaves none
@@ -122,7 +122,7 @@ class _Arcs:
             self.backward = self.last_backward
 
 
-class _Program:
+class _IntegerProgram:
     """Integer program in PuLP; variables have the names of the module's docstring."""
 
     def __init__(self, pulp: Any, arcs: _Arcs, unit_us: float) -> None:
@@ -151,7 +151,7 @@ class _Program:
                 self.lp += self._sum(ends, ones) == self._sum(begins, ones)
 
     def _sum(self, arcs: BoolArray, times_us: FloatArray) -> Any:
-        """Return an expression for the sum of the times of some arcs, of which only chosen ones count."""
+        """Return an expression for the total time of those `arcs` that are chosen."""
         terms = ((self._y[n], float(times_us[n] / self._unit_us)) for n in np.flatnonzero(arcs))
         return self._pulp.LpAffineExpression([(variable, time) for variable, time in terms if time])
 

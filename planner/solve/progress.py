@@ -55,7 +55,7 @@ class Effort:
         return self._most_actions - self.spent
 
     def try_reserve(self, actions: int, tables: int) -> bool:
-        """Return True if the effort left covers tables and a simulation; the tables then count as spent.
+        """Return True if enough effort is left for tables and a simulation; count the tables as spent in this case.
 
         Args:
             actions: Number of actions to simulate with the tables.

@@ -47,7 +47,7 @@ _ROUNDING = 1 + 1e-9
 
 
 class _Box(NamedTuple):
-    """Plans whose largest forward and backward times are between two corners."""
+    """Plans whose largest forward time and largest backward time are between the limits `least` and `most`."""
 
     bound_us: float
     """Lower bound of the step times in the box; boxes are sorted by it."""
@@ -81,7 +81,10 @@ class BottleneckSearch:
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
     def find_first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """Return a good partition faster than `upper_us`, or None; without a limit, None means that none fits."""
+        """Return a good partition faster than `upper_us`, or None.
+
+        If `upper_us` is infinite, None means that no partition fits.
+        """
         for slack in _SLACKS:
             allowed_us = min(upper_us, self.bound_us * slack)
             if self.bound_us < just_below(allowed_us):
@@ -135,7 +138,7 @@ class BottleneckSearch:
             self.best_so_far = cuts
 
     def _searched(self, box: _Box, search: LabelSearch, upper_us: float) -> list[_Box]:
-        """Search a box for partitions faster than `upper_us`; if it has too many labels, return its two halves."""
+        """Search a box for partitions faster than `upper_us`; return its two halves if it has too many labels."""
         if not box.bound_us < just_below(upper_us):
             return []
         box = self._clipped(box, upper_us)
@@ -169,7 +172,7 @@ class BottleneckSearch:
         return (self._M - 1) * least.forward_us + (self._M - 2) * least.backward_us + passes_us
 
     def _clipped(self, box: _Box, upper_us: float) -> _Box:
-        """Return the box without bottlenecks that are too large for partitions faster than `upper_us`."""
+        """Return the box with lower upper limits: a plan above them cannot be faster than `upper_us`."""
         left_us = (upper_us - self._bound_us(box.least, box.passes_us)) * _ROUNDING
         if self._M <= 2 or not np.isfinite(left_us):
             return box

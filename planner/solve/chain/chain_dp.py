@@ -1,14 +1,15 @@
 """Exact search over the cuts of a chain for a given M: a label dynamic program with bounds.
 
 The search adds stages from the last to the first, as backward visits them. A partial plan of layers i..L-1 is a label
-(`recurrences.py`). Of labels with the same first layer and stage count, only labels that no other one dominates are
-kept. Three rules keep the number of labels small:
+(`recurrences.py`). Among labels with the same first layer and number of stages, the search keeps only labels that no
+other one dominates. Three rules keep the number of labels small:
 
 - A label is dropped if its lower bound does not beat the best complete plan. The bound consists of the label's own
   times, the work of the earlier layers, and the smallest possible bottlenecks of the earlier layers.
 - Before labels are compared, bottlenecks in them are raised to the smallest possible bottleneck of the earlier layers
   and of the whole chain: every complete plan has at least this bottleneck.
-- Stages that are too slow for a plan faster than the best one are not in the tables (`max_stage_layers`).
+- The tables leave out stages that are so long that no plan with such a stage can beat the best plan found so far
+  (`max_stage_layers`).
 
 A first complete plan comes from the same search with only the most promising label of each first layer.
 
@@ -55,7 +56,7 @@ class ChainCuts(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """Labels (partial plans) with the same number of stages; the last dimension of each array is one of n labels."""
+    """Set of n labels (partial plans) with equal numbers of stages; each array has n entries in its last dimension."""
 
     first: IntArray
     parent: IntArray
@@ -73,8 +74,8 @@ class _Level(NamedTuple):
         return _Level(*fields)
 
 
-class _Wanted(NamedTuple):
-    """Step time and rank that the lower bounds of a label must beat."""
+class _Target(NamedTuple):
+    """Step time and rank to beat: a label is kept only if its lower bounds beat both."""
 
     upper_us: float
     best_rank: tuple[float, ...] | None = None
@@ -107,7 +108,7 @@ class LabelSearch:
         return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
 
     def least_of_chain(self) -> dict[str, float]:
-        """Return the lower bounds of the whole chain, by their names in `needs` of the recurrence."""
+        """Return lower bounds for the whole chain, by the names that the recurrence gives them in `needs`."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
@@ -126,7 +127,7 @@ class LabelSearch:
         return self.run(upper_us=upper_us)
 
     def _improved(self, best: ChainCuts) -> ChainCuts:
-        """Improve a good partition to the best one; a run with few labels finds a tighter limit for the exact run."""
+        """Return the best partition. A run with few labels first lowers the step time that the exact run must beat."""
         best = self.run(upper_us=best.step_us, most_labels=_MORE_LABELS) or best
         return self.run(upper_us=best.step_us) or best
 
@@ -145,9 +146,10 @@ class LabelSearch:
             upper_us: Step time to beat, in microseconds.
             most_labels: Number of labels to keep of each first layer; None for all. With a limit, the result need not
                 be the best partition.
-            best_rank: Rank to beat.
-            most_in_level: Number of labels of one stage count above which the search stops without a result.
-            enough_in_all: Number of labels of all stage counts up to which the search continues in any case.
+            best_rank: Rank to beat, or None.
+            most_in_level: Limit on labels with the same number of stages. If this limit and `enough_in_all` are
+                exceeded, the search ends early and sets `is_exhaustive` to False.
+            enough_in_all: Limit on all labels together, see `most_in_level`.
 
         Returns:
             The partition.
@@ -157,7 +159,7 @@ class LabelSearch:
         self.is_exhaustive = most_labels is None
         in_all = 0
         for level in range(self.problem.num_stages):
-            labels = self._next_level(levels[-1], level, _Wanted(upper_us, best_rank))
+            labels = self._next_level(levels[-1], level, _Target(upper_us, best_rank))
             # Finding the undominated labels takes longest, so hopeless levels are skipped.
             is_hopeless = len(labels.first) > max(20 * most_in_level, enough_in_all)
             if not is_hopeless:
@@ -178,13 +180,13 @@ class LabelSearch:
     def partitions_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
         """Return partitions whose lower bound is below `upper_us`, and True if these are all such partitions.
 
-        If more than `most` partial plans have the same number of stages, only the most promising ones are kept.
+        If more than `most` partial plans have the same number of stages, those with the smallest lower bounds are kept.
         """
         levels = [self._root()]
         partitions: list[ChainCuts] = []
         are_all = True
         for level in range(self.problem.num_stages):
-            labels = self._next_level(levels[-1], level, _Wanted(upper_us))
+            labels = self._next_level(levels[-1], level, _Target(upper_us))
             # Dominated labels are kept: a worse bound does not imply a worse simulated time.
             if len(labels.first) > most:
                 labels, are_all = labels.take(np.argsort(labels.bound, kind="stable")[:most]), False
@@ -214,7 +216,7 @@ class LabelSearch:
         )
 
     def _whole(self, earlier: EarlierLayers) -> EarlierLayers:
-        """Return `earlier` with bottlenecks raised to the smallest possible bottlenecks of the whole chain."""
+        """Return `earlier` with each lower bound of a bottleneck raised to the one for the whole chain."""
         end = self.problem.num_layers
         largest = {
             name: np.maximum(least, self._least[name][-1][end])
@@ -231,9 +233,9 @@ class LabelSearch:
         end = np.array([self.problem.num_layers])
         return _Level(end, nowhere, nowhere.astype(np.int8), np.zeros((self.recurrence.size, 1)), zero[0], zero)
 
-    def _next_level(self, labels: _Level, level: int, wanted: _Wanted) -> _Level:
+    def _next_level(self, labels: _Level, level: int, target: _Target) -> _Level:
         """Return all labels with one more stage than `labels` whose lower bounds beat the best plan."""
-        parts = [self._extended(labels, block, level, wanted) for block in self._blocks(labels)]
+        parts = [self._extended(labels, block, level, target) for block in self._blocks(labels)]
         # All labels are complete.
         if not parts:
             return labels.take(np.empty(0, dtype=np.intp))
@@ -249,10 +251,10 @@ class LabelSearch:
             self._deadline.check()
             yield open_[start : start + size]
 
-    def _extended(self, labels: _Level, block: IndexArray, level: int, wanted: _Wanted) -> _Level:
+    def _extended(self, labels: _Level, block: IndexArray, level: int, target: _Target) -> _Level:
         """Return the labels at the indices `block`, each extended by every possible previous stage."""
         stages_left = self.problem.num_stages - level - 1
-        stages, row = self._in_front(level, labels.first[block])
+        stages, row = self._previous_stages(level, labels.first[block])
         # Skip first layers that the remaining stages cannot reach.
         some = np.isfinite(next(iter(self._least.values()))[stages_left])
         variant, label, column = np.nonzero(np.isfinite(stages.forward[:, row]) & some[stages.first[:, row]])
@@ -261,9 +263,9 @@ class LabelSearch:
         earlier = self._earlier_layers(at.first, stages_left)
         bound = self.recurrence.bound_us(numbers, earlier)
         rank = np.stack(self.recurrence.rank_bound(numbers, earlier, bound))
-        is_kept = bound < just_below(wanted.upper_us)
-        if wanted.best_rank is not None:
-            is_kept &= _before(rank, wanted.best_rank)
+        is_kept = bound < just_below(target.upper_us)
+        if target.best_rank is not None:
+            is_kept &= _before(rank, target.best_rank)
         kept = np.flatnonzero(is_kept)
         first = at.first.take(kept)
         # Bounds use the numbers as they are. In kept labels the numbers are raised, so that more labels are dominated.
@@ -271,8 +273,13 @@ class LabelSearch:
         raised = np.stack(self.recurrence.raise_to_bounds(tuple(number.take(kept) for number in numbers), whole))
         return _Level(first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1))
 
-    def _in_front(self, level: int, first: IntArray) -> tuple[StageArrays, IntArray]:
-        """Return the stages of a level, and for each of `first` the row of the stages that end there."""
+    def _previous_stages(self, level: int, first: IntArray) -> tuple[StageArrays, IntArray]:
+        """Return the stages that may precede labels, and the row of these stages for each label.
+
+        Args:
+            level: Number of stages of the labels.
+            first: First layer of each label.
+        """
         if self.prefixes.shared_stages is not None:
             return self.prefixes.shared_stages, first
         # Labels with the same first layer have the same previous stages, which are computed once.
@@ -315,7 +322,9 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
 
 
 def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
-    """Return the indices of labels that no other label of the same group dominates (with no larger number).
+    """Return the indices of labels that no other label of the same group dominates.
+
+    A label dominates another one if none of its numbers is larger.
 
     Args:
         group: Group of each of n labels, ascending, shape (n,). Within a group, no label may be dominated by a later

@@ -42,7 +42,7 @@ class TableWidth:
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Widen the tables; return False if they already have every stage of a plan faster than `upper_us`.
+        """Widen the tables; return False if they already have every stage that a plan below `upper_us` can have.
 
         Args:
             upper_us: Step time to beat, in microseconds. While it is infinite, each call doubles the time that a stage
@@ -141,7 +141,7 @@ def _stage_counts(case: Case) -> Iterator[int]:
 
 
 def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> ChainCuts | None:
-    """Return the best of all partitions that are as fast as `step_us`.
+    """Return the best of all partitions whose step time is `step_us`.
 
     The best partition has the lowest peak memory; among equal ones, the fewest bytes moved, then the evenest stages.
 

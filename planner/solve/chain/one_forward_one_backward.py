@@ -51,7 +51,7 @@ def _search_all(progress: Progress) -> None:
 
 
 def _search_stages(progress: Progress, num_stages: int) -> bool:
-    """Search partitions into `num_stages` stages; return False if the effort did not suffice."""
+    """Search partitions into `num_stages` stages; return False if the limit on simulated actions does not allow it."""
     case, effort = progress.case, progress.effort
     recurrence = OneForwardOneBackwardRecurrence(case.micro_batches)
     evaluator = Evaluator(case, num_stages)
@@ -91,7 +91,7 @@ def _simulate_below(progress: Progress, evaluator: Evaluator, search: LabelSearc
 
 
 def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProblem, cuts: IntArray) -> None:
-    """Move single cuts while a move makes the step faster, always with the fastest recomputation that fits."""
+    """Move one cut at a time while this shortens the step; stages use the fastest recomputation that fits."""
     before_us = inf
     for _ in range(_ROUNDS):
         step_us = _race(progress, evaluator, cuts, _choices(problem, cuts))
@@ -110,7 +110,10 @@ def _race(progress: Progress, evaluator: Evaluator, cuts: IntArray, choices: Int
 
 
 def _choices(problem: ChainProblem, cuts: IntArray) -> IntArray:
-    """Return the fastest recomputation that fits for each stage, shape (N, S); `NO_CHOICE` if there is none."""
+    """Return the fastest recomputation that fits, for each stage of N partitions; `NO_CHOICE` if none fits.
+
+    Shape (N, S).
+    """
     column = cuts[:, :-1] - cuts[:, 1:] + problem.width
     choices = np.full(column.shape, NO_CHOICE)
     for stage in range(problem.num_stages):

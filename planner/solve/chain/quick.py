@@ -18,7 +18,10 @@ _QUICK_ACTIONS: Final = 2_000
 
 
 def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:
-    """Return the plans under 1F1B that a short search finds, for each tensor-parallel width, R and M."""
+    """Return the plans that short searches under 1F1B find, one for each tensor-parallel width, replicas and M.
+
+    Cases whose lower bound is far above the fastest step time found are skipped.
+    """
     from planner.solve.chain.one_forward_one_backward import search_one_forward_one_backward  # noqa: PLC0415
 
     answers: list[Answer] = []
@@ -44,7 +47,7 @@ def shape_of(case: Case) -> tuple[int, int, int]:
 
 
 def without_bubble_us(answer: Answer) -> float:
-    """Return the step time of an answer minus its bubble, because schedules other than 1F1B shrink the bubble."""
+    """Return the step time of an answer without its bubble, which other schedules than 1F1B make smaller."""
     assert answer.partition is not None
     evaluation = Evaluation(answer.case.costs, answer.partition, answer.case.cluster)
     return evaluation.step_us - evaluation.predicted.bubble * evaluation.pipeline_us

@@ -65,7 +65,7 @@ _Machine = tuple[FloatArray, FloatArray, FloatArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierLayers:
-    """Lower bounds for the layers before each of several labels; arrays have the shape of the labels."""
+    """Lower bounds for the layers before the first layer of each label; arrays have the shape of the labels."""
 
     work_us: FloatArray
     """Forward plus backward time of all earlier layers, in microseconds."""
@@ -181,7 +181,7 @@ class GPipeRecurrence:
         return f, x, a, d, _raised_tail(u, earlier)
 
     def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
-        """Return the step time that results with lower bounds in place of the numbers of earlier layers."""
+        """Return a lower bound of the step time, from the labels' numbers and lower bounds for earlier layers."""
         f, x, a, d, u = label
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)

@@ -59,7 +59,7 @@ _Decision = _CutSide | _RecomputeOption
 
 
 class _Node(NamedTuple):
-    """Solved linear program with some decisions made; nodes are sorted by `step`."""
+    """Solution of the linear program under some decisions; nodes are sorted by `step`."""
 
     step: float
     """Smallest step time under these decisions, in the units of the linear program."""
@@ -133,7 +133,10 @@ class BranchAndBound:
         return self.iterations >= last_iteration or self._solver.getRunTime() >= ends_s
 
     def _children(self, node: _Node, last_iteration: int, ends_s: float) -> list[_Node]:
-        """Solve the node's programs with one more decision; return the feasible ones, or the node at a limit."""
+        """Solve the node's linear program with each possible next decision, and return the feasible solutions.
+
+        If a limit is reached, return only the node itself.
+        """
         children = []
         for decision in node.open:
             decided = node.decided | {decision}
@@ -181,7 +184,11 @@ class BranchAndBound:
         return self._made
 
     def _undecided_cut(self, columns: FloatArray, layer_us: FloatArray) -> tuple[float, tuple[_CutSide, ...]]:
-        """Return the time of the layers that the most undecided cut divides, and two decisions on one such layer."""
+        """Find the least decided cut. A cut may divide layers; the smaller shares of its layers take most time.
+
+        Returns:
+            Time of these shares in microseconds, and both decisions on the most evenly divided layer.
+        """
         fractions = self._cut_variables(columns)
         if not fractions.size:
             return 0.0, ()
@@ -195,10 +202,10 @@ class BranchAndBound:
     def _undecided_recomputation(
         self, columns: FloatArray, rows: FloatArray, forward_us: FloatArray
     ) -> tuple[float, tuple[_RecomputeOption, ...]]:
-        """Find the stage with the most undecided recomputation, measured by the time of layers outside its main option.
+        """Find the stage whose recomputation is least decided: layers outside its most used option take most time.
 
         Returns:
-            This time in microseconds, and a decision for each option of the stage.
+            Time of these layers in microseconds, and a decision for each option of the stage.
         """
         doubts = [(0.0, 0)]
         for s, stage in enumerate(self._stages()):

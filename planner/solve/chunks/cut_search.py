@@ -79,7 +79,10 @@ class CutSearch(Descent[Candidate]):
         return self._evaluate(cuts, choices, is_open)
 
     def other_recomputations(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the best of each batch of partitions with other recomputation; nothing if no stage is recomputed."""
+        """Yield the best of each batch of partitions with other recomputation on one device.
+
+        Yield nothing if the candidate fits with the least recomputation that is allowed.
+        """
         choices = self._other_choices(candidate)
         for first in range(0, len(choices), ROWS):
             self.progress.deadline.check()
@@ -106,8 +109,8 @@ class CutSearch(Descent[Candidate]):
         Args:
             cuts: Cuts of the partitions, shape (N, S+1).
             choices: Recomputation of each stage, shape (N, S).
-            is_open: True for devices whose recomputation is to be chosen, shape (N, K). None: all devices of a single
-                partition, no device of several partitions.
+            is_open: True for devices whose recomputation is to be chosen, shape (N, K). None means all devices if
+                there is one partition, and no device if there are several.
         """
         if is_open is None and len(cuts) == 1:
             is_open = np.full((1, self.evaluator.num_devices), True)
@@ -123,7 +126,10 @@ class CutSearch(Descent[Candidate]):
         return Candidate(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
 
     def _other_choices(self, candidate: Candidate) -> IntArray:
-        """Return all choices that differ from the candidate's on one device, shape (N, S); none if none recomputes."""
+        """Return the choices of N partitions that differ from the candidate's on one device, shape (N, S).
+
+        N is 0 if the candidate fits with the least recomputation that is allowed.
+        """
         allowed, combinations = self.evaluator.allowed, self._fitting.combinations
         if candidate.over_bytes == 0 and (candidate.choices == allowed[0]).all():
             return np.empty((0, self.evaluator.num_stages), dtype=np.int64)

@@ -59,7 +59,7 @@ class Candidate:
         return self.over_bytes, self.step_us
 
     def beats(self, other: "Candidate") -> bool:
-        """Return True if this partition exceeds the memory limits by less, or by as much and its step is shorter."""
+        """Return True if this partition exceeds the limits by fewer bytes, or by as many and has a shorter step."""
         return self.rank < (other.over_bytes, other.step_us * (1 - SAME))
 
 
@@ -100,7 +100,7 @@ class Descent(ABC, Generic[CandidateT]):
 
     @property
     def is_over(self) -> bool:
-        """Return True if no effort is left."""
+        """Return True if the limit on simulated actions is reached."""
         return self.progress.effort.spent >= self._ends or self.progress.effort.left <= 0
 
     def descend(
@@ -148,7 +148,7 @@ class Descent(ABC, Generic[CandidateT]):
         return candidate
 
     def _neighbors(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """Yield the best of each batch of moves, until no effort is left."""
+        """Yield the best partition of each batch of moves, until the limit on simulated actions is reached."""
         order = list(range(len(self.moves)))
         self.random.shuffle(order)
         for first in range(0, len(order), ROWS):

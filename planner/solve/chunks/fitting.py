@@ -37,7 +37,7 @@ class RecomputeFitter:
 
     @cached_property
     def combinations(self) -> IntArray:
-        """Combinations of choices for the V chunks of one device, ascending; shape (W, V)."""
+        """Combinations of choices for the V chunks of one device, ascending; shape (combinations, V)."""
         allowed, num_chunks = self._evaluator.allowed, self._evaluator.case.chunks
         if self.is_exhaustive:
             return np.array(list(product(allowed, repeat=num_chunks)))
@@ -46,7 +46,7 @@ class RecomputeFitter:
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
     def least_recomputation(self, num_partitions: int) -> IntArray:
-        """Return the choices with the least recomputation that is allowed, shape (N, S)."""
+        """Return the choices with the least recomputation that is allowed; shape (num_partitions, S)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
@@ -74,10 +74,13 @@ class RecomputeFitter:
         return fitted
 
     def minimal_combinations(self, over: FloatArray) -> list[IntArray]:
-        """Return the indices of the minimal combinations for each device; the module defines *minimal*.
+        """Return for each device the indices of the minimal combinations of recomputation choices.
+
+        A combination is minimal if it fits, and no other one that fits recomputes at most as much in every chunk.
 
         Args:
-            over: Bytes by which one partition exceeds the memory limits, from `over_by_combination`; shape (W, K).
+            over: Bytes by which a partition exceeds each device's memory limit, for each combination of recomputation
+                choices; shape (combinations, K).
         """
         lower = (self.combinations[:, None] <= self.combinations[None]).all(axis=2) & ~np.eye(
             len(self.combinations), dtype=bool
@@ -89,11 +92,11 @@ class RecomputeFitter:
         return found
 
     def over_by_combination(self, cuts: IntArray) -> FloatArray:
-        """Return the bytes by which each device exceeds its memory limit, for each combination; shape (N, W, K)."""
+        """Return the bytes by which each device of N partitions exceeds its limit; shape (N, combinations, K)."""
         return self._evaluator.over_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
 
     def _recompute_us(self, cuts: IntArray) -> FloatArray:
-        """Return the approximate recomputation time per micro-batch of each combination, shape (N, W, K)."""
+        """Return the approximate recomputation time per micro-batch on each device; shape (N, combinations, K)."""
         forward_us = np.diff(self._evaluator.case.sums.forward_us[cuts], axis=1)
         # "always" counts slightly more than "except-last", because it also recomputes the last micro-batch.
         weights = np.where(self.combinations > 0, 1 + self.combinations * 1e-3, 0.0)

@@ -251,8 +251,8 @@ class LinearProgram:
     def _fullest(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
         """Return the points in the step at which a device needs most memory under the reference cuts.
 
-        There is a point for each choice that all stages of the device share, and for each such choice with another
-        choice in one stage.
+        Each point belongs to one recomputation of the device: all of its stages have the same choice, or one of them
+        has another choice.
         """
         moments, chunks = whole.moments[device], whole.chunks[device]
         alive = np.empty((len(self.evaluator.allowed), len(chunks), len(moments)))
@@ -299,7 +299,10 @@ def _pairwise_sums(first: list[Linear], second: list[Linear]) -> list[Linear]:
 
 
 def _linear(table: FloatArray) -> tuple[FloatArray, float]:
-    """Return a weight per layer and a constant: a stage's weights plus the constant never exceed its table entry."""
+    """Return a weight per layer and a constant that bound a table of stages from below.
+
+    For each stage, the weights of its layers plus the constant are at most its entry in `table`.
+    """
     width = table.shape[1]
     num = len(table) - 1
     first = np.arange(num + 1)[:, None] - width + np.arange(width)[None]

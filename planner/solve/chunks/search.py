@@ -3,7 +3,7 @@
 The chunks of a device share its memory, so stages cannot be chosen one by one. If there are few partitions, all are
 simulated without recomputation. If a partition would be faster than the best one but does not fit, it is simulated with
 the minimal combinations of recomputation choices (`fitting.py`). If there are many partitions, a descent
-(`cut_search.py`) starts from even cuts, from cuts with the smallest longest backward of a stage, and from the rounded
+(`cut_search.py`) starts from even cuts, from cuts that minimize the longest backward of any stage, and from the rounded
 cuts of a linear program (`linear_program.py`). The linear program and the work of all layers give the lower bound.
 
 Complexity: O(V K M) for every batch of partitions, with V chunks on each of K devices and M micro-batches.
@@ -96,7 +96,8 @@ def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
 def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
     """Yield an evaluator and a lower bound for each number of devices that may have a better plan.
 
-    If the effort left does not suffice for a number of devices, it is recorded as left out.
+    If too few actions may still be simulated for a number of devices, plans with at most this number are recorded as
+    left out.
     """
     case = progress.case
     progress.deadline.check()
@@ -215,7 +216,8 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        starts: Cuts, each of shape (S+1,). The first ones decide at which points in the step memory is constrained.
+        starts: Initial cuts, each of shape (S+1,). `starts[0]` decides at which points in the step memory is
+            constrained.
     """
     effort = progress.effort
     size = program_size(evaluator)
@@ -235,12 +237,13 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
 
 
 def raised_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBound | None) -> float:
-    """Raise a lower bound by branch and bound and return it, in microseconds; 0 if the effort is limited.
+    """Return a lower bound of the step time from branch and bound, in microseconds; 0 if the effort is limited.
 
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        linear: Lower bound from the evaluator's linear program; if None, the result is 0.
+        linear: Lower bound from the evaluator's linear program, which branch and bound raises; if None, the result
+            is 0.
     """
     if linear is None or progress.effort.is_bounded:
         return 0.0
@@ -255,7 +258,10 @@ def _limit_s(progress: Progress) -> float:
 
 
 def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
-    """Return even cuts, and cuts with the smallest longest backward of a stage, unless the rules forbid them."""
+    """Return cuts to start from: even cuts, and cuts that minimize the longest backward of any stage.
+
+    Cuts that a rule forbids are left out. If the request fixes the cuts, only these are returned.
+    """
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
         return [np.array([0, *np.cumsum(case.rules.balance)])]

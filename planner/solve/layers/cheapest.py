@@ -103,7 +103,7 @@ class MemoryLimit(NamedTuple):
     """Pass whose peak counts, as a position in `LayerPeaks`; negative if no layer of the stage runs."""
 
     def room(self, level: FloatArray | float) -> FloatArray:
-        """Return the most bytes that a micro-batch may save under a peak of `level` bytes; -inf if nothing fits."""
+        """Return how many bytes each micro-batch may save if the peak is `level` bytes; negative if nothing fits."""
         # With weight 0, for example if M = 1, no complete micro-batch is in flight: only the peak counts.
         if self.weight == 0:
             return np.where(np.less_equal(level, self.bytes), np.inf, -np.inf)
@@ -211,7 +211,7 @@ class _LayerDynamicProgram:
         self.knapsacks = [_knapsack(savings[n:], times[n:]) for n in range(self.num_layers + 1)]
 
     def _highest_after(self, peaks: FloatArray, held_bytes: FloatArray) -> FloatArray:
-        """Return the highest peak over layers n..L-1 for each n, counted from the bytes saved before layer n."""
+        """Return for each n the highest peak while a layer of n..L-1 runs, without the bytes saved before layer n."""
         highest = np.full(self.num_layers + 1, -np.inf)
         for n in reversed(range(self.num_layers)):
             highest[n] = max(peaks[n], held_bytes[n] * self.layers.stacked + highest[n + 1])
@@ -320,7 +320,7 @@ class _LayerDynamicProgram:
         return _Choice(best_us, tuple(reversed(recomputed)))
 
     def without_idle(self, recomputed: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the recomputed layers except those with zero time that need not be recomputed."""
+        """Return `recomputed` without layers that take no time and that the memory limits do not require."""
         chosen = set(recomputed)
         for layer in recomputed:
             if self.times[layer - self.layers.first] == 0 and self._fits(chosen - {layer}):
@@ -338,7 +338,7 @@ def _leaving_bytes(outputs: Sequence[Pending], end: int, decision: int) -> float
 
 
 def _passed_bytes(outputs: Sequence[Pending], layer: int) -> float:
-    """Return the bytes of `outputs` whose last reader is `layer` and that a forward without recomputation drops."""
+    """Return the unsaved bytes of those `outputs` that `layer` reads last, if the layer that makes them is kept."""
     return sum(each.bytes[KEEP] for each in outputs if each.until == layer)
 
 
@@ -396,7 +396,7 @@ def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
-    """Keep at most `width` labels, half of them by their lower bound and half by their saved bytes.
+    """Keep at most `width` labels: half with the smallest lower bounds, half spread over the range of saved bytes.
 
     Returns:
         The kept labels, by group, and the smallest lower bound of the dropped labels.

@@ -114,7 +114,7 @@ class LayerSearch(Descent[LayerCandidate]):
         self.descend(self._starts(starts, initial), most_actions, fruitless=_FRUITLESS if len(self.moves) else 0)
 
     def evaluate(self, every_cuts: Sequence[IntArray]) -> list[LayerCandidate]:
-        """Simulate several cuts, each of shape (S+1,), with the recomputation that takes each device least time."""
+        """Simulate several cuts, each of shape (S+1,), with the fastest recomputation found for each device."""
         return self._simulate(
             [
                 self._candidate_with(cuts, [recomputations[0] for recomputations in self._recomputations(cuts)])
@@ -152,7 +152,7 @@ class LayerSearch(Descent[LayerCandidate]):
         return min(self.evaluate(list(cuts[order[:_MOST_PICKED]])), key=attrgetter("rank"))
 
     def other_recomputations(self, candidate: LayerCandidate) -> Iterator[LayerCandidate]:
-        """Yield the best partition that differs in the recomputation of one device; nothing if there is none."""
+        """Yield the best partition that differs from the candidate in the recomputation of one device, if any."""
         other_ways = self._other_candidates(candidate)
         if other_ways:
             yield min(self._simulate(other_ways), key=attrgetter("rank"))

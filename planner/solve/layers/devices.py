@@ -68,7 +68,7 @@ class _Option(NamedTuple):
 
 
 class DeviceSearch:
-    """Search for the recomputation of each device; results are cached.
+    """Search for the best recomputation of each device's chunks; results are cached.
 
     Args:
         evaluator: Evaluator for the number of devices.
@@ -120,7 +120,7 @@ class DeviceSearch:
     def _improve(
         self, chunks: "list[_Chunk]", start: list[_Option], limit: float, order: Iterable[int]
     ) -> list[_Option]:
-        """Give each chunk, in this order, the fastest recomputation with which it fits beside the other chunks."""
+        """Give each chunk, in the order `order`, the fastest recomputation with which all chunks fit."""
         options = list(start)
         for at in order:
             taken = np.zeros_like(options[at].bytes)
@@ -197,7 +197,7 @@ class _Chunk:
 
     @cached_property
     def options(self) -> list[_Option]:
-        """Useful recomputations of a short stage, of the whole stage or of single layers; empty for a long stage."""
+        """Recomputations worth trying, of the whole stage or of single layers; empty if the stage is long."""
         stage, subsets = self.stage, self.stage.subsets
         if subsets is None:
             return []
@@ -242,7 +242,7 @@ class _Chunk:
         return option
 
     def _limits(self, room: FloatArray) -> list[MemoryLimit]:
-        """Return the memory limits of all points in the step; of limits that differ in bytes only, the smallest."""
+        """Return the memory limits at all points in the step; if limits differ in bytes only, the smallest of them."""
         limits: dict[tuple[int, int], float] = {}
         for weights, fixed in self._lines:
             for weight, level, limit in zip(

@@ -84,7 +84,9 @@ def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> C
 
 
 def search_one_chunk_by_layers(progress: Progress, initial: Partition | None) -> None:
-    """Search partitions into all possible numbers of stages under 1F1B, until no effort is left.
+    """Search partitions with each possible number of stages under 1F1B, which may recompute single layers.
+
+    The search ends early if the limit on simulated actions is reached.
 
     Args:
         progress: State of the search over the case.
@@ -105,7 +107,7 @@ def search_one_chunk_by_layers(progress: Progress, initial: Partition | None) ->
 
 
 class _StageCountSearch:
-    """Search for cuts and recomputed layers, with a fixed number of stages."""
+    """Search for cuts and recomputed layers under 1F1B, with a fixed number of stages."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator, layers: RecomputeTimes) -> None:
         self._progress, self._evaluator, self._layers = progress, evaluator, layers
@@ -114,7 +116,7 @@ class _StageCountSearch:
         self._cuts = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
 
     def run(self, initial: Partition | None) -> bool:
-        """Search partitions into this number of stages; return False if the effort did not suffice."""
+        """Search partitions; return False if the limit on simulated actions does not allow an exact search."""
         progress, effort, case = self._progress, self._progress.effort, self._case
         table_width = TableWidth(case)
         # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
@@ -162,7 +164,7 @@ class _StageCountSearch:
         if not most:
             return False
         partitions, are_all = search.partitions_below(progress.upper_us, most)
-        if self._num_unsolved(partitions) > (_FEW_SOLVED if progress.effort.is_bounded else _MOST_SOLVED):
+        if self._num_stages_by_layers(partitions) > (_FEW_SOLVED if progress.effort.is_bounded else _MOST_SOLVED):
             return False
         for start in range(0, len(partitions), BLOCK):
             candidates = [
@@ -174,8 +176,8 @@ class _StageCountSearch:
             )
         return are_all
 
-    def _num_unsolved(self, partitions: Sequence[ChainCuts]) -> int:
-        """Return the number of different stages that recompute single layers in some partitions."""
+    def _num_stages_by_layers(self, partitions: Sequence[ChainCuts]) -> int:
+        """Return the number of different stages that recompute single layers in at least one of `partitions`."""
         return len(
             {
                 (k, *each.cuts[k : k + 2])

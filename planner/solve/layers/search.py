@@ -121,7 +121,9 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch) -> float:
-    """If there are few partitions, choose the recomputed layers of each, in the order of time without recomputation.
+    """Simulate all partitions, if there are few, and choose the recomputed layers of those that do not fit without.
+
+    Partitions with a shorter step time without recomputation come first.
 
     Returns:
         Lower bound of the step time of partitions that need recomputation; 0 if there are too many partitions.
@@ -141,6 +143,8 @@ def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch)
 
 def _fastest_first(progress: Progress, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
     """Return the partitions that fit only with recomputation, sorted by their step time without recomputation.
+
+    Partitions are left out if they are not faster than the best plan even without recomputation.
 
     Returns:
         Step times without recomputation, ascending, shape (N,), and cuts, shape (N, S+1).

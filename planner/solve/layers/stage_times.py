@@ -129,16 +129,18 @@ def least_recompute_us(
 
 
 def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
-    """Return the least time of a fractional knapsack for every stage; infinite if all layers save too few bytes.
+    """Return a lower bound of each stage's recomputation time; infinite if all of its layers save too few bytes.
 
-    The dual problem is solved: the largest value over several prices of a byte.
+    The bound is the optimum of a fractional knapsack. It is computed from the dual problem: each price of a byte gives
+    a lower bound, and the largest one is returned.
 
     Args:
         savings: Most bytes that each layer saves as the first layer of a stage, and as a later layer; shape
             (2, layers).
         times: Time to recompute each layer, shape (layers,).
         rows: First layer of each stage, shape (rows,).
-        must_go: Bytes that each stage must save less, by first and last layer; shape (rows, layers).
+        must_go: Bytes that recomputation must remove from the stage with each first and each last layer; shape
+            (rows, layers).
     """
 
     def sums(per_layer: FloatArray) -> FloatArray:

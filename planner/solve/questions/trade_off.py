@@ -21,7 +21,8 @@ def trade_off_of(
 ) -> tuple[FrontierPoint, ...]:
     """Return the figures of a good plan under each schedule; for the plan's own schedule, the figures of the plan.
 
-    Each search is short, so a schedule may have a faster plan than the one reported. `fits` is False if none was found.
+    Each search is short, so a schedule may have a faster plan than the one reported. If a search finds no plan, the
+    point's `fits` is False.
     If the profile has several tensor-parallel widths, the plan's width and replicas are kept. Schedules with a split
     backward are tried only if the profile has split backward times.
 

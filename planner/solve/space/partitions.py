@@ -149,14 +149,14 @@ class Evaluator:
         return over
 
     def over_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
-        """Return the bytes by which each device exceeds its memory limit, for W combinations of its chunks' choices.
+        """Return the bytes by which each device exceeds its memory limit, for each combination of its chunks' choices.
 
         Args:
             cuts: Cuts of N partitions, shape (N, S+1).
-            combinations: Choices for the V chunks of a device, as indices into `allowed`; shape (W, V).
+            combinations: Choices for the V chunks of a device, as indices into `allowed`; shape (combinations, V).
 
         Returns:
-            Bytes, shape (N, W, K); infinite if a stage of the device is longer than `width`.
+            Bytes, shape (N, combinations, K); infinite if a stage of the device is longer than `width`.
         """
         every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
@@ -263,7 +263,7 @@ class Evaluator:
 
     @cached_property
     def _parts_by_layers(self) -> FloatArray:
-        """Lower bounds of the entries of `parts`, for stages that recompute single layers; without choices."""
+        """Memory table like `parts`, with lower bounds for stages that recompute single layers; one choice only."""
         case = self.case
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
@@ -277,7 +277,7 @@ class Evaluator:
 
     @cached_property
     def _any_by_layers(self) -> ChunkByLayers:
-        """Memory parts of a stage of all layers that recomputes single layers; all stages have parts of this form."""
+        """Memory of one stage with all layers. Only its fields `saved` and `level` are read, which all stages share."""
         case = self.case
         return chunk_by_layers(
             case.costs,

@@ -1,4 +1,4 @@
-"""Lower bounds for the layers before a cut: the smallest maximum or sum over stages, of all partitions of these layers.
+"""Lower bounds for the layers before a cut: the smallest maximum, or sum, of their stages' values in any partition.
 
 Complexity: O(K L W) time for K stages of at most W of L layers, and O(K L) memory.
 """
@@ -117,6 +117,6 @@ class PrefixBounds:
         return values
 
     def stages(self, level: int, ends: IntArray) -> StageArrays:
-        """Return the stages with `level` later stages that end at each of `ends`, for each device table."""
+        """Return the stages that end at each of `ends` and have `level` later stages, from all tables of that level."""
         variants = range(len(self._problem.tables[level]))
         return StageArrays.of_variants([self._problem.stages(level, variant, ends) for variant in variants])

@@ -173,7 +173,7 @@ class ChainProblem:
         return replace(self, most=most, tables=tuple(narrowed[id(variants)] for variants in self.tables))
 
     def stages(self, level: int, variant: int, ends: IntArray) -> StageArrays:
-        """Return the stages with `level` later stages that end at each of `ends`.
+        """Return the stages that end at each of `ends` and have `level` later stages.
 
         Args:
             level: Number of later stages.
