@@ -270,6 +270,7 @@ def test_a_large_model_whose_loss_compares_samples_is_trained_on_two(monkeypatch
     def loss_fn(output: Tensor, _target: Any) -> Tensor:
         return nn.functional.cross_entropy(output @ output.t(), torch.arange(len(output)))
 
+    torch.manual_seed(0)  # with some parameters, the stages have no rounding errors either
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     found = check_equivalence(loaded_model(model, WIDTH, loss_fn=loss_fn), budget_s=60)
     assert found.proof.worst > 0
