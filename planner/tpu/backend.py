@@ -96,7 +96,7 @@ class CompiledBackend:
         return self._described
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Raise `UsageError` if the model is trained under autocast, which programs for TPUs lack."""
+        """Raise `UsageError` if the model is trained under autocast, which programs for TPUs do not support."""
         if loaded.precision not in _PRECISIONS:
             raise UsageError(
                 f"`--dtype {loaded.precision}`: autocast is a feature of torch, which programs for TPUs lack",
@@ -179,11 +179,13 @@ def _with_programs(
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
-    """Return the layer's profile with memory records of executables (`program`) in place of an allocator's (`detail`).
+    """Return the layer's profile with the memory that the compiler reported.
+
+    The profile's `program` is set, and its `detail`, which has an allocator's measurements, is emptied.
 
     Args:
         profile: The layer's profile.
-        buffer_bytes: Memory of the layer's buffers, in bytes. Executables do not write into buffers.
+        buffer_bytes: Memory of the layer's buffers, in bytes; replaces the value in `profile`.
         compiled: The compiled layer at each micro-batch size.
         kept_outputs: For each size, the layer's entry in the result of `_kept_outputs`.
         received: For each size, the layer's entry in the result of `_received`.
@@ -207,10 +209,10 @@ def _with_programs(
 
 
 def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
-    """Return, for each layer, the indices of the outputs that a loop over micro-batches keeps for some backward.
+    """Return, for each layer, the outputs that a loop over micro-batches keeps for the backward of any layer.
 
-    Outputs that share a storage are listed once. The value of an index is True if the backwards of all layers read the
-    output only as a matmul operand.
+    The keys are indices of outputs. A value is True if all backwards read the output only as a matmul operand. Outputs
+    that share a storage are listed once.
     """
     storages = CrossingStorages([layer.detail() for layer in compiled])
     wide = {
@@ -228,7 +230,10 @@ def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
 
 
 def _received(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
-    """Return, for each tensor that a layer receives, its bytes as sent and the most in the layouts of later layers."""
+    """Return, for each layer, two sizes in bytes of every received tensor: as sent, and in the largest layout.
+
+    Each layer that reads the tensor may choose another layout: this layer, and later layers to which it is passed on.
+    """
     wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):
         sizes = list(layer.wanted)

@@ -135,7 +135,7 @@ class Compiler:
             kind: Class of the results.
             names: Names of the layers, for error messages.
             described: Description of each job, the key of its result in the cache.
-            works: Function that compiles, for each job.
+            works: For each job, the function that compiles it.
         """
         paths = list(map(self._path, described))
         missing: dict[Path | int, list[int]] = {}

@@ -140,7 +140,7 @@ class SplitFunction:
 
     @property
     def made_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of the residuals that are neither state nor input nor output."""
+        """Shapes of the residuals that the forward computes in addition to its outputs."""
         return [residual.shape for residual in self.residuals if residual.kind == "made"]
 
 
@@ -198,7 +198,7 @@ class _ResidualPlan:
     residuals: tuple[Residual, ...]
 
     def rebuilt(self, **lists: Sequence[Array]) -> list[Array]:
-        """Return all values for the backward, taken from `lists`, whose names are those in `sources`."""
+        """Return all values for the backward, each taken from the list in `lists` that `sources` names for it."""
         return [place if kind == "literal" else lists[kind][place] for kind, place in self.sources]
 
 

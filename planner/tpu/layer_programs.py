@@ -3,7 +3,7 @@
     executable  computation                                     cost taken from it
     forward     returns outputs and residuals                   saved bytes: results other than the outputs
     backward    reads residuals, adds to gradients              transient: temporaries, gradients of outputs and inputs
-    both        forward, then backward                          `peak_bytes`: temporaries, the same gradients
+    both        forward, then backward                          `peak_bytes`: temporaries, gradients of outputs, inputs
     apart       forward, a large array, then backward; the      `carried_bytes`: temporaries except the large array
                 peak is reached while the array exists
 

@@ -38,9 +38,9 @@ class Packing:
 
     Args:
         stages: Shapes of each stage's arrays.
-        in_loops: Whether loops store the arrays, with the micro-batch as first dimension. Arrays that would be half
-            padding are then stored in rows (`planner.tpu.programs.loop_shape`), vectors as they are. Outside loops,
-            vectors are stored in rows, because the stage as first dimension would double their memory.
+        in_loops: Whether loops store the arrays, with the micro-batch as first dimension. If so, arrays that would be
+            half padding are stored in rows (`planner.tpu.programs.loop_shape`), and vectors keep their shape. If not,
+            vectors are stored in rows, because adding the stage as first dimension would double their memory.
     """
 
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]], *, in_loops: bool = False) -> None:
@@ -163,7 +163,7 @@ class MeshProgram:
         self.gradient_edges = Packing([[], *(_floating(stage.inputs) for stage in stages[1:])], in_loops=True)
 
     def place_on_devices(self, packing: Packing, stages: Sequence[Sequence[Any]]) -> list[Array]:
-        """Pack every stage's numpy arrays and copy them to its device; results have the stage as first dimension."""
+        """Pack every stage's numpy arrays, and copy them to the stage's device; results have shape (stages, ...)."""
         packed = [packing.pack(k, arrays, np) for k, arrays in enumerate(stages)]
         return [
             jax.device_put(np.stack([arrays[n] for arrays in packed]), self._sharding("stage"))

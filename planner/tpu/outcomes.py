@@ -24,7 +24,7 @@ class CompiledLayer:
     aliases: tuple[int, ...]
     """For each output, the index of the input that it returns unchanged; -1 for new outputs."""
     reshaped_bytes: int
-    """Bytes of arrays that the backward reads and that loops store in another shape; counted in the layer's shape."""
+    """Bytes, in the layer's own shape, of arrays that the backward reads and that loops store in another shape."""
     forward_us: float
     backward_us: float
     forward_temporary_bytes: int
@@ -49,8 +49,8 @@ class CompiledLayer:
     input_kinds: tuple[ArrayKind, ...]
     """Kind of each input; inputs that are only matmul operands take 16 bits per element in loops."""
     output_kinds: tuple[ArrayKind, ...]
-    """Kind of each output. Outputs take 16 bits in loops unless the layer's backward reads them as other than matmul
-    operands."""
+    """Kind of each output. In loops, an output takes 16 bits per element if this layer's backward reads it only as a
+    matmul operand, or not at all."""
     narrow_inputs: tuple[bool, ...]
     """True for inputs that the backward reads only as matmul operands, or not at all."""
 
@@ -77,9 +77,9 @@ class CompiledLayer:
         """Return the layer's memory within an executable that contains all layers.
 
         Args:
-            kept_outputs: For the index of each output kept for some backward, True if backwards read the output only
-                as a matmul operand.
-            received: Two sizes in bytes of each received tensor: as sent, and the largest in the layouts of layers.
+            kept_outputs: Outputs that are kept for the backward of any layer, by index: True if all backwards read the
+                output only as a matmul operand.
+            received: Two sizes in bytes of each received tensor: as sent, and in the largest layout of any layer.
 
         Returns:
             The memory record.

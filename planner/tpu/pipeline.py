@@ -140,8 +140,8 @@ def _function(
         last: Whether this is the last layer, whose function returns the loss.
 
     Returns:
-        Both functions. The second returns the structure of the outputs, and a list of the flattened outputs: the index
-        of each tensor among the tensors, and each other value in a tuple.
+        Both functions. The second returns the structure of the outputs, and a list with one entry per flattened output:
+        for a tensor, its index among the tensors; for any other value, a tuple that contains the value.
     """
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}

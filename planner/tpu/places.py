@@ -26,7 +26,7 @@ def slots_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
 
 
 def needs_vectors(slots_bytes: float, largest_bytes: float) -> bool:
-    """Return True if vectors must be used, because slots waste too much memory.
+    """Return True if slots waste too much memory, so that arrays must be concatenated to vectors.
 
     Args:
         slots_bytes: Bytes of all slots, without padding.
@@ -39,7 +39,7 @@ class SharedSlots(NamedTuple):
     """Memory that every device needs so that it can store the arrays of any stage."""
 
     share: float
-    """Bytes of the slots or vectors, divided by those of the fullest stage's arrays; 1 if there are no arrays."""
+    """Bytes of the slots or vectors, divided by the bytes of the fullest stage's arrays; 1 if there are no arrays."""
     are_vectors: bool
 
 

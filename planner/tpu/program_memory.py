@@ -118,7 +118,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
 
 
 class _ProgramParts(NamedTuple):
-    """Memory of a stage in a program that all stages share, in bytes."""
+    """Memory of one stage in bytes, if all stages run as branches of one program."""
 
     parameters: float
     gradients: float
@@ -146,7 +146,7 @@ def _with_room(
     most: _ProgramParts,
     choices: Sequence[Recompute],
 ) -> _ProgramParts:
-    """Increase `most`, the largest bytes of any stage, for arrays whose shapes differ between stages."""
+    """Return `most`, the largest bytes of any stage, increased because arrays of different stages differ in shape."""
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
     state = shared_slots([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
     kept = shared_slots([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])

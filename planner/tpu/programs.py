@@ -171,9 +171,9 @@ def tiled_shape(length: int) -> tuple[int, int]:
 
 
 def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the shape in which loops over micro-batches store an array: its own, or rows if rows save much padding.
+    """Return the shape in which loops over micro-batches store an array: `shape`, or rows if rows save much padding.
 
-    For example, images with few channels and columns take several times their bytes in any order of their axes.
+    For example, images with few channels and columns have several times their size with padding, in any axis order.
     """
     rows = jax.ShapeDtypeStruct(tiled_shape(math.prod(shape.shape)), shape.dtype)
     worth = _WORTH_OF_32_BITS if shape.dtype == "float32" else _WORTH
@@ -181,20 +181,22 @@ def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def bytes_in_loops(shape: jax.ShapeDtypeStruct, size: int) -> int:
-    """Return the bytes of an array as loops store it (`loop_shape`); in its own shape, it has `size` bytes."""
+    """Return the bytes of an array as loops over micro-batches store it; in the shape `shape`, it has `size` bytes."""
     held = loop_shape(shape)
     return size if held is shape else num_bytes(held)
 
 
 def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]) -> tuple[ArrayKind, ...]:
-    """Return the kind of each array, from its shape and its size in memory in bytes."""
+    """Return the kind (type, shape and bytes) of each array, from its shape and its size in memory in bytes."""
     return tuple(_kind_of_array(shape, size, size) for shape, size in zip(shapes, sizes, strict=True))
 
 
 def kinds_in_loops(
     shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int], only_matmul_operands: Sequence[bool]
 ) -> tuple[ArrayKind, ...]:
-    """Return the kind of each array as loops store it (`loop_shape`); 32-bit matmul operands take half their bytes.
+    """Return the kind (type, shape and bytes) of each array as loops over micro-batches store it.
+
+    Arrays of 32-bit numbers take half their bytes if they are only matmul operands.
 
     Args:
         shapes: Shapes of the arrays.
@@ -218,7 +220,10 @@ def _kind_of_array(shape: jax.ShapeDtypeStruct, size: int, loop_bytes: int) -> A
 
 
 def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
-    """Return the bytes of each array of a nest in the layouts that an executable uses; random keys count as arrays."""
+    """Return the bytes of each array in a nested value, in the layout in which an executable stores the array.
+
+    Random keys count as arrays.
+    """
     sizes = []
     for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
         tiling = place.layout.tiling if place.layout is not None else None

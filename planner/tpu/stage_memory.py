@@ -1,7 +1,7 @@
 """Compute the memory of stages whose layers were compiled for a TPU.
 
-`planner.core.cost.costs` loads `compiled_costs` for profiles whose layers have `program`. Records are arrays over the
-layers, or over the stages of a window, as in `planner.core.cost.chain_costs`.
+`planner.core.cost.costs` loads `compiled_costs` for profiles whose layers have `program`. Arrays have one number per
+layer, or one per possible stage (first layer, last layer), as in `planner.core.cost.chain_costs`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ times the compiled memory (docs/measurements/tpu-composition.md). There, arrays 
 
 
 class ProgramArrays(NamedTuple):
-    """Arrays of a layer that are stored in slots shared by all stages (`planner.tpu.places`)."""
+    """Arrays of a layer that a device stores in slots. All devices have equal slots (`planner.tpu.places`)."""
 
     trained: tuple[ArrayKind, ...]
     kept: tuple[ArrayKind, ...]
@@ -43,7 +43,7 @@ class CompiledLayerMemory:
     carried: FloatArray
     """Bytes stored from a layer's forward to its backward."""
     level: FloatArray
-    """Highest memory while the layer runs forward or backward of one micro-batch, with what earlier layers carry."""
+    """Highest memory during the layer's forward and backward of a micro-batch, plus `carried` of all earlier layers."""
     narrowed: FloatArray
     """16-bit copies of weights for matmuls, which a loop over micro-batches stores."""
     narrowed_input: FloatArray
@@ -51,17 +51,17 @@ class CompiledLayerMemory:
     padding: FloatArray
     """Padding of parameters and gradients."""
     reshaped: FloatArray
-    """Arrays that loops store in rows, counted in the layer's shape, which they have temporarily in a backward. Gaps
-    between arrays are not included."""
+    """Bytes, in the layer's own shape, of arrays that loops store in rows. A backward restores this shape temporarily.
+    Gaps between arrays are not included."""
     waiting: FloatArray
-    """Additional bytes of kept arrays before they are converted to rows. Gaps between arrays are not included."""
+    """Additional bytes that kept arrays take until loops store them in rows. Gaps between arrays are not included."""
     laid_out: FloatArray
     """Copy of one micro-batch of the first layer's input, in the layout that the layer needs."""
     arrays: tuple[ProgramArrays, ...]
     """Arrays of each layer at the nearest profiled size; empty if the profile does not list them."""
 
     def in_stages(self, window: Window, micro_batches: int) -> "CompiledStageMemory":
-        """Return the memory of all stages of a window, from the memory of their layers."""
+        """Return the memory of each stage in `window`, computed from the memory of the stage's layers."""
         carried_before = sums_before(self.carried)[window.firsts][:, None]
         return CompiledStageMemory(
             straight=window.highest(self.level[window.columns]) - carried_before,
@@ -73,15 +73,16 @@ class CompiledLayerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledStageMemory:
-    """Memory of stages that are compiled as one executable each, in bytes, in addition to the fields of `Stages`."""
+    """Memory in bytes of stages that are compiled as one executable each, without the components in `Stages`."""
 
     straight: FloatArray
-    """Highest memory of a forward and backward in one executable."""
+    """Highest memory of an executable that runs forward and backward of one micro-batch."""
     narrowed: FloatArray
     """16-bit copies of weights and of the mini-batch for matmuls."""
     padding: FloatArray
+    """Padding of parameters and gradients, and a copy of the first layer's input in the layout that the layer needs."""
     waiting: FloatArray
-    """Additional bytes of arrays that a forward keeps, before they are converted to rows."""
+    """Additional bytes that arrays of a forward take until loops store them in rows."""
 
     def parts(self, s: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
         """Return the memory parts of stages that are compiled as one executable each.

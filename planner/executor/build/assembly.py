@@ -116,7 +116,7 @@ class Assembly:
             module.sent = None if module.sent is None else boundaries[layers.end]
 
     def _tensors_by_first_name(self) -> dict[str, Tensor]:
-        """Return this process's parameters and buffers, each under its first name in the whole model."""
+        """Return this process's parameters and buffers; a tied tensor appears once, under its first name."""
         first: dict[tuple[object, ...], str] = {}
         whole = [(name, tensor) for name, tensor in named_tensors(self._chain.model) if is_copied(tensor)]
         names = {name: first.setdefault(memory_key(tensor), name) for name, tensor in whole}

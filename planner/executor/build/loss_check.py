@@ -195,7 +195,8 @@ def _cut_off(tensor: Tensor) -> Tensor:
 def _fresh_loss(loaded: LoadedModel) -> Any:
     """Return the model's loss function, or a new instance of the default loss.
 
-    The default loss selects its formula from the first output that it gets. In evaluation mode, outputs may differ.
+    The default loss selects its formula by the form of the first output that it gets, and keeps the formula. Outputs in
+    evaluation mode may have another form, so they need a new instance.
     """
     return copy.copy(loaded.loss_fn) if loaded.loss_fn is loaded.default_loss else loaded.loss_fn
 

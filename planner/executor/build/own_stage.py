@@ -118,7 +118,7 @@ class _Notes(TorchDispatchMode):
         return result
 
     def slice_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        """Return the numbers of all operators that the values of `tensors` depend on."""
+        """Return the indices of all recorded operators that the values of `tensors` depend on."""
         needed: set[int] = set()
         todo = [number for tensor in tensors for number in self._writers.get(_key(tensor), [])]
         while todo:

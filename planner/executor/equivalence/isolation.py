@@ -46,7 +46,8 @@ class ChildError(Exception):
         message: Error that the process raised, in one line, or the signal that ended the process.
         hint: Hint of the error; may be empty.
         is_user_error: Whether the user's model caused the error and the message says so.
-        is_raised: Whether the process raised another error. If both flags are False, time or memory did not suffice.
+        is_raised: Whether the process raised an error that is not a user error. If this flag and `is_user_error` are
+            False, the process ran out of time or memory.
     """
 
     def __init__(self, message: str, *, hint: str = "", is_user_error: bool = False, is_raised: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 The comparison with the reference trains for two steps. If the model's code takes another path in a later step (a
 curriculum, or a loop whose length depends on the data), a run would fail at that step. Stages that run parts of the
-model's `forward` detect another path, and raise an error. Code that later trains other parameters is refused, too.
+model's `forward` detect another path, and raise an error. Code that trains other parameters in later steps is refused,
+too.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Run one round of the equivalence check: a reference that trains, and pipelines that are compared with it."""
+"""Run one round of the equivalence check: a plain training loop as reference, and pipelines compared with it."""
 
 import math
 import tempfile
@@ -65,7 +65,7 @@ class RoundResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Round of the check: a reference that trains, and the cuts that are compared with it."""
+    """Round of the equivalence check: a plain training loop (reference), and the pipelines to compare with it."""
 
     request: CheckRequest
     subject: Subject
@@ -128,7 +128,7 @@ class Round:
         return RoundResult(proof=proof, num_cuts=num_cuts, wrong=named, random=random)
 
     def _difference_of_references(self) -> str:
-        """Train the reference again, and describe how it differs from the first reference; empty if it does not."""
+        """Train the reference again, and describe the difference; empty if there is none or initial values differ."""
         folder = self._trained_again(self.subject.options, None)
         begun, right = (ReferenceState.load(each / "initial").tensors for each in (folder, self.folder))
         pairs = [(tensor, right[name]) for name, tensor in begun.items()]
@@ -143,7 +143,7 @@ class Round:
         """Return the cuts of the full model that a compared cut represents.
 
         Args:
-            standing_for: Cut of the full model for each cut of the trained model.
+            standing_for: For each cut of the trained model, the cut of the full model that it represents.
             place: Compared cut of the trained model.
         """
         return self.subject.coverage.equivalent_cuts(standing_for[place]) if self.request.ends is None else (place,)
@@ -190,7 +190,8 @@ class Round:
         """Train a pipeline with these cuts.
 
         Returns:
-            The differences of its ranks, and a text about the largest problem; empty if there is no problem.
+            The differences of its ranks, and a text about the largest difference that is not a rounding error; empty if
+            there is none.
         """
         balance = _balance(self.subject, cuts, recompute)
         limit_s = self.request.limit_s
@@ -311,7 +312,7 @@ class _GroupResult(NamedTuple):
     wrong: Mapping[int, str] = {}
     """Reason for each wrong cut."""
     differs_recomputed: str = ""
-    """Problem that occurs only with recomputation; empty if there is none."""
+    """Text about a difference from the reference that occurs only with recomputation; empty if there is none."""
 
     @property
     def relative(self) -> dict[str, float]:

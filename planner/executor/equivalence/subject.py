@@ -144,7 +144,7 @@ class Subject:
 
     @property
     def cuts(self) -> dict[int, int]:
-        """For each representative cut of the full model, an equivalent cut of the trained model."""
+        """Equivalent cut of the trained model, for each representative cut of the full model."""
         if self.chain is self.whole:
             return {cut: cut for cut in self.coverage.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}

@@ -25,7 +25,7 @@ class RunFolder:
     The first rank reads and changes the folder, and sends the results to the other ranks.
 
     Args:
-        path: Folder; None to save nothing.
+        path: Folder; None if the run saves no checkpoints.
         rank: Rank of this process.
         exchange: Exchange of values between all ranks.
         tell: Function (line, is_warning) that prints a line on the first rank.

@@ -84,9 +84,9 @@ class Transfer(NamedTuple):
 class StepWaits:
     """Times of one step in which the processes of a pipeline did not compute.
 
-    They are measured within a window, from the first forward to the last backward of the pipeline. With split
+    They are measured within a window of time, from the first forward to the last backward of the pipeline. With split
     backwards, a process that has finished its actions begins the next step, so each process has its own window. All
-    windows then have the same length, as in predictions: the longest time from first to last action of any process.
+    these windows have the same length, as in predictions: the longest time from first to last action of any process.
     """
 
     window_ns: int
@@ -99,7 +99,7 @@ class StepWaits:
     """Engine's own time before each action that received nothing."""
 
     def bubble(self, overhead_ns: float = 0.0) -> float:
-        """Return the share of the windows in which processes neither compute nor run the engine.
+        """Return the share of time, within the processes' windows, in which they neither compute nor run the engine.
 
         Args:
             overhead_ns: Engine's own time within each transfer, which is not part of the bubble.
@@ -294,7 +294,7 @@ def _crossings(transfers: Iterable[Transfer], *, overlaps: bool) -> dict[tuple[R
 
 
 def _windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[dict[int, int], int]:
-    """Return the start of each process's window by rank, and the length of the windows.
+    """Return the start of each process's window of time (see `StepWaits`), by rank, and the length of all windows.
 
     Args:
         rows: Actions of each process, by rank.

@@ -54,7 +54,9 @@ def repeat_train_batches(model: LoadedModel, batch: int) -> Iterator[Any]:
 
 
 def example_of(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch:
-    """Return the example mini-batch of a step, which depends only on seed and step; generators are restored.
+    """Return the example mini-batch of a step, which depends only on seed and step.
+
+    Afterwards, the random generators have their previous states.
 
     Args:
         model: The model.

@@ -64,7 +64,7 @@ def count_samples(batch: Batch) -> int | None:
 
 
 def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[MiniBatchPart]:
-    """Yield the parts of a mini-batch; this rank may have only its inputs, its targets, or neither.
+    """Yield the parts of a mini-batch, of which this rank may have only the inputs, only the targets, or neither.
 
     Args:
         batch: The mini-batch.

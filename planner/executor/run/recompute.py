@@ -31,7 +31,8 @@ class RecomputedLayer:
     """Properties of a recomputed layer that must be known before the layer runs."""
 
     copies_input: bool
-    """True if the layer must copy its input, because it writes into it, or a later layer does through a view."""
+    """True if the layer must copy its input, because the layer writes into it, or a later layer writes into a view of
+    it."""
     carries: tuple[bool, ...]
     """True for each output tensor that carries a gradient."""
 

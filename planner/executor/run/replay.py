@@ -88,7 +88,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Tensors and other values at all state locations, shared by all forwards that began with the same values."""
+    """Tensors and other values at all state locations. Forwards that began with equal values share one object."""
 
     entries: list[_Entry]
     names: list[Any]
@@ -278,7 +278,7 @@ class LayerState:
                 holder[name] = number
 
     def _begin(self, snapshot: _Snapshot, now: _Snapshot) -> list[_Entry]:
-        """Set the state to that of `snapshot`; return the entries of `now` that need not be replaced."""
+        """Set the state to that of `snapshot`; return the entries of `now` that already had these values."""
         if snapshot.numbers is not now.numbers:
             self._put_numbers(snapshot.numbers)
         if snapshot.tensors is now.tensors:

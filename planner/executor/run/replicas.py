@@ -70,8 +70,8 @@ class ReplicaGradients:
 
         Args:
             stage: Index of the stage among the stages of this process.
-            expected: Number of additions to each gradient in this backward; gradients that it lacks are complete. None
-                if the numbers are unknown.
+            expected: Number of additions to each gradient in this backward; a gradient that is not listed is already
+                complete. None if the numbers are unknown.
         """
         if not self.is_last_part:
             yield

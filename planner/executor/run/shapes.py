@@ -107,7 +107,7 @@ class Shapes:
         return self
 
     def stage_writes_input(self, first: int, end: int) -> bool:
-        """Return True if a stage of layers `first` to `end - 1` would write into the tensors it receives."""
+        """Return True if a stage of layers `first` to `end - 1` would write into the tensors that it receives."""
         for layer in range(first, end):
             if self.writes[layer]:
                 return True

@@ -71,7 +71,7 @@ class TiedGradients:
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank of which ranks of other stages have copies."""
+        """Parameters of this rank that are tied to parameters on ranks of other stages."""
         return (parameter for parameters, _ in self._groups for parameter in parameters)
 
     def sum(self) -> None:

@@ -120,7 +120,7 @@ class Liveness:
         return self._reader == self._rank
 
     def _is_each_alive(self) -> bool:
-        """Return True if every rank has left, or has a new beat since this rank began to look."""
+        """Return True if each rank has either left or written a new beat since this rank first read the positions."""
         return bool(self._seen) and all(
             since > self._first_look for rank, (_, since) in self._seen.items() if rank not in self._left
         )
