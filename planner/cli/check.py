@@ -21,12 +21,14 @@ _FORMATS = ("text", "json", "github", "junit", "sarif", "markdown")
 def check(
     options: CheckOptions,
     plan: PlanFile = "plan.yaml",
-    format_: Annotated[str, typer.Option("--format", metavar="|".join(_FORMATS), help="Output format.")] = "text",
+    format_: Annotated[
+        str, typer.Option("--format", metavar="|".join(_FORMATS), help="Format of what is printed.")
+    ] = "text",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Check if a plan still fits. Exit code 0: it fits; 1: it does not, or is stale; 2: error.
+    """Check if a plan still fits. Exit code 0: it fits; 1: it does not, or the profile changed; 2: error.
 
     `gpipe-plan explain GP101` explains a finding.
     """

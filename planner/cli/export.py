@@ -10,7 +10,8 @@ from planner.cli.options import Debug, Format, Quiet, check_format
 
 def export(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="Checkpoint of train.py, or a folder: its latest checkpoint.")
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="Checkpoint of train.py, or a folder of checkpoints."),
     ] = "checkpoints",
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="Output file, .pt or .safetensors.")

@@ -7,8 +7,8 @@ import typer
 from planner.cli.options import Debug, Format, Quiet
 
 
-def _read(help_: str) -> Any:
-    return typer.Option(metavar="FILE", help=help_, rich_help_panel="Other inputs")
+def _read(metavar: str, help_: str) -> Any:
+    return typer.Option(metavar=metavar, help=help_, rich_help_panel="Other inputs")
 
 
 def _written(help_: str) -> Any:
@@ -19,9 +19,9 @@ def show(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="Profile, plan, links of profile-links, or run report.")
     ] = "plan.yaml",
-    plan: Annotated[str | None, _read("Plan of the run report FILE; default: plan.yaml next to it.")] = None,
-    profile: Annotated[str | None, _read("The plan's profile, if it was moved.")] = None,
-    run: Annotated[str | None, _read("Run report to compare with the plan FILE.")] = None,
+    plan: Annotated[str | None, _read("PLAN", "Plan, if FILE is a run report; default: plan.yaml next to it.")] = None,
+    profile: Annotated[str | None, _read("PROFILE", "The plan's profile, if it was moved.")] = None,
+    run: Annotated[str | None, _read("RUN", "Run report to compare, if FILE is a plan.")] = None,
     html: Annotated[str | None, _written("Write an HTML report.")] = None,
     svg: Annotated[str | None, _written("Write the timeline as a picture.")] = None,
     trace: Annotated[str | None, _written("Write a trace for ui.perfetto.dev or chrome://tracing.")] = None,

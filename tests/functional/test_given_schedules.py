@@ -111,7 +111,7 @@ def test_replicas_share_a_file(here: Path) -> None:
         ("0F0,0B0\n,,\n1F0,1B0\n", "row 2: the device has no action"),
         ("0F0,0I0\n1F0,1B0\n", "device 0: 0I0 is an input-gradient pass, its weight-gradient pass 0W0 is missing"),
         ("0B0,0F0\n1F0,1B0\n", "device 0: 0B0 comes before 0F0"),
-        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "the devices wait for each other"),
+        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "deadlock: device 0 cannot start"),
         ("0F0,2F0,2B0,0B0\n1F0,1B0\n", "device 1 has 1 stages, device 0 has 2"),
         ("0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n", "which is neither a loop nor a V"),
         ("0F999999999,0B999999999\n", "device 0: 0F0 is missing"),

@@ -20,7 +20,13 @@ class CheckOptions:
         Sizes | None, Option("8GB", "Check against this memory limit instead of the plan's.", _ELSEWHERE)
     ] = None
     device: Annotated[str | None, Option("h100", "Check against the memory of this accelerator.", _ELSEWHERE)] = None
-    headroom: Annotated[str | float, Option("5%|auto", "Warn if less than this share of memory stays free.")] = "0%"
+    headroom: Annotated[
+        str | float,
+        Option(
+            "5%|auto",
+            "Warn if less than this share of memory stays free; auto: largest error of earlier predictions.",
+        ),
+    ] = "0%"
     balance: Annotated[
         Numbers | File | None, Option("6,6,6,6|FILE", "Check these cuts instead of the plan's.", _ELSEWHERE)
     ] = None

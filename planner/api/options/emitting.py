@@ -26,7 +26,7 @@ class EmitOptions:
             "Engine: native (bundled executor), jax (one program for TPUs), torchgpipe, torch, "
             "torchtitan, automodel (NeMo), deepspeed, megatron, device-map; csv: only the schedule, for torch "
             "(`_PipelineScheduleRuntime._load_csv`), torchtitan and NeMo Automodel; "
-            "json: files of native, listed as JSON.",
+            "json: as native, and print the names of the written files as JSON.",
             _ENGINE,
             forms="--format",
         ),

@@ -51,7 +51,7 @@ class FormulaOptions(ShapeOptions):
         Option("auto|1,2,4,8", "GPUs that share each layer; auto: 1,2,4,8 for a config.json, else 1.", _FORMULA),
     ] = "auto"
     expert_parallel: Annotated[
-        int, Option("N", "Number of device groups among which the experts are divided.", _FORMULA)
+        int, Option("N", "Number of replicas among which the experts of a layer are divided.", _FORMULA)
     ] = 1
     capacity: Annotated[
         str | float | None,
@@ -128,7 +128,8 @@ class ProfileOptions(FormulaOptions):
         Sequence[str] | None,
         Option(
             "3x224x224",
-            "Input shape[:dtype[:bound]] if there is no example_batch (repeatable).",
+            "Shape of an input without the batch, if there is no example_batch; 1024:int64:32000: integers below 32000 "
+            "(repeatable).",
             _MODEL,
             repeatable=True,
             forms="--input",
@@ -140,7 +141,7 @@ class ProfileOptions(FormulaOptions):
         Option("|".join(get_args(Granularity)), "coarse: one layer per block; fine: also cut inside blocks.", _MODEL),
     ] = "coarse"
     repeat: Annotated[int, Option("N", "Smallest number of timed repeats of every layer.", _EFFORT)] = 10
-    time_budget: Annotated[str, Option("60s", "Time limit for more repeats; 0s: no more repeats.", _EFFORT)] = "60s"
+    time_budget: Annotated[str, Option("60s", "Time limit for repeats beyond --repeat; 0s: none.", _EFFORT)] = "60s"
     proof_budget: Annotated[
         str,
         Option("30s", "Time limit for comparing stages with the unpartitioned model; 0s: skip.", _EFFORT),

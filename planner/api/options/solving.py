@@ -48,16 +48,23 @@ class SolverOptions:
         str | float | Sequence[float] | None,
         Option("1,1,2.5", "Speed of each device relative to the profiled device.", _DEVICES),
     ] = None
-    nodes: Annotated[str | None, Option("4x8", "Nodes x devices per node, in pipeline order.", _DEVICES)] = None
+    nodes: Annotated[
+        str | None, Option("4x8", "Nodes x devices per node; consecutive devices fill a node first.", _DEVICES)
+    ] = None
     reserve: Annotated[
         str | int | None,
-        Option("500MB", "Memory kept free per device; default: from calibration or profile.", _DEVICES),
+        Option(
+            "500MB",
+            "Memory per device that tensors cannot use, like the CUDA context; default: from calibration or profile.",
+            _DEVICES,
+        ),
     ] = None
     headroom: Annotated[
         str | float | None,
         Option(
             "5%|auto",
-            "Share of memory kept free; auto: largest error of earlier predictions (default for estimates).",
+            "Share of memory kept free for errors of the prediction; auto: largest error of earlier predictions; "
+            "default: auto for estimated profiles, else 0%.",
             _DEVICES,
         ),
     ] = None
@@ -82,7 +89,12 @@ class SolverOptions:
     ] = None
     batch: Annotated[
         int | None,
-        Option("B", "Samples per optimizer step; default: largest profiled size, or a multiple of it.", _BATCH),
+        Option(
+            "B",
+            "Samples per optimizer step; default: smallest multiple of the largest profiled size with a sample for "
+            "each device.",
+            _BATCH,
+        ),
     ] = None
     micro_batches: Annotated[str | int, Option("auto|M", "Number of micro-batches.", _BATCH)] = "auto"
     min_micro_batch: Annotated[
@@ -125,7 +137,8 @@ class SolverOptions:
         str,
         Option(
             "|".join(get_args(RecomputePolicy)),
-            "Recomputation of activations, by stage; layers: by stage or by layer.",
+            "Recomputation of activations. except-last: of all micro-batches but the last; auto: chosen for each "
+            "stage; layers: chosen for each stage or layer.",
             _BATCH,
         ),
     ] = "auto"
@@ -234,7 +247,8 @@ class SweepOptions:
     allreduce: Annotated[str | Link | None, _as_solved("allreduce")] = None
     overhead: Annotated[str | None, _as_solved("overhead")] = None
     reserve: Annotated[
-        str | int | None, _as_solved("reserve", help="Memory kept free per device; default: from the profile.")
+        str | int | None,
+        _as_solved("reserve", help="Memory per device that tensors cannot use; default: from the profile."),
     ] = None
     headroom: Annotated[str | float | None, _as_solved("headroom")] = None
     tokens: Annotated[str | int | None, _as_solved("tokens")] = None

@@ -22,7 +22,8 @@ class VerifyOptions:
     steps: Annotated[int | None, Option("N", "Number of optimizer steps, including 2 for warm-up; default: 12.")] = None
     tolerance_time: Annotated[str | float, Option("10%", "Allowed error of the predicted step time.")] = "10%"
     tolerance_memory: Annotated[
-        str | Sequence[str | float], Option("1%,5%", "Allowed errors of predicted peaks: too low, too high.")
+        str | Sequence[str | float],
+        Option("1%,5%", "Allowed errors of peaks: if predicted too low, if too high."),
     ] = "1%,5%"
     calibration: Annotated[File | None, "File for the measured costs of this machine."] = None
     progress: Annotated[Progress, "Called after every step."] = ignore

@@ -43,7 +43,7 @@ def check_orders(actions: Sequence[Sequence[Action]], num_micro_batches: int) ->
         execution_order(actions)
     except DeadlockError as error:
         raise UsageError(
-            f"the devices wait for each other: {_circle(error, devices, positions)}",
+            f"deadlock: {_circle(error, devices, positions)}",
             hint="change the order on one of these devices: each action comes after the actions that it needs",
         ) from None
 
@@ -144,10 +144,10 @@ def _maker(flow: Flow, stage: int, micro_batch: int, positions: dict[Action, _Po
 
 
 def _circle(error: DeadlockError, devices: Sequence[int], positions: dict[Action, _Position]) -> str:
-    """Return text that lists the waiting devices of a deadlock: `device 0 at 0B1 for 1B1 on device 1`."""
+    """Return text that lists the waiting devices of a deadlock: `device 0 cannot start 0B1 before 1B1 (device 1)`."""
     texts = []
     for device, action in list(error.waiting.items())[:_MOST_NAMED]:
         awaited = next(_needs(action, len(devices), positions))
-        texts.append(f"device {device} at {action} for {awaited} on device {devices[awaited.stage]}")
+        texts.append(f"device {device} cannot start {action} before {awaited} (device {devices[awaited.stage]})")
     more = len(error.waiting) - _MOST_NAMED
     return ", ".join(texts) + (f", and {more} more" if more > 0 else "")

@@ -106,7 +106,7 @@ RULES: Final = (
         meaning="`--device` names a device other than the profiled one; memory is checked for that device.",
         why="Memory is nearly the same on any device, but times differ. Step time, bubble and "
         "cuts still refer to the profiled device.",
-        remedy="Profile on that device to plan for it. To check only memory, nothing needs to be done.",
+        remedy="Profile on that device to plan for it. If you check memory only, you need not do anything.",
     ),
     Rule(
         code="GP205",
@@ -121,7 +121,7 @@ RULES: Final = (
         code="GP206",
         severity="note",
         title="the certificate was not recomputed",
-        meaning="Solving again would take longer than a check may. The plan's status, gap, bound and "
+        meaning="Solving again would take longer than a check may take. The plan's status, gap, bound and "
         "frontier were read from the file. Everything else was recomputed.",
         why="These values may be correct, but they were not verified.",
         remedy="To be sure, solve again.",
@@ -172,8 +172,8 @@ RULES: Final = (
         title="the stages were not compared with the model",
         meaning="No result in the profile shows that stages of this model train as the unpartitioned model does. The "
         "profile was made with `--proof-budget 0s`, or the comparison took too much time or memory.",
-        why="Some wrong cuts show only in a run: training would continue with wrong gradients, without "
-        "an error message.",
+        why="Some wrong cuts are found only by comparing a run with the model. Without the comparison, training would "
+        "continue with wrong gradients and without an error message.",
         remedy="Profile again. If the comparison was not finished, the finding gives the reason. Profiles written "
         "by hand have no model to compare with.",
     ),
@@ -193,8 +193,8 @@ RULES: Final = (
         title="a stage needs more memory than before",
         meaning="Compared with the plan given by `--against`, a device's predicted peak has grown.",
         why="The device may still fit its limit. Unintended growth is best noticed in the change that causes it.",
-        remedy="Read the table of stages: bytes before, now, and the difference. The memory limits and "
-        "`--headroom` decide.",
+        remedy="Read the table of stages: bytes before, now, and the difference. A difference alone does not fail the "
+        "check: only the memory limits do and, with `--strict`, `--headroom`.",
     ),
     Rule(
         code="GP402",

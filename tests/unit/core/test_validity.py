@@ -176,7 +176,10 @@ def test_named_schedules_are_valid(schedule: Schedule) -> None:
         (
             "0F0,0B0,0F1,0B1 / 1F0,1F1,1I0,1W0,1B1",
             2,
-            "the devices wait for each other: device 0 at 0B0 for 1I0 on device 1, device 1 at 1F1 for 0F1 on device 0",
+            (
+                "deadlock: device 0 cannot start 0B0 before 1I0 (device 1), "
+                "device 1 cannot start 1F1 before 0F1 (device 0)"
+            ),
         ),
     ],
 )
@@ -200,5 +203,5 @@ def test_a_long_circle_is_cut_short() -> None:
     rows[6] = [Action(6, "F", 1), Action(6, "F", 0), Action(6, "B", 0), Action(6, "B", 1)]
     for k in range(6):
         rows[k] += [Action(k, "F", 1), Action(k, "B", 1)]
-    with pytest.raises(UsageError, match=r"device 3 at 3B0 for 4B0 on device 4, and 3 more$"):
+    with pytest.raises(UsageError, match=r"device 3 cannot start 3B0 before 4B0 \(device 4\), and 3 more$"):
         check_orders(rows, 2)
