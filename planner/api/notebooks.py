@@ -9,6 +9,6 @@ def enable_notebook_display(kind: type[Any]) -> None:
 
 
 def _html(value: Any) -> str:
-    from planner.show.notebook import html_of  # noqa: PLC0415 - for notebooks alone
+    from planner.show.notebook import result_html  # noqa: PLC0415 - for notebooks alone
 
-    return html_of(value)
+    return result_html(value)

@@ -21,7 +21,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.emit import decisions_digest
-from planner.show.step import step_of
+from planner.show.step import simulated_step
 from planner.show.terminal.links import links_text
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text
@@ -120,7 +120,7 @@ def _text(value: _Shown, plan: Plan | None, report: RunReport | None, *, file: s
     source = profile_for(value, file, profile).profile
     certainty = certainty_of(plan, source)
     evaluation = Evaluation.of(plan, source)
-    text = plan_text(plan, evaluation.events, style, step=step_of(evaluation), certainty=certainty)
+    text = plan_text(plan, evaluation.events, style, step=simulated_step(evaluation), certainty=certainty)
     return text if report is None else f"{text}\n\n{comparison_text(plan, report, style)}"
 
 
@@ -182,7 +182,7 @@ def _drawn(
     measured = files.read_profile(path)
     if report is not None:
         plan = _as_profiled(plan, place, measured, console)
-    step = step_of(Evaluation.of(plan, measured))
+    step = simulated_step(Evaluation.of(plan, measured))
     title = f"{schedule_of(plan.schedule).title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
     makers = {"--svg": timeline_svg, "--trace": trace_json}
     drawn = {option: makers[option](step, title) for option in pictures}

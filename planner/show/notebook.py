@@ -33,7 +33,7 @@ _TEXTS: Mapping[type, Callable[[Any, Style], str]] = {
 }
 
 
-def html_of(value: Any) -> str:
+def result_html(value: Any) -> str:
     """Return a result as HTML: a plan as a table, another result as the text that its command prints."""
     if isinstance(value, Plan):
         return plan_html(value)

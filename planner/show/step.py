@@ -55,8 +55,8 @@ class Span:
         return self.end_us - self.start_us
 
 
-class Level(NamedTuple):
-    """Memory of a device from a point in time to the next level."""
+class MemoryLevel(NamedTuple):
+    """Memory of a device, which stays the same from this level's start to the start of the next level."""
 
     start_us: float
     bytes: int
@@ -74,7 +74,7 @@ class Step:
     """Number of micro-batches, M."""
     spans: tuple[Span, ...]
     """Spans of all devices, sorted by start."""
-    memory: tuple[tuple[Level, ...], ...]
+    memory: tuple[tuple[MemoryLevel, ...], ...]
     """Memory levels of each device, sorted by time."""
 
     @property
@@ -88,7 +88,7 @@ class Step:
         return max((span.end_us for span in self.spans if span.kind != "optimizer"), default=0.0)
 
 
-def step_of(evaluation: Evaluation) -> Step:
+def simulated_step(evaluation: Evaluation) -> Step:
     """Return one simulated training step of the evaluated partition."""
     partition = evaluation.partition
     spans = [span for event in evaluation.events for span in _spans(event, evaluation.stage_times, partition)]
@@ -140,7 +140,7 @@ def _optimizer_spans(spans: Sequence[Span], evaluation: Evaluation) -> Iterator[
             yield Span(kind="optimizer", device=device, stage=device, start_us=end_us, end_us=end_us + own_us)
 
 
-def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Level, ...], ...]:
+def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[MemoryLevel, ...], ...]:
     computing: list[list[Span]] = [[] for _ in range(evaluation.partition.num_devices)]
     for span in spans:
         if span.kind in _LABELS:
@@ -168,7 +168,7 @@ class _StageBytes(NamedTuple):
         """Return the memory at points in the step, in whole bytes.
 
         Args:
-            counts: Number of each of `PARTS` that exist at each point, shape (points, parts).
+            counts: Number of memory parts (`PARTS`) of each kind that exist at each point, shape (points, parts).
         """
         whole: FloatArray = np.rint(self.always + counts @ self.parts).sum(axis=1)
         return whole
@@ -208,7 +208,7 @@ class _DeviceBytes(NamedTuple):
 
         Args:
             stages: Memory of each stage on the device.
-            counts: Number of each of `PARTS` that exist at each action of the device.
+            counts: Number of memory parts (`PARTS`) of each kind that exist at each action of the device.
             reserve_bytes: Reserve of the device.
 
         Returns:
@@ -229,7 +229,7 @@ class _DeviceBytes(NamedTuple):
         )
 
 
-def _levels(computing: Sequence[Span], device_bytes: _DeviceBytes, peak: int) -> Iterator[Level]:
+def _levels(computing: Sequence[Span], device_bytes: _DeviceBytes, peak: int) -> Iterator[MemoryLevel]:
     """Yield the memory levels of a device over the step, sorted by time.
 
     Args:
@@ -237,10 +237,10 @@ def _levels(computing: Sequence[Span], device_bytes: _DeviceBytes, peak: int) ->
         device_bytes: Memory of the device at each action.
         peak: Exact peak of the device; it limits the levels, because the sum of rounded chunks may exceed it.
     """
-    yield Level(0.0, device_bytes.idle)
+    yield MemoryLevel(0.0, device_bytes.idle)
     ends = [*(after.start_us for _, after in pairwise(computing)), float("inf")]
     for n, (span, next_us) in enumerate(zip(computing, ends, strict=True)):
-        yield Level(span.start_us, min(peak, device_bytes.during[n]))
+        yield MemoryLevel(span.start_us, min(peak, device_bytes.during[n]))
         if next_us > span.end_us:
-            yield Level(span.end_us, min(peak, device_bytes.after[n]))
-    yield Level(computing[-1].end_us, min(peak, device_bytes.optimizer_step))
+            yield MemoryLevel(span.end_us, min(peak, device_bytes.after[n]))
+    yield MemoryLevel(computing[-1].end_us, min(peak, device_bytes.optimizer_step))

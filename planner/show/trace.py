@@ -1,7 +1,7 @@
 """Trace of a predicted step, for a trace viewer.
 
-Each device is a process with a counter `memory`, whose highest value is the device's peak. The trace of a run
-(`train.py --trace`) has the same rows.
+In the trace, each device is a process with a counter `memory`, whose highest value is the device's peak. The trace of a
+run (`train.py --trace`) has the same rows.
 """
 
 from collections.abc import Iterator

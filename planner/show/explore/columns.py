@@ -51,20 +51,22 @@ class _Block(NamedTuple):
     """Bytes that the stage of each row receives as input."""
 
 
-def byte_columns(
+def add_memory_columns(
     table: NumberTable, costs: ChainCosts, cells: StageRows, *, micro_batches: int, parts: Sequence[set[int]]
 ) -> list[list[list[int]]]:
-    """Add the memory of stages to a table, in bytes.
+    """Add columns with the memory of stages, in bytes, to a table.
 
     Args:
         table: Table with a row per stage.
         costs: Costs of the chain at the micro-batch size, with its replicas.
         cells: The stages of the rows.
         micro_batches: Number of micro-batches, M.
-        parts: For each sharing mode, the parts that occur in the page's action orders; empty for unused modes.
+        parts: For each sharing mode (such as `ALONE`), the memory parts in the page's action orders; empty for a mode
+            that no order uses.
 
     Returns:
-        For each sharing mode and each of `CHOICES`, a flat list of triples: part, component, and index of the column.
+        For each sharing mode and each of `CHOICES`, a flat list with three indices per added column: of the memory
+            part, of the component, and of the column.
     """
     blocks = tuple(_blocks(costs, cells, micro_batches))
     return [
@@ -132,7 +134,7 @@ def _chosen(block: _Block, mode: int, choice: Recompute) -> Components:
 
 
 def _among_others(block: _Block, parts: Parts, *, is_in_place: bool) -> Components:
-    """Return the memory components of stages that share a device with others, in whole bytes."""
+    """Return the memory components of stages that share their device with other stages, in whole bytes."""
     sizes = np.stack([_at(block, size) for size in parts.totals(block.stages.shape)[1:]], axis=-1)
     if is_in_place:
         none = np.zeros(1)
@@ -148,8 +150,10 @@ def _at(block: _Block, size: FloatArray | float) -> FloatArray:
     return np.broadcast_to(size, block.stages.shape)[block.places]
 
 
-def time_columns(table: NumberTable, costs: ChainCosts, cells: StageRows, pipeline: DeviceGroup) -> dict[str, object]:
-    """Add the compute times of stages to a table.
+def add_time_columns(
+    table: NumberTable, costs: ChainCosts, cells: StageRows, pipeline: DeviceGroup
+) -> dict[str, object]:
+    """Add columns with the compute times of stages to a table.
 
     Args:
         table: Table with a row per stage.
@@ -158,10 +162,10 @@ def time_columns(table: NumberTable, costs: ChainCosts, cells: StageRows, pipeli
         pipeline: Devices and links of the pipeline.
 
     Returns:
-        Indices of columns by name. `durations` and `again` have, for each of `CHOICES` and each kind of action, the
-            duration and its recomputation, for micro-batches 0..M-2 and then for the last one. `optimizer` is the
-            optimizer step, `summed` the all-reduce over replicas, and `hides` the time of later stages' optimizer
-            steps that the stage hides.
+        Indices of columns by name. `durations` has two columns for each of `CHOICES` and each kind of action: the
+            duration for micro-batches 0..M-2, and for the last one. `again` has two such columns for the recomputation
+            in the action. `optimizer` is the optimizer step, `summed` the all-reduce over replicas. `hides` is the
+            time of later stages' optimizer steps that the stage hides.
     """
     sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
     durations, again = [], []
@@ -187,10 +191,10 @@ def time_columns(table: NumberTable, costs: ChainCosts, cells: StageRows, pipeli
     }
 
 
-def transfer_columns(
+def add_transfer_columns(
     table: NumberTable, costs: ChainCosts, crossings: CutRows, pipeline: DeviceGroup
 ) -> dict[str, int]:
-    """Add transfer times to a table.
+    """Add columns with transfer times to a table.
 
     Args:
         table: Table with a row per cut and link.

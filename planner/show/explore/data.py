@@ -26,11 +26,11 @@ from planner.show.explore.columns import (
     ALWAYS,
     IN_PLACE,
     SHARED,
-    byte_columns,
-    time_columns,
-    transfer_columns,
+    add_memory_columns,
+    add_time_columns,
+    add_transfer_columns,
 )
-from planner.show.explore.orders import LETTERS, Menu, OfferedSchedule, menu_of
+from planner.show.explore.orders import LETTERS, OfferedSchedule, ScheduleMenu, schedule_menu
 from planner.show.explore.request import ExplorerRequest
 from planner.show.explore.tables import NumberTable
 from planner.show.explore.windows import DeviceGroup, StageLayout, even_balance, run_length_encode, stages_near
@@ -88,7 +88,7 @@ def page_data(request: ExplorerRequest) -> PageData:
     For a long chain, the data has only stages near the initial cuts. If these are still too many, the page does not
     offer the largest numbers of stages per device.
     """
-    chain, menu = _Chain.of(request), menu_of(request)
+    chain, menu = _Chain.of(request), schedule_menu(request)
     nearby = _NearbyStages.of(chain, menu)
     widths = nearby.widths(_MOST_STAGES // len(chain.costs))
     tables = nearby.tables(widths)
@@ -118,14 +118,14 @@ class _NearbyStages:
     """Stages whose numbers the page has: for each layout, all stages between cuts near the initial cuts."""
 
     chain: _Chain
-    menu: Menu
+    menu: ScheduleMenu
     layouts: Mapping[tuple[int, Placement], StageLayout]
     """Layouts of stages on devices, by number of chunks per device and placement."""
     balances: Mapping[int, tuple[int, ...]]
     """Initial cuts by number of stages, as layers per stage: the plan's cuts, or even cuts."""
 
     @classmethod
-    def of(cls, chain: _Chain, menu: Menu) -> "_NearbyStages":
+    def of(cls, chain: _Chain, menu: ScheduleMenu) -> "_NearbyStages":
         """Return the layouts and initial cuts that the schedules of `menu` use."""
         used = sorted({(chunks, one.schedule.placement) for one in menu.schedules for chunks in one.orders})
         layouts = {key: StageLayout.of(chain.pipeline, *key) for key in used}
@@ -134,7 +134,7 @@ class _NearbyStages:
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
     def widths(self, most: int) -> dict[int, int]:
-        """Return by how many layers cuts can move, from 1 to L, so that the page has about `most` stages.
+        """Return for each number of stages by how many layers a cut may move, so that the page has `most` stages or so.
 
         Pipelines with the plan's number of stages get half of these stages. Other numbers of stages share the rest.
         """
@@ -156,9 +156,9 @@ class _NearbyStages:
             replicated, parts = costs.of_replicas(pipeline.replicas), self._parts(micro_batches)
             sizes[micro_batches] = {
                 "size": costs.micro_batch_size,
-                "bytes": byte_columns(bytes_, replicated, cells, micro_batches=micro_batches, parts=parts),
-                **time_columns(times, costs, cells, pipeline),
-                **transfer_columns(sends, costs, crossings, pipeline),
+                "bytes": add_memory_columns(bytes_, replicated, cells, micro_batches=micro_batches, parts=parts),
+                **add_time_columns(times, costs, cells, pipeline),
+                **add_transfer_columns(sends, costs, crossings, pipeline),
                 "columns": [_heights(costs.forward_us, costs), _heights(costs.backward_us, costs)],
             }
         return {
@@ -172,7 +172,7 @@ class _NearbyStages:
         }
 
     def _parts(self, micro_batches: int) -> list[set[int]]:
-        """Return for each sharing mode the memory parts that occur in orders with this number of micro-batches."""
+        """Return for each sharing mode, such as `ALONE`, the memory parts in action orders of M micro-batches."""
         parts: list[set[int]] = [set() for _ in range(IN_PLACE + 1)]
         cases = ((one.schedule, chunks, by_m) for one in self.menu.schedules for chunks, by_m in one.orders.items())
         for schedule, chunks, by_m in cases:
@@ -181,7 +181,7 @@ class _NearbyStages:
         return parts
 
     def sharing_modes(self, schedule: Schedule, chunks: int, micro_batches: int) -> list[int]:
-        """Return the sharing mode of each stage, for example `ALONE`.
+        """Return how each stage shares its device with other stages, as a sharing mode such as `ALONE`.
 
         Args:
             schedule: The schedule.

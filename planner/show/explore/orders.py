@@ -1,8 +1,8 @@
 """Action orders for the page: one text per device for each schedule, number of stages and number of micro-batches.
 
 Each character of a text stands for a row of a table that all texts share. The row has an action of the device, and the
-memory parts that the action adds and removes. Scripts therefore need no schedule. Long orders are left out, except the
-order of the plan.
+memory parts that the action adds and removes. The scripts of the page can therefore replay an order without an
+implementation of its schedule. Long orders are left out, except the order of the plan.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class OfferedSchedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Menu:
+class ScheduleMenu:
     """Schedules, numbers of stages and numbers of micro-batches that the page offers."""
 
     schedules: tuple[OfferedSchedule, ...]
@@ -76,8 +76,8 @@ class Menu:
         """Numbers of stages per device that the page offers, ascending."""
         return tuple(sorted({chunks for one in self.schedules for chunks in one.orders}))
 
-    def without(self, chunks: int) -> "Menu":
-        """Return the menu without one number of stages per device."""
+    def without(self, chunks: int) -> "ScheduleMenu":
+        """Return the menu without the orders of `chunks` stages per device."""
         left = [
             replace(one, orders={n: orders for n, orders in one.orders.items() if n != chunks})
             for one in self.schedules
@@ -85,10 +85,10 @@ class Menu:
         return replace(self, schedules=tuple(one for one in left if one.orders), is_complete=False)
 
 
-def menu_of(request: ExplorerRequest) -> Menu:
+def schedule_menu(request: ExplorerRequest) -> ScheduleMenu:
     """Return the schedules that can run on the plan's devices, with their action orders.
 
-    Short orders are made first; orders beyond `MOST_ACTIONS` are left out.
+    The plan's order comes first, then shorter orders before longer ones. Orders beyond `MOST_ACTIONS` are left out.
     """
     plan = request.plan
     chosen = schedule_of(plan.schedule, plan.order), plan.chunks, plan.micro_batches
@@ -117,7 +117,7 @@ def menu_of(request: ExplorerRequest) -> Menu:
         for schedule in _schedules(request)
         if schedule.name in orders
     )
-    return Menu(schedules=tuple(listed), entries=tuple(entries), is_complete=is_complete)
+    return ScheduleMenu(schedules=tuple(listed), entries=tuple(entries), is_complete=is_complete)
 
 
 def _schedules(request: ExplorerRequest) -> Iterator[Schedule]:
@@ -168,7 +168,7 @@ def _order(
         row: Actions of the device.
         stages: Stages of the device.
         changes: Memory changes of every action, then of the optimizer steps.
-        entries: Indices of the rows of the table so far; new rows are added.
+        entries: Rows of the table so far, with their indices; new rows are added.
 
     Returns:
         The order.

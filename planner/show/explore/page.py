@@ -6,7 +6,7 @@ from planner import __version__
 from planner.core.values.units import pluralize
 from planner.show.explore.data import PageData, page_data
 from planner.show.explore.request import ExplorerRequest
-from planner.show.html.assets import asset, policy_for, scripts, style_sheet
+from planner.show.html.assets import policy_for, read_asset, read_scripts, style_sheet
 from planner.show.html.parts import Section, legend, scroll, section_markup
 from planner.show.html.timeline import live_canvas
 from planner.show.markup import element, escape_text
@@ -28,13 +28,13 @@ def explore_html(request: ExplorerRequest) -> str:
     script, data = page_script(), page_data(request)
     sections = (_handles(request, data), _timeline(), _memory(), _stages(), _command())
     links = [element("a", escape_text(section.title), href=f"#{section.anchor}") for section in sections]
-    return Template(asset("explore.html.txt", __package__)).substitute(
+    return Template(read_asset("explore.html.txt", __package__)).substitute(
         title=escape_text(headline(plan, of=" of ", by=", ")),
         lead=escape_text(
             "; ".join(filter(None, (profile.model.source, not_measured_warning(plan.inputs.profile.how), _BEGIN)))
         ),
         policy=policy_for(script),
-        style=style_sheet() + asset("explore.css", __package__),
+        style=style_sheet() + read_asset("explore.css", __package__),
         script=script,
         data=data.text,
         figures=_figures(),
@@ -46,13 +46,13 @@ def explore_html(request: ExplorerRequest) -> str:
 
 def figures_script() -> str:
     """Return the scripts that compute the figures and commands of an edited plan; they need no page elements."""
-    return "\n".join(asset(name, __package__) for name in _SCRIPTS[:-2])
+    return "\n".join(read_asset(name, __package__) for name in _SCRIPTS[:-2])
 
 
 def page_script() -> str:
     """Return all scripts of the page as one text."""
-    laws_and_page = "\n".join(asset(name, __package__) for name in _SCRIPTS)
-    return f"{scripts('theme.js', 'timeline.js')}\n{laws_and_page}"
+    laws_and_page = "\n".join(read_asset(name, __package__) for name in _SCRIPTS)
+    return f"{read_scripts('theme.js', 'timeline.js')}\n{laws_and_page}"
 
 
 def _figures() -> str:
@@ -93,7 +93,7 @@ def _handles(request: ExplorerRequest, data: PageData) -> Section:
 
 
 def _remarks(request: ExplorerRequest, data: PageData) -> list[str]:
-    """Return sentences about choices that the page does not offer."""
+    """Return sentences that name the choices that the page does not offer."""
     plan = request.plan
     remarks = []
     if any(stage.recomputed for stage in plan.stages):

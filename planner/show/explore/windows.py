@@ -137,7 +137,7 @@ def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
 def stages_near(
     layouts: Iterable[StageLayout], balances: Mapping[int, Sequence[int]], widths: Mapping[int, int]
 ) -> tuple[StageRows, CutRows]:
-    """Return the stages and cuts that are possible if each cut moves by a limited number of layers.
+    """Return all stages and cuts that are possible if each initial cut moves by a limited number of layers.
 
     Args:
         layouts: Layouts of the page.

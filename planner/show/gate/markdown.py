@@ -10,7 +10,7 @@ from planner.core.values.printable import printable
 from planner.core.values.sweep import Sweep
 from planner.show.gate.plan_file import PlanFile
 from planner.show.terminal.verdict import verdict_words
-from planner.show.views.comparison import best_words, comparison_table, difference_table, sweep_table
+from planner.show.views.comparison import best_cluster_lines, comparison_table, difference_table, sweep_table
 from planner.show.views.plan import figure_words, stage_table
 from planner.show.views.table import Table
 
@@ -44,7 +44,7 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 def sweep_markdown(sweep: Sweep) -> str:
     """Return a table of the sweep's cells, then the smallest, the fastest and the cheapest cluster."""
-    return "\n".join([*_table(sweep_table(sweep)), "", *(_text(line) for line in best_words(sweep))]) + "\n"
+    return "\n".join([*_table(sweep_table(sweep)), "", *(_text(line) for line in best_cluster_lines(sweep))]) + "\n"
 
 
 def rules_markdown(rules: Sequence[Rule]) -> str:

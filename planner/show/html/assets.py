@@ -14,7 +14,7 @@ from planner.show.views.spans import ink_rules, kind_rules
 def style_sheet() -> str:
     """Return the style sheet of all pages, with the colors of the kinds of action."""
     colors = {"forward": FORWARD.paper[0], "backward": BACKWARD.paper[0]}
-    return Template(asset("report.css")).substitute(inks=ink_rules(), kinds=kind_rules(), **colors)
+    return Template(read_asset("report.css")).substitute(inks=ink_rules(), kinds=kind_rules(), **colors)
 
 
 def policy_for(script: str) -> str:
@@ -24,12 +24,12 @@ def policy_for(script: str) -> str:
 
 
 @cache
-def asset(name: str, package: str = __package__) -> str:
+def read_asset(name: str, package: str = __package__) -> str:
     """Return the text of a file in the folder of a Python package."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
-def scripts(*names: str) -> str:
+def read_scripts(*names: str) -> str:
     """Return several script files of this package as one text, in the given order."""
-    return "\n".join(map(asset, names))
+    return "\n".join(map(read_asset, names))

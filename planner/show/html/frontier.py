@@ -57,7 +57,7 @@ def frontier_section(plan: Plan) -> Section:
 
 
 def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
-    """Return a chart of evenly spaced points with values from zero; it fits any width, because x is in percent."""
+    """Return a chart of evenly spaced points, whose value axis begins at zero. The chart fits any width."""
     of, text, title = shown.of, shown.text, shown.title
     most = max((of(point) for point in points if point.fits), default=0.0)
     # A limit far above all points would flatten them.

@@ -10,13 +10,13 @@ from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, bar, figure, html_table, layer_name, legend, line, note
+from planner.show.html.parts import Section, bar, figure, html_table, layer_name_markup, legend, line, note
 from planner.show.markup import element, escape_text
 from planner.show.views.measured import (
     HEADERS,
     OF_REPLICAS,
     difference_words,
-    label_of,
+    figure_label,
     ran_other_stages,
     run_table,
     times_warning,
@@ -73,7 +73,7 @@ def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place
         track = bar("t-predicted", 0, row.predicted / full) + bar("t-measured", 0, row.measured / full)
         measured = text(row.measured) if row.measured else NOTHING
         bars = element("div", track, class_="pair", aria_hidden="true")
-        yield [escape_text(label_of(row, place)), text(row.predicted), measured, difference_words(row), bars]
+        yield [escape_text(figure_label(row, place)), text(row.predicted), measured, difference_words(row), bars]
 
 
 def run_section(report: RunReport) -> Section:
@@ -83,7 +83,7 @@ def run_section(report: RunReport) -> Section:
         _series("step time", report.step_us, format_us),
     ]
     shown = run_table(report).with_titles(recompute="recomputation")
-    layers = [layer_name(printable(text)) for text in shown.column("layers").texts()]
+    layers = [layer_name_markup(printable(text)) for text in shown.column("layers").texts()]
     rows = [[f"{stage}: {names}", *rest] for names, (stage, _, *rest) in zip(layers, shown.rows(), strict=True)]
     stages = html_table([column.heading for column in shown.columns if column.name != "layers"], rows)
     lead = (

@@ -8,7 +8,7 @@ from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar, legend, note, scroll
 from planner.show.markup import element, number
 from planner.show.step import Step
-from planner.show.views.memory import DeviceMemory, component_title, device_memory, fullest, present_components
+from planner.show.views.memory import DeviceMemory, component_title, device_memory, fullest_device, present_components
 from planner.show.views.memory_over_time import memory_over_time
 from planner.show.views.numbers import row_noun
 
@@ -24,7 +24,7 @@ def memory_section(plan: Plan, step: Step | None) -> Section:
     most, limit = max(d.total_bytes for d in devices), max(d.limit_bytes for d in devices)
     full = max(1, most, limit if most * 4 >= limit else 0)
     rows = [_row(device, full) for device in devices]
-    nearest = fullest(devices)
+    nearest = fullest_device(devices)
     lead = (
         f"Predicted peak of every {row_noun(plan.chunks)} by component; the line is its memory limit. Fullest: "
         f"{nearest.label}, {nearest.need_of_limit}."

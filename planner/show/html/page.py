@@ -10,7 +10,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us
-from planner.show.html.assets import asset, policy_for, scripts, style_sheet
+from planner.show.html.assets import policy_for, read_asset, read_scripts, style_sheet
 from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
@@ -23,7 +23,7 @@ from planner.show.step import Step
 from planner.show.views.certainty import accuracy_words, amount_words, fit_words, peak_words, rate_words, step_words
 from planner.show.views.cluster import days_words, hours_words, length_words, run_ratios, tokens_words
 from planner.show.views.measured import pipeline_words
-from planner.show.views.memory import device_memory, fullest
+from planner.show.views.memory import device_memory, fullest_device
 from planner.show.views.numbers import method_name, not_measured_warning, percent
 from planner.show.views.plan import claim_words, headline, ideal_bubble_words, stage_table
 
@@ -106,7 +106,7 @@ def run_html(report: RunReport) -> str:
 
 def _figures(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
     predicted = plan.predicted
-    nearest = fullest(device_memory(plan.by_device()))
+    nearest = fullest_device(device_memory(plan.by_device()))
     return [
         ("step", step_words(plan, certainty), _certificate(plan)),
         ("samples/s", rate_words(plan, certainty), f"batch {plan.inputs.batch}"),
@@ -222,10 +222,10 @@ def _card(name: str, value: str, remark: str) -> str:
 
 
 def _page(*, title: str, lead: str, figures: Sequence[_Figure], sections: Sequence[Section], data: str = "{}") -> str:
-    script = scripts("theme.js", "timeline.js", "report.js")
+    script = read_scripts("theme.js", "timeline.js", "report.js")
     cards = [_card(*figure) for figure in figures]
     links = [element("a", escape_text(section.title), href=f"#{section.anchor}") for section in sections]
-    return Template(asset("report.html.txt")).substitute(
+    return Template(read_asset("report.html.txt")).substitute(
         title=escape_text(title),
         lead=escape_text(lead),
         policy=policy_for(script),

@@ -21,7 +21,7 @@ class Section:
     """Sentences below the title."""
 
 
-def layer_name(name: str) -> str:
+def layer_name_markup(name: str) -> str:
     """Return the name of a layer, or of a range of layers, as markup that may be broken after dots."""
     return element("span", escape_text(name).replace(".", ".<wbr>"), class_="name")
 
@@ -65,7 +65,7 @@ def values_table(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None
 
 def _cells(column: Column, mark: str) -> list[str]:
     if column.name in ("layer", "layers"):
-        return [layer_name(text if column.name == "layer" else printable(text)) for text in column.texts()]
+        return [layer_name_markup(text if column.name == "layer" else printable(text)) for text in column.texts()]
     return [f"{escape_text(text)}{mark if row in column.marked else ''}" for row, text in enumerate(column.texts())]
 
 

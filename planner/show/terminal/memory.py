@@ -15,7 +15,7 @@ from planner.show.views.memory import (
     DeviceMemory,
     component_title,
     device_memory,
-    fullest,
+    fullest_device,
     present_components,
 )
 from planner.show.views.numbers import row_noun
@@ -95,7 +95,7 @@ def _bar(need: DeviceMemory, scale: float, room: int, style: Style) -> Text:
 
 
 def _legend(needs: Sequence[DeviceMemory], style: Style) -> Text:
-    nearest = fullest(needs)
+    nearest = fullest_device(needs)
     sizes = dict(nearest.memory.items())
     items: list[Text | str] = [f"{nearest.label}:"]
     for kind in present_components(needs):

@@ -11,7 +11,7 @@ from planner.core.values.units import exact_bytes_option
 from planner.show.terminal.rendering import BLANK, heading, printable_text, render
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import fit_columns, terminal_table
-from planner.show.views.comparison import best_words, comparison_table, difference_table, sweep_table
+from planner.show.views.comparison import best_cluster_lines, comparison_table, difference_table, sweep_table
 from planner.show.views.numbers import NOTHING, rate
 
 _LONGEST_BAR = 40
@@ -60,7 +60,7 @@ _DARK_FROM = 3
 def sweep_text(sweep: Sweep, style: Style) -> str:
     """Return a sweep as text: a table of its cells, a heat map, and the smallest, fastest and cheapest cluster."""
     cells = terminal_table(fit_columns(sweep_table(sweep), style), style)
-    return render(style, cells, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_words(sweep)))
+    return render(style, cells, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_cluster_lines(sweep)))
 
 
 def _heat_map(sweep: Sweep, style: Style) -> list[Text]:

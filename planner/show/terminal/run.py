@@ -26,8 +26,8 @@ from planner.show.views.measured import (
     OF_REPLICAS,
     WAITING,
     difference_words,
+    figure_label,
     is_over,
-    label_of,
     pipeline_words,
     ran_other_stages,
     run_table,
@@ -152,7 +152,7 @@ def _compared(rows: Sequence[ComparedFigure], plan: Plan) -> Iterator[_Row]:
         measured = Text(text(row.measured) + over[0], style=over[1])
         # A bubble is a percentage. Its relative difference would be misread as a difference in percentage points.
         off = "" if row.what == "bubble" else difference_words(row)
-        yield [label_of(row, row_noun(plan.chunks)), text(row.predicted), measured, off]
+        yield [figure_label(row, row_noun(plan.chunks)), text(row.predicted), measured, off]
 
 
 def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
@@ -186,7 +186,13 @@ def _judged(row: ComparedFigure) -> _Row:
     text = _TEXTS.get(row.what, format_us)
     off = NOTHING if row.what == "bubble" else difference_words(row)
     said = {None: Text(""), True: Text("ok", style="green"), False: Text("! OFF", style="bold red")}[row.agrees]
-    return [label_of(row, "device"), text(row.predicted), text(row.measured) if row.measured else NOTHING, off, said]
+    return [
+        figure_label(row, "device"),
+        text(row.predicted),
+        text(row.measured) if row.measured else NOTHING,
+        off,
+        said,
+    ]
 
 
 def _calibrated(verification: Verification, style: Style) -> Text:

@@ -56,7 +56,7 @@ ASCII: Final = Glyphs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """Style of text for a stream."""
+    """Width, characters and colors of the text that is written to a stream."""
 
     width: int
     """Width of the stream in columns; pictures have this width, or `MIN_WIDTH` if that is larger."""
@@ -84,8 +84,9 @@ class Style:
 def style_for(stream: TextIO, environ: Mapping[str, str] | None = None) -> Style:
     """Return the style for a stream.
 
-    The width is that of the terminal; in a pipe, nothing is cut. The variable COLUMNS overrides the width. Colors are
-    used on terminals, unless `NO_COLOR` or `TERM=dumb` is set; `FORCE_COLOR` always switches them on.
+    The width is the terminal's, or the value of the variable COLUMNS. In a pipe, tables have their full width unless
+    COLUMNS is set. Colors are used on terminals, unless `NO_COLOR` or `TERM=dumb` is set; `FORCE_COLOR` always switches
+    them on.
     """
     env = os.environ if environ is None else environ
     terminal = stream.isatty()

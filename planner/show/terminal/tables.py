@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rich.cells import cell_len
-from rich.table import Table as Drawn
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from planner.show.terminal import grids
@@ -15,8 +15,8 @@ GAP = 2
 """Number of spaces between columns."""
 
 
-def terminal_table(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> Drawn:
-    """Return a view's table as a table for the terminal.
+def terminal_table(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> RichTable:
+    """Return a table of values as a table for the terminal.
 
     Args:
         view: The table of values.
@@ -36,7 +36,7 @@ def terminal_table(view: Table, style: Style, marks: Mapping[str, tuple[str, str
 
 
 def fit_columns(view: Table, style: Style) -> Table:
-    """Return the table without its less important columns, as far as necessary to fit into the width."""
+    """Return the table without its least important columns, so that the others fit into the width of the terminal."""
     shown = view
     while not style.has_room_for(width_of(shown, style)) and any(column.drop for column in shown.columns):
         shown = shown.without(max(shown.columns, key=lambda column: column.drop).name)

@@ -36,7 +36,7 @@ BUBBLE_COLUMNS = len(" 17.9 %")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class AxisScale:
     """Scale of a time axis, which maps times from 0 to `total_us` to `columns` columns of text."""
 
     total_us: float
@@ -53,7 +53,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class TimelineBox:
     """Box of one action in a timeline, from column `start` to the column before `end`."""
 
     kind: str
@@ -96,7 +96,7 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
     # With one stage per device, rows have the stages' names, as in tables.
     called = row_noun(chunks)
     margin = len(f"{called} {num_devices - 1} ")
-    scale = Scale(total_us=total_us, columns=style.columns - margin - BUBBLE_COLUMNS)
+    scale = AxisScale(total_us=total_us, columns=style.columns - margin - BUBBLE_COLUMNS)
     title = heading("timeline of one step").append(f", {format_us(total_us)} up to the last backward", "not bold")
     if any(event.kind == WEIGHT_BACKWARD.letter for event in computing):
         title.append(", which overlaps with the next step", "not bold")
@@ -111,7 +111,7 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
     return [title, *rows, *_axis(scale, margin, style.glyphs), legend]
 
 
-def boxes_of(events: Sequence[Event], device: int, scale: Scale, num_devices: int) -> list[Box]:
+def boxes_of(events: Sequence[Event], device: int, scale: AxisScale, num_devices: int) -> list[TimelineBox]:
     """Return the boxes of a device from left to right; they do not overlap.
 
     Args:
@@ -126,7 +126,7 @@ def boxes_of(events: Sequence[Event], device: int, scale: Scale, num_devices: in
     computed = sorted((e for e in events if e.device == device and e.kind in _BY_LETTER), key=lambda e: e.start_us)
     several = any(event.stage >= num_devices for event in events)
     return [
-        Box(
+        TimelineBox(
             kind=event.kind,
             micro_batch=event.micro_batch,
             start=scale.column(event.start_us),
@@ -150,7 +150,7 @@ def _bubble(events: Sequence[Event], device: int) -> str:
     return percent(share).rjust(BUBBLE_COLUMNS)
 
 
-def _row(boxes: Sequence[Box], scale: Scale, glyphs: Glyphs, bubble: str) -> Text:
+def _row(boxes: Sequence[TimelineBox], scale: AxisScale, glyphs: Glyphs, bubble: str) -> Text:
     row = Text()
     for box in boxes:
         row.append(" " * (box.start - len(row)))
@@ -160,21 +160,21 @@ def _row(boxes: Sequence[Box], scale: Scale, glyphs: Glyphs, bubble: str) -> Tex
     return row.append(" " * (scale.columns - len(row)) + bubble)
 
 
-def _fill(box: Box, glyphs: Glyphs) -> str:
+def _fill(box: TimelineBox, glyphs: Glyphs) -> str:
     fills = glyphs.boxes[list(_BY_LETTER).index(box.kind)]
     return fills[(box.chunk or 0) % len(fills)]
 
 
-def _has_number(box: Box) -> bool:
+def _has_number(box: TimelineBox) -> bool:
     return box.room >= len(box.name)
 
 
-def _has_short_number(box: Box) -> bool:
+def _has_short_number(box: TimelineBox) -> bool:
     # Some fill must remain visible to show the chunk.
     return box.chunk is not None and len(box.short_name) < box.room < len(box.name)
 
 
-def _label(box: Box) -> str:
+def _label(box: TimelineBox) -> str:
     if _has_number(box):
         return box.name[: box.end - box.start]
     if _has_short_number(box):
@@ -182,14 +182,14 @@ def _label(box: Box) -> str:
     return box.kind if box.room >= 2 else ""
 
 
-def _look(box: Box, ink: int | None = None, *, bold: bool = False) -> str:
+def _look(box: TimelineBox, ink: int | None = None, *, bold: bool = False) -> str:
     # Text and background have the same color, so the fill looks solid, but copied text still shows its characters.
     hues = _BY_LETTER[box.kind].terminal
     paper = hues[(box.chunk or 0) % len(hues)][box.micro_batch % 2]
     return f"{'bold ' if bold else ''}color({paper if ink is None else ink}) on color({paper})"
 
 
-def _axis(scale: Scale, margin: int, glyphs: Glyphs) -> list[Text]:
+def _axis(scale: AxisScale, margin: int, glyphs: Glyphs) -> list[Text]:
     unit, ticks = time_ticks(scale.total_us, scale.columns / _MIN_TICK_COLUMNS)
     line = [glyphs.rule] * scale.columns
     labels = [" "] * scale.columns
@@ -204,7 +204,7 @@ def _axis(scale: Scale, margin: int, glyphs: Glyphs) -> list[Text]:
     ]
 
 
-def _legend(style: Style, *, idle: float, boxes: Sequence[Box], chunks: int) -> Text:
+def _legend(style: Style, *, idle: float, boxes: Sequence[TimelineBox], chunks: int) -> Text:
     kinds = [kind for kind in KINDS.values() if any(box.kind == kind.letter for box in boxes)]
     samples: list[Text | str] = [
         Text.assemble(_sample(kind, 0, style.glyphs), f" {kind.label}{_REMARK if kind.label in REDONE else ''}")
@@ -223,6 +223,6 @@ def _legend(style: Style, *, idle: float, boxes: Sequence[Box], chunks: int) -> 
 
 
 def _sample(kind: ActionKind, chunk: int, glyphs: Glyphs) -> Text:
-    box = Box(kind=kind.letter, micro_batch=0, start=0, end=3, room=3, chunk=chunk)
+    box = TimelineBox(kind=kind.letter, micro_batch=0, start=0, end=3, room=3, chunk=chunk)
     sample = Text(kind.letter, style=_look(box, kind.terminal_ink, bold=True))
     return sample.append(_fill(box, glyphs) * 2, _look(box))

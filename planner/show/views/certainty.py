@@ -9,7 +9,7 @@ from math import ceil, floor, log10
 from planner.core.judge.certainty import Certainty, memory_fit
 from planner.core.values.plan import Plan
 from planner.core.values.units import decimals_for_three_digits, format_bytes, format_us, unit_of_bytes, unit_of_us
-from planner.show.views.memory import device_memory, fullest
+from planner.show.views.memory import device_memory, fullest_device
 from planner.show.views.numbers import percent, rate
 
 
@@ -27,7 +27,7 @@ def step_words(plan: Plan, certainty: Certainty | None) -> str:
         return f"about {_ending(step_us / unit_us, _digits_end(step_us / unit_us, 2))} {unit}"
     step, low, high = (time_us / unit_us for time_us in (step_us, *certainty.step_us))
     # If the range is wider than the step time, one digit of the step time is kept.
-    end = max(_digits_end(step, 1), min(decimals_for_three_digits(step), certain_end(low, high)))
+    end = max(_digits_end(step, 1), min(decimals_for_three_digits(step), num_certain_decimals(low, high)))
     return _with_range(step, (low, high), end, f" {unit}")
 
 
@@ -40,7 +40,7 @@ def rate_words(plan: Plan, certainty: Certainty | None) -> str:
     if certainty.step_us is None:
         return _ending(per_s, min(1, _digits_end(per_s, 2)))
     high, low = (per_s * predicted.step_us / time_us for time_us in certainty.step_us)
-    end = max(_digits_end(per_s, 1), min(1 if per_s < 1000 else 0, certain_end(low, high)))
+    end = max(_digits_end(per_s, 1), min(1 if per_s < 1000 else 0, num_certain_decimals(low, high)))
     return _with_range(per_s, (low, high), end, "")
 
 
@@ -76,20 +76,20 @@ def amount_words(value: float, ratios: tuple[float, float] | None, unit: str = "
     if ratios is None:
         return f"{_ending(value, end)}{of}"
     low, high = (value * ratio for ratio in ratios)
-    end = max(_digits_end(value, 1), min(end, certain_end(low, high)))
+    end = max(_digits_end(value, 1), min(end, num_certain_decimals(low, high)))
     return f"{_ending(value, end)}{of} ({_ending(low, end, floor)} to {_ending(high, end, ceil)})"
 
 
 def peak_words(plan: Plan, certainty: Certainty | None) -> str:
     """Return the peak memory of the device nearest to its limit, with an upper bound, as `12.4 GiB (at most 13.0)`."""
     needs = device_memory(plan.by_device())
-    nearest = fullest(needs)
+    nearest = fullest_device(needs)
     size_bytes = nearest.total_bytes
     if certainty is None or not certainty.device_bytes:
         return format_bytes(size_bytes)
     unit_bytes, unit = unit_of_bytes(size_bytes)
     size, most = size_bytes / unit_bytes, certainty.device_bytes[needs.index(nearest)] / unit_bytes
-    end = 0 if unit == "B" else min(decimals_for_three_digits(size), certain_end(size, most))
+    end = 0 if unit == "B" else min(decimals_for_three_digits(size), num_certain_decimals(size, most))
     return f"{_ending(size, end)} {unit} (at most {_ending(most, end, ceil)})"
 
 
@@ -112,7 +112,7 @@ def accuracy_words(certainty: Certainty, *, plus_minus: str = "±") -> str:
     return "; ".join(words)
 
 
-def certain_end(low: float, high: float) -> int:
+def num_certain_decimals(low: float, high: float) -> int:
     """Return the number of certain decimals of a number whose range is `low` to `high`; negative for tens, hundreds, ….
 
     The rule is from the Particle Data Group (Review of Particle Physics, Introduction, 5.3). Half of the range gets two

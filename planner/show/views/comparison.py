@@ -106,7 +106,7 @@ def sweep_table(sweep: Sweep) -> Table:
     )
 
 
-def best_words(sweep: Sweep) -> list[str]:
+def best_cluster_lines(sweep: Sweep) -> list[str]:
     """Return lines about the smallest, the fastest and the cheapest cluster (with most samples/s per device)."""
     if sweep.smallest is None:
         return ["this model fits on none of these clusters"]

@@ -29,12 +29,12 @@ _LABELS: Mapping[Quantity, str] = {
 }
 
 
-def label_of(row: ComparedFigure, place: str) -> str:
+def figure_label(row: ComparedFigure, place: str) -> str:
     """Return the label of a compared figure, as `forward, stage 2`.
 
     Args:
         row: The compared figure.
-        place: Noun for peaks: `stage` or `device`.
+        place: Noun for the place of a memory peak: `stage` or `device`.
     """
     label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
     return label if row.index is None else f"{label} {row.index}"

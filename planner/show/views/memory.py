@@ -46,7 +46,7 @@ def device_memory(devices: Sequence[Sequence[Stage]]) -> tuple[DeviceMemory, ...
     )
 
 
-def fullest(devices: Sequence[DeviceMemory]) -> DeviceMemory:
+def fullest_device(devices: Sequence[DeviceMemory]) -> DeviceMemory:
     """Return the device that is nearest to its limit."""
     return max(devices, key=lambda device: device.total_bytes / max(1, device.limit_bytes))
 

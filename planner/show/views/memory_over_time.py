@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 
-from planner.show.step import Level, Step
+from planner.show.step import MemoryLevel, Step
 
 
 def memory_over_time(step: Step, *, columns: int, end_us: float) -> list[list[int]]:
@@ -21,7 +21,7 @@ def memory_over_time(step: Step, *, columns: int, end_us: float) -> list[list[in
     return [_highest(levels, columns, end_us) for levels in step.memory]
 
 
-def _highest(levels: Sequence[Level], columns: int, end_us: float) -> list[int]:
+def _highest(levels: Sequence[MemoryLevel], columns: int, end_us: float) -> list[int]:
     highest = [0] * columns
     ends = [*(after.start_us for _, after in pairwise(levels)), end_us]
     for level, until_us in zip(levels, ends, strict=True):

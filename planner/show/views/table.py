@@ -88,7 +88,7 @@ class Table:
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
     def scales(self) -> Mapping[str, TimeScale]:
-        """Return for each `per` the unit of time for all columns that have it."""
+        """Return for each value of `per` the unit of time of the columns that have this value."""
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
@@ -113,7 +113,7 @@ def column(
         title: Title of the column.
         value: Function that reads the column's value from a row.
         unit: Unit of the values.
-        per: What times refer to, such as `micro-batch`.
+        per: Quantity that a time belongs to, such as `micro-batch`.
         drop: Priority for removing the column if space is short; 0 is never removed.
         marked: Indices of rows whose value is emphasized.
 

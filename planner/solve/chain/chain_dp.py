@@ -292,9 +292,9 @@ class LabelSearch:
             return labels
         # If only a few labels are kept, keep those with the smallest bounds.
         keys = (*labels.rank, *labels.numbers) if most_labels is None else (labels.bound, *labels.rank)
-        # In this order, no label is dominated by a later label, as `undominated` requires.
+        # In this order, no label is dominated by a later label, as `undominated_labels` requires.
         labels = labels.take(np.lexsort((*keys[::-1], labels.first)))
-        return labels.take(undominated(labels.first, labels.numbers, most_labels))
+        return labels.take(undominated_labels(labels.first, labels.numbers, most_labels))
 
     def _trace(self, levels: list[_Level], level: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         # Go from the first stage back to the empty label, whose first layer is L.
@@ -321,7 +321,7 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
     return before
 
 
-def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
+def undominated_labels(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
     """Return the indices of labels that no other label of the same group dominates.
 
     A label dominates another one if none of its numbers is larger.

@@ -70,7 +70,7 @@ class Constraints:
         self.upper.append(-line.constant if is_equal else np.inf)
 
 
-def program_size(evaluator: Evaluator) -> int:
+def approximate_num_constraints(evaluator: Evaluator) -> int:
     """Return the approximate number of rows (constraints) of the linear program for an evaluator's partitions."""
     return (
         3 * evaluator.num_stages * (evaluator.case.costs.num_layers - evaluator.num_stages) + 2 * evaluator.num_actions

@@ -25,7 +25,7 @@ from planner.solve.answer import Answer
 from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound, is_solvable
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.fitting import RecomputeFitter
-from planner.solve.chunks.linear_program import LinearProgram, program_size
+from planner.solve.chunks.linear_program import LinearProgram, approximate_num_constraints
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.progress import BLOCK, Effort, Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
@@ -220,7 +220,7 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
             constrained.
     """
     effort = progress.effort
-    size = program_size(evaluator)
+    size = approximate_num_constraints(evaluator)
     # The time grows approximately with the square of the size.
     actions = size * size // _ROWS_SQUARED
     most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_BOUND_ALONE
@@ -247,7 +247,7 @@ def raised_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBoun
     """
     if linear is None or progress.effort.is_bounded:
         return 0.0
-    size = program_size(evaluator)
+    size = approximate_num_constraints(evaluator)
     most = min(_BRANCHED * size, _MOST_BRANCHED // size)
     return linear.branch_and_bound.branch(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
 

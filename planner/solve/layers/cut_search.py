@@ -18,7 +18,7 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.chunks.descent import BATCH, Candidate, Descent
-from planner.solve.layers.devices import DeviceSearch, Recomputation
+from planner.solve.layers.devices import Recomputation, RecomputeSearch
 from planner.solve.progress import SAME, Progress
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case, cuts_and_choices
@@ -88,7 +88,7 @@ def _fits(evaluator: Evaluator, partition: Partition) -> bool:
     )
 
 
-class LayerSearch(Descent[LayerCandidate]):
+class CutAndLayerSearch(Descent[LayerCandidate]):
     """Descent over cuts and recomputed layers for one number of devices.
 
     Args:
@@ -97,7 +97,7 @@ class LayerSearch(Descent[LayerCandidate]):
         devices: Search for the recomputation of each device.
     """
 
-    def __init__(self, progress: Progress, evaluator: Evaluator, devices: DeviceSearch) -> None:
+    def __init__(self, progress: Progress, evaluator: Evaluator, devices: RecomputeSearch) -> None:
         super().__init__(progress, evaluator)
         self._devices = devices
         costs = evaluator.case.costs

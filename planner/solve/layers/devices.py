@@ -67,7 +67,7 @@ class _Option(NamedTuple):
     """Memory at each point in the step of the device, shape (moments,)."""
 
 
-class DeviceSearch:
+class RecomputeSearch:
     """Search for the best recomputation of each device's chunks; results are cached.
 
     Args:

@@ -26,8 +26,8 @@ from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, TableWidth, gpipe_sea
 from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from planner.solve.chunks.search import search_effort
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.layers.cut_search import LayerCandidate, LayerSearch, simulate_candidates
-from planner.solve.layers.devices import DeviceSearch
+from planner.solve.layers.cut_search import CutAndLayerSearch, LayerCandidate, simulate_candidates
+from planner.solve.layers.devices import RecomputeSearch
 from planner.solve.layers.stage_times import RecomputeTimes
 from planner.solve.progress import BLOCK, Progress
 from planner.solve.space.case import Case
@@ -83,7 +83,7 @@ def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> C
     return best
 
 
-def search_one_chunk_by_layers(progress: Progress, initial: Partition | None) -> None:
+def search_one_forward_one_backward_by_layers(progress: Progress, initial: Partition | None) -> None:
     """Search partitions with each possible number of stages under 1F1B, which may recompute single layers.
 
     The search ends early if the limit on simulated actions is reached.
@@ -113,7 +113,7 @@ class _StageCountSearch:
         self._progress, self._evaluator, self._layers = progress, evaluator, layers
         self._case = evaluator.case
         self._recurrence = OneForwardOneBackwardRecurrence(self._case.micro_batches)
-        self._cuts = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
+        self._cuts = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
 
     def run(self, initial: Partition | None) -> bool:
         """Search partitions; return False if the limit on simulated actions does not allow an exact search."""

@@ -22,9 +22,9 @@ from planner.solve.chunks.search import (
     start_cuts,
 )
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.layers.cut_search import LayerSearch
-from planner.solve.layers.devices import DeviceSearch
-from planner.solve.layers.joint import search_gpipe_by_layers, search_one_chunk_by_layers
+from planner.solve.layers.cut_search import CutAndLayerSearch
+from planner.solve.layers.devices import RecomputeSearch
+from planner.solve.layers.joint import search_gpipe_by_layers, search_one_forward_one_backward_by_layers
 from planner.solve.progress import Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
@@ -58,7 +58,7 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
     if case.schedule.is_to_be_made:
         search = _search_with_order
     elif case.schedule.is_one_forward_one_backward:
-        search = search_one_chunk_by_layers
+        search = search_one_forward_one_backward_by_layers
     initial = None if by_stage is None else by_stage.partition
     return simulated_answer(partial(search, initial=initial), case, upper_us=upper_us, deadline=deadline)
 
@@ -101,12 +101,14 @@ def _search_with_order(progress: Progress, initial: Partition | None) -> None:
     if initial is None:
         return
     evaluator = Evaluator(progress.case, initial.num_devices).with_schedule(initial.rule)
-    LayerSearch(progress, evaluator, DeviceSearch(evaluator)).search([], search_effort(progress, evaluator), initial)
+    CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator)).search(
+        [], search_effort(progress, evaluator), initial
+    )
 
 
 def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: Partition | None) -> float:
     """Search partitions for one number of devices; return a lower bound of their step time, at least `least_us`."""
-    search = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
+    search = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
     starts = start_cuts(progress, evaluator)
     one_by_one_us = _simulate_all(progress, evaluator, search)
     least_us = max(least_us, one_by_one_us)
@@ -120,7 +122,7 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
     return max(least_us, raised_bound_us(progress, evaluator, linear))
 
 
-def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch) -> float:
+def _simulate_all(progress: Progress, evaluator: Evaluator, search: CutAndLayerSearch) -> float:
     """Simulate all partitions, if there are few, and choose the recomputed layers of those that do not fit without.
 
     Partitions with a shorter step time without recomputation come first.

@@ -29,7 +29,7 @@ from planner.core.values.plan import (
 )
 from planner.core.values.profile import Device, Environment, LayerProfile, Model, Profile
 from planner.core.values.run_report import RunReport, StageRun
-from planner.show.step import Step, step_of
+from planner.show.step import Step, simulated_step
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text
@@ -215,7 +215,7 @@ def events_of(planned: Plan) -> tuple[Event, ...]:
 
 
 def step_of_sample(planned: Plan) -> Step:
-    return step_of(Evaluation.of(planned, profile()))
+    return simulated_step(Evaluation.of(planned, profile()))
 
 
 def whole_plan_text(planned: Plan, how: Style) -> str:

@@ -21,7 +21,7 @@ from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Plan
 from planner.core.values.units import pluralize
 from planner.show.explore import ExplorerRequest, explore_html
-from planner.show.explore.orders import menu_of
+from planner.show.explore.orders import schedule_menu
 from planner.show.explore.page import page_script
 from planner.solve import solve
 from tests.support import gate
@@ -144,7 +144,7 @@ def test_the_page_needs_nothing_else() -> None:
 
 def test_every_schedule_that_runs_has_its_lists() -> None:
     """All that the core knows: the page has no list of names, so a new schedule is there by itself."""
-    menu = menu_of(asked(in_a_v(), (2, 6)))
+    menu = schedule_menu(asked(in_a_v(), (2, 6)))
     listed = {one.schedule.name: one.orders for one in menu.schedules}
     assert set(listed) == set(SCHEDULES)
     assert {name: sorted(chunks) for name, chunks in listed.items()} == {
@@ -159,7 +159,7 @@ def test_every_schedule_that_runs_has_its_lists() -> None:
 def test_long_lists_are_left_out_but_not_the_plans_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room, the shortest are there beside the plan's."""
     monkeypatch.setattr("planner.show.explore.orders.MOST_ACTIONS", 50)
-    menu = menu_of(asked(in_a_v(), (3, 6)))
+    menu = schedule_menu(asked(in_a_v(), (3, 6)))
     assert [(one.schedule.name, {v: [*orders] for v, orders in one.orders.items()}) for one in menu.schedules] == [
         ("zbv", {2: [6]})
     ]

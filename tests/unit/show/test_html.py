@@ -11,7 +11,7 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.schedule import KINDS as COMPUTED
 from planner.core.values.plan import SolverReport
 from planner.show.html import plan_html, profile_html, run_html
-from planner.show.step import step_of
+from planner.show.step import simulated_step
 from planner.show.terminal.run import comparison_text
 from planner.show.views.memory import COMPONENTS
 from tests.unit.show.samples import MIB, explained, interleaved, plan, profile, report, step_of_sample, style, unlike
@@ -103,7 +103,7 @@ def test_it_stays_small():
     names = tuple(f"encoder.layers.{n}.mlp" for n in range(24))
     big = profile(names)
     planned = plan((3,) * 8, micro_batches=32, recompute="always", of=big)
-    step = step_of(Evaluation.of(planned, big))
+    step = simulated_step(Evaluation.of(planned, big))
     assert len(plan_html(planned, big, step, report(planned), digest="sha256:1").encode()) < 300_000
 
 

@@ -8,7 +8,7 @@ import pytest
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Evaluation
 from planner.core.values.cluster import Link
-from planner.show.step import step_of
+from planner.show.step import simulated_step
 from tests.support.chains import random_profile
 from tests.unit.show.samples import interleaved, plan, profile, step_of_sample, unlike
 
@@ -54,11 +54,11 @@ def test_memory_from_exact_records_peaks_as_well(seed, recompute, schedule):
     for micro_batches in (3, 5):
         planned = plan(schedule=schedule, recompute=recompute, micro_batches=micro_batches, of=measured)
         evaluation = Evaluation.of(planned, measured)
-        step = step_of(evaluation)
+        step = simulated_step(evaluation)
         assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.device_bytes()
         # Replicas' gradients in a message are there in the last backward, and may be more than was there before.
         evaluation = replace(evaluation, partition=replace(evaluation.partition, replicas=2))
-        highest = [max(level.bytes for level in levels) for levels in step_of(evaluation).memory]
+        highest = [max(level.bytes for level in levels) for levels in simulated_step(evaluation).memory]
         assert highest == [memory.total for memory in evaluation.memory]
 
 
@@ -90,7 +90,7 @@ def test_the_optimizer_follows_the_last_backward():
     measured = profile()
     measured = replace(measured, layers=tuple(replace(layer, optimizer_us=50.0) for layer in measured.layers))
     planned = plan(of=measured)
-    step = step_of(Evaluation.of(planned, measured))
+    step = simulated_step(Evaluation.of(planned, measured))
     steps = [span for span in step.spans if span.kind == "optimizer"]
     assert [span.duration_us for span in steps] == pytest.approx([100.0] * 3)
     for span in steps:

@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.cost.simulate import Event, StageTimes, simulate
 from planner.core.schedule import KINDS, SCHEDULES
-from planner.show.terminal.timeline import Scale, boxes_of, idle_share
+from planner.show.terminal.timeline import AxisScale, boxes_of, idle_share
 from tests.unit.show.samples import equal_stages, events_of, in_a_v, plan, style, timeline_text
 
 
@@ -56,7 +56,7 @@ def test_blanks_drawn_are_the_idle_time():
 def test_boxes_are_to_scale_and_apart(columns):
     """Every edge lies within half a column of its time, and boxes of one stage never overlap."""
     events = uneven()
-    scale = Scale(total_us=max(e.end_us for e in events), columns=columns)
+    scale = AxisScale(total_us=max(e.end_us for e in events), columns=columns)
     for stage in range(4):
         boxes = boxes_of(events, stage, scale, 4)
         mine = sorted((e for e in events if e.stage == stage and len(e.kind) == 1), key=lambda e: e.start_us)
@@ -99,7 +99,7 @@ def test_an_interleaved_picture_by_hand():
 
 def test_boxes_of_all_chunks_are_numbered_or_none():
     """A box of chunk 0 needs as much room for its number as one of chunk 1: equal boxes look alike."""
-    scale = Scale(total_us=40.0, columns=30)
+    scale = AxisScale(total_us=40.0, columns=30)
     boxes = boxes_of(interleaved(2, 2, 2, forward_us=4.0), 0, scale, 2)
     assert {box.room for box in boxes} == {3}
     drawn = rows(timeline_text(interleaved(2, 2, 2), 2, style(60 + 7)))

@@ -25,8 +25,8 @@ from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram
 from planner.solve.chunks.search import all_cuts
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.layers.cut_search import LayerSearch
-from planner.solve.layers.devices import DeviceSearch
+from planner.solve.layers.cut_search import CutAndLayerSearch
+from planner.solve.layers.devices import RecomputeSearch
 from planner.solve.progress import Effort, Progress
 from planner.solve.questions import insight
 from planner.solve.space.partitions import Evaluator
@@ -271,7 +271,7 @@ def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName
         evaluator = evaluator_of(schedule, seed, cap, recompute="layers")
         assert evaluator is not None
         progress = Progress(case=evaluator.case, effort=Effort(None), deadline=NEVER, upper_us=np.inf)
-        search = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
+        search = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
         places = search.evaluate([cuts for block in all_cuts(evaluator) for cuts in block])
         best_us = min(place.step_us for place in places)
         search = bounds_of(evaluator, 1000.0)

@@ -15,7 +15,7 @@ from planner.core.values.plan import Inputs, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
-from planner.solve.layers.devices import DeviceSearch
+from planner.solve.layers.devices import RecomputeSearch
 from planner.solve.space.partitions import Evaluator
 from tests.support.chains import heavy_chain, random_profile
 from tests.support.profiles import inputs_of
@@ -99,7 +99,7 @@ def test_what_a_device_recomputes(schedule: ScheduleName, *, exact: bool) -> Non
         for share in (0.0, 0.3, 0.7):
             cap = int(min(held.values()) + share * (held[()] - min(held.values())))
             caps = replace(case.cluster, memory_bytes=(cap, cap))
-            cheapest = DeviceSearch(Evaluator(replace(case, cluster=caps), 2)).recomputations(0, cuts)[0]
+            cheapest = RecomputeSearch(Evaluator(replace(case, cluster=caps), 2)).recomputations(0, cuts)[0]
             best = min(4 * case.costs.forward_us[list(some)].sum() for some in subsets if held[some] <= cap)
             if chunks == 1:
                 assert cheapest.over_bytes == 0
