@@ -40,6 +40,9 @@ _MOST_ACTIONS_OF_CASE: Final = 200_000
 _NEAREST_SCHEDULES: Final = 2
 """Number of schedules in the second pass over several widths."""
 
+_FIRST_EFFORT: Final = 2
+"""Divisor of the effort of each schedule in the first pass over widths, and of searched schedules in the second."""
+
 MOST_WORK: Final = 20_000
 """Largest number of layers times devices for which further requests are solved for hints."""
 
@@ -214,7 +217,9 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     found = min(quick, key=lambda answer: answer.step_us, default=None)
     ranks = {shape_of(answer.case): without_bubble_us(answer) for answer in quick}
     upper_us = upper_us if found is None else min(upper_us, found.step_us)
-    first = search_cases(cases, request, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
+    effort = request.actions // _FIRST_EFFORT if is_open and request.actions else request.actions
+    cheaper = replace(request, actions=effort)
+    first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
     first = first._replace(best=first.best or found)
     best = first.best
     if best is None or not is_open or not request.searches_on:
@@ -224,7 +229,7 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     for name in dict.fromkeys(names):
         own = [case for case in cases if case.schedule.name == name and shape_of(case)[:2] == (width, replicas)]
         named = replace(request, inputs=replace(request.inputs, schedule=name), searches_on=False)
-        budget = {name: request.actions or 0}
+        budget = {name: (request.actions or 0) // (_FIRST_EFFORT if name == SEARCHED.name else 1)}
         again = search_cases(own, named, deadline, upper_us=best.step_us, ranks=ranks, budget=budget)
         best = again.best or best
     return first._replace(best=best)

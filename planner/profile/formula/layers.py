@@ -268,8 +268,8 @@ class _Layers:
             # The softmax, the mask of its dropout, and the result of the dropout.
             return elements * (2 * self.e + 1)
         if attention.sinks and not self.execution.fused:
-            # The softmax, and under autocast its copy.
-            return elements * (self.residual + (self.e if self.is_autocast else 0))
+            # The softmax, and its copy in half precision without the sinks.
+            return elements * (self.residual + (self.e if self.e < 4 else 0))
         # The tanh and the softmax, which is in float32, and its copy in half precision.
         return elements * 8 if self._is_eager(attention) else 0.0
 

@@ -59,7 +59,7 @@ _BRANCHED, _MOST_BRANCHED = 20, 10_000_000
 _LEAST_S = 0.01
 """Smallest time that the lower bound gets under a time limit, in seconds."""
 
-_ORDER, _MOMENTS = 3, 10
+_ORDER, _MOMENTS = 2, 4
 """Effort to compute the action order, and the points in the step, of a case, in simulated partitions."""
 
 _CELLS = 5
