@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.memory import stage_memory, totals_of
+from planner.core.cost.memory import peak_bytes_of_stages, stage_memory
 from planner.core.cost.moments import stage_moments
 from planner.core.cost.partition import Partition
 from planner.core.schedule import GPIPE
@@ -137,7 +137,7 @@ def smallest_cap(costs: ChainCosts, num_devices: int, *, micro_batches: int) -> 
     num, firsts = costs.num_layers, np.arange(costs.num_layers)
     need = np.full((num + 1, num + 1), np.inf)
     moments = stage_moments(GPIPE, micro_batches=micro_batches)
-    for total in totals_of(costs, firsts, slice(0, num), moments, choices=CHOICES):
+    for total in peak_bytes_of_stages(costs, firsts, slice(0, num), moments, choices=CHOICES):
         need[:-1, 1:] = np.minimum(need[:-1, 1:], total)
     return int(min(_evenest(need, k, last=False)[0] for k in range(1, num_devices + 1)))
 

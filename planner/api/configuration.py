@@ -10,7 +10,7 @@ from planner.api import texts
 from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import path_of
 from planner.core.errors import FileError, UsageError
-from planner.core.extras import absent_for_configurations, check_for_configurations
+from planner.core.extras import check_for_configurations, missing_for_configurations
 from planner.profile.formula.presets import presets
 
 _FILE: Final = "config.json"
@@ -79,7 +79,7 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
     if options.from_formula != "never":
         estimated = options.device.startswith("estimate:") or options.rate is not None
         requested = options.from_formula is not None or estimated or configuration.kind == "preset"
-        return requested or bool(absent_for_configurations())
+        return requested or bool(missing_for_configurations())
     if configuration.kind == "preset":
         raise UsageError("`--from-formula never` needs a file", hint=f"name the {_FILE} of {configuration.name}")
     check_for_configurations()

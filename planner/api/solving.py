@@ -15,7 +15,7 @@ from planner.api.options.solving import SolveOptions, SolverOptions, SweepOption
 from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, reference
 from planner.api.schedule_file import refuse_schedule_file, schedule_file_path
 from planner.core.errors import InfeasibleError, UsageError
-from planner.core.extras import command_for
+from planner.core.extras import install_command
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
@@ -179,7 +179,8 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
         )
     if plan.solver.status == "feasible" and lacks_bound(request.schedules):
         options.note(
-            f"highspy is not installed; with it the gap may be smaller and the plan faster (`{command_for('milp')}`)"
+            "highspy is not installed; with it the gap may be smaller and the plan faster "
+            f"(`{install_command('milp')}`)"
         )
     return _with_details(read, request, plan, options)
 

@@ -40,14 +40,14 @@ _WIDEST_HELP = 140
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the option's value
     if wanted:
-        from planner.core.extras import absent_from, command_for
+        from planner.core.extras import install_command, missing_packages
 
-        absent = absent_from("train")
+        absent = missing_packages("train")
         packages = (name for name in ("torch", "numpy", "fvcore", "typer", "rich") if name not in absent)
         versions = ", ".join(f"{name} {_version_of(name)}" for name in packages)
         typer.echo(f"gpipe-plan {__version__} (python {sys.version.split()[0]}, {versions})")
         if absent:
-            typer.echo(f"without {', '.join(absent)}: {command_for('train')}")
+            typer.echo(f"without {', '.join(absent)}: {install_command('train')}")
         raise typer.Exit
 
 

@@ -15,7 +15,7 @@ _PACKAGES: Final = ("planner.tpu",)
 ExtensionPoint = Literal["BACKENDS", "FORMATS", "MEMORY_MODELS"]
 
 
-def names_of(point: ExtensionPoint) -> tuple[str, ...]:
+def registered_names(point: ExtensionPoint) -> tuple[str, ...]:
     """Return the names that extensions register at an extension point."""
     return tuple(_offered(point))
 

@@ -46,18 +46,18 @@ def packages_of(extra: Extra) -> tuple[str, ...]:
     return _EXTRAS[extra].names
 
 
-def absent_from(extra: Extra) -> tuple[str, ...]:
+def missing_packages(extra: Extra) -> tuple[str, ...]:
     """Return the packages of an extra that are not installed."""
     return tuple(name for name in packages_of(extra) if not is_installed(name))
 
 
-def command_for(extra: Extra) -> str:
+def install_command(extra: Extra) -> str:
     """Return the command that installs the packages of an extra.
 
     If torch is installed, the command for `train` names only the missing packages, because installing the whole extra
     could replace torch.
     """
-    absent = absent_from(extra)
+    absent = missing_packages(extra)
     if extra == "train" and absent and "torch" not in absent:
         return f"pip install {' '.join(absent)}"
     return f"pip install 'gpipe-plan[{extra}]'"
@@ -69,13 +69,13 @@ def check_installed(extra: Extra) -> None:
     Raises:
         MissingPackageError: A package of the extra is not installed.
     """
-    if absent := absent_from(extra):
-        raise _missing(absent, _EXTRAS[extra].purpose, command_for(extra))
+    if absent := missing_packages(extra):
+        raise _missing(absent, _EXTRAS[extra].purpose, install_command(extra))
 
 
-def absent_for_configurations() -> tuple[str, ...]:
+def missing_for_configurations() -> tuple[str, ...]:
     """Return the packages that are needed to build the model of a config.json but are not installed."""
-    return (*absent_from("train"), *(() if is_installed("transformers") else ("transformers",)))
+    return (*missing_packages("train"), *(() if is_installed("transformers") else ("transformers",)))
 
 
 def check_for_configurations() -> None:
@@ -84,8 +84,8 @@ def check_for_configurations() -> None:
     Raises:
         MissingPackageError: A package is not installed.
     """
-    if absent := absent_for_configurations():
-        command = command_for("train") if absent_from("train") else "pip install"
+    if absent := missing_for_configurations():
+        command = install_command("train") if missing_packages("train") else "pip install"
         hint = command + " transformers" * ("transformers" in absent)
         raise _missing(absent, "building the model of a config.json needs", hint)
 
@@ -100,10 +100,10 @@ def importing(extra: Extra) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        absent = absent_from(extra)
+        absent = missing_packages(extra)
         if error.name is None or error.name.partition(".")[0] not in absent:
             raise
-        raise _missing(absent, _EXTRAS[extra].purpose, command_for(extra)) from error
+        raise _missing(absent, _EXTRAS[extra].purpose, install_command(extra)) from error
 
 
 def _missing(absent: tuple[str, ...], purpose: str, hint: str) -> MissingPackageError:

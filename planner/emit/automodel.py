@@ -128,7 +128,7 @@ def _notes(layout: Layout) -> list[str]:
         notes.append(f"Automodel's FSDP2 shards {what} over replicas: less memory, more transfers")
     return [
         *notes,
-        *layout.halves_notes(),
+        *layout.split_backward_notes(),
         *layout.recompute_notes("Automodel recomputes layers, equally on all stages: set `activation_checkpointing`"),
         *layout.assumption_notes(
             sequence="distributed.sequence_parallel",

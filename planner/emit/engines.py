@@ -7,7 +7,7 @@ from typing import Final
 
 from planner import files
 from planner.core.errors import UsageError
-from planner.core.extensions import load, names_of
+from planner.core.extensions import load, registered_names
 from planner.core.values.nodes import Nodes
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
@@ -50,7 +50,7 @@ def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = 
     Raises:
         UsageError: The engine or the scheduler is unknown, or the engine does not support the option.
     """
-    formats = ("native", *names_of("FORMATS"), *FORMATS)
+    formats = ("native", *registered_names("FORMATS"), *FORMATS)
     if engine not in formats:
         raise UsageError(f"unknown `--format {engine}`", hint=f"one of {', '.join(formats)}")
     for option, is_set in (("--launch", launch is not None), ("--smaller", has_smaller)):

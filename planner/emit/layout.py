@@ -199,7 +199,7 @@ class Layout:
         text = f"the plan uses {self.schedule_name}, but {engine} runs {runs[0].torch_name}"
         return [f"{text}: step time and memory will differ; solve with `--schedule {runs[0].name}`"]
 
-    def halves_notes(self) -> list[str]:
+    def split_backward_notes(self) -> list[str]:
         """Return a note if backwards are split, because torch splits them differently."""
         if not self.schedule.splits_backward:
             return []

@@ -132,7 +132,7 @@ def emit_native(
     source = relocate_source(profile.model.source, profile_folder, folder)
     check_source(profile)
     planned = partial(
-        planned_of, profile, repeat_options=repeat_options, profile_path=input_paths.profile, folder=folder
+        prediction_for_run, profile, repeat_options=repeat_options, profile_path=input_paths.profile, folder=folder
     )
     where = input_paths.smaller or ("-",) * len(smaller)
     balances = (
@@ -141,7 +141,7 @@ def emit_native(
     )
     fewer = sorted(balances, key=lambda b: -b.num_processes)
     script = Path(folder, "train.py")
-    emitted = emit_with(
+    emitted = emit_from_template(
         layout,
         profile,
         source,
@@ -176,7 +176,7 @@ def _check_smaller(larger: Balance, other: Balance) -> None:
         )
 
 
-def emit_with(
+def emit_from_template(
     layout: Layout,
     profile: Profile,
     source: str,
@@ -247,7 +247,7 @@ def decisions_digest(plan: Plan) -> str:
     return digest_of(decided)
 
 
-def planned_of(
+def prediction_for_run(
     profile: Profile,
     plan: Plan,
     path: str,
@@ -313,7 +313,7 @@ def _balance(layout: Layout, profile: Profile, source: str) -> Balance:
 
 
 def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balance, **more: int) -> str:
-    plan, script = layout.plan, in_docstring(path)
+    plan, script = layout.plan, escape_for_docstring(path)
     package, name = template
     text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
     launch = launch_command(balance.num_processes, script)
@@ -324,7 +324,7 @@ def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balan
         f"{'' if how == 'measured' else f'; {how}, not measured'}"
     )
     return text.format(
-        model=in_docstring(balance.model.source.rpartition(":")[0]),
+        model=escape_for_docstring(balance.model.source.rpartition(":")[0]),
         stages=_stages(plan),
         schedule=layout.schedule.title,
         micro_batches=plan.micro_batches,
@@ -335,7 +335,7 @@ def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balan
         restarting=launch.replace("torchrun", "torchrun --max-restarts 3", 1),
         several=_several_machines(plan, balance, script) + _with_fewer(balance),
         table=stage_table(plan),
-        prediction=in_docstring(prediction),
+        prediction=escape_for_docstring(prediction),
         version=__version__,
         batch=plan.inputs.batch,
         **more,
@@ -376,7 +376,7 @@ def _with_fewer(balance: Balance) -> str:
 def stage_table(plan: Plan) -> str:
     """Return the stages of a plan as text for a docstring, one stage per line."""
     lines = [
-        f"stage {s.index}: {s.layers} layers, {in_docstring(s.first)} to {in_docstring(s.last)}, "
+        f"stage {s.index}: {s.layers} layers, {escape_for_docstring(s.first)} to {escape_for_docstring(s.last)}, "
         f"recompute {_recomputed(s)}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
         for s in plan.stages
     ]
@@ -390,7 +390,7 @@ def _recomputed(stage: Stage) -> str:
     return pluralize(len(stage.recomputed), "layer")
 
 
-def in_docstring(text: str) -> str:
+def escape_for_docstring(text: str) -> str:
     """Return `text`, which comes from a file, with characters escaped that would end or change a docstring."""
     return "".join(c if c.isprintable() and c not in '\\"' else _escaped(c) for c in text)
 

@@ -12,7 +12,7 @@ option names. That schedule must therefore have the same placement as the file.
 
 from typing import Final
 
-from planner.core.schedule import table_of
+from planner.core.schedule import orders_as_csv
 from planner.emit.layout import EngineFile, Layout
 
 SCHEDULE_FILE: Final = "schedule.csv"
@@ -28,7 +28,7 @@ def emit_schedule_csv(layout: Layout) -> EngineFile:
             f"torchtitan and Automodel place stages by their schedule option: set it to `{layout.placing_name}`"
         )
     notes += [
-        *layout.halves_notes(),
+        *layout.split_backward_notes(),
         *layout.recompute_notes("recomputation is not included"),
         *layout.replica_notes(_NAME),
     ]
@@ -44,4 +44,4 @@ def emit_schedule_csv(layout: Layout) -> EngineFile:
 def schedule_table(layout: Layout) -> str:
     """Return the CSV table of the plan's schedule."""
     plan = layout.plan
-    return table_of(layout.schedule.actions(plan.num_devices, plan.micro_batches, plan.chunks))
+    return orders_as_csv(layout.schedule.actions(plan.num_devices, plan.micro_batches, plan.chunks))

@@ -54,7 +54,7 @@ def emit_split_spec(layout: Layout) -> EngineFile:
     plan = layout.plan
     begins = [stage[0] for stage in layout.module_paths(_NAME)[1:]]
     notes = [
-        *layout.halves_notes(),
+        *layout.split_backward_notes(),
         *([_RECEIVES] if len(plan.stages) > 1 and plan.micro_batches > 1 else []),
         *layout.recompute_notes(f"{_NAME} does not recompute: wrap stages in `torch.utils.checkpoint` yourself"),
         *layout.replica_notes(_NAME),

@@ -82,7 +82,7 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
             if plan.divides_optimizer
             else []
         ),
-        *layout.halves_notes(),
+        *layout.split_backward_notes(),
         *layout.recompute_notes("torchtitan recomputes layers, equally on all stages: set `activation_checkpoint`"),
         # No option for sequence parallelism, because torchtitan uses it by default.
         *layout.assumption_notes(experts="expert_parallel_degree", attention="activation_checkpoint"),

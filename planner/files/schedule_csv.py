@@ -1,7 +1,7 @@
 """Read schedules in torch's compute-only CSV format, written by gpipe-plan, by another engine or by hand."""
 
 from planner.core.errors import FileError, UsageError
-from planner.core.schedule import ListedSchedule, actions_in, check_orders
+from planner.core.schedule import ListedSchedule, check_orders, orders_from_csv
 from planner.files.reading import read_text
 
 
@@ -14,7 +14,7 @@ def read_schedule(path: str) -> ListedSchedule:
     """
     text = read_text(path, "gpipe-plan emit --format csv")
     try:
-        rows = actions_in(text)
+        rows = orders_from_csv(text)
     except UsageError as error:
         raise FileError(error.message, path=path, hint=error.hint) from None
     schedule = ListedSchedule(rows)

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.memory import one_stage
-from planner.core.cost.moments import Counts, counts_of, optimizer_steps
+from planner.core.cost.memory import window_of_stage
+from planner.core.cost.moments import PartCounts, optimizer_steps, part_counts
 from planner.core.cost.partition import Partition
 from planner.core.cost.parts import parts_of
 from planner.core.cost.simulate import Event, StageTimes
-from planner.core.schedule import KINDS, Letter, message_from
+from planner.core.schedule import KINDS, Letter, sending_stage
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -108,7 +108,7 @@ def _spans(event: Event, times: Sequence[StageTimes], partition: Partition) -> I
     send, _, letter = event.kind.rpartition(" ")
     computed = KINDS[cast("Letter", letter)]
     kind = f"{send} {computed.label}".strip()
-    source = None if send else message_from(computed.letter, stage, len(times))
+    source = None if send else sending_stage(computed.letter, stage, len(times))
     boundary = -1 if source is None else min(source, stage)
     if boundary >= 0 and partition.num_devices > 1 and times[boundary].blocking:
         yield Span(
@@ -146,7 +146,7 @@ def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Memory
         if span.kind in _LABELS:
             computing[span.device].append(span)
     levels = []
-    for device, counts in enumerate(counts_of(evaluation.actions)):
+    for device, counts in enumerate(part_counts(evaluation.actions)):
         device_bytes = _DeviceBytes.of(_stage_bytes(device, evaluation), counts, evaluation.cluster.reserve_bytes)
         peak = sum(evaluation.memory[k].total for k in evaluation.partition.chunks_of(device))
         levels.append(tuple(_levels(computing[device], device_bytes, peak)))
@@ -175,11 +175,11 @@ class _StageBytes(NamedTuple):
 
 
 def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
-    partition, schedule = evaluation.partition, evaluation.partition.rule
+    partition, schedule = evaluation.partition, evaluation.partition.schedule_object
     if not schedule.has_known_moments:
         chunks = [evaluation.chunks[k] for k in partition.chunks_of(device)]
         return [_StageBytes(np.array([float(chunk.always.total)]), chunk.parts[:, None]) for chunk in chunks]
-    stages, recompute = one_stage(
+    stages, recompute = window_of_stage(
         evaluation.costs.of_replicas(partition.replicas),
         *partition.intervals()[device],
         micro_batches=partition.micro_batches,
@@ -187,7 +187,7 @@ def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
         recomputed=partition.recomputed_in(device),
     )
     in_flight = schedule.in_flight(device, partition.num_devices, partition.micro_batches)
-    return [_StageBytes(*parts_of(stages, recompute, in_flight=in_flight).of_one_stage())]
+    return [_StageBytes(*parts_of(stages, recompute, in_flight=in_flight).one_stage_by_component())]
 
 
 class _DeviceBytes(NamedTuple):
@@ -203,7 +203,7 @@ class _DeviceBytes(NamedTuple):
     """Memory during the optimizer step."""
 
     @classmethod
-    def of(cls, stages: Sequence[_StageBytes], counts: Counts, reserve_bytes: int) -> "_DeviceBytes":
+    def of(cls, stages: Sequence[_StageBytes], counts: PartCounts, reserve_bytes: int) -> "_DeviceBytes":
         """Return the memory of a device over a step.
 
         Args:

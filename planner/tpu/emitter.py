@@ -14,12 +14,12 @@ from pathlib import Path
 from planner.core.cost.costs import costs_at
 from planner.core.cost.partition import Partition
 from planner.core.errors import ExitCode, InfeasibleError, UsageError
-from planner.core.extras import absent_from, command_for
+from planner.core.extras import install_command, missing_packages
 from planner.core.values.plan import Plan, StageMemory
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
 from planner.emit.layout import Layout
-from planner.emit.native import NativeFiles, emit_with
+from planner.emit.native import NativeFiles, emit_from_template
 from planner.emit.processes import child_environment
 from planner.files import relocate_source
 from planner.tpu.extra import chip_of_device
@@ -63,7 +63,7 @@ def emit(
 
     def emitted_to(folder: str, note: str) -> NativeFiles:
         script = Path(folder, _SCRIPT)
-        return emit_with(
+        return emit_from_template(
             layout,
             profile,
             relocate_source(profile.model.source, profile_folder, folder),
@@ -107,8 +107,8 @@ def _check_can_ask(profile: Profile, refused: InfeasibleError) -> None:
     """Raise `refused` unless the TPU's compiler is installed and the profile is for a TPU that it compiles for."""
     if profile.device.how != "compiled" or not chip_of_device(profile.device.name):
         raise refused
-    if absent_from("train") or absent_from("tpu"):
-        more = f"the TPU's compiler could decide if the extra were installed: {command_for('tpu')}"
+    if missing_packages("train") or missing_packages("tpu"):
+        more = f"the TPU's compiler could decide if the extra were installed: {install_command('tpu')}"
         raise InfeasibleError(refused.message, hint=f"{refused.hint}; {more}")
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from planner.core.cost.chain_costs import FloatArray, sums_before
 from planner.core.cost.layer_memory import BACKWARD, FORWARD
 from planner.core.cost.moments import BACKWARDS, FORWARDS
-from planner.core.cost.parts import Parts, Size, all_parts, running_part
+from planner.core.cost.parts import Parts, PartSize, all_parts, running_part
 from planner.core.cost.size_costs import SizeCosts, additive_costs
-from planner.core.cost.stages import Stages, Window
+from planner.core.cost.stages import Stages, StageWindow
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import ArrayKind, LayerProfile, ProgramMemory
 
@@ -60,7 +60,7 @@ class CompiledLayerMemory:
     arrays: tuple[ProgramArrays, ...]
     """Arrays of each layer at the nearest profiled size; empty if the profile does not list them."""
 
-    def in_stages(self, window: Window, micro_batches: int) -> "CompiledStageMemory":
+    def in_stages(self, window: StageWindow, micro_batches: int) -> "CompiledStageMemory":
         """Return the memory of each stage in `window`, computed from the memory of the stage's layers."""
         carried_before = sums_before(self.carried)[window.firsts][:, None]
         return CompiledStageMemory(
@@ -99,7 +99,7 @@ class CompiledStageMemory:
         """
         kept_bytes, edges = s.input + s.saved, s.input + s.output
         keeps, loops = recompute in ("never", "layers"), in_flight > 1
-        held = Size({"in_flight": kept_bytes if keeps else edges}, saved=int(keeps))
+        held = PartSize({"in_flight": kept_bytes if keeps else edges}, saved=int(keeps))
         around = self.padding + (self.narrowed if loops else 0.0)
         transfer = s.sent_output + s.input_gradient + s.message
         if not keeps or not (loops or s.recomputes_layers):
@@ -110,7 +110,7 @@ class CompiledStageMemory:
             making = s.peaks.forward + self.padding + (s.saved + self.waiting if loops else 0.0)
             forward = running_part(kept_bytes, making, s.message, saved=1 + loops, level=FORWARD)
             backward = running_part(kept_bytes, s.peaks.backward + around, transfer, saved=1, level=BACKWARD)
-        kept = Size({"in_flight": np.maximum(kept_bytes, edges)}) if recompute == "except-last" else held
+        kept = PartSize({"in_flight": np.maximum(kept_bytes, edges)}) if recompute == "except-last" else held
         running = {**dict.fromkeys(FORWARDS, forward), **dict.fromkeys(BACKWARDS, backward)}
         return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running)
 

@@ -8,7 +8,7 @@ import pytest
 import planner
 from planner import files
 from planner.core.errors import FileError, PlannerError, UsageError
-from planner.core.schedule import SCHEDULES, table_of
+from planner.core.schedule import SCHEDULES, orders_as_csv
 from planner.core.values.plan import Plan
 from tests.support.chains import chain, layer
 from tests.support.cli import call
@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def table(name: str, **changes: str) -> str:
     """A file with a named schedule; `changes` are of its text."""
-    text = table_of(SCHEDULES[name].actions(DEVICES, MICRO_BATCHES, CHUNKS[name]))
+    text = orders_as_csv(SCHEDULES[name].actions(DEVICES, MICRO_BATCHES, CHUNKS[name]))
     for old, new in changes.items():
         text = text.replace(old.lstrip("_"), new)
     Path("mine.csv").write_text(text)
@@ -89,7 +89,7 @@ def test_options_that_say_otherwise_are_refused(here: Path, asked: dict[str, Any
 def test_a_file_for_more_stages_than_layers(here: Path) -> None:
     """The profile has eight layers."""
     rows = SCHEDULES["interleaved"].actions(2, 4, 5)
-    Path("mine.csv").write_text(table_of(rows))
+    Path("mine.csv").write_text(orders_as_csv(rows))
     with pytest.raises(UsageError, match=r"`mine\.csv` is for 10 stages, the profile has 8 layers"):
         solved("mine.csv")
 

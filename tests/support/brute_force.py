@@ -18,7 +18,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at, covers_size
 from planner.core.cost.device_memory import chunk_memory, device_peaks, shared_bytes, subtract_shared
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.memory import stage_memory, totals_of
+from planner.core.cost.memory import peak_bytes_of_stages, stage_memory
 from planner.core.cost.moments import PARTS, Moments, moments_of, stage_moments
 from planner.core.cost.partition import Partition
 from planner.core.cost.simulate import makespans
@@ -116,7 +116,7 @@ class Tables:
         if moments not in self._totals:
             num = self.costs.num_layers
             choices = sorted({way.recompute for ways in self.ways.values() for way in ways} - {"layers"})
-            totals = totals_of(self.costs, np.arange(num), slice(0, num), moments, choices=choices)
+            totals = peak_bytes_of_stages(self.costs, np.arange(num), slice(0, num), moments, choices=choices)
             whole = dict(zip(choices, totals, strict=True))
 
             def total(first: int, end: int, way: Way) -> float:

@@ -4,7 +4,7 @@ import re
 import tomllib
 from typing import get_args
 
-from planner.core.extras import Extra, command_for, packages_of
+from planner.core.extras import Extra, install_command, packages_of
 from tests.support.docs import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -22,7 +22,7 @@ def test_the_extras_are_those_that_messages_name() -> None:
     """Each package that a command may lack is in the extra that its message says; `tpu` brings torch, `all` is all."""
     for extra in get_args(Extra):
         assert set(packages_of(extra)) <= named(EXTRAS[extra]), extra
-        assert f"[{extra}]" in command_for(extra) or extra == "train"
+        assert f"[{extra}]" in install_command(extra) or extra == "train"
     assert "gpipe-plan[train]" in EXTRAS["tpu"]
     assert EXTRAS["all"] == [f"gpipe-plan[{','.join(sorted(get_args(Extra)))}]"]
 

@@ -25,7 +25,7 @@ from planner.core.values.profile import LayerProfile
 
 if TYPE_CHECKING:
     from planner.core.cost.parts import Parts
-    from planner.core.cost.stages import Stages, Window
+    from planner.core.cost.stages import Stages, StageWindow
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -35,7 +35,7 @@ BUCKET_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tie:
+class TiedParameters:
     """Parameters that layers `first` < `second` share; a stage with both layers stores these bytes once."""
 
     first: int
@@ -51,11 +51,11 @@ class Tie:
 
 
 ALWAYS: Final = ("parameters", "optimizer", "buffers")
-"""Components of memory that exist during the whole step: fields of `State` and of a plan's `StageMemory`."""
+"""Components of memory that exist during the whole step: fields of `LayerState` and of a plan's `StageMemory`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class State:
+class LayerState:
     """Bytes of each layer that do not depend on the micro-batch, one array for each component.
 
     `bytes_field` returns the field of `LayerProfile` from which an array is read.
@@ -76,7 +76,7 @@ class State:
     """Bytes of the autocast weight cache, which exists from the first forward of a step to the last backward."""
 
     @classmethod
-    def of(cls, layers: Sequence[LayerProfile]) -> "State":
+    def of(cls, layers: Sequence[LayerProfile]) -> "LayerState":
         """Return the bytes of the state of `layers`, read from their profiles."""
         names = {each.name: bytes_field(each.name) for each in fields(cls)}
         return cls(**{name: np.array([getattr(layer, of) for layer in layers], float) for name, of in names.items()})
@@ -104,17 +104,17 @@ class Boundaries:
     """Bytes of the gradients of `input`; tensors without a gradient do not count."""
     output_gradient: FloatArray
     unsaved_output: FloatArray
-    """Part of `output` that is not in `Levels.saved`; a stage that ends with the layer stores it in addition."""
+    """Part of `output` that is not in `MemoryLevels.saved`; a stage that ends with the layer stores it in addition."""
     unkept_input: FloatArray
-    """Part of `input` that no layer saves. `Levels.forward` includes this part."""
+    """Part of `input` that no layer saves. `MemoryLevels.forward` includes this part."""
     input_alive: FloatArray
-    """Part of `input` that is included in `Levels.no_grad`."""
+    """Part of `input` that is included in `MemoryLevels.no_grad`."""
     copied_input: FloatArray
     """Bytes that a stage beginning with the layer copies, because its layers would write into the received input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Levels:
+class MemoryLevels:
     """Memory that a micro-batch saves in each layer, and its highest memory (level) while the layer runs.
 
     A level is counted from the memory before this micro-batch, in a stage that begins with layer 0. For a stage that
@@ -151,7 +151,7 @@ class Levels:
 class SplitBackwardCosts:
     """Costs of a split backward: I is the input-gradient pass, W the weight-gradient pass.
 
-    Levels are counted as in `Levels`. Levels of I include what later layers store for W. Levels of W include what
+    Levels are counted as in `MemoryLevels`. Levels of I include what later layers store for W. Levels of W include what
     earlier layers store for W.
     """
 
@@ -178,7 +178,7 @@ class SplitBackwardCosts:
 class StageMemoryModel(Protocol):
     """Memory records of stages whose layers come from an extension with a memory model, such as compiled layers.
 
-    Arrays have the shape of a `Window`.
+    Arrays have the shape of a `StageWindow`.
     """
 
     def parts(self, s: "Stages", recompute: Recompute, *, in_flight: int) -> "Parts":
@@ -189,7 +189,7 @@ class StageMemoryModel(Protocol):
 class LayerMemoryModel(Protocol):
     """Memory records of layers from an extension with a memory model: a frozen dataclass of arrays."""
 
-    def in_stages(self, window: "Window", micro_batches: int) -> StageMemoryModel:
+    def in_stages(self, window: "StageWindow", micro_batches: int) -> StageMemoryModel:
         """Return the memory records of all stages of a window."""
         ...
 
@@ -232,16 +232,16 @@ class ChainCosts:
     forward_us: FloatArray
     backward_us: FloatArray
     optimizer_us: FloatArray
-    state: State
+    state: LayerState
     optimizer_peaks_add: bool
     """True if the optimizer updates all parameters at once, so that transients of the layers add up."""
-    ties: tuple[Tie, ...]
+    ties: tuple[TiedParameters, ...]
     gradients: FloatArray
     """Bytes of parameter gradients that the first micro-batch's backward allocates."""
     boundaries: Boundaries
     target: float
     """Bytes that the loss reads in addition to the output, such as targets."""
-    levels: Levels
+    levels: MemoryLevels
     composed_halves: Callable[[], SplitBackwardCosts]
     """Function that computes `halves` on first use, since few schedules need them."""
     halves_assumed: bool

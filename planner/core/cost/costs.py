@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ChainCosts, Relays, State, Storages
+from planner.core.cost.chain_costs import ChainCosts, LayerState, Relays, Storages
 from planner.core.cost.size_costs import SizeCosts, additive_costs, exact_costs
 from planner.core.cost.storages import CrossingStorages
-from planner.core.cost.ties import ties_of
+from planner.core.cost.ties import tied_parameters_of
 from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
 from planner.core.extensions import load
@@ -127,9 +127,9 @@ class CostTable:
         return {
             "names": tuple(layer.name for layer in layers),
             "optimizer_us": np.array([layer.optimizer_us for layer in layers]),
-            "state": State.of(layers),
+            "state": LayerState.of(layers),
             "optimizer_peaks_add": self._profile.optimizer_peak == "sum",
-            "ties": ties_of(layers),
+            "ties": tied_parameters_of(layers),
             "workload": workload_of(self._profile),
         }
 

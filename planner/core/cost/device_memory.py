@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import ManyLevels, StageLevels, least_levels
-from planner.core.cost.memory import one_stage
+from planner.core.cost.memory import window_of_stage
 from planner.core.cost.moments import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
-from planner.core.cost.parts import Size, shared_parts_of
+from planner.core.cost.parts import PartSize, shared_parts_of
 from planner.core.cost.stages import stages_in, with_recomputed_layers
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
@@ -74,7 +74,7 @@ class ChunkMemory(NamedTuple):
         return ChunkMemory(StageMemory.of(**left), parts[0, 0])
 
 
-class ChunkByLayers(NamedTuple):
+class ChunkMemoryFunction(NamedTuple):
     """Memory of a chunk as a function of its recomputed layers; arrays have shape (parts,).
 
     bytes of a part = max(least, rest + saved * S) + highest memory of the action
@@ -102,7 +102,7 @@ class ChunkByLayers(NamedTuple):
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + levels[..., self.level]
         return parts
 
-    def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkByLayers":
+    def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemoryFunction":
         """Return the memory of this chunk without its `shared` bytes, which the memory of another chunk includes.
 
         Args:
@@ -153,7 +153,7 @@ def chunk_memory(
     Returns:
         Bytes of the chunk, without the reserve.
     """
-    stages, recompute = one_stage(
+    stages, recompute = window_of_stage(
         costs,
         first,
         end,
@@ -167,9 +167,9 @@ def chunk_memory(
     return ChunkMemory(StageMemory.of(**always), parts.totals(stages.shape)[1:, 0, -1])
 
 
-def chunk_by_layers(
+def chunk_memory_function(
     costs: ChainCosts, first: int, end: int, *, micro_batches: int, in_halves: bool = False
-) -> ChunkByLayers:
+) -> ChunkMemoryFunction:
     """Return the memory of a chunk as a function of its recomputed layers.
 
     For the values of `planner.core.cost.layer_memory.StageLayers.levels`, the parts equal those of `chunk_memory(...,
@@ -191,9 +191,9 @@ def chunk_by_layers(
         for saved in (0.0, _MUCH)
     )
     totals = none.totals(stages.shape)[:, 0, -1]
-    sizes = [none.sizes.get(name, Size({})) for name in PARTS]
+    sizes = [none.sizes.get(name, PartSize({})) for name in PARTS]
     saved = np.array([size.saved for size in sizes])
-    return ChunkByLayers(
+    return ChunkMemoryFunction(
         always=float(totals[0]),
         least=totals[1:],
         # For large S, the second function is the larger one.
@@ -236,7 +236,7 @@ def least_totals_by_layers(
     """Return bytes from which lower bounds of the memory of stages with single recomputed layers are computed.
 
     Bytes are those of `chunk_totals`, but for stages that choose recomputation layer by layer. For a lower bound of a
-    part, subtract the `most_savings` of all recomputed layers, times `ChunkByLayers.saved` of the part.
+    part, subtract the `most_savings` of all recomputed layers, times `ChunkMemoryFunction.saved` of the part.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
@@ -359,7 +359,9 @@ def device_peaks_by_choice(
     return peaks
 
 
-def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_bytes: int = 0) -> tuple[StageMemory, ...]:
+def chunk_memory_at_peak(
+    chunks: Sequence[ChunkMemory], moments: IntArray, reserve_bytes: int = 0
+) -> tuple[StageMemory, ...]:
     """Return the memory of each chunk at the device's peak, by component; the sum over the chunks is the peak.
 
     Args:

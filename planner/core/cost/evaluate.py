@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
-from planner.core.cost.device_memory import ChunkMemory, SharedBytes, chunk_memory, device_memory, shared_bytes
+from planner.core.cost.device_memory import ChunkMemory, SharedBytes, chunk_memory, chunk_memory_at_peak, shared_bytes
 from planner.core.cost.memory import stage_memories
 from planner.core.cost.moments import moments_of, stage_moments
 from planner.core.cost.partition import Partition
-from planner.core.cost.simulate import Event, StageTimes, last_end_us, period_us, simulate, summed_early_us
+from planner.core.cost.simulate import Event, StageTimes, early_allreduces_us, last_end_us, period_us, simulate
 from planner.core.cost.stage_time import (
     CHOICES,
     busy_times,
@@ -65,7 +65,7 @@ class Evaluation:
 
     @property
     def _splits_backward(self) -> bool:
-        return self.partition.rule.splits_backward
+        return self.partition.schedule_object.splits_backward
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -136,7 +136,7 @@ class Evaluation:
             own_us[partition.device_of(k)] += float(self.costs.optimizer_us[first:end].sum() / speed) + sum_us
         if self._splits_backward and partition.replicas > 1:
             # While a device still runs other chunks, the gradients of a finished chunk are already summed.
-            own_us -= summed_early_us(self.actions, self.stage_times, self.replica_sums_us)
+            own_us -= early_allreduces_us(self.actions, self.stage_times, self.replica_sums_us)
         return own_us
 
     @cached_property
@@ -150,7 +150,7 @@ class Evaluation:
     @cached_property
     def pipeline_us(self) -> float:
         """Time of a step in microseconds without all-reduces and optimizer: by a formula for GPipe, else simulated."""
-        if self.partition.rule.has_closed_form:
+        if self.partition.schedule_object.has_closed_form:
             return gpipe_step(self.stage_times, micro_batches=self.partition.micro_batches).step_us
         if self._splits_backward:
             return period_us(self.actions, self.stage_times, [0.0] * self.partition.num_devices)
@@ -228,13 +228,13 @@ class Evaluation:
     def memory(self) -> tuple[StageMemory, ...]:
         """Peak memory of each stage, by component; if stages share a device, the stage's part of the device's peak."""
         partition, num_stages = self.partition, len(self.partition.balance)
-        if partition.rule.has_known_moments:
+        if partition.schedule_object.has_known_moments:
             return tuple(
                 stage_memories(
                     self.costs.of_replicas(partition.replicas),
                     partition.intervals(),
                     [
-                        stage_moments(partition.rule, micro_batches=partition.micro_batches, behind=behind)
+                        stage_moments(partition.schedule_object, micro_batches=partition.micro_batches, behind=behind)
                         for behind in reversed(range(num_stages))
                     ],
                     recompute=partition.recompute,
@@ -246,7 +246,9 @@ class Evaluation:
         for device, moments in enumerate(moments_of(self.actions)):
             stages = partition.chunks_of(device)
             chunks = [self.chunks[k] for k in stages]
-            for k, memory in zip(stages, device_memory(chunks, moments, self.cluster.reserve_bytes), strict=True):
+            for k, memory in zip(
+                stages, chunk_memory_at_peak(chunks, moments, self.cluster.reserve_bytes), strict=True
+            ):
                 memories[k] = memory
         return tuple(memories)
 

@@ -312,8 +312,8 @@ def recomputed_levels(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     exist from the backward of their layer.
 
     Returns:
-        Two arrays of shape (L,) in bytes. The first array is the highest memory, counted as in `Levels.backward`. It
-        includes the gradients of both kinds of this and later layers of the chain. The second array has the bytes of
+        Two arrays of shape (L,) in bytes. The first array is the highest memory, counted as in `MemoryLevels.backward`.
+        It includes the gradients of both kinds of this and later layers of the chain. The second array has the bytes of
         these gradients, summed from layer 0 to each layer.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)

@@ -50,7 +50,7 @@ def stage_memory(
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         reserve_bytes: Memory reserve of the device, which becomes the component `reserve`.
     """
-    stages, recompute = one_stage(
+    stages, recompute = window_of_stage(
         costs, first, end, micro_batches=moments.micro_batches, recompute=recompute, recomputed=recomputed
     )
     return _itemised(stages, recompute, moments, reserve_bytes)[0]
@@ -128,7 +128,7 @@ def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_by
     ]
 
 
-def one_stage(
+def window_of_stage(
     costs: ChainCosts,
     first: int,
     end: int,
@@ -158,7 +158,7 @@ def one_stage(
     return stages, "never" if stages.forward_only[0, -1] else recompute
 
 
-def totals_of(
+def peak_bytes_of_stages(
     costs: ChainCosts,
     firsts: NDArray[np.int64],
     columns: slice | int,

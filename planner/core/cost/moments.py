@@ -174,7 +174,7 @@ def _steady(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
 # ---- any instruction list, instruction by instruction
 
 
-class Counts(NamedTuple):
+class PartCounts(NamedTuple):
     """Numbers of parts on a device with V chunks: arrays of shape (actions, V, parts), in the order of `PARTS`."""
 
     during: IntArray
@@ -185,7 +185,7 @@ class Counts(NamedTuple):
     """Counts after each action, until the next action begins."""
 
 
-class Change(NamedTuple):
+class CountChanges(NamedTuple):
     """Changes of the numbers of parts on a device by one action.
 
     Each tuple is a flat list of pairs (index, number to add); index = chunk * len(PARTS) + position in `PARTS`.
@@ -200,7 +200,7 @@ class Change(NamedTuple):
     """Changes at the end of the action."""
 
 
-def changes_of(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Change, ...], ...]:
+def count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
     """Return how each action of a device changes the numbers of parts on this device, which are 0 at first.
 
     For each device, the changes by the optimizer's step of each chunk follow those of the actions.
@@ -217,13 +217,13 @@ def _last_of(actions: Sequence[Sequence[Action]]) -> int:
     return max(action.micro_batch for action in actions[0])
 
 
-def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
+def part_counts(actions: Sequence[Sequence[Action]]) -> tuple[PartCounts, ...]:
     """Return the number of parts of each device during and after every action."""
     chunks = len({action.stage for action in actions[0]})
-    return tuple(_counts(changes[:-chunks], chunks) for changes in changes_of(actions))
+    return tuple(_counts(changes[:-chunks], chunks) for changes in count_changes(actions))
 
 
-def _counts(changes: Sequence[Change], chunks: int) -> Counts:
+def _counts(changes: Sequence[CountChanges], chunks: int) -> PartCounts:
     before, after = (_dense(rows, chunks) for rows in ([c.before for c in changes], [c.after for c in changes]))
     between = np.cumsum(before + after, axis=0) - after
     during, message = between.copy(), between.copy()
@@ -231,7 +231,7 @@ def _counts(changes: Sequence[Change], chunks: int) -> Counts:
     during[rows, [change.running[0] for change in changes]] = 1
     message[rows, [change.running[-1] for change in changes]] = 1
     shape = len(changes), chunks, len(PARTS)
-    return Counts(during.reshape(shape), message.reshape(shape), (between + after).reshape(shape))
+    return PartCounts(during.reshape(shape), message.reshape(shape), (between + after).reshape(shape))
 
 
 def _dense(rows: Sequence[tuple[int, ...]], chunks: int) -> IntArray:
@@ -259,18 +259,18 @@ class _Walk:
         for stage, base in self._bases.items():
             self._set(base, "casts", max(1, sum(of == stage for of, _ in kinds)))
 
-    def changes(self, row: Sequence[Instruction]) -> Iterator[Change]:
+    def changes(self, row: Sequence[Instruction]) -> Iterator[CountChanges]:
         """Yield the changes of each action, then those of the optimizer's step of each chunk."""
         steps = self._run(row)
         for running in steps:
             before = self._noted()
             next(steps)
-            yield Change(before, running, self._noted())
+            yield CountChanges(before, running, self._noted())
         for base, counts in zip(self._bases.values(), optimizer_steps(len(self._bases)).tolist(), strict=True):
             for other, parts in zip(self._bases.values(), counts, strict=True):
                 for part, number in zip(PARTS, parts, strict=True):
                     self._set(other, part, 0 if part == "optimizer_step" else number)
-            yield Change(self._noted(), (base + _PLACE["optimizer_step"],), ())
+            yield CountChanges(self._noted(), (base + _PLACE["optimizer_step"],), ())
 
     def distinct(self, row: Sequence[Instruction]) -> IntArray:
         """Return the different numbers of parts that occur while actions run, each once; shape (points, V, parts).

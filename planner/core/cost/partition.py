@@ -67,14 +67,14 @@ class Partition:
         return device_of(stage, self.num_devices, self.placement)
 
     @property
-    def rule(self) -> Schedule:
+    def schedule_object(self) -> Schedule:
         """Schedule with the name `self.schedule`, or with the action orders `self.order` if it was searched."""
         return schedule_of(self.schedule, self.order)
 
     @property
     def placement(self) -> Placement:
         """Placement of the stages on the devices."""
-        return self.rule.placement
+        return self.schedule_object.placement
 
     def chunks_of(self, device: int) -> tuple[int, ...]:
         """Return the stages that `device` of a pipeline runs, in the order of the chain."""
@@ -90,7 +90,7 @@ class Partition:
         Raises:
             UsageError: The schedule does not support these numbers of devices, micro-batches or chunks.
         """
-        return self.rule.actions(self.num_devices, self.micro_batches, self.chunks)
+        return self.schedule_object.actions(self.num_devices, self.micro_batches, self.chunks)
 
 
 def _positions(stage: Stage, names: Sequence[str]) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
             f"the profile has {num_layers}",
             hint="every layer belongs to exactly one stage: correct the numbers",
         )
-    if chunks < 1 or len(balance) % chunks or (chunks > 1 and not partition.rule.is_chunked):
+    if chunks < 1 or len(balance) % chunks or (chunks > 1 and not partition.schedule_object.is_chunked):
         raise UsageError(
             f"{len(balance)} stages cannot be {chunks} chunks on each device of a {partition.schedule} pipeline",
             hint="make the number of stages a multiple of `chunks`; not every schedule has chunks above 1",

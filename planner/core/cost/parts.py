@@ -51,7 +51,7 @@ FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class PartSize:
     """Size of one part of a stage's memory, for many stages at once: an array of bytes for each memory component."""
 
     items: Mapping[Item, FloatArray]
@@ -71,7 +71,7 @@ class Parts:
     """Memory of many stages: bytes that always exist, and parts that exist at some points in the step."""
 
     always: Mapping[Item, FloatArray]
-    sizes: Mapping[PartName, Size]
+    sizes: Mapping[PartName, PartSize]
     """Size of each part; parts of 0 bytes may be left out."""
     last_differs: bool
     """True if the last micro-batch is not recomputed like the others."""
@@ -92,7 +92,7 @@ class Parts:
                     items[item] = items[item] + more if item in items else more
         return items
 
-    def of_one_stage(self) -> tuple[FloatArray, FloatArray]:
+    def one_stage_by_component(self) -> tuple[FloatArray, FloatArray]:
         """Return the memory of one stage by component: the stage in the first row and last column of the arrays.
 
         Returns:
@@ -152,12 +152,12 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
     R = s.renewed
     A, E = I + S + R, I + O + J
     gradient = s.output_gradient
-    held, kept = Size({"in_flight": A}, saved=1), Size({"in_flight": A})
+    held, kept = PartSize({"in_flight": A}, saved=1), PartSize({"in_flight": A})
     forward = last_forward = running_part(I + D, s.peaks.forward, level=FORWARD)
     first = _making_gradients(s, I + D, s.peaks.first_backward)
     backward = last_backward = running_part(I + D, s.peaks.backward, gradient, level=BACKWARD)
     if recompute in ("except-last", "always"):
-        held = Size({"in_flight": E})
+        held = PartSize({"in_flight": E})
         forward = running_part(I, s.peaks.no_grad + J + D)
         # Recomputation repeats the forward from the old state. The new output, which both levels include, exists in
         # addition to the output that was sent.
@@ -170,7 +170,7 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
         last_forward = running_part(I, s.peaks.forward + D)
     else:
         kept, last_forward, last_backward = held, forward, backward
-    running: dict[PartName, Size] = {
+    running: dict[PartName, PartSize] = {
         "forward": forward,
         "last_forward": last_forward,
         "first_backward": first,
@@ -185,7 +185,7 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
     return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=gradient, running=running)
 
 
-def _exact_halves(s: Stages, halves: SplitBackwardMemory, recompute: Recompute) -> dict[PartName, Size]:
+def _exact_halves(s: Stages, halves: SplitBackwardMemory, recompute: Recompute) -> dict[PartName, PartSize]:
     """Return the parts of a split backward from exact records; see the module's table."""
     I, O, D, J = s.input, s.own_output, s.copied_input, s.rewritten
     gradient = s.output_gradient
@@ -198,11 +198,11 @@ def _exact_halves(s: Stages, halves: SplitBackwardMemory, recompute: Recompute) 
         each_input = running_part(I + O, np.maximum(recomputing, every) + D, gradient)
         last_input = each_input if recompute == "always" else last_input
     made = s.gradients - halves.gradients
-    first_weight = Size({"gradients": made, "working": np.maximum(halves.first_weight - made, 0.0)})
-    each_weight = Size({"working": halves.weight})
-    parts: dict[PartName, Size] = {
-        "weight_held": Size({"in_flight": halves.held}),
-        "input_backward_gradients": Size({"gradients": halves.gradients}),
+    first_weight = PartSize({"gradients": made, "working": np.maximum(halves.first_weight - made, 0.0)})
+    each_weight = PartSize({"working": halves.weight})
+    parts: dict[PartName, PartSize] = {
+        "weight_held": PartSize({"in_flight": halves.held}),
+        "input_backward_gradients": PartSize({"gradients": halves.gradients}),
         "first_input_backward": first_input,
         "input_backward": each_input,
         "last_input_backward": last_input,
@@ -216,14 +216,14 @@ def _exact_halves(s: Stages, halves: SplitBackwardMemory, recompute: Recompute) 
     return parts
 
 
-def _making_gradients(s: Stages, in_flight: FloatArray, level: FloatArray, most: FloatArray | None = None) -> Size:
+def _making_gradients(s: Stages, in_flight: FloatArray, level: FloatArray, most: FloatArray | None = None) -> PartSize:
     # Not all gradients exist at the peak of the first backward. At most the bytes of the level are listed as gradients.
     gradients = np.minimum(s.gradients if most is None else most, level)
     size = running_part(in_flight, level - gradients, s.output_gradient, level=FIRST_BACKWARD)
     return replace(size, items={**size.items, "gradients": gradients})
 
 
-def _message(s: Stages, in_flight: FloatArray) -> Size:
+def _message(s: Stages, in_flight: FloatArray) -> PartSize:
     """Return the part of a last backward that sends gradients to other replicas; one message exists as a copy."""
     transfer = s.output_gradient + s.message
     if s.micro_batches > 1:
@@ -236,7 +236,7 @@ def _additive(s: Stages, recompute: Recompute) -> Parts:
     """Return the parts for costs without exact records: an upper bound, with all possible bytes in every action."""
     A, E = s.input + s.saved, s.input + s.output + s.rewritten
     keeps = recompute in ("never", "layers")
-    held = Size({"in_flight": A if keeps else E}, saved=int(keeps))
+    held = PartSize({"in_flight": A if keeps else E}, saved=int(keeps))
     # Gradients of autocast copies exist until the end of a backward.
     working = s.peaks.transient + s.casts + (0.0 if keeps else s.saved)
     transfer = s.sent_output + s.input_gradient
@@ -251,10 +251,10 @@ def _additive(s: Stages, recompute: Recompute) -> Parts:
             replace(every, items={**every.items, "in_flight": np.maximum(between, every.items["in_flight"])}),
         )
         running |= dict.fromkeys(WEIGHT_BACKWARDS, running_part(between, s.halves.weight + s.casts))
-        running["weight_held"] = Size({"in_flight": between})
+        running["weight_held"] = PartSize({"in_flight": between})
         if s.message.any():
             running["weight_message"] = running_part(between, s.halves.weight + s.casts, s.message)
-    kept = Size({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
+    kept = PartSize({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
     return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running)
 
 
@@ -265,28 +265,28 @@ def running_part(
     *,
     saved: int = 0,
     level: int | None = None,
-) -> Size:
+) -> PartSize:
     """Return the size of the part that exists while an action of a micro-batch runs.
 
     Args:
         in_flight: Bytes of the micro-batch's activations.
         working: Bytes of temporary tensors.
         transfer: Bytes of transfer buffers, if any.
-        saved: Number of times that saved bytes are included, as in `Size`.
-        level: Position in `LayerPeaks` of the peak that is included, as in `Size`.
+        saved: Number of times that saved bytes are included, as in `PartSize`.
+        level: Position in `LayerPeaks` of the peak that is included, as in `PartSize`.
     """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
-    return Size(items if transfer is None else {**items, "transfer": transfer}, saved, level)
+    return PartSize(items if transfer is None else {**items, "transfer": transfer}, saved, level)
 
 
 def all_parts(
     s: Stages,
     recompute: Recompute,
     *,
-    waiting: Size,
-    last_waiting: Size,
+    waiting: PartSize,
+    last_waiting: PartSize,
     output_gradient: FloatArray,
-    running: Mapping[PartName, Size],
+    running: Mapping[PartName, PartSize],
 ) -> Parts:
     """Return all parts of the memory of stages.
 
@@ -301,19 +301,19 @@ def all_parts(
         running: Parts that exist only while an action runs.
     """
     always: dict[Item, FloatArray] = {**s.always, "in_flight": s.data}
-    sizes: dict[PartName, Size] = {
-        "casts": Size({"casts": s.casts}),
+    sizes: dict[PartName, PartSize] = {
+        "casts": PartSize({"casts": s.casts}),
         "held": waiting,
         "kept": last_waiting,
-        "input": Size({"in_flight": s.input}),
-        "output_gradient": Size({"transfer": output_gradient}),
-        "input_gradient": Size({"transfer": s.input_gradient}),
+        "input": PartSize({"in_flight": s.input}),
+        "output_gradient": PartSize({"transfer": output_gradient}),
+        "input_gradient": PartSize({"transfer": s.input_gradient}),
         **running,
-        "optimizer_step": Size({"working": s.optimizer_peak}),
+        "optimizer_step": PartSize({"working": s.optimizer_peak}),
     }
     # Only exact records show when gradients are allocated. Otherwise they are assumed to exist during the whole step.
     if s.exact:
-        sizes["gradients"] = Size({"gradients": s.gradients})
+        sizes["gradients"] = PartSize({"gradients": s.gradients})
     else:
         always["gradients"] = s.gradients
     return Parts(always=always, sizes=sizes, last_differs=recompute == "except-last")

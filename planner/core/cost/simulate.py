@@ -9,8 +9,6 @@ Each direction has one sender, so that its messages are in the order of the send
 receiver spends the transfer time before it starts its action. These orders do not depend on times, so that they are
 computed once per schedule. The same loop then computes with times of any type: numbers (`simulate`, which also returns
 events), arrays over partitions (`makespans`), or linear expressions (`device_spans`).
-
-Tests compare the results with the closed form in `planner.core.cost.step_time`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +27,8 @@ from planner.core.schedule import (
     Letter,
     devices_of,
     execution_order,
-    message_from,
-    message_to,
+    receiving_stage,
+    sending_stage,
 )
 
 FloatArray = NDArray[np.float64]
@@ -80,7 +78,7 @@ class Event:
     end_us: float
 
 
-class Times(NamedTuple, Generic[Clock]):
+class Durations(NamedTuple, Generic[Clock]):
     """Durations of actions and transfers of all stages, as numbers, arrays over partitions, or linear expressions."""
 
     durations: Mapping[str, Sequence[Clock]]
@@ -152,7 +150,7 @@ def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes],
     return max(end - begin + own for begin, end, own in zip(begins, ends, own_us, strict=True))
 
 
-def summed_early_us(
+def early_allreduces_us(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], sums_us: Sequence[float]
 ) -> list[float]:
     """Return, for each device, the time of all-reduces that end before the device's last action, in microseconds.
@@ -196,8 +194,7 @@ def makespans(
         weight_backward_us: Weight-gradient pass (W).
         own_us: Time of all all-reduces and optimizer steps (U) of each device, shape (N, K). If given, periods are
             returned.
-        sums_us: Time of each stage's all-reduce. The part that ends early (`summed_early_us`) is subtracted from
-            `own_us`.
+        sums_us: Time of each stage's all-reduce; all-reduces that end early (`early_allreduces_us`) reduce `own_us`.
 
     Returns:
         Microseconds, shape (N,): bit for bit the results of `last_end_us`, or of `period_us` if `own_us` is given.
@@ -225,7 +222,7 @@ def makespans(
 
         durations = {kind: rows(times) for kind, times in every.items() if times is not None}
         last_durations = {kind: rows(times) for kind, times in last.items() if times is not None}
-        times = Times(durations, last_durations, rows(send_us), blocks)
+        times = Durations(durations, last_durations, rows(send_us), blocks)
         clocks = _carry(steps, len(actions), times, begin=np.zeros(block.stop - block.start), later_of=np.maximum)
         if own_us is None:
             ends[block] = np.max(clocks.ends, axis=0)
@@ -236,7 +233,11 @@ def makespans(
 
 
 def device_spans(
-    actions: Sequence[Sequence[Action]], times: Times[Clock], *, begin: Clock, later_of: Callable[[Clock, Clock], Clock]
+    actions: Sequence[Sequence[Action]],
+    times: Durations[Clock],
+    *,
+    begin: Clock,
+    later_of: Callable[[Clock, Clock], Clock],
 ) -> DeviceSpans[Clock]:
     """Return when each device begins and ends its step, with times of any type, such as linear expressions.
 
@@ -293,8 +294,8 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
         return None if neighbour is None or devices[neighbour] == devices[stage] else neighbour
 
     every = [(kind, s) for kind in KINDS for s in range(num_stages)]
-    sources = {(kind, s): other_device(s, message_from(kind, s, num_stages)) for kind, s in every}
-    targets = {(kind, s): other_device(s, message_to(kind, s, num_stages)) for kind, s in every}
+    sources = {(kind, s): other_device(s, sending_stage(kind, s, num_stages)) for kind, s in every}
+    targets = {(kind, s): other_device(s, receiving_stage(kind, s, num_stages)) for kind, s in every}
     steps = []
     for action in execution_order(actions):
         stage, flow = action.stage, KINDS[action.kind].flow
@@ -330,7 +331,7 @@ def _walk(
         "B": [stage.last_backward_us for stage in stages],
         "I": [stage.last_input_backward_us for stage in stages],
     }
-    times = Times(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
+    times = Durations(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
     steps = _steps_of(actions, len(stages))
     return _carry(steps, len(actions), times, begin=0.0, later_of=max, note=note)
 
@@ -342,7 +343,7 @@ _Note = Callable[[_Step, bool, float, float], None]
 def _carry(
     steps: Sequence[_Step],
     num_devices: int,
-    times: Times[Clock],
+    times: Durations[Clock],
     *,
     begin: Clock,
     later_of: Callable[[Clock, Clock], Clock],

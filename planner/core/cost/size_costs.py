@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import Boundaries, LayerMemoryModel, Levels, SplitBackwardCosts
+from planner.core.cost.chain_costs import Boundaries, LayerMemoryModel, MemoryLevels, SplitBackwardCosts
 from planner.core.cost.storages import Crossing, CrossingStorages, Relay, additive_crossing, writes_received
 from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
 
@@ -28,7 +28,7 @@ class SizeCosts:
     backward_us: FloatArray
     gradients: FloatArray
     boundaries: Boundaries
-    levels: Levels
+    levels: MemoryLevels
     halves: Callable[[], SplitBackwardCosts]
     """Function that computes the costs of a split backward; called on first use, since few schedules split
     backwards."""
@@ -64,7 +64,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
             input_alive=nothing,
             copied_input=nothing,
         ),
-        levels=Levels(
+        levels=MemoryLevels(
             saved=saved,
             # Again, assume that `saved` includes as much of the output as possible.
             internal=np.maximum(saved - output, 0.0),
@@ -144,7 +144,7 @@ def _exact_levels(
     saved: FloatArray,
     gradients: FloatArray,
     at_end: FloatArray,
-) -> Levels:
+) -> MemoryLevels:
     held = _sums_before(saved)
     gradients_through, casts_through = np.cumsum(gradients), np.cumsum([float(layer.cast_bytes) for layer in layers])
 
@@ -159,7 +159,7 @@ def _exact_levels(
 
     first_backward = peaks(lambda detail: detail.first_backward_peak_bytes)
     backward = peaks(lambda detail: detail.backward_peak_bytes)
-    return Levels(
+    return MemoryLevels(
         saved=saved,
         internal=peaks(lambda detail: detail.internal_bytes),
         forward=held + boundaries.unkept_input + peaks(lambda detail: detail.forward_peak_bytes),

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.core.cost.chain_costs import ChainCosts, Tie, sums_before
+from planner.core.cost.chain_costs import ChainCosts, TiedParameters, sums_before
 from planner.core.cost.simulate import StageTimes
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
@@ -148,7 +148,7 @@ def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
     return tail
 
 
-def shared_gradient_bytes(ties: Sequence[Tie], first: IntArray | int, end: IntArray | int) -> FloatArray:
+def shared_gradient_bytes(ties: Sequence[TiedParameters], first: IntArray | int, end: IntArray | int) -> FloatArray:
     """Return the gradient bytes of shared parameters that a sum over layers first..end-1 would count twice.
 
     Args:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageMemoryModel, bytes_field, sums_before
 from planner.core.cost.layer_memory import ManyLevels, StageLevels, cast_gradient_peaks, recomputed_levels
-from planner.core.cost.passing import NothingRelayed, RelayedTensors
+from planner.core.cost.passing import NoRelayedTensors, RelayedTensors
 from planner.core.cost.waiting import Backward
 from planner.core.cost.weight_backward import weight_peaks
 from planner.core.values.plan import Item
@@ -25,19 +25,18 @@ _Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Peaks:
+class StagePeaks:
     """Highest memory of the running micro-batch, for many stages at once, in bytes.
 
-    Received input and transfer buffers are not included. Without exact records, values are transient memory, on top of
-    all saved memory.
+    Received input and transfer buffers are not included. Backwards include the stage's output, which the engine stores
+    until they end. Without exact records, values are transient memory, on top of all saved memory.
     """
 
     forward: FloatArray
     no_grad: FloatArray
     """Highest memory in a forward without gradients, which will be recomputed."""
     first_backward: FloatArray
-    """Highest memory in the first micro-batch's backward, including the parameter gradients that it creates. All
-    backwards include the stage's output, which the engine stores until the backward ends."""
+    """Highest memory in the first micro-batch's backward, including the parameter gradients that it creates."""
     first_recomputed: FloatArray
     """Highest memory in the first micro-batch's backward after recomputation, including waiting gradients of casts."""
     backward: FloatArray
@@ -59,10 +58,9 @@ class SplitBackwardMemory:
     gradients: FloatArray
     """Part of the stage's parameter gradients that I creates."""
     first_input: FloatArray
-    """Highest memory in the first I, including the parameter gradients that it creates. Every I includes the stage's
-    output."""
+    """Highest memory in the first I, with the parameter gradients that it creates and the stage's output."""
     input: FloatArray
-    """Highest memory in a later I."""
+    """Highest memory in a later I, with the stage's output."""
     first_weight: FloatArray
     """Highest memory in the first W, including the parameter gradients that it creates."""
     weight: FloatArray
@@ -107,7 +105,7 @@ class Stages:
     """Bytes saved by one micro-batch between its forward and its backward, without the received input."""
     forward_only: NDArray[np.bool_]
     """True if no layer up to the stage's end is trained: the stage has no backward and recomputes nothing."""
-    peaks: Peaks
+    peaks: StagePeaks
     message: FloatArray
     """Copies of gradients while they are sent to other replicas; 0 without such copies."""
     memory_model: StageMemoryModel | None
@@ -133,7 +131,7 @@ def stages_in(
 
     Complexity: O(columns) for each of `firsts`.
     """
-    window = Window(costs, firsts, columns)
+    window = StageWindow(costs, firsts, columns)
     stages = window.stages(micro_batches)
     return replace(stages, halves=window.halves(stages)) if in_halves else stages
 
@@ -189,7 +187,7 @@ def with_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]])
     return cast("_Record", replace(whole, **changed))
 
 
-class Window:
+class StageWindow:
     """Sums and running maxima over the layers of all stages of a window.
 
     Rows are first layers, columns last layers. If columns are given as lengths, each row has its own last layers.
@@ -199,11 +197,11 @@ class Window:
         self.costs = costs
         self.firsts = firsts
         self.first = firsts[:, None]
-        self.passing: RelayedTensors | NothingRelayed
+        self.passing: RelayedTensors | NoRelayedTensors
         if isinstance(columns, int):
             self.last = np.minimum(self.first + np.arange(columns), costs.num_layers - 1)
             self.columns = self.last
-            self.passing = NothingRelayed(self.first, self.last)
+            self.passing = NoRelayedTensors(self.first, self.last)
         else:
             self.columns = np.arange(costs.num_layers)[columns]
             self.last = self.columns[None, :]
@@ -335,7 +333,7 @@ class Window:
         boundary = np.where(self.last > self.first, state.optimizer_boundary_peak[self.columns], 0.0)
         return self.highest(np.maximum(state.optimizer_peak[self.columns], boundary))
 
-    def _peaks(self, output: FloatArray) -> Peaks:
+    def _peaks(self, output: FloatArray) -> StagePeaks:
         costs, levels, edge, columns = self.costs, self.costs.levels, self.costs.boundaries, self.columns
         passing, casts = self.passing, self.costs.state.casts
         if not costs.exact:
@@ -350,7 +348,7 @@ class Window:
         first_backward = first_recomputed = first_backward - later_gradients + output
         if casts.any():
             backward, first_recomputed = self._with_gradients_of_casts(backward, first_backward, output)
-        return Peaks(
+        return StagePeaks(
             forward=self.highest(levels.forward[columns] - unkept) - self.saved_before,
             no_grad=self.highest(levels.no_grad[columns] - alive),
             first_backward=first_backward,
@@ -361,10 +359,10 @@ class Window:
             transient=backward,
         )
 
-    def _transients(self) -> Peaks:
+    def _transients(self) -> StagePeaks:
         levels, columns = self.costs.levels, self.columns
         forward, backward = self.highest(levels.forward[columns]), self.highest(levels.backward[columns])
-        return Peaks(
+        return StagePeaks(
             forward=forward,
             no_grad=forward,
             first_backward=backward,
@@ -395,7 +393,9 @@ class Window:
         recomputed = np.maximum(highest, self.sums(costs.gradients) + waiting / 2 + own_output)
         return np.maximum(backward, at_end), np.minimum(first_backward, recomputed)
 
-    def _message_peaks(self, peaks: Peaks, gradients: FloatArray, output: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def _message_peaks(
+        self, peaks: StagePeaks, gradients: FloatArray, output: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
         """Return the highest memory of the first and of a later backward while gradients are sent to other replicas.
 
         A small stage sends all gradients together, during the backward of its first layer with gradients at the

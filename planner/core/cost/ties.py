@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from planner.core.cost.chain_costs import Tie
+from planner.core.cost.chain_costs import TiedParameters
 from planner.core.values.profile import LayerProfile
 
 
-def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
+def tied_parameters_of(layers: Sequence[LayerProfile]) -> tuple[TiedParameters, ...]:
     """Return the pairs of layers that share parameters, with lower bounds of the bytes that they share."""
     ties = []
     for second, layer in enumerate(layers):
@@ -16,7 +16,7 @@ def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
         for first, size, these_alone, earlier in _shared(layers, second):
             shared_bytes = trained * size / layer.tied_bytes
             ties.append(
-                Tie(
+                TiedParameters(
                     first=first,
                     second=second,
                     parameter_bytes=size,
@@ -45,7 +45,7 @@ def _shared(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int,
     """Return the earlier layers with which layer `second` shares parameters.
 
     Returns:
-        For each such layer, the fields `first`, `parameter_bytes`, `these_alone` and `earlier` of a `Tie`.
+        For each such layer, the fields `first`, `parameter_bytes`, `these_alone` and `earlier` of a `TiedParameters`.
     """
     layer, tied_bytes = layers[second], layers[second].tied_bytes
     if layer.tied_groups:

@@ -26,7 +26,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
-class Waiting(NamedTuple):
+class WaitingGradients(NamedTuple):
     """Bytes of gradients of shared parameters that wait, for the stages that begin with some of the first layers."""
 
     rows: NDArray[np.bool_]
@@ -41,7 +41,7 @@ class Waiting(NamedTuple):
 
 def waiting_rows(
     costs: ChainCosts, backward: Backward, firsts: IntArray, *, layers: IntArray, ends: IntArray
-) -> Iterator[Waiting]:
+) -> Iterator[WaitingGradients]:
     """Yield the bytes of waiting gradients, for groups of stages that contain the same shared parameters.
 
     Args:
@@ -68,7 +68,7 @@ def waiting_rows(
                 waiting = waiting + np.outer(layers == tie.second, is_last_use) * own
         rows = (firsts <= begin) & (firsts > before)
         if rows.any():
-            yield Waiting(rows, waiting)
+            yield WaitingGradients(rows, waiting)
 
 
 def staying_gradients(costs: ChainCosts) -> FloatArray:

@@ -56,7 +56,7 @@ def has_collectives(profile: Profile, width: int) -> bool:
     return width > 1 and any(layer.collectives or layer.collective_bytes for layer in layers)
 
 
-def at_width(profile: Profile, cluster: Cluster) -> Profile:
+def profile_at_width(profile: Profile, cluster: Cluster) -> Profile:
     """Return the profile at a cluster's tensor-parallel width. Each device of the cluster is a group of GPUs.
 
     Times of the result include the collectives within a group.
@@ -90,7 +90,7 @@ def profile_of_plan(plan: Plan, profile: Profile) -> Profile:
     Raises:
         UsageError: The profile has no costs for the width.
     """
-    return at_width(profile, plan.cluster)
+    return profile_at_width(profile, plan.cluster)
 
 
 def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
@@ -189,7 +189,7 @@ class WidthTables:
         """
         key = cluster.tensor_parallel, cluster.optimizer_shards, cluster.link, cluster.speed(0)
         if key not in self._tables:
-            self._tables[key] = CostTable(at_width(self._profile, cluster))
+            self._tables[key] = CostTable(profile_at_width(self._profile, cluster))
         return self._tables[key]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from typing import Final, Literal
 
-from planner.core.cost.width import at_width
+from planner.core.cost.width import profile_at_width
 from planner.core.errors import UsageError
 from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.findings import Finding, finding
@@ -104,7 +104,7 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
         profile: Profile of the plan.
     """
     errors, step_us = _step_errors(plan, profile), plan.predicted.step_us
-    sampling = sampling_error(plan, at_width(profile, plan.cluster))
+    sampling = sampling_error(plan, profile_at_width(profile, plan.cluster))
     if errors is None:
         source, step_ratio, range_us = f"{profile.device.how} for {profile.device.kind}", None, None
     else:

@@ -9,8 +9,8 @@ from planner.core.judge.verification import (
     DEFAULT_TOLERANCE,
     ComparedFigure,
     Tolerance,
+    compared_peaks,
     disturbance_note,
-    peaks_of,
     unplanned_samples,
     with_verdict,
 )
@@ -22,7 +22,7 @@ ENOUGH_STEPS: Final = 10
 """Smallest number of steps after the warm-up for a comparison; `verify` measures this number of steps."""
 
 
-def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> tuple[ComparedFigure, ...]:
+def deviating_figures(balance: Balance, report: RunReport, *, are_times_judged: bool) -> tuple[ComparedFigure, ...]:
     """Return the step time and device peaks that deviate from the plan by more than `verify` allows by default.
 
     A run that is too short, on another kind of device, or with other mini-batches than planned is not compared.
@@ -42,7 +42,7 @@ def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> 
     if report.device.kind != (planned.device or balance.device):
         return ()
     step = ComparedFigure(what="step_us", predicted=planned.step_us, measured=median(steps_us))
-    peaks = peaks_of(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)
+    peaks = compared_peaks(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)
     # A profile written by hand may have no times.
     are_times_judged = are_times_judged and planned.step_us > 0 and not disturbance_note(report)
     rows = (with_verdict(row, DEFAULT_TOLERANCE, are_times_judged=are_times_judged) for row in (step, *peaks))

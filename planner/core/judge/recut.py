@@ -8,7 +8,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
-from planner.core.cost.width import at_width
+from planner.core.cost.width import profile_at_width
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan, Recompute, RecomputePolicy, SolverReport
 from planner.core.values.profile import Profile
@@ -49,7 +49,7 @@ def with_cuts(
         replicas=plan.replicas,
     )
     check_partition(partition, num_layers=len(profile.layers), num_devices=cluster.num_devices)
-    costs = costs_at(at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
+    costs = costs_at(profile_at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
     evaluation = _fastest_fitting(costs, partition, cluster, inputs.recompute)
     return evaluation.plan(inputs, SolverReport(method="given", status="given"))
 

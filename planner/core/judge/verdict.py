@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from planner.core.cost.costs import costs_at, covers_size
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
-from planner.core.cost.width import at_width, widths_of
+from planner.core.cost.width import profile_at_width, widths_of
 from planner.core.errors import UsageError
 from planner.core.judge.certainty import Certainty, MemoryFit, certainty_of, memory_fit, tight_findings
 from planner.core.values.devices import Accelerator
@@ -98,7 +98,7 @@ def judge(
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes, headroom=0.0)
     cluster = inputs.cluster_of(plan.tensor_parallel, plan.replicas)
     check_partition(partition, num_layers=len(profile.layers), num_devices=cluster.num_devices)
-    costs = costs_at(at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
+    costs = costs_at(profile_at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
     evaluation = Evaluation(costs, partition, cluster)
     now = evaluation.plan(inputs, plan.solver)
     if not is_equal_rounded("step_us", plan.predicted.step_us, now.predicted.step_us):

@@ -105,7 +105,9 @@ def verification_of(
     if len(report.step_us) <= report.warmup_steps:
         raise MeasurementError(f"{len(report.step_us)} steps are all warm-up steps", hint="run more: `--steps 12`")
     crowded = crowded or disturbance_note(report)
-    compared = tuple(with_verdict(row, tolerance, are_times_judged=not crowded) for row in compared_of(plan, report))
+    compared = tuple(
+        with_verdict(row, tolerance, are_times_judged=not crowded) for row in compared_figures(plan, report)
+    )
     return Verification(
         agrees=all(row.agrees is not False for row in compared) and not wrong,
         compared=compared,
@@ -117,14 +119,14 @@ def verification_of(
     )
 
 
-def compared_of(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...]:
+def compared_figures(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...]:
     """Return predicted and measured figures without verdicts: step, bubble, stage times, device peaks.
 
     Of several replicas, the slowest times and the highest peaks are used. If the run has fewer stages than the plan,
     only the stages of the run are compared.
     """
     stages = [[stage.index for stage in chunks] for chunks in plan.by_device()]
-    peaks = peaks_of(list(zip(stages, peak_bytes_of(plan), strict=True)), report)
+    peaks = compared_peaks(list(zip(stages, peak_bytes_of(plan), strict=True)), report)
     return (*_times(plan, report), *peaks)
 
 
@@ -171,7 +173,7 @@ def unplanned_samples(report: RunReport) -> float | None:
     return None if isclose(samples, report.batch, rel_tol=0.02, abs_tol=0.05 * median(steps_s)) else samples
 
 
-def peaks_of(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) -> Iterator[ComparedFigure]:
+def compared_peaks(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) -> Iterator[ComparedFigure]:
     """Yield the highest measured peak and the predicted peak of every device, in bytes.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
-from planner.core.schedule.base import Action, Loads, Schedule
+from planner.core.schedule.base import Action, LoadBounds, Schedule
 from planner.core.schedule.dualpipev import DualPipeV
 from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
@@ -20,15 +20,15 @@ from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
 from planner.core.schedule.program import (
     DeadlockError,
     Instruction,
-    Need,
+    NeededMessage,
     devices_of,
     execution_order,
     instruction_lists,
-    message_from,
-    message_to,
-    needed_for,
+    needed_message,
+    receiving_stage,
+    sending_stage,
 )
-from planner.core.schedule.table import actions_in, table_of
+from planner.core.schedule.table import orders_as_csv, orders_from_csv
 from planner.core.schedule.v_half import VHalf
 from planner.core.schedule.v_min import VMin
 from planner.core.schedule.validity import check_orders
@@ -56,22 +56,22 @@ __all__ = [
     "Label",
     "Letter",
     "ListedSchedule",
-    "Loads",
-    "Need",
+    "LoadBounds",
+    "NeededMessage",
     "Schedule",
-    "actions_in",
     "check_orders",
     "devices_of",
     "execution_order",
     "format_orders",
     "instruction_lists",
-    "message_from",
-    "message_to",
-    "needed_for",
+    "needed_message",
+    "orders_as_csv",
+    "orders_from_csv",
     "parse_orders",
+    "receiving_stage",
     "schedule_of",
     "schedules_for",
-    "table_of",
+    "sending_stage",
 ]
 
 GPIPE: Final = GPipe()

@@ -46,7 +46,7 @@ class Action(NamedTuple):
         return None if match is None else cls(int(match[1]), _LETTERS[match[2]], int(match[3]))
 
 
-class Loads(NamedTuple):
+class LoadBounds(NamedTuple):
     """Lower bounds of the compute time of one micro-batch, in microseconds, valid for every partition."""
 
     work_us: float
@@ -166,7 +166,7 @@ class Schedule(ABC):
             most = max(most, waiting)
         return most
 
-    def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:
+    def bound_us(self, loads: LoadBounds, micro_batches: int, chunks: int) -> float:
         """Return a lower bound of the step time of every partition, in microseconds.
 
         The bound ignores memory, links, overheads and recomputation. It is the larger of two bounds. First, the busiest

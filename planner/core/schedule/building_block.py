@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.kinds import KINDS, Flow, Letter
-from planner.core.schedule.program import needed_for
+from planner.core.schedule.program import needed_message
 from planner.core.values.placement import stages_on
 
 _PERIOD = 6
@@ -179,7 +179,7 @@ def _message_of(action: Action) -> _Message:
 
 def _message_for(action: Action, num_stages: int) -> _Message | None:
     """Return the message that an action waits for."""
-    need = needed_for(action.kind, action.stage, num_stages)
+    need = needed_message(action.kind, action.stage, num_stages)
     return None if need is None else (need.flow, need.stage, action.micro_batch)
 
 

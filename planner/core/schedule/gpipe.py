@@ -10,7 +10,7 @@ forwards.
 
 from math import inf
 
-from planner.core.schedule.base import Action, Loads, Schedule
+from planner.core.schedule.base import Action, LoadBounds, Schedule
 
 
 class GPipe(Schedule):
@@ -32,7 +32,7 @@ class GPipe(Schedule):
         """Return M: all micro-batches are in flight after the last forward."""
         return micro_batches
 
-    def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:
+    def bound_us(self, loads: LoadBounds, micro_batches: int, chunks: int) -> float:
         """Return a lower bound of the step time: one micro-batch in all stages, and M-1 times the slowest F and B."""
         return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
 

@@ -14,7 +14,7 @@ from planner.core.schedule.kinds import KINDS, Flow, Letter
 _FLOWS: Final = {letter: kind.flow for letter, kind in KINDS.items()}
 
 
-class Need(NamedTuple):
+class NeededMessage(NamedTuple):
     """Message that must exist before an action of the same micro-batch can start."""
 
     flow: Flow
@@ -45,7 +45,7 @@ class Instruction(NamedTuple):
     """Stage of the device that executes the instruction."""
 
 
-def message_from(kind: Letter, stage: int, num_stages: int) -> int | None:
+def sending_stage(kind: Letter, stage: int, num_stages: int) -> int | None:
     """Return the stage whose message an action waits for.
 
     Args:
@@ -60,7 +60,7 @@ def message_from(kind: Letter, stage: int, num_stages: int) -> int | None:
     return source if source != stage and 0 <= source < num_stages else None
 
 
-def message_to(kind: Letter, stage: int, num_stages: int) -> int | None:
+def receiving_stage(kind: Letter, stage: int, num_stages: int) -> int | None:
     """Return the stage that waits for an action's message.
 
     Args:
@@ -75,7 +75,7 @@ def message_to(kind: Letter, stage: int, num_stages: int) -> int | None:
     return target if target != stage and 0 <= target < num_stages else None
 
 
-def needed_for(kind: Letter, stage: int, num_stages: int) -> Need | None:
+def needed_message(kind: Letter, stage: int, num_stages: int) -> NeededMessage | None:
     """Return the message that must exist before an action can start.
 
     Args:
@@ -86,10 +86,10 @@ def needed_for(kind: Letter, stage: int, num_stages: int) -> Need | None:
     Returns:
         The message and the stage that sends it; None for the first stage's forward.
     """
-    source, flow, follows = message_from(kind, stage, num_stages), KINDS[kind].flow, KINDS[kind].follows
+    source, flow, follows = sending_stage(kind, stage, num_stages), KINDS[kind].flow, KINDS[kind].follows
     if source is not None and flow is not None:
-        return Need(flow, source)
-    return None if follows is None else Need(follows, stage)
+        return NeededMessage(flow, source)
+    return None if follows is None else NeededMessage(follows, stage)
 
 
 def devices_of(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instru
     """
     devices = devices_of(actions)
     num_stages = len(devices)
-    targets = {(kind, stage): message_to(kind, stage, num_stages) for kind in KINDS for stage in range(num_stages)}
+    targets = {(kind, stage): receiving_stage(kind, stage, num_stages) for kind in KINDS for stage in range(num_stages)}
     rows: list[list[Instruction]] = [[] for _ in actions]
     for stage, kind, micro_batch in _in_turns(actions, devices):
         device, flow, target = devices[stage], _FLOWS[kind], targets[kind, stage]
@@ -156,7 +156,7 @@ def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
 def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> Iterator[Action]:
     """Yield the actions turn by turn; a device runs its next action if its dependency finished before the turn."""
     num_stages = len(devices)
-    needs = {(kind, s): needed_for(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
+    needs = {(kind, s): needed_message(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
     over: set[tuple[Flow | None, int, int]] = set()
     position = [0] * len(actions)
     left = sum(map(len, actions))

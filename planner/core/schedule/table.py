@@ -20,7 +20,7 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _TRANSFER = re.compile(r"[0-9]+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 
 
-def table_of(actions: Sequence[Sequence[Action]]) -> str:
+def orders_as_csv(actions: Sequence[Sequence[Action]]) -> str:
     """Return the CSV table of action orders: a line for each device, without idle slots.
 
     Args:
@@ -29,7 +29,7 @@ def table_of(actions: Sequence[Sequence[Action]]) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in actions)
 
 
-def actions_in(text: str) -> tuple[tuple[Action, ...], ...]:
+def orders_from_csv(text: str) -> tuple[tuple[Action, ...], ...]:
     """Return the action orders in a CSV table, without idle slots; `check_orders` checks if they can run.
 
     Args:

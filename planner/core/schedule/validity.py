@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from planner.core.errors import UsageError
 from planner.core.schedule.base import Action
 from planner.core.schedule.kinds import KINDS, Flow
-from planner.core.schedule.program import DeadlockError, execution_order, needed_for
+from planner.core.schedule.program import DeadlockError, execution_order, needed_message
 
 _Position = tuple[int, int]
 """Device, and index in its action order."""
@@ -130,7 +130,7 @@ def _refuse_too_early(devices: Sequence[int], positions: dict[Action, _Position]
 
 def _needs(action: Action, num_stages: int, positions: dict[Action, _Position]) -> Iterator[Action]:
     """Yield the actions that an action depends on: the sender of its message, then the forward of its own stage."""
-    need = needed_for(action.kind, action.stage, num_stages)
+    need = needed_message(action.kind, action.stage, num_stages)
     if need is not None:
         yield _maker(need.flow, need.stage, action.micro_batch, positions)
     if KINDS[action.kind].follows == "F":

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from planner.core.judge.drift import drift_of, drift_text
+from planner.core.judge.drift import deviating_figures, drift_text
 from planner.core.judge.verification import crowding
 from planner.core.values.balance import Balance, RunPrediction
 from planner.core.values.printable import printable_lines
@@ -27,7 +27,7 @@ def drift_note(
         Text for stderr.
     """
     is_crowded = report.device.kind == "cpu" and crowding(num_here, balance.threads, usable_cores())
-    drift = drift_of(balance, report, are_times_judged=not is_crowded)
+    drift = deviating_figures(balance, report, are_times_judged=not is_crowded)
     if not drift or balance.planned is None:
         return ""
     return printable_lines("\n    ".join([f"note: {drift_text(drift)}", *advice(balance.planned)]))

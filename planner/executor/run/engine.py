@@ -37,8 +37,8 @@ from planner.core.schedule import (
     Schedule,
     devices_of,
     instruction_lists,
-    message_from,
-    message_to,
+    receiving_stage,
+    sending_stage,
 )
 from planner.core.values.precision import Precision
 from planner.executor.run.gradients import check_output
@@ -207,8 +207,8 @@ class Engine:
             stage=self._stage_at[stage],
             message=Message(kind, stage, micro_batch),
             words=f"{KINDS[kind].label} of micro-batch {micro_batch}",
-            source=message_from(kind, stage, self._num_stages),
-            target=message_to(kind, stage, self._num_stages),
+            source=sending_stage(kind, stage, self._num_stages),
+            target=receiving_stage(kind, stage, self._num_stages),
             is_split=is_split,
             is_last=is_last,
         )
@@ -217,7 +217,7 @@ class Engine:
     def _transfer_of(self, instruction: Instruction) -> Callable[[], None]:
         kind, stage = instruction.kind, self._stage_at[instruction.stage]
         message = Message(kind, stage.index, instruction.micro_batch)
-        other = (message_from if instruction.do == "receive" else message_to)(kind, stage.index, self._num_stages)
+        other = (sending_stage if instruction.do == "receive" else receiving_stage)(kind, stage.index, self._num_stages)
         assert other is not None  # the program has no transfers at the ends of the chain
         rank = self._ranks[self._devices[other]]
         if instruction.do == "receive":

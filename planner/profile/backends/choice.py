@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 
 from planner.core.errors import UsageError
-from planner.core.extensions import load, names_of
+from planner.core.extensions import load, registered_names
 from planner.core.values.devices import accelerator
 from planner.core.values.profile import Device
 from planner.device.kinds import DEVICE_KINDS
@@ -67,7 +67,7 @@ def backend_of(name: str) -> Backend:
     if name.startswith(_ESTIMATE):
         return EstimatedBackend(accelerator(name.removeprefix(_ESTIMATE)))
     kind = name.partition(":")[0]
-    if kind in names_of("BACKENDS"):
+    if kind in registered_names("BACKENDS"):
         backend: Backend = load("BACKENDS", kind)(name)
         return backend
     return MeasuredBackend(_device(name))
@@ -76,7 +76,7 @@ def backend_of(name: str) -> Backend:
 def _device(name: str) -> torch.device:
     kind, colon, number = name.partition(":")
     if kind not in DEVICE_KINDS or (colon and not (DEVICE_KINDS[kind].has_own_memory and number.isdecimal())):
-        kinds = ", ".join(f"`{known}`" for known in (*DEVICE_KINDS, *names_of("BACKENDS")))
+        kinds = ", ".join(f"`{known}`" for known in (*DEVICE_KINDS, *registered_names("BACKENDS")))
         hint = f"use one of {kinds}, or without the device itself `estimate:h100` or `tpu:v2`"
         raise UsageError(f"unknown device `{name}`", hint=hint)
     if not DEVICE_KINDS[kind].count():

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ChainCosts, Tie
+from planner.core.cost.chain_costs import ChainCosts, TiedParameters
 from planner.core.cost.costs import CostTable
 from planner.core.cost.moments import PARTS
 from planner.core.cost.partition import Partition
@@ -235,7 +235,7 @@ def _heights(times_us: FloatArray, costs: ChainCosts) -> list[int]:
     return heights
 
 
-def _tie(tie: Tie, *, is_exact: bool) -> list[object]:
+def _tie(tie: TiedParameters, *, is_exact: bool) -> list[object]:
     """Return a tie (shared parameters) for the page's JSON data.
 
     Returns:

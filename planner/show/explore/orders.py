@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from planner.core.cost.moments import PARTS, Change, changes_of
+from planner.core.cost.moments import PARTS, CountChanges, count_changes
 from planner.core.errors import UsageError
 from planner.core.schedule import KINDS, SCHEDULES, Action, Schedule, schedule_of
 from planner.core.values.limits import MOST_CHUNKS
@@ -22,7 +22,7 @@ MOST_ACTIONS: Final = 400_000
 
 LETTERS: Final = tuple(KINDS)
 
-OrderEntry = tuple[int, Change]
+OrderEntry = tuple[int, CountChanges]
 """Row of the table: 4 * chunk + kind of the action (-1 for the optimizer step), and how the action changes the numbers
 of memory parts."""
 
@@ -107,7 +107,7 @@ def schedule_menu(request: ExplorerRequest) -> ScheduleMenu:
             continue  # the schedule does not support this number of micro-batches
         left -= sum(map(len, rows))
         stages = (schedule.stages_on(device, plan.num_devices, chunks) for device in range(plan.num_devices))
-        changes = changes_of(rows)
+        changes = count_changes(rows)
         orders.setdefault(schedule.name, {}).setdefault(chunks, {})[micro_batches] = DeviceOrders(
             devices=tuple(_order(*each, entries) for each in zip(rows, stages, changes, strict=True)),
             parts=frozenset(part % len(PARTS) for each in set().union(*changes) for part in _changed_parts(each)),
@@ -153,14 +153,14 @@ def _chunks(schedule: Schedule, plan: Plan) -> Sequence[int]:
     return sorted({*range(2, MOST_CHUNKS + 1), *([plan.chunks] if schedule.name == plan.schedule else [])})
 
 
-def _changed_parts(change: Change) -> Iterator[int]:
+def _changed_parts(change: CountChanges) -> Iterator[int]:
     yield from change.before[::2]
     yield from change.running
     yield from change.after[::2]
 
 
 def _order(
-    row: Sequence[Action], stages: Sequence[int], changes: Sequence[Change], entries: dict[OrderEntry, int]
+    row: Sequence[Action], stages: Sequence[int], changes: Sequence[CountChanges], entries: dict[OrderEntry, int]
 ) -> EncodedOrder:
     """Return the action order of a device for the page.
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, sums_before
-from planner.core.schedule import KINDS, Need, message_from, message_to, needed_for
+from planner.core.schedule import KINDS, NeededMessage, needed_message, receiving_stage, sending_stage
 from planner.core.values.cluster import Cluster, Link
 from planner.core.values.placement import Placement, device_of
 
@@ -103,18 +103,20 @@ class StageLayout:
         as the index of the stage before it. -1 stands for no message or boundary.
         """
         every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
-        makes = [self._message(None if (flow := KINDS[kind].flow) is None else Need(flow, s)) for kind, s in every]
+        makes = [
+            self._message(None if (flow := KINDS[kind].flow) is None else NeededMessage(flow, s)) for kind, s in every
+        ]
         return {
             "devices": self.devices,
             "speeds": self.speeds,
             "links": self.links,
-            "needs": [self._message(needed_for(kind, stage, self.num_stages)) for kind, stage in every],
+            "needs": [self._message(needed_message(kind, stage, self.num_stages)) for kind, stage in every],
             "makes": makes,
-            "received": [self._boundary(stage, message_from(kind, stage, self.num_stages)) for kind, stage in every],
-            "sent": [self._boundary(stage, message_to(kind, stage, self.num_stages)) for kind, stage in every],
+            "received": [self._boundary(stage, sending_stage(kind, stage, self.num_stages)) for kind, stage in every],
+            "sent": [self._boundary(stage, receiving_stage(kind, stage, self.num_stages)) for kind, stage in every],
         }
 
-    def _message(self, need: Need | None) -> int:
+    def _message(self, need: NeededMessage | None) -> int:
         return -1 if need is None else _FLOWS.index(need.flow) * self.num_stages + need.stage
 
     def _boundary(self, stage: int, neighbor: int | None) -> int:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import isfinite
 
 from planner.core.judge.calibration import timed_steps_us
-from planner.core.judge.verification import ComparedFigure, Quantity, compared_of
+from planner.core.judge.verification import ComparedFigure, Quantity, compared_figures
 from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
@@ -41,7 +41,7 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
     if ran_other_stages(plan, report):
         body = note("The run had other stages than the plan, so stages cannot be compared.")
         return Section(anchor="measured", title=title, body=body)
-    figures, place = compared_of(plan, report), row_noun(plan.chunks)
+    figures, place = compared_figures(plan, report), row_noun(plan.chunks)
     rows = [
         row
         for text, quantities in _SCALES

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.core.judge.calibration import timed_steps_us
-from planner.core.judge.verification import ComparedFigure, Quantity, Verification, compared_of
+from planner.core.judge.verification import ComparedFigure, Quantity, Verification, compared_figures
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
@@ -127,7 +127,7 @@ def _measured(report: RunReport, style: Style) -> list[RenderableType]:
 
 def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableType]:
     rows: list[_Row | None] = []
-    for quantity, group in groupby(compared_of(plan, report), key=lambda row: row.what):
+    for quantity, group in groupby(compared_figures(plan, report), key=lambda row: row.what):
         # The bubble is in the same group of rows as the step time.
         rows += [None] if quantity not in ("step_us", "bubble") else []
         rows += _compared(tuple(group), plan)

@@ -31,7 +31,7 @@ import numpy as np
 
 from planner.core.cost.device_memory import most_shared_input_bytes
 from planner.core.cost.linear import Linear
-from planner.core.cost.simulate import Times, device_spans
+from planner.core.cost.simulate import Durations, device_spans
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
@@ -168,7 +168,7 @@ class LinearProgram:
             durations |= {"I": _pairwise_sums(halves[0], again), "W": halves[1]}
             last |= {"I": _pairwise_sums(halves[0], last_again), "W": halves[1]}
         sends = [self._send(s) for s in range(self._S)]
-        times = Times(durations, last, sends, evaluator.blocking.tolist())
+        times = Durations(durations, last, sends, evaluator.blocking.tolist())
         carried = device_spans(evaluator.actions, times, begin=Linear(), later_of=self._maximum)
         own = [
             sum((self._stage_sum(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=Linear())

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.device_memory import ChunkByLayers, SharedBytes, chunk_by_layers, shared_bytes
+from planner.core.cost.device_memory import ChunkMemoryFunction, SharedBytes, chunk_memory_function, shared_bytes
 from planner.core.cost.layer_memory import StageLayers, most_savings
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.layers.cheapest import MemoryLimit, cheapest_within
@@ -165,7 +165,7 @@ class _StageTables:
     """Memory and times of the stage of layers `first`..`end - 1`, as far as they do not depend on its device."""
 
     def __init__(self, costs: ChainCosts, first: int, end: int, micro_batches: int, *, in_halves: bool) -> None:
-        self.by_layers = chunk_by_layers(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
+        self.by_layers = chunk_memory_function(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
         self.layers = StageLayers.of(costs, first, end)
         self.times_us = costs.forward_us[first:end]
         self.whole_us = _whole_recompute_us(costs, first, end, micro_batches)
@@ -181,7 +181,7 @@ class _StageTables:
 class _Chunk:
     """Chunk of a device: its memory at each point in the step of the device, as a function of its recomputation."""
 
-    def __init__(self, stage: _StageTables, by_layers: ChunkByLayers, counts: FloatArray) -> None:
+    def __init__(self, stage: _StageTables, by_layers: ChunkMemoryFunction, counts: FloatArray) -> None:
         self.stage = stage
         self.whole: dict[int, _Option] = {}
         """Recomputations of the whole stage, by index into `CHOICES`."""

@@ -100,7 +100,7 @@ def _search_with_order(progress: Progress, initial: Partition | None) -> None:
     progress.leave_out(progress.case.bound_us)
     if initial is None:
         return
-    evaluator = Evaluator(progress.case, initial.num_devices).with_schedule(initial.rule)
+    evaluator = Evaluator(progress.case, initial.num_devices).with_schedule(initial.schedule_object)
     CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator)).search(
         [], search_effort(progress, evaluator), initial
     )

@@ -96,7 +96,7 @@ class _JointSearch:
         """Search from the partition and the action orders of a good plan."""
         self._known_orders.insert(0, start.actions())
         self._order_share = _SHARE_FROM_BEST
-        self._kinds = (not start.rule.splits_backward,)
+        self._kinds = (not start.schedule_object.splits_backward,)
         self._alternate(cuts_and_choices(start))
 
     def search(self) -> None:

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from planner.core.cost.device_memory import (
-    ChunkByLayers,
-    chunk_by_layers,
+    ChunkMemoryFunction,
+    chunk_memory_function,
     chunk_totals,
     device_peaks,
     device_peaks_by_choice,
@@ -276,10 +276,10 @@ class Evaluator:
         return np.stack(fill_stage_tables(case.costs.num_layers, self.width, 1 + len(PARTS), block), axis=-1)
 
     @cached_property
-    def _any_by_layers(self) -> ChunkByLayers:
+    def _any_by_layers(self) -> ChunkMemoryFunction:
         """Memory of one stage with all layers. Only its fields `saved` and `level` are read, which all stages share."""
         case = self.case
-        return chunk_by_layers(
+        return chunk_memory_function(
             case.costs,
             0,
             case.costs.num_layers,

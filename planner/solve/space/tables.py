@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts, sums_before
-from planner.core.cost.memory import totals_of
+from planner.core.cost.memory import peak_bytes_of_stages
 from planner.core.cost.moments import Moments
 from planner.core.cost.passing import is_simple
 from planner.core.cost.stage_time import CHOICES
@@ -50,7 +50,7 @@ class MemoryTable:
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
             columns = width if by_length else slice(int(firsts[0]), stop)
-            return totals_of(costs, firsts, columns, moments, choices=choices)
+            return peak_bytes_of_stages(costs, firsts, columns, moments, choices=choices)
 
         tables = fill_stage_tables(costs.num_layers, width, len(allowed), block, by_length=by_length)
         return cls(totals=dict(zip(allowed, tables, strict=True)))

@@ -264,7 +264,7 @@ def test_the_compiler_is_asked_before_a_program_is_refused(
     cut = ("--balance", "1,3", "--micro-batches", "8")
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
     absent = ("torchax",) if fits is None else ()
-    monkeypatch.setattr(emitter, "absent_from", lambda _: absent)
+    monkeypatch.setattr(emitter, "missing_packages", lambda _: absent)
     monkeypatch.setattr(emitter, "ask_compiler", lambda *_: (bool(fits), "the compiler's words"))
     done = call(capsys, "emit", "--format", "jax")
     assert done.code == code

@@ -7,7 +7,7 @@ import pytest
 
 import planner
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.width import at_width
+from planner.core.cost.width import profile_at_width
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import judge
@@ -53,7 +53,7 @@ def test_each_replica_has_its_part() -> None:
         assert (one.memory.parameters, one.memory.gradients) == (other.memory.parameters, other.memory.gradients)
     update, longer = (Evaluation.of(plan, profile()).updates_us for plan in (divided, whole))
     assert (longer - update).tolist() == [30.0, 30.0]
-    layer = at_width(profile(), divided.cluster).layers[0]
+    layer = profile_at_width(profile(), divided.cluster).layers[0]
     assert (layer.optimizer_peak_bytes, layer.optimizer_boundary_peak_bytes) == (5, 4)
 
 
@@ -69,8 +69,8 @@ def test_replicas_that_divide_experts_share_less() -> None:
     """Two of four replicas have the same experts, so that each has half of their optimizer."""
     experts = replace(profile(), expert_parallel=2)
     plan = solve(experts, request(8, 4, divides=True))
-    assert at_width(experts, plan.cluster).layers[0].optimizer_bytes == 40
-    assert at_width(profile(), plan.cluster).layers[0].optimizer_bytes == 20
+    assert profile_at_width(experts, plan.cluster).layers[0].optimizer_bytes == 40
+    assert profile_at_width(profile(), plan.cluster).layers[0].optimizer_bytes == 20
 
 
 def test_the_number_of_replicas_is_chosen_by_what_fits() -> None:

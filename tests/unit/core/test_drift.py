@@ -7,7 +7,7 @@ import pytest
 from planner.api.options.verifying import VerifyOptions
 from planner.api.texts import fraction, two_fractions
 from planner.core.cost.evaluate import Evaluation
-from planner.core.judge.drift import ENOUGH_STEPS, drift_of, drift_text
+from planner.core.judge.drift import ENOUGH_STEPS, deviating_figures, drift_text
 from planner.core.judge.verification import DEFAULT_TOLERANCE
 from planner.core.values.balance import Balance
 from planner.core.values.profile import Model
@@ -58,7 +58,7 @@ def test_what_is_farther_off_than_verify_allows_is_told(run: tuple[Balance, RunR
         "full": fuller(report, 1.02),
         "both": fuller(slower(report, 2.0), 0.5),
     }
-    drifts = {name: drift_of(balance, each, are_times_judged=True) for name, each in off.items()}
+    drifts = {name: deviating_figures(balance, each, are_times_judged=True) for name, each in off.items()}
     assert {name: [row.what for row in drift] for name, drift in drifts.items()} == {
         "as planned": [],
         "within": [],
@@ -72,7 +72,7 @@ def test_what_is_farther_off_than_verify_allows_is_told(run: tuple[Balance, RunR
     assert "(+100.0%, 10% are allowed); the peak of device 1 was " in text
     assert text.endswith("(-50.0%, -5% to +1% are allowed)")
     assert "and 2 others deviate" in drift_text(
-        drift_of(replace(balance, stages=tuple(replace(s, peak_bytes=0) for s in balance.stages)), report,
+        deviating_figures(replace(balance, stages=tuple(replace(s, peak_bytes=0) for s in balance.stages)), report,
                  are_times_judged=True)
     )  # fmt: skip
 
@@ -82,21 +82,21 @@ def test_nothing_is_said_of_runs_that_say_nothing(run: tuple[Balance, RunReport]
     balance, report = run
     slow = slower(report, 1.5)
     rates = tuple(2 * report.batch / time * 1e6 for time in slow.step_us)
-    assert drift_of(balance, slow, are_times_judged=True)
-    assert not drift_of(balance, slow, are_times_judged=False)
+    assert deviating_figures(balance, slow, are_times_judged=True)
+    assert not deviating_figures(balance, slow, are_times_judged=False)
     for other in (
         replace(slow, step_us=slow.step_us[1:]),
         replace(slow, device=replace(slow.device, kind="cuda")),
         replace(slow, samples_per_s=rates),
         replace(slow, stages=(replace(slow.stages[0], core_share=0.4), *slow.stages[1:])),
     ):
-        assert not drift_of(balance, other, are_times_judged=True)
-    assert not drift_of(replace(balance, planned=None), slow, are_times_judged=True)
+        assert not deviating_figures(balance, other, are_times_judged=True)
+    assert not deviating_figures(replace(balance, planned=None), slow, are_times_judged=True)
     assert balance.planned is not None
     for_tpus = replace(balance, planned=replace(balance.planned, device="tpu"))
-    assert not drift_of(for_tpus, slow, are_times_judged=True)
-    assert drift_of(for_tpus, replace(slow, device=replace(slow.device, kind="tpu")), are_times_judged=True)
-    assert drift_of(balance, replace(slow, samples_per_s=tuple(r / 2 for r in rates)), are_times_judged=True)
+    assert not deviating_figures(for_tpus, slow, are_times_judged=True)
+    assert deviating_figures(for_tpus, replace(slow, device=replace(slow.device, kind="tpu")), are_times_judged=True)
+    assert deviating_figures(balance, replace(slow, samples_per_s=tuple(r / 2 for r in rates)), are_times_judged=True)
 
 
 def test_it_allows_what_verify_allows() -> None:

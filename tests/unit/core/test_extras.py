@@ -4,7 +4,7 @@ import pytest
 
 from planner.core import extras
 from planner.core.errors import ExitCode, MissingPackageError
-from planner.core.extras import check_for_configurations, check_installed, command_for, importing
+from planner.core.extras import check_for_configurations, check_installed, importing, install_command
 
 
 def leave_only(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
@@ -34,9 +34,9 @@ def test_all_that_is_missing_is_named(
 def test_the_torch_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra would have pip replace one of another release: so the rest is named."""
     leave_only(monkeypatch)
-    assert command_for("train") == "pip install 'gpipe-plan[train]'"
+    assert install_command("train") == "pip install 'gpipe-plan[train]'"
     leave_only(monkeypatch, "torch")
-    assert command_for("train") == "pip install fvcore networkx safetensors"
+    assert install_command("train") == "pip install fvcore networkx safetensors"
     leave_only(monkeypatch, "torch", "fvcore", "networkx", "safetensors")
     check_installed("train")
 

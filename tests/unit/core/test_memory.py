@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
-from planner.core.cost.memory import stage_memory, totals_of
+from planner.core.cost.memory import peak_bytes_of_stages, stage_memory
 from planner.core.cost.stages import stages_in
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import BoundaryTensor
@@ -445,7 +445,7 @@ def test_all_intervals_at_once_equal_one_stage_at_a_time(in_flight: int, *, is_e
     costs = costs_at(random_profile(17, 9, exact=is_exact, sizes=(1, 4)), 3)
     firsts = np.array([0, 1, 2, 4, 5, 8])
     compared = 0
-    totals = totals_of(costs, firsts, slice(0, 9), moments_with(5, in_flight), choices=CHOICES)
+    totals = peak_bytes_of_stages(costs, firsts, slice(0, 9), moments_with(5, in_flight), choices=CHOICES)
     for recompute, rows in zip(CHOICES, totals, strict=True):
         for row, first in enumerate(firsts.tolist()):
             for end in range(first + 1, 10):
@@ -474,7 +474,7 @@ def test_more_micro_batches_in_flight_never_need_less(*, is_exact: bool) -> None
         valid = np.arange(6)[None, :] >= firsts[:, None]
 
         def totals_with(m: int, in_flight: int, recompute: Recompute) -> NDArray[np.float64]:
-            (rows,) = totals_of(costs, firsts, slice(0, 6), moments_with(m, in_flight), choices=[recompute])  # noqa: B023
+            (rows,) = peak_bytes_of_stages(costs, firsts, slice(0, 6), moments_with(m, in_flight), choices=[recompute])  # noqa: B023
             found: NDArray[np.float64] = rows[valid]  # noqa: B023
             return found
 

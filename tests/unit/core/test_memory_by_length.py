@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
-from planner.core.cost.memory import stage_memories, stage_memory, totals_of
+from planner.core.cost.memory import peak_bytes_of_stages, stage_memories, stage_memory
 from planner.core.cost.passing import is_simple
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile
@@ -46,8 +46,8 @@ def test_stages_by_length_are_those_by_last_layer(kind: str, seed: int, in_fligh
     """Every stage of one to four layers, whatever is recomputed."""
     costs, moments, firsts = simple_costs(kind, seed), moments_with(5, in_flight), np.arange(LAYERS)
     assert is_simple(costs)
-    by_end = totals_of(costs, firsts, slice(0, LAYERS), moments, choices=CHOICES)
-    by_length = totals_of(costs, firsts, 4, moments, choices=CHOICES)
+    by_end = peak_bytes_of_stages(costs, firsts, slice(0, LAYERS), moments, choices=CHOICES)
+    by_length = peak_bytes_of_stages(costs, firsts, 4, moments, choices=CHOICES)
     for ends, lengths in zip(by_end, by_length, strict=True):
         assert lengths.shape == (LAYERS, 4)
         for first in firsts:

@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.device_memory import SharedBytes, chunk_memory, shared_bytes
-from planner.core.cost.moments import PARTS, counts_of
+from planner.core.cost.moments import PARTS, part_counts
 from planner.core.cost.stages import SplitBackwardMemory, stages_in
 from planner.core.schedule import SCHEDULES
 from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, SplitMemory
@@ -134,7 +134,7 @@ def test_weights_that_layers_share_wait_for_one_another_in_w() -> None:
 def test_copies_of_weights_are_kept_for_whole_backwards_and_for_halves() -> None:
     """DualPipeV has both on every stage: autocast keeps copies for the ones, the executor for the others."""
     for name, copies in (("dualpipev", 2), ("zbv", 1)):
-        for counts in counts_of(SCHEDULES[name].actions(2, 8, 2)):
+        for counts in part_counts(SCHEDULES[name].actions(2, 8, 2)):
             assert (counts.during[:, :, CASTS] == copies).all()
 
 

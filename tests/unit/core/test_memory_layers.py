@@ -9,9 +9,9 @@ import pytest
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
-from planner.core.cost.device_memory import chunk_by_layers, chunk_memory
+from planner.core.cost.device_memory import chunk_memory, chunk_memory_function
 from planner.core.cost.layer_memory import StageLayers, least_levels, most_savings
-from planner.core.cost.memory import linear_moments, stage_memory, totals_of
+from planner.core.cost.memory import linear_moments, peak_bytes_of_stages, stage_memory
 from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
 from tests.support.moments import moments_with
@@ -275,7 +275,7 @@ def test_no_choice_is_below_the_bounds(*, is_exact: bool) -> None:
 def test_which_layers_must_be_said() -> None:
     """All stages at once know nothing of single layers."""
     with pytest.raises(ValueError, match="use `stage_memory`"):
-        totals_of(exact(), np.arange(3), slice(0, 3), moments_with(2), choices=["layers"])
+        peak_bytes_of_stages(exact(), np.arange(3), slice(0, 3), moments_with(2), choices=["layers"])
 
 
 @pytest.mark.parametrize("in_halves", [False, True])
@@ -286,7 +286,7 @@ def test_a_chunk_as_it_depends_on_its_layers(*, is_exact: bool, in_halves: bool)
         rng = random.Random(seed)
         costs = costs_at(random_profile(seed, 6, exact=is_exact, sizes=(1, 4)), 2).of_replicas(1 + seed % 2)
         first, end = rng.randrange(3), rng.randrange(3, 7)
-        chunk = chunk_by_layers(costs, first, end, micro_batches=3, in_halves=in_halves)
+        chunk = chunk_memory_function(costs, first, end, micro_batches=3, in_halves=in_halves)
         layers = StageLayers.of(costs, first, end)
         for count in range(end - first + 1):
             some = tuple(rng.sample(range(first, end), count))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from planner.core.errors import UsageError
-from planner.core.schedule import SCHEDULES, Action, Schedule, actions_in, table_of
+from planner.core.schedule import SCHEDULES, Action, Schedule, orders_as_csv, orders_from_csv
 from tests.unit.core.test_halves_match_torch import planned, stage_of
 
 actions = st.builds(Action, st.integers(0, 10**9 - 1), st.sampled_from("FBIW"), st.integers(0, 10**9 - 1))
@@ -19,26 +19,26 @@ actions = st.builds(Action, st.integers(0, 10**9 - 1), st.sampled_from("FBIW"), 
 
 def test_by_hand() -> None:
     """A row for each device, a cell for each action, nothing for idle slots."""
-    assert table_of(SCHEDULES["1f1b"].actions(2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    assert table_of(SCHEDULES["zb-h1"].actions(2, 2)) == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+    assert orders_as_csv(SCHEDULES["1f1b"].actions(2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert orders_as_csv(SCHEDULES["zb-h1"].actions(2, 2)) == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(actions, min_size=1).map(tuple), min_size=1).map(tuple))
 def test_what_was_written_is_read_back(rows: tuple[tuple[Action, ...], ...]) -> None:
     """Any lists."""
-    assert actions_in(table_of(rows)) == rows
+    assert orders_from_csv(orders_as_csv(rows)) == rows
 
 
 def test_idle_slots_spaces_and_quotes_mean_nothing() -> None:
     """As spreadsheets and torch write them: empty cells, quotes, carriage returns, a byte order mark, blank lines."""
     text = '\ufeff,0F0, ,0F1,,"0B0",0B1\r\n,,1F0,1B0,1F1,1B1,\r\n\r\n'
-    assert actions_in(text) == SCHEDULES["1f1b"].actions(2, 2)
+    assert orders_from_csv(text) == SCHEDULES["1f1b"].actions(2, 2)
 
 
 def test_what_torch_may_run_at_once_is_read_as_one_after_the_other() -> None:
     """A forward and a backward of two micro-batches."""
-    (row,) = actions_in("0F0,(0F1;1B0)OVERLAP_F_B, ( 1F1 ; 0B0 )OVERLAP_F_B")
+    (row,) = orders_from_csv("0F0,(0F1;1B0)OVERLAP_F_B, ( 1F1 ; 0B0 )OVERLAP_F_B")
     assert " ".join(map(str, row)) == "0F0 0F1 1B0 1F1 0B0"
 
 
@@ -70,7 +70,7 @@ def test_what_torch_may_run_at_once_is_read_as_one_after_the_other() -> None:
 def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
     """Row and column are counted from 1, as spreadsheets and editors do."""
     with pytest.raises(UsageError) as refused:
-        actions_in(text)
+        orders_from_csv(text)
     assert refused.value.message == message
     assert refused.value.hint.startswith("write a row for each device")
 
@@ -90,7 +90,7 @@ def test_torch_loads_our_tables(schedule: Schedule, tmp_path: Path) -> None:
     chunks = schedule.exact_chunks or (2 if schedule.is_chunked else 1)
     rows = schedule.actions(4, 8, chunks)
     path = tmp_path / "schedule.csv"
-    path.write_text(table_of(rows), encoding="utf-8")
+    path.write_text(orders_as_csv(rows), encoding="utf-8")
     engine = runtime(4, chunks, 8)
     engine._load_csv(str(path), format="compute_only")
     assert [[str(action) for action in engine.pipeline_order[rank]] for rank in range(4)] == [
@@ -111,4 +111,4 @@ def test_we_read_torchs_tables(name: str, holds: str, tmp_path: Path) -> None:
     planned(name, 4, 8, 2)._dump_csv(str(path), format="compute_only")
     text = path.read_text(encoding="utf-8")
     assert holds in text
-    assert actions_in(text) == SCHEDULES[name].actions(4, 8, 2)
+    assert orders_from_csv(text) == SCHEDULES[name].actions(4, 8, 2)

@@ -13,7 +13,7 @@ from planner.core.schedule import (
     SCHEDULES,
     SPLITTING,
     Action,
-    Loads,
+    LoadBounds,
     execution_order,
     instruction_lists,
 )
@@ -321,7 +321,7 @@ def test_the_bound_is_below_the_step(name: str) -> None:
         step = max(
             e.end_us for e in simulate(schedule.actions(num_devices, micro_batches, chunks), [stage] * num_stages)
         )
-        loads = Loads(work_us=3.0 * num_stages, forward_us=1.0, backward_us=2.0, pair_us=3.0 * chunks)
+        loads = LoadBounds(work_us=3.0 * num_stages, forward_us=1.0, backward_us=2.0, pair_us=3.0 * chunks)
         bound = schedule.bound_us(loads, micro_batches, chunks)
         assert 3.0 * chunks * micro_batches <= bound <= step
 

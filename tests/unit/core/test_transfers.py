@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from planner.core.cost.moments import PARTS, counts_of, moments_of
+from planner.core.cost.moments import PARTS, moments_of, part_counts
 from planner.core.schedule import INTERLEAVED, Instruction, instruction_lists
 
 Rows = Sequence[Sequence[Instruction]]
@@ -114,7 +114,7 @@ def test_waiting_for_all_gradients_but_the_last_costs_nothing(devices: int, chun
 
 def test_counts_by_hand() -> None:
     """Device 1 of K = 2, V = 2, M = 2, action by action: F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1."""
-    counts = counts_of(INTERLEAVED.actions(2, 2, 2))[1]
+    counts = part_counts(INTERLEAVED.actions(2, 2, 2))[1]
     during = {part: counts.during[:, :, n].tolist() for n, part in enumerate(PARTS)}
     assert during["held"] == [[0, 0], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0], [0, 0], [0, 0]]
     assert during["forward"] == [[1, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
@@ -135,7 +135,7 @@ def test_counts_by_hand() -> None:
 def test_only_moments_that_cannot_be_the_peak_are_left_out(devices: int, chunks: int, micro_batches: int) -> None:
     """Whatever the bytes of the parts."""
     actions = INTERLEAVED.actions(devices, micro_batches, chunks)
-    both = zip(counts_of(actions), moments_of(actions), strict=True)
+    both = zip(part_counts(actions), moments_of(actions), strict=True)
     for (counts, moments), seed in product(both, range(5)):
         parts = np.random.default_rng(seed).integers(0, 1000, (chunks, len(PARTS)))
         parts[:, PARTS.index("optimizer_step")] = 0

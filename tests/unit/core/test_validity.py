@@ -15,16 +15,16 @@ from planner.core.schedule import (
     check_orders,
     execution_order,
     instruction_lists,
-    needed_for,
+    needed_message,
 )
-from planner.core.schedule.table import actions_in
+from planner.core.schedule.table import orders_from_csv
 
 Lists = list[list[Action]]
 
 
 def lists_in(text: str) -> Lists:
     """A row for each device, separated by slashes: `0F0,0B0 / 1F0,1B0`."""
-    return [list(row) for row in actions_in(text.replace(" / ", "\n"))]
+    return [list(row) for row in orders_from_csv(text.replace(" / ", "\n"))]
 
 
 def at_random(draw: random.Random, num_devices: int, chunks: int, micro_batches: int) -> Lists:
@@ -49,7 +49,7 @@ def at_random(draw: random.Random, num_devices: int, chunks: int, micro_batches:
 
 def is_ready(action: Action, num_stages: int, over: set[object]) -> bool:
     """Whether all it needs is over; a backward needs its own forward anyway."""
-    need = needed_for(action.kind, action.stage, num_stages)
+    need = needed_message(action.kind, action.stage, num_stages)
     waits = [] if need is None else [(need.flow, need.stage, action.micro_batch)]
     return set(waits) <= over
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.core.cost.chain_costs import ChainCosts, Tie
+from planner.core.cost.chain_costs import ChainCosts, TiedParameters
 from planner.core.cost.costs import costs_at
-from planner.core.cost.memory import one_stage, stage_memory, totals_of
+from planner.core.cost.memory import peak_bytes_of_stages, stage_memory, window_of_stage
 from planner.core.cost.parts import parts_of
 from planner.core.cost.waiting import waiting_in, waiting_rows
 from planner.core.values.plan import Recompute
@@ -20,7 +20,7 @@ PARAMETERS = (80, 0, 100, 0, 100, 0)
 def costs_of(*, tied: bool = True) -> ChainCosts:
     """Six layers, of which the third and the fifth use the same parameters."""
     costs = costs_at(even_chain(PARAMETERS), 1)
-    tie = Tie(first=2, second=4, parameter_bytes=100.0, gradient_bytes=100.0, optimizer_bytes=0.0)
+    tie = TiedParameters(first=2, second=4, parameter_bytes=100.0, gradient_bytes=100.0, optimizer_bytes=0.0)
     return replace(costs, ties=(tie,) if tied else ())
 
 
@@ -44,7 +44,7 @@ def test_nothing_waits_for_what_is_elsewhere(first: int, end: int) -> None:
 
 def test_what_many_stages_hold_is_what_each_holds() -> None:
     """For every first and every last layer, with several ties, of which one is of three layers."""
-    ties = [Tie(first=a, second=b, parameter_bytes=s, gradient_bytes=s, optimizer_bytes=0.0)
+    ties = [TiedParameters(first=a, second=b, parameter_bytes=s, gradient_bytes=s, optimizer_bytes=0.0)
             for a, b, s in ((0, 3, 7.0), (3, 5, 7.0), (2, 4, 20.0), (2, 5, 1.0))]  # fmt: skip
     costs = replace(costs_of(), ties=tuple(ties))
     layers = np.arange(6)
@@ -54,7 +54,7 @@ def test_what_many_stages_hold_is_what_each_holds() -> None:
     for first in range(6):
         for last in range(first, 6):
             assert table[first, first : last + 1, last].tolist() == waiting_in(costs, "later", first, last + 1).tolist()
-    whole = totals_of(costs, layers, slice(0, 6), moments_with(3), choices=["never"])[0]
+    whole = peak_bytes_of_stages(costs, layers, slice(0, 6), moments_with(3), choices=["never"])[0]
     for first in range(6):
         for last in range(first, 6):
             alone = stage_memory(costs, first, last + 1, moments_with(3), recompute="never")
@@ -65,7 +65,7 @@ def test_the_levels_of_a_stage() -> None:
     """The highest of the layers' backwards, what waits included; the same with no layer recomputed by itself."""
 
     def moments(*, tied: bool, recompute: Recompute) -> tuple[float, float]:
-        stages, _ = one_stage(costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=())
+        stages, _ = window_of_stage(costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=())
         parts = parts_of(stages, recompute, in_flight=3)
         sums = {
             moment[-1][0]: sum(float(size[0, -1]) for size in parts.at(moment).values())

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.width import at_width, collectives_us, usable_widths
+from planner.core.cost.width import collectives_us, profile_at_width, usable_widths
 from planner.core.errors import UsageError
 from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import judge
@@ -50,13 +50,13 @@ def test_times_include_the_collectives_once() -> None:
     )
     wide = replace(wide, widths=(replace(wide.widths[0], layers=split),))
     cluster = inputs_of(8, 4, link=LINK).cluster_of(4)
-    plain = at_width(wide, cluster)
+    plain = profile_at_width(wide, cluster)
     assert plain.layers[0].forward_us == (20 + 6 + 6,)
     assert plain.layers[0].backward_us == (40 + 6 + 6,)
     assert plain.layers[0].backward_input_us == (20 + 6 + 6,)
     assert plain.layers[0].backward_weight_us == (20,)
-    assert at_width(plain, cluster) is plain
-    assert at_width(profile(1), inputs_of(2, 4).cluster) == profile(1)
+    assert profile_at_width(plain, cluster) is plain
+    assert profile_at_width(profile(1), inputs_of(2, 4).cluster) == profile(1)
 
 
 def test_a_faster_device_has_no_faster_link() -> None:

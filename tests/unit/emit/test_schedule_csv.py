@@ -11,7 +11,7 @@ import pytest
 import planner
 from planner import files
 from planner.core.errors import FileError, UsageError
-from planner.core.schedule import SCHEDULES, actions_in, format_orders, schedule_of
+from planner.core.schedule import SCHEDULES, format_orders, orders_from_csv, schedule_of
 from planner.core.values.plan import Plan
 from planner.emit import EngineFile, emit_engine
 from tests.support.chains import chain, layer
@@ -55,7 +55,7 @@ def test_the_table_is_the_schedule(name: str) -> None:
     plan = plan_of(name)
     file = emitted("csv", plan)
     assert file.name == "schedule.csv"
-    assert actions_in(file.text) == SCHEDULES[name].actions(DEVICES, MICRO_BATCHES, plan.chunks)
+    assert orders_from_csv(file.text) == SCHEDULES[name].actions(DEVICES, MICRO_BATCHES, plan.chunks)
     assert emitted("csv", searched(plan)).text == file.text
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.judge.verification import compared_of
+from planner.core.judge.verification import compared_figures
 from planner.show.html import run_html
 from planner.show.terminal.run import comparison_text, run_text
 from tests.unit.show.samples import MIB, in_a_v, interleaved, plan, report, style
@@ -123,7 +123,7 @@ def test_peaks_of_a_v_are_compared_by_device():
     """The two ends of the chain share a device: each device's need stands beside the highest peak of its chunks."""
     planned = in_a_v()
     run = report(planned)
-    peaks = [row for row in compared_of(planned, run) if row.what == "peak_bytes"]
+    peaks = [row for row in compared_figures(planned, run) if row.what == "peak_bytes"]
     assert [row.predicted for row in peaks] == list(planned.device_bytes())
     measured = [stage.peak_bytes for stage in run.stages]
     assert [row.measured for row in peaks] == [max(measured[d], measured[5 - d]) for d in range(3)]
@@ -134,7 +134,7 @@ def test_the_halves_of_a_backward_are_compared_where_a_plan_has_them():
     planned = in_a_v()
     run = report(planned, time_factor=1.1)
     text = comparison_text(planned, run, WIDE)
-    predicted = {(figure.what, figure.index): figure.predicted for figure in compared_of(planned, run)}
+    predicted = {(figure.what, figure.index): figure.predicted for figure in compared_figures(planned, run)}
     for k, stage in enumerate(planned.stages):
         assert all(row(text, f"{half} backward, stage {k} ").endswith("+10.0 %") for half in ("input", "weight"))
         halves = (predicted[what, k] for what in ("backward_input_us", "backward_weight_us"))
