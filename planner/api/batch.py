@@ -6,7 +6,7 @@ from planner.core.values.profile import Profile
 
 
 def default_batch(profile: Profile, devices: int) -> int:
-    """Return the default batch: the smallest multiple of the largest profiled size with a sample for each device."""
+    """Return the smallest multiple of the largest profiled size that has at least one sample per device."""
     largest = max(profile.micro_batch_sizes)
     return largest * max(1, ceil(devices / largest))
 

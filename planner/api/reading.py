@@ -70,7 +70,7 @@ def load_plan(plan: File = "plan.yaml") -> Plan:
 
 
 def plan_of(plan: File | Plan) -> tuple[Plan, str]:
-    """Return a plan and its path; the path is `NOWHERE` if `plan` is a value, so relative paths start here."""
+    """Return a plan and its path. For a value, the path is `NOWHERE`: paths are relative to the working directory."""
     if isinstance(plan, Plan):
         return plan, NOWHERE
     path = os.fspath(plan)

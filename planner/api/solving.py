@@ -145,7 +145,7 @@ def _check_output(output: str | None, source: ReadProfile, options: SolveOptions
 
 
 def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> Plan:
-    """Return the plan for one number of devices; `output` is its future path, to which other paths are relative."""
+    """Return the plan for one number of devices; paths in it are relative to the folder of `output`, its file."""
     # `planner.solve` is slow to import, and `--help` does not need it.
     from planner.api.solver_request import request_of  # noqa: PLC0415
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
@@ -328,7 +328,7 @@ def _sizes(options: SweepOptions) -> tuple[tuple[int, ...], str | None]:
 
 
 def _of_largest(options: SweepOptions, devices: int, nodes: str | None) -> SolverOptions:
-    """Return solver options for the largest cluster; headroom is subtracted later, for every memory limit."""
+    """Return the options of `solve` for the largest cluster. Headroom is 0: it is subtracted from each limit later."""
     shared = {of.name for of in fields(SweepOptions)} & {of.name for of in fields(SolverOptions)}
     same = {name: getattr(options, name) for name in shared - {"devices", "nodes", "mem", "headroom"}}
     mem = None if options.mem is None else max(texts.sizes(options.mem))

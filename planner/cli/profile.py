@@ -74,7 +74,7 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
 
 
 def _devices(measured: "Profile") -> str:
-    """Return the options of `solve` with so many devices that the model's state takes at most half of their memory."""
+    """Return options of `solve` that give enough devices: the model's state takes at most half of their memory."""
     from planner.core.cost.width import layers_by_width
 
     widths = layers_by_width(measured)
@@ -87,7 +87,7 @@ def _devices(measured: "Profile") -> str:
 
 
 def _stages(layers: Sequence["LayerProfile"], usable_bytes: float) -> int:
-    """Return the smallest number of stages that fit in `usable_bytes`; 0 if a layer does not fit, 1 if unknown (0)."""
+    """Return the smallest number of stages that fit in `usable_bytes`; 1 if that is 0 (unknown), 0 if none fits."""
     if not usable_bytes:
         return 1
     stages, free_bytes = 1, usable_bytes

@@ -144,7 +144,7 @@ def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
 
 
 def _format(profile: "Profile") -> str:
-    """Return the `--format` option for a plan that no training script can run, because its model is a formula."""
+    """Return the `--format` option to suggest for a profile by formula; empty for a model that train.py can run."""
     if "formula" not in profile.model.settings:
         return ""
     # Megatron-LM has decoders only.
@@ -188,7 +188,7 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
 
 
 def _with_replicas(console: Console, plan: "Plan", other: "Plan | None") -> None:
-    """Print a note if `other`, a plan with replicas on more of the devices, is given."""
+    """Print a note about `other`, a plan whose replicas use devices that `plan` leaves idle; nothing if it is None."""
     from planner.show.views.numbers import percent
 
     if other is not None:
@@ -201,7 +201,7 @@ def _with_replicas(console: Console, plan: "Plan", other: "Plan | None") -> None
 
 
 def _faster(console: Console, plan: "Plan", other: "Plan | None") -> None:
-    """Print a note if `other`, a faster plan with another schedule, is given."""
+    """Print a note about `other`, a faster plan with another schedule; nothing if it is None."""
     from planner.show.views.numbers import percent
 
     if other is not None:

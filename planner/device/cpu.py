@@ -77,7 +77,7 @@ class _HostMoment(NamedTuple):
 
 
 class _AllocationWatch:
-    """Peak memory of this process, summed from recorded allocations and releases, as torch counts none on the CPU."""
+    """Watch that adds up recorded allocations and releases, because torch has no memory statistics for CPUs."""
 
     def __init__(self) -> None:
         self._live_bytes = 0

@@ -167,7 +167,7 @@ class _EventMoment(NamedTuple):
 
 
 class _StatisticsWatch:
-    """Watch that reads the allocator's peak; `close` returns none for a run that ends before `begin`."""
+    """Watch that reads the peak of torch's allocator; `close` always returns None."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -28,7 +28,7 @@ class Peak(NamedTuple):
 
 
 class PeakWatch(Protocol):
-    """Interface of a watch of all memory of this process. It starts when the object is created."""
+    """Interface of an object that records the memory of this process, from its creation, to find the peak."""
 
     def begin(self) -> None:
         """Begin the period of which the peak is measured; memory that is already in use counts."""
@@ -46,7 +46,7 @@ class PeakWatch(Protocol):
         """Stop watching.
 
         Returns:
-            Peak memory since `begin`, or else since the creation; None after a call of `end`, and for GPUs.
+            Peak memory since `begin`, or since the creation without `begin`. None after `end`, and always for GPUs.
         """
         ...
 

@@ -70,7 +70,7 @@ _EXPECTED = {
 
 
 class _Keys:
-    """Allowed keys of a file of a dataclass, at each key path."""
+    """Keys that a file may have at each key path, given the dataclass of its content."""
 
     def __init__(self, kind: type[Any]) -> None:
         self._schema = schema_of(kind)

@@ -63,7 +63,7 @@ class AttributeSnapshot:
 
     Args:
         modules: Pairs of a module's path and the module.
-        of_model: Snapshot of the whole model. An object that several modules hold keeps the name it has there.
+        of_model: Snapshot of the whole model. A list, dict or object that it contains keeps the path from there.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "AttributeSnapshot | None" = None) -> None:
@@ -87,7 +87,7 @@ class AttributeSnapshot:
     def restore(self) -> None:
         """Restore the containers whose tensors changed since the snapshot, and remove attributes added to them.
 
-        Plain values are restored as well, because they may count forwards or mark the first one.
+        Plain values are restored as well: a counter of forwards, or a flag that is set in the first forward.
         """
         for container in self._containers.values():
             live, before = container.live, container.before
@@ -164,7 +164,7 @@ def stored_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
 
 @contextmanager
 def undo_attribute_changes(model: nn.Module, changes: Iterable[AttributeChange]) -> Iterator[None]:
-    """Undo recorded attribute changes at the end of the block, which frees the tensors in them and their graphs."""
+    """Undo recorded attribute changes at the end of the block. This frees new tensors and their graphs."""
     before: list[tuple[Any, Any, Any]] = []
     for change in changes:
         try:
@@ -234,7 +234,7 @@ def _container(model: nn.Module, change: AttributeChange) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    """Return `value` if it is a list or dict, the attribute dict of a user-defined object, and None otherwise."""
+    """Return a list or dict unchanged, and for an object of a user-defined class its attribute dict; else None."""
     if type(value) in (list, dict, OrderedDict, defaultdict):
         return value
     if isinstance(value, Tensor | nn.Module | type) or callable(value) or is_plain(value):

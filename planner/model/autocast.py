@@ -56,13 +56,13 @@ def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractCon
 
 
 def caching_only_with_graph() -> AbstractContextManager[None]:
-    """Return a context manager for recomputed layers, in which autocast caches no weight copy without a graph."""
+    """Return a context manager for recomputed layers, in which autocast caches only weight copies that have a graph."""
     return nullcontext() if torch.is_grad_enabled() or _copies_have_graphs() else _without_cache()
 
 
 @cache
 def _copies_have_graphs() -> bool:
-    """Return True if a weight copy that autocast made under `no_grad` passes gradients to the weight in a later use."""
+    """Return True if torch gives a graph to a weight copy that autocast makes under `no_grad` and uses again later."""
     weight = torch.ones(1, 1, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():

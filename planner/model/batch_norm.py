@@ -140,7 +140,7 @@ class BatchStatistics:
 
 @dataclass
 class _NormCall:
-    """Statistics of one call of a layer in a forward; nearly all layers are called once."""
+    """Statistics of one call of a batch normalization in a forward; nearly all of them are called once."""
 
     module: _BatchNorm
     mean: Tensor
@@ -203,7 +203,7 @@ def _sum_over(group: dist.ProcessGroup, calls: Sequence[_NormCall]) -> None:
 
 
 class _Deferred:
-    """Forward of a batch normalization, of any class, that collects statistics instead of updating running ones."""
+    """Replacement for the forward of a batch normalization. It collects statistics instead of updating running ones."""
 
     def __init__(self, module: _BatchNorm, statistics: BatchStatistics) -> None:
         before = vars(module).get("forward")

@@ -35,7 +35,10 @@ from planner.model.stage import ModelStage, holder_at
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer, named by its path in the model or that of its largest module (`#2` for a second layer of that name)."""
+    """Layer of the chain. Its name is the path of its module, or of the largest of its modules.
+
+    A second layer with the same name gets the suffix `#2`.
+    """
 
     name: str
     module: nn.Module
@@ -74,7 +77,7 @@ class Chain:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Name of each boundary: the layer that would end there in the finest cut. Option `uncut` uses these names."""
+        """Name of each boundary, as used by the option `uncut`: the layer that ends there if the model has all cuts."""
         return self.names[:-1] if self.outline is None else self.outline.ends
 
     def modules(self, layer: int) -> tuple[str, ...]:
@@ -205,7 +208,7 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
     """Return the tied parameters: for each parameter's name, its names in the other layers that share it.
 
-    If the name in another layer does not begin with that layer's name, the name of the layer takes its place.
+    A name in another layer is replaced by the name of that layer, unless it begins with the layer's name.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):
@@ -239,7 +242,7 @@ def chain_digest(chain: Chain, settings: dict[str, Setting], precision: Precisio
 
 
 def digest_of(content: Any) -> str:
-    """Return a digest `sha256:…` of `content` as JSON; values that JSON cannot hold enter as their text."""
+    """Return a digest `sha256:…` of `content` as JSON; values that JSON cannot hold are converted by `str`."""
     return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 

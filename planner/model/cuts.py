@@ -132,8 +132,8 @@ class Cuts:
         join = self._joins.get(operator)
         return join if join is not None and join.exit < cut and self.repetition.repeats(operator, cut) else None
 
-    def parts(self, cut: int) -> tuple[int, int]:
-        """Return the number of tensors that cross only because repeated code reads them, and that of its results."""
+    def count_operands_and_results(self, cut: int) -> tuple[int, int]:
+        """Count the tensors that are sent only for code that runs again, and the results that this code makes again."""
         flow = self.recording.flow.nodes
         read_behind = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
@@ -268,10 +268,10 @@ class Cuts:
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
-        """Return the cuts that hardly more bytes cross than the boundaries of any call in `calls` that they divide.
+        """Return the cuts within calls that are hardly wider than the start and the end of every such call in `calls`.
 
-        Outputs that the loss does not read count at the boundaries of a call, so that this choice does not depend on
-        the loss. An example is a model that computes its loss itself and also returns its logits.
+        The width of a cut is its number of bytes. At the start and end of a call, outputs that the loss does not read
+        count, too. So the choice does not depend on the loss (of a model that also returns its logits, for example).
         """
         narrow = []
         for cut in cuts:
@@ -285,9 +285,9 @@ class Cuts:
         return narrow
 
     def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
-        """Return, for each two neighbors in `ends`, the cuts between them with nearly the fewest bytes across.
+        """Return the narrowest cuts between each two neighbors in `ends`: those that (nearly) the fewest bytes cross.
 
-        Cuts with more than `widest` times the bytes across the two neighbors are left out.
+        A cut is left out if more than `widest` times as many bytes cross it as cross the two neighbors.
         """
         narrow: list[int] = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):
@@ -405,7 +405,7 @@ class _Needs:
         return self._cuts.recording.calls[operator.call].path or "the model itself"
 
     def _was_made_outside(self, storage: int) -> bool:
-        """Return True if code that is repeated after the cut made the storage."""
+        """Return True if the code that made the storage runs again after the cut."""
         creator = self._cuts._creator[storage]
         return creator >= 0 and self._cuts.repetition.repeats(creator, self._cut)
 

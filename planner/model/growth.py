@@ -50,7 +50,7 @@ def candidates_in_both(recording: Recording, other: Recording) -> dict[Join, Sha
 
 
 def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) -> tuple[Shapes, list[Call]]:
-    """Return the shapes of tensors that running modules can read at a cut, and the calls whose code path varies.
+    """Return the shapes of tensors that may cross a cut, and the calls whose code path depends on the batch size.
 
     This also changes `recording`: integers that grow with the batch size become `SampleCount` leaves of its calls.
 

@@ -28,7 +28,7 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def loose_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the tensors in plain attributes, and lists or dicts there, that are no parameters or buffers."""
+    """Return the tensors in plain attributes, and in lists or dicts there, except parameters and buffers."""
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     leaves = [leaf for part in module.modules() for _, value in _attributes(part) for leaf in tree_leaves(value)]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held]

@@ -91,7 +91,7 @@ class _Finder:
                 yield version
 
     def _is_over(self, time: int, operator: int, cut: int) -> bool:
-        """Return True if the use at `time` is before the cut, and by `operator` or by code that does not run again."""
+        """Return True if a use at `time` is before `cut`, and the code of the use is `operator` or runs only once."""
         if time >= cut:
             return False
         number = bisect_right(self._times, time) - 1

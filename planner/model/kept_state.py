@@ -32,8 +32,8 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
     Args:
         recording: One forward.
-        names: By storage, the name of each tensor that exists both before and after the forward.
-        assigned: By old storage, the path of the module of each buffer that the forward replaced.
+        names: Name of each tensor that exists both before and after the forward, by the number of its storage.
+        assigned: Path of the module of each buffer that the forward replaced, by the number of the former storage.
     """
     flow = recording.flow.nodes
     times: dict[int, list[int]] = {}

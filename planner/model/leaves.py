@@ -44,7 +44,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class ArgumentLeaf:
-    """Leaf that is the same object as an argument of the call, given by the index among the argument's leaves."""
+    """Leaf that is the same object as a leaf of the call's arguments; `argument` is the index of that leaf."""
 
     argument: int
 

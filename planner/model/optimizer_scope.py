@@ -79,7 +79,7 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
 def _num_differing(
     whole: ModelOptimizer, sample: Sequence[Tensor], steps: Sequence[tuple[float, float]], device: torch.device
 ) -> int:
-    """Return the number of parameters whose update in one of two parts differs from the update of all together."""
+    """Count parameters that get another value if the sample is updated in two parts instead of all at once."""
     together = _stepped(whole, sample, range(len(sample)), steps=steps, device=device)
     apart: dict[int, list[Tensor]] = {}
     for part in (range(0, len(sample), 2), range(1, len(sample), 2)):

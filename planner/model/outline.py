@@ -70,9 +70,9 @@ class Outline:
     """True for each layer that writes into a received tensor."""
     aliases: tuple[bool, ...]
     """True for each layer that sends a tensor in the same memory as a received one."""
-    parts: tuple[tuple[int, int], ...]
-    """For each cut, the number of tensors that cross only because repeated code reads them, and the number of tensors
-    that repeated code computes."""
+    repeated_code_counts: tuple[tuple[int, int], ...]
+    """For each cut, the number of tensors that are sent only for code that runs again after the cut, and the number of
+    results that this code computes again."""
     note_on_missing_cuts: str
     """Note that many cuts are not possible, with a reason; empty if nearly all useful cuts are possible."""
     joins: tuple[Join, ...]
@@ -82,9 +82,10 @@ class Outline:
 
     @property
     def note_on_repeated_code(self) -> str:
-        """Note on the boundary with the most tensors that cross only because code runs again after it, or empty."""
-        layer = max(range(len(self.parts)), key=lambda n: self.parts[n][0] - self.parts[n][1])
-        parts, results = self.parts[layer]
+        """Note for the user if many tensors cross a boundary only for code that runs again after it; else empty."""
+        counts = self.repeated_code_counts
+        layer = max(range(len(counts)), key=lambda n: counts[n][0] - counts[n][1])
+        parts, results = counts[layer]
         if parts - results < _MANY_PARTS:
             return ""
         return (
@@ -99,7 +100,7 @@ class Outline:
         return (self.cuts[first - 1] if first else 0), (self.cuts[end - 1] if end <= len(self.cuts) else END)
 
     def received(self, layer: int) -> tuple[int, ...]:
-        """Return the indices, in `Recording.values`, of the tensors that a layer other than the first receives."""
+        """Return the indices, in `Recording.values`, of the tensors that `layer` receives; not for the first layer."""
         return self.crossings[layer - 1]
 
     def shape(self, value: int, size: int) -> tuple[int, ...]:
@@ -125,7 +126,7 @@ class Outline:
         return SIZES[0]
 
     def boundary(self, layer: int, size: int) -> tuple[Tensor, ...]:
-        """Return tensors on the meta device like those that a layer other than the first receives."""
+        """Return the tensors that `layer` receives for `size` samples, on the meta device; not for the first layer."""
         return tuple(self._meta(value, size) for value in self.received(layer))
 
     @property
@@ -219,7 +220,7 @@ def _outline(
             writes_into(recording, span, received) for span, received in zip(spans, storages[:-1], strict=True)
         ),
         aliases=tuple(bool(received & passed_on) for received, passed_on in pairwise(storages)),
-        parts=tuple(map(cuts.parts, chosen)),
+        repeated_code_counts=tuple(map(cuts.count_operands_and_results, chosen)),
         joins=cuts.joins,
         note_on_missing_cuts=prevented,
         missing=tuple(
@@ -229,7 +230,7 @@ def _outline(
 
 
 def _ends(recording: Recording, model: nn.Module, cuts: Sequence[int]) -> list[tuple[int, str]]:
-    """Return every cut with a name: that of the layer before it if the model is cut at all `cuts`."""
+    """Return pairs of a cut and its name. The name is that of the layer before the cut if the model has all `cuts`."""
     spans = pairwise((0, *cuts, END))
     return list(zip(cuts, layer_names(model, (modules_in(recording, span) for span in spans)), strict=False))
 

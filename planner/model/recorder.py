@@ -178,7 +178,7 @@ class _ForwardRecorder:
         self.recording.inputs, self.recording.input_nest = tuple(noted), nest
 
     def note_outputs(self, output: Any, read: set[int] | None) -> None:
-        """Record the outputs, and a use of those whose addresses are in `read`; if it is None, of all outputs."""
+        """Record the outputs. Those with an address in `read` count as used; if `read` is None, all of them do."""
         leaves, nest = flatten(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
         used = {version for version in versions if version >= 0}
@@ -213,7 +213,7 @@ class _ForwardRecorder:
         self._gradient, region.end = -1, self._tick()
 
     def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
-        """Return, by storage, names of tensors that the forward kept, and module paths of buffers that it replaced."""
+        """Return, by storage, names of tensors that outlive the forward, and module paths of replaced buffers."""
         inputs = (leaf.number for leaf in self.recording.inputs if isinstance(leaf, TensorLeaf))
         received = {self.recording.values[number][0] for number in inputs}
         made = {data["storage"] for data in self.recording.flow.nodes.values() if data["created"] < 0}
@@ -369,7 +369,7 @@ class _ForwardRecorder:
         return ArgumentLeaf(argument) if argument >= 0 and not is_plain(leaf) else ConstantLeaf(leaf)
 
     def _value(self, tensor: Tensor, call: int, *, exposed: bool = True) -> TensorLeaf:
-        """Return the entry in `Recording.values` of a tensor; `exposed` is false for a join, which no call returns."""
+        """Return a tensor's entry in `Recording.values`; `exposed` is True if a module call returned the tensor."""
         storage, meta = self._storage(tensor), TensorMeta.of(tensor)
         number = self._values.setdefault((storage, meta), len(self._values))
         if number == len(self.recording.values):
@@ -402,7 +402,7 @@ class _ForwardRecorder:
         self.recording.flow.nodes[version]["uses"].append(time)
 
     def _name_in(self, names: list[str], call: int) -> str:
-        """Return the name of a parameter; for a tied one, the name within the innermost running module that has it."""
+        """Return one of the `names` of a parameter: the one in the innermost running module that contains it."""
         while call >= 0:
             path = self.recording.calls[call].path
             inside = [name for name in names if name.startswith(f"{path}.")] if path else []

@@ -64,7 +64,7 @@ class Region:
 
 
 class RegionFinder:
-    """Finder of checkpoints and autograd functions around calls and operators, by Python's stack frames.
+    """Finder of the checkpoints and autograd functions in which a call or an operator runs, from Python's stack frames.
 
     Args:
         run: Code object of the recorder's function that runs every call of a module; the search stops at its frames.
@@ -77,7 +77,7 @@ class RegionFinder:
         self._levels: list[list[tuple[FrameType, int]]] = [[]]  # for each running call: the regions in its own code
 
     def around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
-        """Return the numbers of the regions around a frame, the outermost first, and set their end to `time`."""
+        """Return the numbers of the regions in which a frame runs, outermost first, and set their end to `time`."""
         self._levels[-1] = self._in_code_at_work(frame, time)
         around = tuple(number for level in self._levels for _, number in level)
         for number in around:

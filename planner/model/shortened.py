@@ -35,7 +35,7 @@ class SkippedModule:
 
 
 def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
-    """Return the indices of the layers that can be skipped: in every repetition of a group, all groups except two.
+    """Return the indices of the layers that can be skipped: where a group of layers repeats, all copies except two.
 
     Args:
         keys: Key of each layer; equal layers have equal keys.

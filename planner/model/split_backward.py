@@ -35,7 +35,7 @@ from planner.model.weight_operators import OPERATORS, Operands, Use, WeightOpera
 
 @dataclass(slots=True, kw_only=True)
 class _DeferredUse:
-    """Deferred weight gradients of one call of an operator."""
+    """Call of an operator whose weight gradients are deferred, with the tensors that compute them."""
 
     operator: WeightOperator
     operands: Operands
@@ -71,7 +71,7 @@ DeferredUses = list[_DeferredUse]
 
 
 def count_additions(deferred: DeferredUses) -> Counter[nn.Parameter]:
-    """Return how often the weight-gradient pass W adds to each parameter's gradient: once per backward reaching it."""
+    """Count the additions of the weight-gradient pass W to each parameter: one for each backward that reached it."""
     backwards = (together for _, together in groupby(deferred, key=lambda use: use.backward))
     return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())
 
@@ -93,7 +93,7 @@ class SplitBackward:
 
     @contextmanager
     def weight_cast_cache(self) -> Iterator[None]:
-        """Cache autocast's copies of weights with deferred gradients inside the block, which torch's cache does not."""
+        """Cache autocast's copies of weights with deferred gradients inside the block; torch does not cache these."""
         self._casts = {}
         try:
             yield
@@ -341,7 +341,7 @@ def _never(*_: Any) -> bool:
 
 
 def _unasked(function: Any) -> Any:
-    """Return a copy of a torch function written in Python, such that modes intercept the functions that it calls."""
+    """Return a copy of a torch function, written in Python, that is not intercepted; the functions it calls are."""
     # Torch passes such a function to the mode as one call, and then does not pass the functions inside.
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     inside = {**function.__globals__, **dict.fromkeys(names, _never)}

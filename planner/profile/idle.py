@@ -21,8 +21,8 @@ from planner.profile.units import Unit, UnitInput
 def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, frozenset[str]]:
     """Return, for the first layer of each digest, the names of trained parameters that never get a gradient.
 
-    The result is empty for layers that read values, because other values may use other parameters (of experts). It
-    leaves out parameters that a layer with this digest shares with another layer, which may give them a gradient.
+    No names are returned for layers that read values, because other values may use other parameters (of experts).
+    Parameters that any layer with this digest shares with another layer are left out: they may get a gradient there.
     """
     found = {digest: frozenset[str]() for digest in records.distinct}
     if not task.lean:

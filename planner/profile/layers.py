@@ -112,7 +112,7 @@ def _ties(layer: Layer, tied: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str,
 
 
 def _tied_groups(layers: Sequence[Layer], n: int, tied_bytes: int) -> tuple[TiedGroup, ...]:
-    """Return the bytes of parameters that layer `n` shares with each set of earlier layers; empty for a single set."""
+    """Return the bytes that layer `n` shares with each set of earlier layers; empty if one set has all `tied_bytes`."""
     parameters, sizes = layers[n].parameters_by_name(), dict[tuple[str, ...], int]()
     for owners in shared_parameters(layers):
         earlier = tuple(layers[place].name for place in sorted({place for place, _ in owners}) if place < n)

@@ -226,7 +226,7 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
 
 
 def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bool]:
-    """Return True for each output whose gradient, as the same tensor, becomes the gradient of the input it aliases.
+    """Return, for each output, True if its gradient tensor is also the gradient of the input that shares its storage.
 
     Args:
         unit: The layer.

@@ -183,7 +183,7 @@ def half_times_of(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> 
 
 
 def layers_exceeding_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
-    """Return the first layers with a digest, as many as are needed to evict the parameters of one from the cache."""
+    """Return the first layers with a digest: enough that their parameters together exceed the cache, or all of them."""
     equal = [unit for unit in units if unit.digest == digest]
     size = equal[0].parameter_bytes
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]

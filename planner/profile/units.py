@@ -44,7 +44,7 @@ class UnitInput:
     targets: Any
 
     def new_leaves(self) -> list[Any]:
-        """Return copies of the values as new leaves of the autograd graph; gradients are required as before."""
+        """Return copies of the values as new leaves of the autograd graph, with the same `requires_grad`."""
         return [
             value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
             for value in self.values
@@ -140,7 +140,7 @@ def trace_units(
 
 
 def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
-    """Return a digest of each layer's operators, found without values; empty if a layer needs values."""
+    """Return a digest of each layer's operators, traced on tensors without data; empty if any layer needs data."""
     for size in (1, 2):  # some layers, such as batch normalization, need two samples
         with suppress(Exception):
             units, _ = trace_units(chain, loaded, (size,), torch.device("cpu"), ghosts=True)

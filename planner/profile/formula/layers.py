@@ -220,7 +220,7 @@ class _Layers:
         )
 
     def _summed_bytes(self, count: float) -> float:
-        """Return the bytes that `count` sums of hidden states over the t devices add up; 0 if sums are not counted."""
+        """Return the bytes of `count` all-reduces of hidden states over t devices; 0 if they are not counted."""
         return count * self.e * self.shape.sequence * self.shape.hidden if self.sums else 0.0
 
     def _weight(self, linear: MatrixProduct) -> int:

@@ -80,7 +80,7 @@ class Attention:
     latent: LatentRanks | None = None
 
     def groups(self, devices: int) -> int:
-        """Return the number of key-value heads on all devices together; copies count if devices outnumber heads."""
+        """Return the number of key-value heads on all devices together; each device has at least one, or a copy."""
         return max(self.key_value_heads, devices)
 
     @property
@@ -199,7 +199,7 @@ class Block:
 
     @property
     def reads(self) -> int:
-        """Number of different inputs, normalized or not, that attention and feed-forward layer read."""
+        """Number of different inputs of attention and feed-forward layer: normalization results, or 2 without norms."""
         return self.norms or 2
 
     @property

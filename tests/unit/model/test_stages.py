@@ -465,7 +465,7 @@ def test_a_sum_between_modules_crosses_in_place_of_what_it_is_made_of() -> None:
     outline = compared(Added(number=5)).chain.outline
     assert outline is not None
     assert [len(values) for values in outline.crossings] == [1, 1, 1, 1]
-    assert set(outline.parts) == {(0, 0)}
+    assert set(outline.repeated_code_counts) == {(0, 0)}
     assert not outline.note_on_repeated_code
 
 
@@ -595,7 +595,7 @@ def test_what_crosses_in_parts_is_told_of() -> None:
     outline = compared(Concatenated()).chain.outline
     assert outline is not None
     assert [len(values) for values in outline.crossings] == [1, 2, 3, 4]
-    assert outline.parts == ((0, 0), (0, 0), (2, 1), (3, 1))
+    assert outline.repeated_code_counts == ((0, 0), (0, 0), (2, 1), (3, 1))
     assert '3 tensors cross the boundary after "blocks.3" only for' in outline.note_on_repeated_code
     skips = compared(Skips()).chain.outline
     assert skips is not None
