@@ -23,7 +23,7 @@ class Answer(NamedTuple):
     """Number of actions that a search with limited effort has simulated."""
 
 
-class Search(Protocol):
+class PlanSearch(Protocol):
     """Function that searches for the fastest plan of one case."""
 
     def __call__(self, case: Case, *, upper_us: float, deadline: Deadline) -> Answer:

@@ -172,7 +172,10 @@ def _clusters(profile: Profile, inputs: Inputs) -> Iterator[tuple[Cluster, int]]
 
 
 def _replica_counts(profile: Profile, inputs: Inputs, cluster: Cluster) -> list[int]:
-    """Return the requested number of replicas; if it is open, every number that divides the batch and suits experts."""
+    """Return the numbers of replicas to try: the requested one, or all that divide the batch.
+
+    If the profile has expert parallelism, only multiples of its degree are tried.
+    """
     if inputs.replicas:
         return [inputs.replicas]
     step = profile.expert_parallel

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from planner.core.extras import is_installed
 from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
 from planner.core.values.plan import ScheduleName
-from planner.solve.answer import Answer, Search
+from planner.solve.answer import Answer, PlanSearch
 from planner.solve.chain.gpipe import search_gpipe
 from planner.solve.chain.quick import shape_of
 from planner.solve.deadline import Deadline, OutOfTimeError
@@ -35,7 +35,7 @@ _NEAREST_CASES: Final = 3
 """Largest number of plans that `improve_nearest` improves."""
 
 
-def search_for(case: Case, request: Request, start: Answer | None) -> Search:
+def search_for(case: Case, request: Request, start: Answer | None) -> PlanSearch:
     """Return the search function for a case.
 
     Args:
@@ -59,7 +59,7 @@ def search_for(case: Case, request: Request, start: Answer | None) -> Search:
     return search_gpipe if case.schedule.has_closed_form else _simulated_search(case.schedule, start)
 
 
-def _simulated_search(schedule: Schedule, start: Answer | None) -> Search:
+def _simulated_search(schedule: Schedule, start: Answer | None) -> PlanSearch:
     if schedule.is_to_be_made:
         from planner.solve.orders.search import search_orders  # noqa: PLC0415
 
@@ -79,7 +79,7 @@ def lacks_bound(schedules: Iterable[Schedule]) -> bool:
 
 
 def is_improved(schedule: Schedule) -> bool:
-    """Return True if the search under the schedule improves plans step by step: more effort may find faster plans."""
+    """Return True if more effort may find faster plans, because the search improves plans step by step."""
     return schedule.is_to_be_made or has_linear_program(schedule)
 
 
@@ -97,12 +97,12 @@ def budgets(request: Request) -> dict[ScheduleName, int]:
     return {**dict.fromkeys(SCHEDULES, request.actions), SEARCHED.name: request.actions // 4}
 
 
-def bound_of(case: Case) -> tuple[float, ...]:
+def bound_sort_key(case: Case) -> tuple[float, ...]:
     """Return the sort key of cases of one schedule: lower bound, then number of replicas, then M."""
     return case.bound_us, case.replicas, case.micro_batches
 
 
-def promise_of(case: Case) -> tuple[float, ...]:
+def estimate_sort_key(case: Case) -> tuple[float, ...]:
     """Return the sort key of cases if the schedule is `auto`: the schedule, then the estimated step time."""
     rank = [*SCHEDULES, SEARCHED.name].index(case.schedule.name)
     return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches
@@ -179,7 +179,7 @@ class _Pass:
         return self._shares[name] if is_shared else max(1, self.left[name] // 2)
 
     def bound(self, case: Case, bound_us: float) -> None:
-        """Lower the bound of the case's schedule to that of the case."""
+        """Lower the lower bound of the case's schedule to `bound_us`, the lower bound of the case."""
         self.bounds_us[case.schedule.name] = min(bound_us, self.bounds_us.get(case.schedule.name, inf))
 
     def record(self, case: Case, answer: Answer | None, least_us: float) -> bool:
@@ -223,9 +223,9 @@ def search_cases(
     results = _Pass(cases, budget or budgets(request), upper_us, is_ranked=ranks is not None)
     # The most promising case comes first, because most other cases have a lower bound above the step time of its plan.
     # If the schedule is `auto`, GPipe comes before all others, because its best plan is found and proven quickly.
-    ordered = sorted(cases, key=promise_of if is_open else bound_of)
+    ordered = sorted(cases, key=estimate_sort_key if is_open else bound_sort_key)
     if ranks:
-        ordered.sort(key=lambda case: (promise_of(case)[0], ranks.get(shape_of(case), inf)))
+        ordered.sort(key=lambda case: (estimate_sort_key(case)[0], ranks.get(shape_of(case), inf)))
     for n, case in enumerate(ordered):
         upper_us = results.upper_us
         least_us = least_case_us(case, upper_us)
@@ -246,7 +246,7 @@ def search_cases(
     return improve_nearest(searched, deadline) if request.searches_on and not results.left else searched
 
 
-def _answer(search: Search, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
+def _answer(search: PlanSearch, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
     """Return the answer of a case; None if the time limit passed before anything was found."""
     try:
         return search(case, upper_us=upper_us, deadline=deadline)
@@ -269,7 +269,7 @@ def least_case_us(case: Case, upper_us: float) -> float:
 
 
 def _near_us(upper_us: float, case: Case, request: Request) -> float:
-    """Return the step time that a case must beat: more than the fastest one if a longer search may improve its plan."""
+    """Return the step time that a case must beat. It is above the fastest one if a longer search may improve plans."""
     return upper_us * _NEAR if request.searches_on and is_improved(case.schedule) else upper_us
 
 

@@ -153,12 +153,12 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
 
 
 def _kind_of(case: Case) -> tuple[object, ...]:
-    """Return what a case has besides its schedule."""
+    """Return all properties that distinguish a case, except the schedule; the placement of stages is included."""
     return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
 
 
 def _found_us(answers: Iterable[Answer]) -> dict[tuple[object, ...], float]:
-    """Return the step time of the fastest plan by `_kind_of`."""
+    """Return the step time of the fastest plan among cases that differ in the schedule only, by `_kind_of`."""
     found_us: dict[tuple[object, ...], float] = {}
     for answer in answers:
         if answer.partition is not None:
@@ -170,7 +170,7 @@ def _found_us(answers: Iterable[Answer]) -> dict[tuple[object, ...], float]:
 def _with_own_orders(
     searched: SearchedCases, cases: Sequence[Case], request: Request, deadline: Deadline
 ) -> SearchedCases:
-    """Search for action orders of one of `cases` from the best plan; return the result."""
+    """Search for better action orders for the best plan, in the case of `cases` that differs in the schedule only."""
     best = searched.best
     if best is None or searched.bound_us >= best.step_us:
         return searched

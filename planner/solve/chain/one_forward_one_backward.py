@@ -39,7 +39,7 @@ _ROUNDS = 200
 
 
 def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition under 1F1B; for arguments and errors, see `planner.solve.answer.Search`."""
+    """Return the fastest partition under 1F1B; for arguments and errors, see `planner.solve.answer.PlanSearch`."""
     return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 

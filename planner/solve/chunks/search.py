@@ -70,7 +70,7 @@ _CUTS_AT_ONCE = 256
 
 
 def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the best partition found; for arguments and errors, see `planner.solve.answer.Search`."""
+    """Return the best partition found; for arguments and errors, see `planner.solve.answer.PlanSearch`."""
     return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 

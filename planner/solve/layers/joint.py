@@ -49,7 +49,7 @@ time can be simulated: with unlimited and with limited effort."""
 
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition under GPipe that may recompute single layers; see `planner.solve.answer.Search`."""
+    """Return the fastest partition under GPipe, which may recompute single layers; see `answer.PlanSearch`."""
     layers = RecomputeTimes(case.costs)
     case = replace(case, least_recompute_us=layers.table)
     best: Partition | None = None

@@ -253,7 +253,7 @@ _MOST_ORDERS = 3
 
 
 def _all_orders(stage: int, micro_batches: int, backwards: str) -> list[tuple[Action, ...]]:
-    """Return all orders of a stage's actions in which micro-batches ascend; no order if there are too many.
+    """Return all orders of a stage's actions in which micro-batches ascend; an empty list if there are too many.
 
     Because all micro-batches are equal, no other order is better.
 
@@ -290,7 +290,10 @@ def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:
 
 
 def _in_flight(problem: OrderProblem) -> tuple[float, ...]:
-    """Return for each stage the number of micro-batches that the slowest device processes during a round trip."""
+    """Return for each stage how many micro-batches the slowest device processes during a round trip.
+
+    A round trip begins at the stage, and goes through all later stages and back.
+    """
     pace_us = max(
         sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
         for chunks in problem.chunks

@@ -107,8 +107,8 @@ def least_windows_us(
         micro_batches: Number of micro-batches, M.
         most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape
             (N, K).
-        passed_us: Least times of other devices' stages to compute a gradient of their input, if these may be less
-            than in `times`; shape (N, S).
+        passed_us: Least time of each stage to compute the gradient of its input, for the stages of other devices,
+            shape (N, S). None: as in `times`.
 
     Returns:
         Lower bounds in microseconds, shape (N, K).
@@ -156,7 +156,7 @@ def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: in
     Args:
         evaluator: Evaluator for a number of devices.
         upper_us: Known step time; the bound need not be larger.
-        most_actions: Limit on the effort, in simulated actions that take as long.
+        most_actions: Limit on the computing time, as the number of actions that can be simulated in this time.
 
     Returns:
         The lower bound in microseconds, at most `upper_us`; 0 if it would take too much effort.
@@ -172,7 +172,7 @@ def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: in
 
 
 def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
-    """Return the smallest lower bound of N partitions, at most `upper_us`; `cuts` has shape (N, S+1)."""
+    """Return a lower bound of the step times of N partitions, at most `upper_us`; `cuts` has shape (N, S+1)."""
     fastest, own_us = _least_times(evaluator, cuts, evaluator.allowed[0])
     work_us = np.stack([fastest.work_us[:, list(stages)].sum(axis=1) for stages in evaluator.chunks], axis=1) + own_us
     # Most cuts are so uneven that their work alone exceeds `upper_us`.
@@ -244,7 +244,8 @@ class _StageBounds:
 def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Iterator[_StageBounds]:
     """Yield the bounds for every combination of recomputation choices of a device's chunks.
 
-    If there are too many combinations, each number of the chunks after the first one is the smallest of all choices.
+    If there are too many combinations, only the choice of the first chunk varies. The bounds of the other chunks are
+    then the smallest over all choices.
     """
     num_chunks = evaluator.case.chunks
     place = {stage: chunk for chunks in evaluator.chunks for chunk, stage in enumerate(chunks)}

@@ -50,7 +50,7 @@ _OF_BOUND = 4
 def search_orders(
     case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER, start: Partition | None = None
 ) -> Answer:
-    """Return the best partition found, with its action orders; for errors, see `planner.solve.answer.Search`.
+    """Return the best partition found, with its action orders; for errors, see `planner.solve.answer.PlanSearch`.
 
     Args:
         case: The case.
