@@ -9,10 +9,10 @@
 `--kinds` measures other models, of kinds whose memory is hard to predict, in micro-batches of 8. `--halves` measures
 schedules whose backwards run in halves.
 
-Each model is profiled (without the equivalence check), planned and emitted as a user would do it. Then three processes
-run two steps of every plan, one after the other, and report the peak of the second step (the optimizer's state exists
-by then). Memory does not depend on how busy the machine is. To measure other models, give their files, or add them to
-`MODELS` or `KINDS`.
+Each model is profiled, planned and emitted as a user would do it, but without the equivalence check unless `--check` is
+given: then cuts that it finds wrong are removed. Three processes run two steps of every plan, one after the other, and
+report the peak of the second step (the optimizer's state exists by then). Memory does not depend on how busy the
+machine is. To measure other models, give their files, or add them to `MODELS` or `KINDS`.
 """
 
 import argparse
@@ -93,6 +93,8 @@ KINDS = (
         for name in (
             *("lstm", "gru", "gpt2-lora", "densenet121", "efficientnet_b0", "mixtral", "moe-aux-loss", "moe-routed"),
             *("fcos", "detr", "two-towers", "siamese", "top-residual", "spectral-norm", "tiny-mlp", "mamba"),
+            *("pruned", "repeated", "penalty", "nllb-moe", "jetmoe", "detector", "canine", "zamba2"),
+            *("paligemma", "vq-vae"),
         )
     ),
 )
@@ -158,16 +160,18 @@ def main() -> None:
     parser.add_argument("--kinds", action="store_true", help="kinds whose memory is hard to predict")
     parser.add_argument("--halves", action="store_true", help="schedules whose backwards run in halves")
     parser.add_argument("--model", action="append", metavar="NAME", help="only this one of the table")
+    parser.add_argument("--check", action="store_true", help="remove cuts that the equivalence check finds wrong")
     options = parser.parse_args()
     table = HARD if options.kinds else HALVES if options.halves else USUAL
     subjects = tuple(Subject(Path(name).stem, Path(name).resolve()) for name in options.files) or table.subjects
     unknown = set(options.model or ()).difference(subject.name for subject in subjects)
     if unknown:
         parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in subjects)}")
-    _measure(table, [subject for subject in subjects if not options.model or subject.name in options.model])
+    chosen = [subject for subject in subjects if not options.model or subject.name in options.model]
+    _measure(table, chosen, proof_budget="600s" if options.check else "0s")
 
 
-def _measure(table: Table, subjects: Sequence[Subject]) -> None:
+def _measure(table: Table, subjects: Sequence[Subject], proof_budget: str) -> None:
     _print_head(table)
     rows: list[Row] = []
     missing: list[str] = []
@@ -176,7 +180,7 @@ def _measure(table: Table, subjects: Sequence[Subject]) -> None:
         print(f"{number} of {count}: {subject.name} {dtype}", file=sys.stderr, flush=True)
         try:
             with tempfile.TemporaryDirectory() as folder:
-                measured = list(_measured(table, subject, dtype, Path(folder)))
+                measured = list(_measured(table, subject, dtype, Path(folder), proof_budget))
         except _NotMeasuredError:
             missing.append(f"{subject.name} {dtype}")
             continue
@@ -193,12 +197,12 @@ class _NotMeasuredError(Exception):
     """The reason has been told on stderr."""
 
 
-def _measured(table: Table, subject: Subject, dtype: str, folder: Path) -> Iterator[Row]:
+def _measured(table: Table, subject: Subject, dtype: str, folder: Path, proof_budget: str) -> Iterator[Row]:
     profile = str(folder / "profile.yaml")
     options = [word for setting in subject.settings for word in ("--set", setting)]
     options += ["--optimizer", subject.optimizer] if subject.optimizer else []
     sizes = ("--batch-sizes", str(table.micro_batch_size), "--repeat", "2")
-    budgets = ("--time-budget", "0s", "--proof-budget", "0s")
+    budgets = ("--time-budget", "0s", "--proof-budget", proof_budget)
     _quietly("profile", str(subject.path), "-o", profile, "--dtype", dtype, *sizes, *budgets, *options)
     num_layers = len(read_profile(profile).layers)
     num_devices = min(table.num_devices, num_layers)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from planner.model.nests import tensors_in
+from tests.zoo.models import memory_kinds as small
 from tests.zoo.own_models import experts, generative, language, tables, vision
 from tests.zoo.vision import find_torchvision
 
@@ -61,6 +62,82 @@ def _transformers(name: str, config: str, **settings: Any) -> Callable[[], nn.Mo
     return build
 
 
+class Penalized(small.Residual):
+    """Returns the sum of all absolute weights too, so that the last stage reads parameters of all others."""
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """(b, tokens) to (b, 10) and a number."""
+        return super().forward(words), 1e-6 * torch.stack([p.abs().sum() for p in self.parameters()]).sum()
+
+
+class SharedTowers(nn.Module):
+    """A detector with towers of four convolutions for classes and for boxes, which all levels of a pyramid share."""
+
+    def __init__(self, width: int = WIDTH // 2, levels: int = 3) -> None:
+        super().__init__()
+        widths = [width << n for n in range(levels)]
+        self.stem = vision.conv(3, width, 2)
+        self.body = nn.ModuleList(vision.conv(widths[max(0, n - 1)], widths[n], 2) for n in range(levels))
+        self.pyramid = vision.FeaturePyramid(widths, width)
+        self.classes, self.boxes = (
+            nn.Sequential(*(vision.conv(width, width) for _ in range(4)), nn.Conv2d(width, outputs, 3, 1, 1))
+            for outputs in (9, 4)
+        )
+
+    def forward(self, pictures: Tensor) -> list[Tensor]:
+        """Classes and boxes of every level."""
+        value = self.stem(pictures)
+        levels = []
+        for layer in self.body:
+            value = layer(value)
+            levels.append(value)
+        return [tower(level) for level in self.pyramid(levels) for tower in (self.classes, self.boxes)]
+
+
+def _paligemma() -> nn.Module:
+    import transformers  # noqa: PLC0415 - it takes seconds
+
+    text = transformers.GemmaConfig(**_DECODER, num_key_value_heads=2, head_dim=WIDTH // 4, vocab_size=WORDS)
+    seen = transformers.SiglipVisionConfig(
+        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=3, num_attention_heads=4,
+        image_size=PIXELS, patch_size=16,
+    )  # fmt: skip
+    config = transformers.PaliGemmaConfig(
+        text_config=text.to_dict(), vision_config=seen.to_dict(), image_token_index=_PICTURE, projection_dim=WIDTH
+    )
+    return transformers.PaliGemmaForConditionalGeneration(config).eval()
+
+
+def _pictures_and_words(batch: int) -> dict[str, Tensor]:
+    words = torch.randint(2, _PICTURE, (batch, TOKENS))
+    words[:, :16] = _PICTURE  # one for each patch
+    return {"input_ids": words, "pixel_values": _pictures(batch), "labels": words.clone(),
+            "token_type_ids": torch.zeros_like(words), "attention_mask": torch.ones_like(words)}  # fmt: skip
+
+
+_PICTURE = WORDS - 1
+_DECODER = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 4, "num_attention_heads": 4}
+_SEQUENCES = {
+    "d_model": WIDTH,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 2 * WIDTH),
+    **dict.fromkeys(("encoder_sparse_step", "decoder_sparse_step"), 2),
+    "num_experts": 4,
+    "expert_capacity": 64,
+}
+_ZAMBA2 = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": 6,
+    "layers_block_type": ["linear_attention", "hybrid"] * 3,
+    "num_attention_heads": 4,
+    "mamba_d_state": 16,
+    "n_mamba_heads": 4,
+    "use_mamba_kernels": False,
+    "num_mem_blocks": 1,
+    "chunk_size": 16,
+}
 _MIXTRAL = {
     "hidden_size": WIDTH,
     "intermediate_size": 2 * WIDTH,
@@ -96,6 +173,25 @@ KINDS: dict[str, Kind] = {
         _transformers("MambaForCausalLM", "MambaConfig", hidden_size=WIDTH, num_hidden_layers=4, state_size=8),
         _labelled,
     ),
+    "pruned": (small.Pruned, lambda batch: small.example_batch(batch, "pruned")[0]),
+    "repeated": (small.Repeated, lambda batch: small.example_batch(batch, "repeated")[0]),
+    "penalty": (Penalized, lambda batch: small.example_batch(batch, "residual")[0]),
+    "nllb-moe": (
+        _transformers("NllbMoeForConditionalGeneration", "NllbMoeConfig", **_SEQUENCES),
+        _labelled,
+    ),
+    "jetmoe": (
+        _transformers("JetMoeForCausalLM", "JetMoeConfig", **_DECODER, num_key_value_heads=4, kv_channels=WIDTH // 4),
+        _labelled,
+    ),
+    "detector": (SharedTowers, _pictures),
+    "canine": (
+        _transformers("CanineForSequenceClassification", "CanineConfig", **_DECODER, local_transformer_stride=16),
+        lambda batch: {"input_ids": _words(batch), "labels": torch.zeros(batch, dtype=torch.int64)},
+    ),
+    "zamba2": (_transformers("Zamba2ForCausalLM", "Zamba2Config", **_ZAMBA2), _labelled),
+    "paligemma": (_paligemma, _pictures_and_words),
+    "vq-vae": (lambda: generative.VQVAE(WIDTH // 2, 64), _pictures),
 }
 """By name: the model, and its inputs for so many samples."""
 
