@@ -132,7 +132,7 @@ LayerGroup = tuple[str, int]
 
 
 def _kinds(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
-    """Return the group of each layer: the embedding, a block, a layer of multi-token prediction, or the head."""
+    """Return the kind of each layer: embedding, block, layer of multi-token prediction, or head."""
     blocks = _numbered(layers) or _alike(layers)
     inside = [n for n, block in enumerate(blocks) if block is not None]
     if not inside or None in blocks[inside[0] : inside[-1]]:

@@ -24,7 +24,7 @@ def is_edited(path: Path) -> bool:
 
 
 def runs_balance(path: Path) -> bool:
-    """Return True if the file was emitted, possibly edited since then, and reads `balance.yaml`."""
+    """Return True if `emit` wrote the file and its text names `balance.yaml`; users may have edited the file since."""
     text = _text(path)
     return text is not None and _SIGNATURE in text and "balance.yaml" in text
 

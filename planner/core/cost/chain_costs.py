@@ -207,9 +207,9 @@ class Storages:
     until: IntArray
     """Last layer that receives the storage; L for the model's output."""
     kept_by_readers: FloatArray
-    """Bytes of the storage if a layer that receives it saves it, else 0."""
+    """Bytes of the storage if any receiving layer saves it for backward, else 0."""
     kept_by_maker: FloatArray
-    """Bytes of the storage if only the layer that makes it saves it, else 0."""
+    """Bytes of the storage if only its maker saves it for backward, else 0."""
     kept_by_nobody: FloatArray
 
 
@@ -243,7 +243,7 @@ class ChainCosts:
     """Bytes that the loss reads in addition to the output, such as targets."""
     levels: MemoryLevels
     composed_halves: Callable[[], SplitBackwardCosts]
-    """Function that computes `halves` on first use, since few schedules need them."""
+    """Function that computes the costs of split backwards (`halves`) on first use, because few schedules need them."""
     halves_assumed: bool
     """True if `halves` was not measured. I and W are then assumed to take half of the backward each, and all saved
     tensors to be kept for W."""

@@ -172,8 +172,8 @@ def chunk_memory_function(
 ) -> ChunkMemoryFunction:
     """Return the memory of a chunk as a function of its recomputed layers.
 
-    For the values of `planner.core.cost.layer_memory.StageLayers.levels`, the parts equal those of `chunk_memory(...,
-    recompute="layers")`.
+    With saved bytes and peaks from `planner.core.cost.layer_memory.StageLayers.levels`, the function returns the parts
+    of `chunk_memory(..., recompute="layers")`.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
@@ -385,7 +385,7 @@ def chunk_memory_at_peak(
 
 
 def bytes_by_component(parts: FloatArray) -> FloatArray:
-    """Return the bytes of every part, divided into the components of `ITEMS` under which a plan lists them.
+    """Return the bytes of every part by component: how many of its bytes a plan lists as each of `ITEMS`.
 
     Args:
         parts: Whole bytes of each of `PARTS`; shape (..., parts).

@@ -139,7 +139,7 @@ def _moment(running: PartName, *, gradients: int = 1, **counts: int) -> Moment:
 def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[Moment]:
     """Yield the points in the step for M forwards followed by M backwards.
 
-    If `last_differs`, points that can have the peak only if the last micro-batch has its own parts are included.
+    If `last_differs`, more points can have the peak, because the last micro-batch is not recomputed like the others.
     """
     if m > 1 and last_differs:
         yield _moment("forward", held=m - 2, input=1, gradients=0)
@@ -180,7 +180,7 @@ class PartCounts(NamedTuple):
     during: IntArray
     """Counts while an action runs."""
     message: IntArray
-    """Like `during`, but the last backward of each stage sends gradients to other replicas while it runs."""
+    """Counts while an action runs, if the last backward of each stage sends gradients to other replicas."""
     after: IntArray
     """Counts after each action, until the next action begins."""
 
@@ -246,7 +246,7 @@ _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_mess
 
 
 class _Walk:
-    """Simulation of a device's counts while its instruction list runs, by the module's table."""
+    """Simulation of the numbers of parts on a device while its instruction list runs, by the module's table."""
 
     def __init__(self, row: Sequence[Action], last: int) -> None:
         stages = sorted({action.stage for action in row})
@@ -290,7 +290,7 @@ class _Walk:
         return flat.reshape(-1, len(self._bases), len(PARTS)).astype(np.int64)
 
     def _run(self, row: Sequence[Instruction]) -> Iterator[tuple[int, ...]]:
-        """Yield the indices of the parts of each action while it runs, and once more when it has ended."""
+        """Yield, for each action, the indices of its parts while it runs, and then an empty tuple when it has ended."""
         for instruction in row:
             if instruction.do != "run":
                 self._transfer(instruction)

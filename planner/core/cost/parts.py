@@ -4,7 +4,7 @@ The letters are those of docs/cost-model.md, for one micro-batch unless noted:
 
     I   received input                        S    activations saved for the backward
     O   output                                A    I + S + R: a micro-batch that waits with its activations
-    J   copy of state that a forward changes  E    I + O + J: one that waits without them, to be recomputed
+    J   copy of state that a forward changes  E    I + O + J: a micro-batch that waits to be recomputed
     R   tensors stored in module attributes
     D   copy of the input                     G    gradients of the stage's parameters (per step)
     T   autocast weight cache (per step)      Z    gradients in one message to other replicas (per step)

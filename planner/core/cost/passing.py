@@ -41,9 +41,9 @@ class RelayedTensors:
         received = (costs.boundaries.copied_input[firsts] == 0)[:, None]
         by_readers = spans(costs.storages.kept_by_readers)
         self.unkept = spans(costs.storages.kept_by_nobody) * received
-        """Bytes that are received and sent on, and that no layer of the chain saves."""
+        """Bytes of tensors that the stage receives and sends on, and that no layer of the chain saves."""
         self.all = self.unkept + (by_readers + spans(costs.storages.kept_by_maker)) * received
-        """Bytes that are received and sent on, whether or not a layer saves them."""
+        """Bytes of all tensors that the stage receives and sends on."""
         self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
         self.kept = _passed_by(costs)[layers] - by_readers

@@ -1,7 +1,7 @@
 """Compute how long a stage is busy, and by how much all-reduces and optimizer delay the next step.
 
     F    forward of a micro-batch
-    B    backward with recomputation; the last micro-batch has its own value
+    B    backward with recomputation; a separate value for the last micro-batch
     R    recomputation, so B - R is the backward without it
     C    one transfer over the boundary to the next stage
     U    time after the last backward: all-reduce of gradients over the replicas, then the optimizer's step

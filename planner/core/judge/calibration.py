@@ -12,7 +12,7 @@ from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 
 def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Calibration:
-    """Return the costs that a run of `plan` measured, which replace those of the profile in predictions.
+    """Return the costs that a run of `plan` measured. In predictions, they replace costs of the profile.
 
     Args:
         plan: Plan with current predictions.
@@ -80,7 +80,7 @@ def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
 
 
 def timed_steps_us(report: RunReport) -> tuple[float, ...]:
-    """Return the step times after the warm-up, in microseconds; all step times if there are none after it."""
+    """Return the step times after the warm-up, in microseconds; all step times if the run was only warm-up."""
     return report.step_us[report.warmup_steps :] or report.step_us
 
 
@@ -136,7 +136,7 @@ def _link(evaluation: Evaluation, report: RunReport, overhead_us: float) -> Link
 
 
 def _both(boundary: BoundaryRun) -> tuple[float, ...]:
-    """Return the measured transfer times over a boundary, of one direction or of both."""
+    """Return the measured forward and backward transfer times over a boundary; one time if only one was measured."""
     return tuple(time for time in (boundary.forward_us, boundary.backward_us) if time > 0)
 
 

@@ -27,7 +27,7 @@ class StepErrors:
     """Range of measured step times relative to the predicted ones."""
 
     source: str
-    """Basis of the predictions, as a phrase."""
+    """Phrase that says how the values of the predictions' profile were found: `measured on the CPU`."""
     least: float
     """Smallest ratio of measured to predicted step time."""
     most: float
@@ -81,7 +81,7 @@ class Certainty:
     """Error ranges of the predicted step time and peaks of a plan."""
 
     source: str
-    """Basis of the prediction, as a phrase."""
+    """Phrase that says how the values of the prediction's profile were found: `measured on the CPU`."""
     step_ratio: tuple[float, float] | None = None
     """Smallest and largest ratio of measured to predicted step time; None without timed runs of this kind."""
     sampling: float = 0.0

@@ -4,8 +4,8 @@
     device 0: 0F0 0F1 0F2 0B0 0B1 0B2
     device 1: 1F0 1F1 1F2 1B0 1B1 1B2
 
-The paper runs the backwards in reverse order. torch's `ScheduleGPipe` and this module run them in the order of the
-forwards.
+In the paper, backwards run in reverse order. In torch's `ScheduleGPipe` and in this module, backwards have the order
+of the forwards.
 """
 
 from math import inf

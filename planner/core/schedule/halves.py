@@ -9,7 +9,7 @@ from planner.core.schedule.kinds import Letter
 def alternating_order(
     forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up: int, lag: int
 ) -> tuple[Action, ...]:
-    """Return warm-up forwards, then alternating F and I, each I followed by the W of an earlier micro-batch.
+    """Return a device's actions: warm-up forwards, then alternating F and I. W of earlier micro-batches follows each I.
 
     Args:
         forwards: All F actions of the device, in order.

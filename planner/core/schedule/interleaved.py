@@ -68,7 +68,7 @@ def _num_rounds(num_devices: int, micro_batches: int) -> int:
 
 
 def in_rounds(kind: Letter, stages: Sequence[int], micro_batches: int, per_round: int) -> list[Action]:
-    """Return the actions round by round: each stage in turn runs the micro-batches of the round.
+    """Return a device's actions of one kind, round by round: each stage in turn runs all micro-batches of a round.
 
     Args:
         kind: Kind of all actions.

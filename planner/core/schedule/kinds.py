@@ -3,7 +3,7 @@
     F  forward: takes the previous stage's output, makes the next stage's input
     B  backward: takes the gradient from the next stage, makes the gradient for the previous stage
     I  input-gradient pass of a split backward: makes the gradient for the previous stage, and all other gradients
-       but those of large weights
+       except the gradients of large weights
     W  weight-gradient pass: makes the gradients of large weights, which are needed only at the end of the step
 
 A micro-batch passes each stage with F and B, or with F, I and W.

@@ -122,7 +122,7 @@ def cuts_path(path: PurePath, num_processes: int) -> PurePath:
 
 
 def launch_command(num_processes: int, script: str, *, nodes: int = 1) -> str:
-    """Return the `torchrun` command that starts a script; with several machines, it is run on each of them.
+    """Return the `torchrun` command that starts a script. With several machines, users run it on each machine.
 
     Args:
         num_processes: Processes on all machines together.

@@ -31,6 +31,6 @@ class Calibration:
     link: Link | None = None
     """Link between neighbors; None if nothing was sent, or if links were measured one by one."""
     reserve_bytes: int
-    """Memory that a device needs in addition to the plan's predicted peak without reserve."""
+    """Memory that a device needs in addition to the predicted peak, from which the plan's reserve is subtracted."""
     step_ratio: float | None = None
     """Measured step time divided by the step time predicted with this calibration; None if not compared."""

@@ -18,7 +18,7 @@ def escape_unprintable(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line, escaped so that a CI runner executes it at no position of a line."""
+    """Return `text` on one line, escaped so that a CI runner never takes any part of it as a command."""
     return escape_unprintable(text).replace("::", r":\x3a").replace(_OLD_COMMAND, r"#\x23[")
 
 

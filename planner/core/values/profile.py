@@ -206,7 +206,7 @@ class ProgramMemory:
     narrowed_bytes: int = 0
     """Copies of the weights in the type of matmul operands, which exist during a whole loop over micro-batches."""
     padding_bytes: int = 0
-    """Padding of the trained parameters; their gradients have as much padding again."""
+    """Padding of the trained parameters. The padding of their gradients is equally large, and not included."""
     reshaped_bytes: int = 0
     """Transient copies of saved arrays: loops store them as rows, and the layer's backward reads their original
     shape."""

@@ -39,7 +39,7 @@ class Sweep:
     memory_bytes: tuple[int, ...]
     cells: tuple[SweepCell, ...]
     smallest: int | None = None
-    """Index in `cells` of the plan with the fewest devices, and among those with the least memory."""
+    """Index in `cells` of the smallest plan: fewest devices; for equal numbers of devices, least memory."""
 
     cheapest: int | None = None
     """Index in `cells` of the plan with the fewest device-hours per sample, counting unused devices."""
