@@ -33,12 +33,19 @@ from planner.core.values.printable import printable_lines
 from planner.core.values.units import format_bytes, pluralize
 from planner.device.kinds import kind_of
 from planner.executor.keep.errors import first_line
-from planner.executor.keep.exchange import Exchange
+from planner.executor.keep.exchange import ValueExchange
 from planner.executor.keep.index import PYTHON, CheckpointIndex
 from planner.executor.keep.json_state import to_json
 from planner.executor.keep.optimizer_state import OptimizerState
 from planner.executor.keep.run_folder import RunFolder
-from planner.executor.keep.saved import NotWrittenError, checkpoints_in, commit, latest_checkpoint, partial_path, prune
+from planner.executor.keep.saved import (
+    NotWrittenError,
+    checkpoints_in,
+    complete_checkpoint,
+    latest_checkpoint,
+    partial_path,
+    remove_old_checkpoints,
+)
 from planner.executor.keep.stored import stored_name
 from planner.executor.keep.weights import begin_with_weights
 from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFile
@@ -96,7 +103,7 @@ class Checkpoints:
         self._is_end = False
         self._pending: CheckpointWriter | None = None
         pipeline.position.set_activity("opening the checkpoints", waits_for=STORE)
-        self._exchange = Exchange(pipeline.rank, dist.get_world_size())
+        self._exchange = ValueExchange(pipeline.rank, dist.get_world_size())
         # On a GPU, a thread saves from a copy in host memory. On a CPU, the copy would take memory that the plan needs.
         self._is_async = kind_of(pipeline.device).has_own_memory
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
@@ -106,7 +113,7 @@ class Checkpoints:
         if self._folder is not None:
             self._stored()  # raise an error now if some state cannot be saved; checked again after the first step
         pipeline.at_close.append(self._release)
-        candidates = self._place.candidates(resume)
+        candidates = self._place.resumable_checkpoints(resume)
         pipeline.position.set_activity("reading a checkpoint")
         if candidates:
             self._resume(candidates)
@@ -184,7 +191,7 @@ class Checkpoints:
             in_thread=self._is_async,
             position=self._pipeline.position,
             rank=self._pipeline.rank,
-            publish=lambda files: commit(folder, self._with_files(index, files)),
+            publish=lambda files: complete_checkpoint(folder, self._with_files(index, files)),
         )
         if not self._is_async:
             self.finish()
@@ -205,7 +212,7 @@ class Checkpoints:
         self._failed = None
         if self._pipeline.rank == 0:
             # In a thread, because a checkpoint has a file per rank, and removing it may take seconds.
-            self._pruning = self._pruner.submit(prune, self._folder, self._place.lineage, self._keep)
+            self._pruning = self._pruner.submit(remove_old_checkpoints, self._folder, self._place.lineage, self._keep)
 
     # Private methods: saving
 
@@ -258,7 +265,7 @@ class Checkpoints:
             balance=balance.balance,
             torch=str(torch.__version__),
             python=PYTHON,
-            computation=self._pipeline.computation,
+            computation=self._pipeline.code_digests,
             files=(),
             tensors={},
         )
@@ -335,7 +342,7 @@ class Checkpoints:
         of_device = kind_of(pipeline.device).generator
         if state["device_random"] is not None and of_device is not None:
             restore_object("the device's random numbers", of_device.set_state, state["device_random"], path)
-        self._place.begin_after(source, index)
+        self._place.continue_from(source, index)
         self._saved_step = index.step
         how = (
             "" if checkpoint.is_same_plan else f" (written by {len(index.files)} ranks, balance {list(index.balance)})"

@@ -21,7 +21,7 @@ from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.run.placement import ProcessPlace, place_of
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY, Position
-from planner.executor.watch.store import job_store, rank_here
+from planner.executor.watch.store import job_store, rank_and_world_size
 from planner.files import digest_of, read_balance
 from planner.model.load import LoadedModel
 from planner.model.precision import reload_model
@@ -65,7 +65,7 @@ def job_of(
     Raises:
         UsageError: The plan needs another number of processes, or the device is missing.
     """
-    rank, num_processes = rank_here()
+    rank, num_processes = rank_and_world_size()
     balance = source if isinstance(source, Balance) else _planned(Path(source), num_processes)
     place = place_of(balance, rank, num_processes)
     position = watch.position if watch is not None else Position()
@@ -119,7 +119,7 @@ def join_process_group(job: RankJob, timeout_s: float) -> bool:
     if is_made_here:
         # Longer than the watch's timeout, because the watch has better messages.
         timeout = timedelta(seconds=timeout_s + 30)
-        rank, world = rank_here()
+        rank, world = rank_and_world_size()
         dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=rank, world_size=world)
     difference = _difference(
         {

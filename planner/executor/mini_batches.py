@@ -12,15 +12,15 @@ from planner.core.errors import UsageError
 from planner.core.schedule import schedule_of
 from planner.executor.job import RankJob
 from planner.executor.run.loader import (
-    Loader,
+    ResumableLoader,
     check_sampler,
     checked_state,
-    example_of,
+    example_mini_batch,
     repeat_train_batches,
     seeded_batches,
 )
 from planner.executor.run.losses import UNCOUNTED, loss_counts
-from planner.executor.run.parts import MiniBatchPart, count_samples, micro_batches_of, parts_of, tensors_of
+from planner.executor.run.parts import MiniBatchPart, count_samples, micro_batches_of, mini_batch_parts, tensors_of
 from planner.executor.run.same_batch import BatchDigest, check_same_batch, digest_of_batch
 from planner.model.label_counts import label_count
 from planner.model.load import Batch, LoadedModel, to_device
@@ -34,7 +34,7 @@ class MiniBatches:
 
     def __init__(self, job: RankJob, model: LoadedModel) -> None:
         self._job, self._model = job, model
-        self._loader: Loader | None = None
+        self._loader: ResumableLoader | None = None
         self._loader_state: Mapping[str, Any] | None = None
         """Loader state of a checkpoint, until the script passes the loader."""
         self._first: BatchDigest | None = None
@@ -74,7 +74,7 @@ class MiniBatches:
 
     def example(self, step: int) -> Batch:
         """Return the example mini-batch of a step, which depends only on seed and step."""
-        return example_of(self._model, self._job.balance.batch, seed=self._job.seed, step=step)
+        return example_mini_batch(self._model, self._job.balance.batch, seed=self._job.seed, step=step)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
         """Return this process's part of a mini-batch that every process has; see `Pipeline.own_part`."""
@@ -104,7 +104,7 @@ class MiniBatches:
             inputs = inputs if kept is None else {**inputs, **kept}
         return Batch(inputs, targets if place.is_last else to_device(targets, _META))
 
-    def compare(self) -> None:
+    def check_same_on_all_ranks(self) -> None:
         """Compare the first mini-batch over all ranks; every rank must call this method before its first step.
 
         Raises:
@@ -135,12 +135,12 @@ class MiniBatches:
                 hint="plan for this batch, or pass it in pieces to `accumulate`",
             )
         rounds_of = schedule_of(balance.schedule).round_size(self._job.place.num_devices)
-        yield from parts_of(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)
+        yield from mini_batch_parts(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)
 
     def parts_of_any_size(self, batch: Batch) -> list[MiniBatchPart]:
         """Return the parts of a batch to evaluate, which may be larger than planned."""
         return list(
-            parts_of(batch, count_samples(batch) or self._job.balance.replica_batch, self._job.micro_batch_size)
+            mini_batch_parts(batch, count_samples(batch) or self._job.balance.replica_batch, self._job.micro_batch_size)
         )
 
     def counts(self, parts: Sequence[MiniBatchPart]) -> list[float]:
@@ -189,7 +189,7 @@ class MiniBatches:
 
     def _begun(self, loader: Iterable[Any], begin: int) -> Iterator[Any]:
         if self._loader is None or self._loader.loader is not loader:
-            self._loader = Loader(loader, self._job.seed)
+            self._loader = ResumableLoader(loader, self._job.seed)
             if self._loader_state is not None:
                 self._loader.load_state_dict(self._loader_state)
             elif begin:  # the checkpoint was written without a loader: skip the batches of earlier steps

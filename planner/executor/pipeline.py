@@ -161,9 +161,9 @@ class Pipeline:
         return self._assembly.named_tensors()
 
     @property
-    def computation(self) -> dict[str, str]:
+    def code_digests(self) -> dict[str, str]:
         """Digests of the code of the loss (`loss`) and the layers (`layers`), to detect changes before a resume."""
-        return self._assembly.computation
+        return self._assembly.code_digests
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint, without the model's tensors."""

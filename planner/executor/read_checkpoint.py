@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from planner.core.errors import FileError
 from planner.executor.keep.errors import first_line
-from planner.executor.keep.index import CheckpointIndex, check_same_computation, check_whole
+from planner.executor.keep.index import CheckpointIndex, check_rank_files, check_same_computation
 from planner.executor.keep.optimizer_state import OptimizerState, ParameterGroups
 from planner.executor.keep.stored import StoredCheckpoint
 from planner.executor.keep.weights import load_weights
@@ -52,8 +52,8 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
     stored = StoredCheckpoint(source)
     index, place = stored.index, pipeline.place
     if pipeline.rank == 0:
-        check_whole(source, index)
-    check_same_computation(index, pipeline.computation, str(source))
+        check_rank_files(source, index)
+    check_same_computation(index, pipeline.code_digests, str(source))
     is_same_plan = (index.balance, len(index.files)) == (pipeline.balance.balance, dist.get_world_size())
     # Under another plan, state that is equal on all ranks (loader, schedules) is taken from the first.
     own = stored.file(pipeline.rank if is_same_plan else 0)

@@ -20,7 +20,7 @@ from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
 from planner.executor.checkpoints import Checkpoints
-from planner.executor.measure.drift_note import drift_note, plan_paths
+from planner.executor.measure.drift_note import drift_note, paths_of_plan_and_profile
 from planner.executor.measure.step_record import OnStep
 from planner.executor.measure.trace import trace_json
 from planner.executor.pipeline import Pipeline
@@ -211,7 +211,7 @@ def _finish(pipeline: Pipeline, options: ScriptArguments, folder: Path) -> None:
 
 def _replan_commands(planned: RunPrediction, folder: Path, report: str | None) -> tuple[str, str, str]:
     """Return a heading, and the commands that replan with the times and memory that the run measured."""
-    plan, profile = plan_paths(planned, folder)
+    plan, profile = paths_of_plan_and_profile(planned, folder)
     how = "this run measured" if report else "a run measures, after `--report run.json`"
     named = [] if plan == "plan.yaml" else [shlex.quote(plan)]
     return (

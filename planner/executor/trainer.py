@@ -14,11 +14,11 @@ from torch import Tensor
 from planner.core.errors import ModelError
 from planner.executor.build.assembly import Assembly
 from planner.executor.job import RankJob
-from planner.executor.measure.step_record import OnStep, StepHook, StepRecord, learning_rates
+from planner.executor.measure.step_record import OnStep, StepCallback, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.agreement import Agreement, Phase
 from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, OutputObserver
-from planner.executor.run.gradients import check_gradients, check_have_values, check_losses
+from planner.executor.run.gradients import check_gradients, check_gradients_have_values, check_losses
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of, weigh_losses
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
@@ -51,7 +51,7 @@ class Trainer:
         self.samples: list[int] = []
         """Samples of every step, over all replicas: a mini-batch may be smaller than planned."""
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
-        self._hook = StepHook(on_step, job.seed) if on_step is not None and job.place.rank == 0 else None
+        self._hook = StepCallback(on_step, job.seed) if on_step is not None and job.place.rank == 0 else None
 
     @contextmanager
     def step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
@@ -154,7 +154,7 @@ class Trainer:
         if phase == "step" and not self._mini_batches.is_compared:
             self._job.position.set_activity("the comparison of the mini-batch", waits_for=ANY)
             with self._recorder.paused() if not self.losses else nullcontext():
-                self._mini_batches.compare()
+                self._mini_batches.check_same_on_all_ranks()
         return weigh_losses(parts, counts, total)
 
     def _make_engine(self, part: MiniBatchPart) -> None:
@@ -211,7 +211,7 @@ class Trainer:
         for module in self._assembly.modules:
             module.release_snapshots()
         self._assembly.statistics.commit(self._groups.replicas)
-        check_have_values(self._parameters)
+        check_gradients_have_values(self._parameters)
         if self._assembly.replicas is not None:
             self._assembly.replicas.finish()
         self._assembly.tied.sum()

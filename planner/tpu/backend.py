@@ -36,7 +36,7 @@ from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
 from planner.tpu.compiler import Compiler
 from planner.tpu.extra import chip_of_device, expect_no_tpu
-from planner.tpu.optimizers import OptimizerRule, rule_of
+from planner.tpu.optimizers import OptimizerRule, optimizer_rule
 from planner.tpu.outcomes import CompiledLayer
 
 _TPU = "tpu:"
@@ -110,7 +110,7 @@ class CompiledBackend:
         """Compile every distinct layer at each micro-batch size, and the optimizer step over the layer's parameters."""
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
-        rule = rule_of(task.loaded.build_optimizer, list(task.chain.model.parameters()))
+        rule = optimizer_rule(task.loaded.build_optimizer, list(task.chain.model.parameters()))
         layers: dict[Key, CompiledLayer] = {}
         hooks = RecordingHooks(
             device=self.device, record=partial(_compile, task=task, compiler=compiler, layers=layers)

@@ -85,13 +85,13 @@ def emit(
     with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as asked:
         emitted = emitted_to(asked, "")
         emitted.write(asked)
-        fits, answer = ask_compiler(Path(asked, emitted.name), chip)
+        fits, answer = check_fit_with_compiler(Path(asked, emitted.name), chip)
     if not fits:
         raise InfeasibleError(f"{refused.message}; {answer}", hint=refused.hint)
     return emitted_to(folder, answer)
 
 
-def ask_compiler(script: Path, chip: str) -> tuple[bool, str]:
+def check_fit_with_compiler(script: Path, chip: str) -> tuple[bool, str]:
     """Run `train_jax.py --compile` in a separate process; return True if the program fits, and the report."""
     command = [sys.executable, str(script), "--compile", chip]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)  # noqa: S603 - ours

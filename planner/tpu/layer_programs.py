@@ -33,10 +33,10 @@ from planner.tpu.programs import (
     compile_program,
     kinds_in_loops,
     kinds_of_arrays,
-    loop_shape,
     make_depend_on_array,
     num_bytes,
     padded_bytes,
+    shape_in_loops,
 )
 from planner.tpu.torchax_adapter import jax_shape_of
 
@@ -152,7 +152,7 @@ def _layer_of(
         outputs=outputs,
         kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),
         aliases=tuple(halves.passed),
-        reshaped_bytes=sum(size for shape, size in read_backward if loop_shape(shape) is not shape),
+        reshaped_bytes=sum(size for shape, size in read_backward if shape_in_loops(shape) is not shape),
         forward_us=times_us[0],
         backward_us=times_us[1] if len(times_us) > 1 else 0.0,
         forward_temporary_bytes=forward.temporary_bytes,

@@ -22,8 +22,8 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from planner.tpu.halves import random_key_shape
-from planner.tpu.places import needs_vectors, slots_for
-from planner.tpu.programs import loop_shape, num_bytes, tiled_shape
+from planner.tpu.places import slots_for, slots_waste_memory
+from planner.tpu.programs import num_bytes, shape_in_loops, tiled_shape
 from planner.tpu.stage import JaxStage, StageInput, State
 
 _Kind = tuple[tuple[int, ...], jnp.dtype]
@@ -39,17 +39,17 @@ class Packing:
     Args:
         stages: Shapes of each stage's arrays.
         in_loops: Whether loops store the arrays, with the micro-batch as first dimension. If so, arrays that would be
-            half padding are stored in rows (`planner.tpu.programs.loop_shape`), and vectors keep their shape. If not,
-            vectors are stored in rows, because adding the stage as first dimension would double their memory.
+            half padding are stored in rows (`planner.tpu.programs.shape_in_loops`), and vectors keep their shape. If
+            not, vectors are stored in rows, because adding the stage as first dimension would double their memory.
     """
 
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]], *, in_loops: bool = False) -> None:
         self._stages = [list(stage) for stage in stages]
-        self._held = [list(map(loop_shape, stage)) if in_loops else list(stage) for stage in self._stages]
+        self._held = [list(map(shape_in_loops, stage)) if in_loops else list(stage) for stage in self._stages]
         counts = slots_for(Counter[_Kind]((tuple(s.shape), s.dtype) for s in stage) for stage in self._held)
         self.shapes = [jax.ShapeDtypeStruct(*kind) for kind in counts.elements()]
         most_bytes = max((sum(map(num_bytes, stage)) for stage in self._held), default=0)
-        self._flat = needs_vectors(sum(map(num_bytes, self.shapes)), most_bytes)
+        self._flat = slots_waste_memory(sum(map(num_bytes, self.shapes)), most_bytes)
         if self._flat:
             dtypes = sorted({shape.dtype for stage in self._stages for shape in stage}, key=str)
             lengths = {dtype: max(self._length(stage, dtype) for stage in self._stages) for dtype in dtypes}

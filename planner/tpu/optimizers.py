@@ -30,7 +30,7 @@ class OptimizerRule:
     """Name and options of the optimizer."""
 
 
-def rule_of(build: Builder, parameters: Sequence[Tensor]) -> OptimizerRule:
+def optimizer_rule(build: Builder, parameters: Sequence[Tensor]) -> OptimizerRule:
     """Return the update rule of the optimizer that `build` makes for these parameters.
 
     Raises:

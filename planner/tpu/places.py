@@ -25,7 +25,7 @@ def slots_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
     return places
 
 
-def needs_vectors(slots_bytes: float, largest_bytes: float) -> bool:
+def slots_waste_memory(slots_bytes: float, largest_bytes: float) -> bool:
     """Return True if slots waste too much memory, so that arrays must be concatenated to vectors.
 
     Args:
@@ -55,7 +55,7 @@ def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
     arrays = list(chain.from_iterable(stages))
     plain_bytes = {array.kind: array.plain_bytes for array in arrays}
     places = slots_for(counts)
-    if not needs_vectors(_sum(places, plain_bytes), max(_sum(count, plain_bytes) for count in counts)):
+    if not slots_waste_memory(_sum(places, plain_bytes), max(_sum(count, plain_bytes) for count in counts)):
         return SharedSlots(sum(_loop_bytes(stages, kind) for kind in places) / fullest, are_vectors=False)
     longest: dict[str, int] = {}
     for count in counts:

@@ -170,7 +170,7 @@ def tiled_shape(length: int) -> tuple[int, int]:
     return -(-length // (rows * columns)) * rows, columns
 
 
-def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def shape_in_loops(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Return the shape in which loops over micro-batches store an array: `shape`, or rows if rows save much padding.
 
     For example, images with few channels and columns have several times their size with padding, in any axis order.
@@ -182,7 +182,7 @@ def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def bytes_in_loops(shape: jax.ShapeDtypeStruct, size: int) -> int:
     """Return the bytes of an array as loops over micro-batches store it; in the shape `shape`, it has `size` bytes."""
-    held = loop_shape(shape)
+    held = shape_in_loops(shape)
     return size if held is shape else num_bytes(held)
 
 
@@ -208,7 +208,7 @@ def kinds_in_loops(
     """
     kinds = []
     for shape, size, narrow in zip(shapes, sizes, only_matmul_operands, strict=True):
-        held, held_bytes = loop_shape(shape), bytes_in_loops(shape, size)
+        held, held_bytes = shape_in_loops(shape), bytes_in_loops(shape, size)
         is_halved = narrow and held is shape and shape.dtype == "float32"
         kinds.append(_kind_of_array(held, held_bytes, held_bytes // 2 if is_halved else held_bytes))
     return tuple(kinds)

@@ -21,7 +21,7 @@ from planner.core.values.units import format_bytes
 from planner.executor.build.building import check_same_model
 from planner.executor.job import load_planned
 from planner.executor.keep.weights import begin_with_weights, first_names, model_state_dict, write_weights
-from planner.executor.run.loader import example_of, repeat_train_batches
+from planner.executor.run.loader import example_mini_batch, repeat_train_batches
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
 from planner.model import Batch
@@ -32,7 +32,7 @@ from planner.model.state import trained_batch_norms
 from planner.tpu.chips import chip_devices, platform_devices
 from planner.tpu.compiler import OutOfMemoryError
 from planner.tpu.mesh_program import MeshProgram
-from planner.tpu.optimizers import OptimizerRule, rule_of
+from planner.tpu.optimizers import OptimizerRule, optimizer_rule
 from planner.tpu.pipeline import JaxPipeline
 from planner.tpu.programs import compile_lowered, options_for
 from planner.tpu.stage import StageInput
@@ -121,7 +121,7 @@ class JaxTraining:
             casts = begin_with_weights(how.weights, built.state_dict(), first_names(built))
             if casts:
                 print(f"cast on loading {how.weights}: {', '.join(casts)}", flush=True)
-        rule = rule_of(self.model.build_optimizer, list(built.parameters()))
+        rule = optimizer_rule(self.model.build_optimizer, list(built.parameters()))
         devices = (
             chip_devices(how.compile, self.balance.num_stages)
             if how.compile
@@ -140,7 +140,7 @@ class JaxTraining:
             yield from starmap(Batch, islice(repeat_train_batches(self.model, self.balance.batch), steps))
         else:
             for step in range(steps):
-                yield example_of(self.model, self.balance.batch, seed=self._seed, step=step)
+                yield example_mini_batch(self.model, self.balance.batch, seed=self._seed, step=step)
 
     def step(self, state: TrainingState, inputs: Any, targets: Any, number: int) -> tuple[float, TrainingState]:
         """Run one step on a mini-batch of torch's tensors; return the loss and the next state.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.executor.run.loader import example_of
+from planner.executor.run.loader import example_mini_batch
 from planner.model.load import load_model
 from tests.support.ranks import run_ranks
 from tests.support.training import Case, write_balance
@@ -86,7 +86,7 @@ def in_a_plain_loop(folder: Path, micro_batches: int = 2) -> dict[str, Tensor]:
     model = loaded.build()
     optimizer = loaded.build_optimizer(model.parameters())
     for step in range(2):
-        batch: Any = example_of(loaded, 8, seed=5, step=step)
+        batch: Any = example_mini_batch(loaded, 8, seed=5, step=step)
         for inputs, targets in zip(batch.inputs.chunk(micro_batches), batch.targets.chunk(micro_batches), strict=True):
             (loaded.loss_fn(model(inputs), targets) / micro_batches).backward()
         optimizer.step()

@@ -18,7 +18,7 @@ from planner.executor.job import RankJob
 from planner.executor.keep.weights import first_names
 from planner.executor.measure.recorder import Recorder
 from planner.executor.run.engine import Engine, EngineStage
-from planner.executor.run.loader import example_of
+from planner.executor.run.loader import example_mini_batch
 from planner.executor.run.parts import MiniBatchPart
 from planner.executor.run.placement import ProcessGroups
 from planner.executor.run.replicas import ReplicaGradients
@@ -53,7 +53,7 @@ class Assembly:
         balance, place = job.balance, job.place
         # Keep shapes only: the planned memory does not include an example mini-batch.
         self._example_inputs = to_device(
-            example_of(model, balance.batch, seed=job.seed, step=0).inputs, torch.device("meta")
+            example_mini_batch(model, balance.batch, seed=job.seed, step=0).inputs, torch.device("meta")
         )
         self._chain = structure or build_structure(model)
         check_same_model(balance, model, self._chain)
@@ -81,7 +81,7 @@ class Assembly:
         self.engine(balance.micro_batches, job.micro_batch_size)
 
     @cached_property
-    def computation(self) -> dict[str, str]:
+    def code_digests(self) -> dict[str, str]:
         """Digests of the code of the whole model: of its loss (`loss`) and of its layers (`layers`)."""
         return code_digests(self._chain.model, self._model)
 
@@ -220,7 +220,7 @@ def make_stage_module(
         # A first layer that is recomputed copies its input itself, and keeps the received tensor.
         copies_input=shapes.stage_writes_input(first, end) and 0 not in recomputed,
         carries=() if loss_fn is not None else [tensor.requires_grad for tensor in behind.tensors],
-        recomputed={n: shapes.recomputed(first + n, end) for n in recomputed},
+        recomputed={n: shapes.recomputed_layer(first + n, end) for n in recomputed},
         first_layer=first,
         statistics=statistics,
     )

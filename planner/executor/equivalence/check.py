@@ -25,8 +25,8 @@ from planner.core.values.proof import Proof
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.isolation import Child, ChildError, return_large_blocks
 from planner.executor.equivalence.rehearsal import repeat_forwards
-from planner.executor.equivalence.rounds import Round, RoundResult
-from planner.executor.equivalence.subject import STEPS, CheckRequest, Digests, Subject, is_large, layer_starts
+from planner.executor.equivalence.rounds import CheckRound, RoundResult
+from planner.executor.equivalence.subject import STEPS, CheckedModel, CheckRequest, Digests, is_large, layer_starts
 from planner.model.load import LoadedModel
 from planner.model.reference import ReferenceOptions, train_reference
 from planner.model.reference_state import ReferenceState
@@ -220,9 +220,9 @@ def _compared(
         if not attempt.lean and not has_other_values:
             break
         try:
-            subject = Subject.choose(request, chain, attempt.micro_batch_size, lean=attempt.lean)
+            subject = CheckedModel.choose(request, chain, attempt.micro_batch_size, lean=attempt.lean)
             has_other_values = subject.has_other_values
-            found = Round.start(request, subject, folder, child, progress=progress).compare()
+            found = CheckRound.start(request, subject, folder, child, progress=progress).compare()
         except ChildError as error:  # batch normalization, for example, needs two samples
             first = first or error
             continue

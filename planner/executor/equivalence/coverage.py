@@ -16,7 +16,7 @@ from planner.model.stage import ModelStage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coverage:
+class CutClasses:
     """Classes of equivalent cuts of a chain; a cut is given as the index of the layer after it."""
 
     classes: tuple[tuple[int, ...], ...]
@@ -34,7 +34,7 @@ class Coverage:
         return next((alike for alike in self.classes if cut in alike), (cut,))
 
 
-def find_coverage(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Coverage:
+def find_cut_classes(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> CutClasses:
     """Find the equivalent cuts of a chain.
 
     Args:
@@ -52,7 +52,7 @@ def find_coverage(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Cover
     classes: dict[Hashable, list[int]] = {}
     for cut in range(1, len(chain.layers)):
         classes.setdefault((keys[cut - 1], keys[cut]), []).append(cut)
-    return Coverage(classes=tuple(map(tuple, classes.values())), keys=keys)
+    return CutClasses(classes=tuple(map(tuple, classes.values())), keys=keys)
 
 
 def split_into_groups(cuts: Sequence[int], most: int) -> list[tuple[int, ...]]:

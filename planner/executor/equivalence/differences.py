@@ -12,7 +12,8 @@ from planner.core.values.precision import Precision
 from planner.model.reference_state import ReferenceState, dense_values, largest_magnitude
 
 LIMIT = 1e-4
-"""Relative differences above this limit are errors, unless the model amplifies rounding errors (`largest_problem`)."""
+"""Relative differences above this limit are errors, unless the model amplifies rounding errors (see
+`largest_unexplained_difference`)."""
 
 NUMBER = "the number"
 """Prefix, in messages, of the names of numbers that modules have as attributes."""
@@ -97,7 +98,7 @@ def compare_update(differences: Differences, name: str, value: Tensor, *, right:
     differences.note(name, max(0.0, difference - rounding) / max(moved, rounding, 1e-30))
 
 
-def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
+def largest_unexplained_difference(relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
     """Describe the largest difference that is not a rounding error, even if the model amplifies rounding errors.
 
     Args:

@@ -23,12 +23,12 @@ from planner.executor.equivalence.differences import (
     NUMBER,
     Differences,
     compare_gradients,
-    largest_problem,
+    largest_unexplained_difference,
     perturbation,
 )
 from planner.executor.equivalence.isolation import Child, ChildError, return_large_blocks
 from planner.executor.equivalence.stages import PipelineTrial, run_rank
-from planner.executor.equivalence.subject import CheckRequest, Subject
+from planner.executor.equivalence.subject import CheckedModel, CheckRequest
 from planner.model.load import LoadedModel
 from planner.model.reference import ReferenceOptions, Shake, train_reference
 from planner.model.reference_state import ReferenceState
@@ -64,11 +64,11 @@ class RoundResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class CheckRound:
     """Round of the equivalence check: a plain training loop (reference), and the pipelines to compare with it."""
 
     request: CheckRequest
-    subject: Subject
+    subject: CheckedModel
     folder: Path
     """Folder of the reference's states."""
     child: Child
@@ -77,8 +77,14 @@ class Round:
 
     @classmethod
     def start(
-        cls, request: CheckRequest, subject: Subject, folder: Path, child: Child, *, progress: Callable[[str], None]
-    ) -> "Round":
+        cls,
+        request: CheckRequest,
+        subject: CheckedModel,
+        folder: Path,
+        child: Child,
+        *,
+        progress: Callable[[str], None],
+    ) -> "CheckRound":
         """Start the training of the reference, and return the round.
 
         Args:
@@ -137,7 +143,7 @@ class Round:
         again, first = (ReferenceState.load(each / "gradients-0") for each in (folder, self.folder))
         # Ignore numbers: the forwards that found the layers may have changed them in this process.
         relative = {what: size for what, size in _compared_states(again, first).items() if not what.startswith(NUMBER)}
-        return largest_problem(relative, dict)
+        return largest_unexplained_difference(relative, dict)
 
     def _alike(self, standing_for: Mapping[int, int], place: int) -> tuple[int, ...]:
         """Return the cuts of the full model that a compared cut represents.
@@ -146,7 +152,7 @@ class Round:
             standing_for: For each cut of the trained model, the cut of the full model that it represents.
             place: Compared cut of the trained model.
         """
-        return self.subject.coverage.equivalent_cuts(standing_for[place]) if self.request.ends is None else (place,)
+        return self.subject.cut_classes.equivalent_cuts(standing_for[place]) if self.request.ends is None else (place,)
 
     def _proof(self, cuts: Collection[int], relative: Mapping[str, float], recomputed: str) -> Proof:
         ends, num_layers = self.request.ends, len(self.subject.whole.layers)
@@ -216,7 +222,7 @@ class Round:
         if different:
             return found, different
         relative = _together(found)
-        return found, largest_problem(relative, self._noise)
+        return found, largest_unexplained_difference(relative, self._noise)
 
     def _run(self, trial: PipelineTrial) -> list[Differences]:
         """Run all ranks of a pipeline, each in a process, and return the differences of each rank."""
@@ -332,7 +338,7 @@ def _train_apart(
     train_reference(loaded, options, folder, shake)
 
 
-def _balance(subject: Subject, cuts: Sequence[int], recompute: Recompute) -> Balance:
+def _balance(subject: CheckedModel, cuts: Sequence[int], recompute: Recompute) -> Balance:
     loaded, chain, options = subject.loaded, subject.chain, subject.options
     edges = list(pairwise([0, *cuts, len(chain.layers)]))
     return Balance(

@@ -8,7 +8,7 @@ import torch
 from planner.core.errors import ModelError
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import build_structure
-from planner.executor.equivalence.coverage import Coverage, find_coverage
+from planner.executor.equivalence.coverage import CutClasses, find_cut_classes
 from planner.executor.equivalence.isolation import ChildError
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain
@@ -55,7 +55,7 @@ class CheckRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class CheckedModel:
     """Model that the check trains: the full model, or a shortened one with a cut of every distinct class."""
 
     loaded: LoadedModel
@@ -63,7 +63,7 @@ class Subject:
     """Chain of the model that is trained."""
     whole: Chain
     """Chain of the full model."""
-    coverage: Coverage
+    cut_classes: CutClasses
     """Classes of the full model's cuts."""
     options: ReferenceOptions
     one_by_one: bool = False
@@ -72,7 +72,7 @@ class Subject:
     """Reason why the optimizer is not compared."""
 
     @classmethod
-    def choose(cls, request: CheckRequest, whole: Chain, size: int, *, lean: bool) -> "Subject":
+    def choose(cls, request: CheckRequest, whole: Chain, size: int, *, lean: bool) -> "CheckedModel":
         """Choose the model to train.
 
         Args:
@@ -100,7 +100,7 @@ class Subject:
             loaded=loaded,
             chain=whole,
             whole=whole,
-            coverage=find_coverage(whole, shapes, request.digests(whole, loaded)),
+            cut_classes=find_cut_classes(whole, shapes, request.digests(whole, loaded)),
             options=options,
         )
         if not is_large(whole) or request.ends is not None:
@@ -112,8 +112,8 @@ class Subject:
         """True if parameters have random values although there is memory for the user's initial values."""
         return self.options.lean and _bytes_of(self.whole) <= _LEAN_BYTES
 
-    def _shortened(self, *, lean: bool) -> "Subject":
-        skipped = skipped_modules(self.whole, repeated_layers(self.coverage.keys))
+    def _shortened(self, *, lean: bool) -> "CheckedModel":
+        skipped = skipped_modules(self.whole, repeated_layers(self.cut_classes.keys))
         if not skipped:
             return self
         lean = lean or _bytes_of(self.whole) > _LEAN_BYTES
@@ -122,7 +122,7 @@ class Subject:
         options = replace(self.options, skipped=skipped, lean=lean, starts=layer_starts(chain))
         return replace(self, loaded=loaded, chain=chain, options=options)
 
-    def _within_memory(self) -> "Subject":
+    def _within_memory(self) -> "CheckedModel":
         """Reduce the check until it fits in memory: run processes one by one, or leave the optimizer out.
 
         Raises:
@@ -146,17 +146,17 @@ class Subject:
     def cuts(self) -> dict[int, int]:
         """Equivalent cut of the trained model, for each representative cut of the full model."""
         if self.chain is self.whole:
-            return {cut: cut for cut in self.coverage.representatives}
+            return {cut: cut for cut in self.cut_classes.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
         kept = {name: index for index, name in enumerate(self.whole.names)}
         shown: dict[int, int] = {}
-        for first, *others in self.coverage.classes:
+        for first, *others in self.cut_classes.classes:
             for cut in (first, *others):
                 place = places.get(self.whole.ends[cut - 1])
                 if place is None or place >= len(self.chain.names):
                     continue
                 following = kept.get(self.chain.names[place])
-                if following is not None and self.coverage.keys[following] == self.coverage.keys[cut]:
+                if following is not None and self.cut_classes.keys[following] == self.cut_classes.keys[cut]:
                     shown[first] = place
                     break
         return shown

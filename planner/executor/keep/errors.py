@@ -45,7 +45,7 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def check_file(path: Path, *, most_bytes: int) -> int:
+def size_of_regular_file(path: Path, *, most_bytes: int) -> int:
     """Return the size of a regular file. Other files are refused, because reading a pipe or a device might never end.
 
     Raises:

@@ -18,7 +18,7 @@ _LONGEST = timedelta(days=1)
 _JOINING = timedelta(minutes=5)
 
 
-class Exchange:
+class ValueExchange:
     """Exchange in rounds in which all ranks take part, over a separate connection to the store.
 
     Several threads of a rank may use one object in turn, in the same order on every rank.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from planner.core.errors import FileError, UsageError
-from planner.executor.keep.errors import check_file, reading_errors
+from planner.executor.keep.errors import reading_errors, size_of_regular_file
 from planner.executor.keep.rank_file import FileEntry, check_size
 from planner.files import parse_json
 
@@ -87,7 +87,7 @@ def read_index(folder: Path) -> CheckpointIndex:
     if not (folder / INDEX).exists():
         raise FileError(f"is no checkpoint (it has no {INDEX})", path=str(folder))
     with reading_errors(folder, INDEX):
-        check_file(folder / INDEX, most_bytes=_MOST_BYTES)
+        size_of_regular_file(folder / INDEX, most_bytes=_MOST_BYTES)
         index = parse_json(CheckpointIndex, (folder / INDEX).read_bytes())
         if index.digest != _digest(index):
             raise ValueError("its digest does not match its content")
@@ -111,7 +111,7 @@ def _digest(index: CheckpointIndex) -> str:
     return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
 
 
-def check_whole(folder: Path, index: CheckpointIndex) -> None:
+def check_rank_files(folder: Path, index: CheckpointIndex) -> None:
     """Check that all rank files exist and have the sizes in the index; no file is opened.
 
     Raises:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 from safetensors import safe_open
 from torch import Tensor
 
-from planner.executor.keep.errors import check_file, reading_errors
+from planner.executor.keep.errors import reading_errors, size_of_regular_file
 from planner.executor.keep.json_state import from_json
 from planner.executor.keep.tensor_bytes import bytes_of, type_name
 
@@ -139,6 +139,6 @@ def check_size(path: Path, entry: FileEntry) -> None:
         ValueError: The size differs, or the file is not regular.
         OSError: The file does not exist.
     """
-    size = check_file(path, most_bytes=entry.size_bytes)
+    size = size_of_regular_file(path, most_bytes=entry.size_bytes)
     if size < entry.size_bytes:
         raise ValueError(f"it has {size} bytes instead of {entry.size_bytes}")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from planner.core.errors import FileError, UsageError
-from planner.executor.keep.exchange import Exchange
+from planner.executor.keep.exchange import ValueExchange
 from planner.executor.keep.folder_lock import FolderLock
 from planner.executor.keep.index import CheckpointIndex, is_checkpoint
 from planner.executor.keep.saved import (
@@ -35,7 +35,9 @@ class RunFolder:
         FileError: The folder cannot be created.
     """
 
-    def __init__(self, path: str | None, *, rank: int, exchange: Exchange, tell: Callable[[str, bool], None]) -> None:
+    def __init__(
+        self, path: str | None, *, rank: int, exchange: ValueExchange, tell: Callable[[str, bool], None]
+    ) -> None:
         self.path = Path(path) if path is not None else None
         self.lineage = Lineage.new()
         self._is_first, self._exchange, self._tell = rank == 0, exchange, tell
@@ -44,7 +46,7 @@ class RunFolder:
             self._open(self.path)
             self._check_shared(self.path)
 
-    def candidates(self, resume: str | None) -> list[Path]:
+    def resumable_checkpoints(self, resume: str | None) -> list[Path]:
         """Return the checkpoints that may be resumed, newest first and equal on every rank; empty for a new run.
 
         Args:
@@ -71,7 +73,7 @@ class RunFolder:
             raise FileError("the folder has no checkpoint", path=resume)
         return candidates
 
-    def begin_after(self, source: Path, index: CheckpointIndex) -> None:
+    def continue_from(self, source: Path, index: CheckpointIndex) -> None:
         """Continue the run that wrote the checkpoint `source`, or begin a branch of it.
 
         Raises:

@@ -86,7 +86,7 @@ def partial_path(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08d}.partial"
 
 
-def commit(partial: Path, index: CheckpointIndex) -> None:
+def complete_checkpoint(partial: Path, index: CheckpointIndex) -> None:
     """Complete a checkpoint: write its index, and rename the folder of the rank files to its final name."""
     write_index(partial, index)
     sync_folder(partial)
@@ -97,7 +97,7 @@ def commit(partial: Path, index: CheckpointIndex) -> None:
     sync_folder(target.parent)
 
 
-def prune(folder: Path, lineage: Lineage, keep: int) -> None:
+def remove_old_checkpoints(folder: Path, lineage: Lineage, keep: int) -> None:
     """Remove the older checkpoints of a run.
 
     Args:

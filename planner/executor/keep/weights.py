@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import FileError, UsageError
 from planner.executor.keep.errors import first_line, reading_errors
-from planner.executor.keep.index import check_whole
+from planner.executor.keep.index import check_rank_files
 from planner.executor.keep.stored import StoredCheckpoint
 from planner.files.writing import sync_folder
 from planner.model.ghosts import memory_key
@@ -125,7 +125,7 @@ def export_weights(folder: str, path: str) -> int:
         FileError: The checkpoint is missing or incomplete, or the file cannot be written.
     """
     stored = StoredCheckpoint(Path(folder))
-    check_whole(Path(folder), stored.index)
+    check_rank_files(Path(folder), stored.index)
     first = stored.index.first_name
     read = {name: stored[name] for name in stored if first(name) == name}
     state = {name: read[first(name)] for name in stored}

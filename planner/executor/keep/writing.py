@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from planner.executor.keep.exchange import Exchange
+from planner.executor.keep.exchange import ValueExchange
 from planner.executor.keep.index import file_name
 from planner.executor.keep.rank_file import FileEntry, write_rank_file
 from planner.executor.keep.saved import NotWrittenError
@@ -57,7 +57,7 @@ class CheckpointWriter:
         stored: RankState,
         folder: Path,
         *,
-        exchange: Exchange,
+        exchange: ValueExchange,
         in_thread: bool,
         position: Position,
         rank: int,

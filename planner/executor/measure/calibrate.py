@@ -39,7 +39,7 @@ from planner.core.values.links import fit_link
 from planner.core.values.run_report import LEAST_CORE_SHARE
 from planner.device.machine import CACHE_BYTES, core_time, cpu_name
 from planner.executor.measure.run_times import RunSpan, RunStep, mean_waits
-from planner.executor.run.engine import Engine, EngineStage, Timer
+from planner.executor.run.engine import ActionTimer, Engine, EngineStage
 from planner.executor.run.shapes import Boundary
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import Layer
@@ -171,7 +171,7 @@ def empty_step(
     size: int,
     *,
     group: ProcessGroup | None = None,
-    timer: Timer | None = None,
+    timer: ActionTimer | None = None,
     leaves_cache: bool = False,
 ) -> Callable[[], None]:
     """Return a function that runs a step of a pipeline on the CPU whose layers compute nothing.
@@ -260,5 +260,5 @@ class _ZeroLoss(torch.autograd.Function):
         return ctx.like.detach()
 
 
-def _untimed(kind: str, work: Callable[[], Any], *, micro_batch: int) -> Any:  # noqa: ARG001 - a `Timer`
+def _untimed(kind: str, work: Callable[[], Any], *, micro_batch: int) -> Any:  # noqa: ARG001 - an `ActionTimer`
     return work()

@@ -33,6 +33,6 @@ def drift_note(
     return printable_lines("\n    ".join([f"note: {drift_text(drift)}", *advice(balance.planned)]))
 
 
-def plan_paths(planned: RunPrediction, folder: Path) -> tuple[str, str]:
+def paths_of_plan_and_profile(planned: RunPrediction, folder: Path) -> tuple[str, str]:
     """Return the paths of plan and profile, relative to the working directory of the script."""
     return os.path.relpath(folder / planned.plan), os.path.relpath(folder / planned.profile)

@@ -39,7 +39,7 @@ class StepRecord:
 OnStep = Callable[[StepRecord], None]
 
 
-class StepHook:
+class StepCallback:
     """Caller of the script's function after every step, on one rank.
 
     The function draws from separate random states, so that this rank's states stay equal to those of other ranks.

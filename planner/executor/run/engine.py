@@ -50,7 +50,7 @@ from planner.model.autocast import forward_context, weight_cast_cache
 from planner.model.split_backward import DeferredUses, SplitBackward, count_additions
 
 
-class Timer(Protocol):
+class ActionTimer(Protocol):
     """Function that runs one action of a micro-batch and records its time."""
 
     def __call__(self, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:
@@ -68,7 +68,7 @@ class EngineStage:
     """Tensors from the previous stage, or the model's input; on the meta device."""
     sent: tuple[Tensor, ...]
     """Tensors for the next stage, or the loss; on the meta device."""
-    timer: Timer
+    timer: ActionTimer
     last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
     """Function that returns a context for the stage's last backward (B or W) in a step. Its argument is the number of
     additions to each gradient, or None if this number is unknown."""

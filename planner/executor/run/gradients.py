@@ -13,7 +13,7 @@ from planner.executor.watch.position import Position
 from planner.model.ghosts import Ghost
 
 
-def check_have_values(parameters: Mapping[str, Tensor]) -> None:
+def check_gradients_have_values(parameters: Mapping[str, Tensor]) -> None:
     """Check that no gradient was computed from a tensor of another stage, which has no values on this rank.
 
     Raises:

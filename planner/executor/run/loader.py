@@ -53,7 +53,7 @@ def repeat_train_batches(model: LoadedModel, batch: int) -> Iterator[Any]:
             raise ModelError("`train_batches` is empty")
 
 
-def example_of(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch:
+def example_mini_batch(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch:
     """Return the example mini-batch of a step, which depends only on seed and step.
 
     Afterwards, the random generators have their previous states.
@@ -72,7 +72,7 @@ def example_of(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch
         return model.example_batch(batch)
 
 
-class Loader:
+class ResumableLoader:
     """Iterator over a user's loader that repeats epochs, has its own random states, and can be saved in a checkpoint.
 
     The user's loader is a `DataLoader`, or any iterable of `(inputs, targets)`, the same on every rank. A loader that
@@ -215,7 +215,7 @@ def _split_of(sampler: Any) -> tuple[int, int] | None:
 
 
 def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return `state` if it has the form of `Loader.state_dict`; else raise an error, which may be of any type."""
+    """Return `state` if `ResumableLoader.state_dict` can return it; else raise an error, which may be of any type."""
     if state is None:
         return None
     if not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch")):

@@ -63,7 +63,7 @@ def count_samples(batch: Batch) -> int | None:
     return sizes[0] if sizes else None
 
 
-def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[MiniBatchPart]:
+def mini_batch_parts(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[MiniBatchPart]:
     """Yield the parts of a mini-batch, of which this rank may have only the inputs, only the targets, or neither.
 
     Args:

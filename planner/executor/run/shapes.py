@@ -115,7 +115,7 @@ class Shapes:
                 return False
         return False
 
-    def recomputed(self, layer: int, end: int) -> RecomputedLayer:
+    def recomputed_layer(self, layer: int, end: int) -> RecomputedLayer:
         """Return the properties that are needed to recompute `layer` in a stage whose last layer is `end - 1`."""
         carries = tuple(tensor.requires_grad for tensor in self.boundaries[layer + 1].tensors)
         if layer == len(self.writes) - 1:

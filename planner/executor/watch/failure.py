@@ -42,7 +42,7 @@ from planner.executor.watch import explain
 from planner.executor.watch.handlers import SignalHandlers
 from planner.executor.watch.liveness import Liveness
 from planner.executor.watch.position import ANY, STORE, Position
-from planner.executor.watch.store import holds_store, job_store, rank_here
+from planner.executor.watch.store import holds_store, job_store, rank_and_world_size
 
 _FEW_RANKS = 64
 """Largest number of ranks at which all ranks always check `stop` after every step, so that they can stop at once."""
@@ -63,7 +63,7 @@ class Watch:
         self.position = Position()
         self.saves_on_stop = False
         """True if `stops_after` handles a signal to stop."""
-        self._rank, self._world = rank_here()
+        self._rank, self._world = rank_and_world_size()
         self._timeout_s = timeout_s
         self._signal = 0
         self._signalled = 0.0

@@ -18,7 +18,7 @@ _ASKED_EVERY_S = 0.05
 _REPORTED_EVERY_S = 10.0
 
 
-def rank_here() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return this process's rank and the number of processes, as set by the process group, or else by the launcher."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -27,7 +27,7 @@ def rank_here() -> tuple[int, int]:
 
 def holds_store() -> bool:
     """Return True if this process holds the job's store, which then ends with the process."""
-    return rank_here()[0] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return rank_and_world_size()[0] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def job_store(timeout: timedelta) -> Store:
@@ -57,7 +57,7 @@ def _launchers_store(timeout: timedelta) -> Store:
 
 def _start(store: Store, timeout: timedelta) -> str:
     """Return a name for this start of the job, equal on all of its processes."""
-    rank, world = rank_here()
+    rank, world = rank_and_world_size()
     address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     key = os.getpid(), *address, rank, world  # a forked process must agree on a name of its own
     if key not in _agreed:

@@ -265,7 +265,7 @@ def test_the_compiler_is_asked_before_a_program_is_refused(
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
     absent = ("torchax",) if fits is None else ()
     monkeypatch.setattr(emitter, "missing_packages", lambda _: absent)
-    monkeypatch.setattr(emitter, "ask_compiler", lambda *_: (bool(fits), "the compiler's words"))
+    monkeypatch.setattr(emitter, "check_fit_with_compiler", lambda *_: (bool(fits), "the compiler's words"))
     done = call(capsys, "emit", "--format", "jax")
     assert done.code == code
     assert told in done.err

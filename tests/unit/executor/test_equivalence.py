@@ -453,7 +453,7 @@ def test_rounding_errors_are_looked_at_in_every_step(tmp_path: Path, monkeypatch
         (tmp_path / "sizes").write_text(" ".join(map(str, sizes)), encoding="utf-8")
         return ""
 
-    monkeypatch.setattr(rounds, "largest_problem", note)  # called in a process of its own
+    monkeypatch.setattr(rounds, "largest_unexplained_difference", note)  # called in a process of its own
     check_equivalence(loaded_model(build, WIDTH), budget_s=60.0)
     sizes = [float(size) for size in (tmp_path / "sizes").read_text(encoding="utf-8").split()]
     assert sizes

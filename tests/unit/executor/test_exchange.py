@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep import exchange
-from planner.executor.keep.exchange import Exchange
+from planner.executor.keep.exchange import ValueExchange
 from tests.support.cli import MODEL
 from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, write_balance
@@ -30,11 +30,11 @@ class _Shared:
         return self.store
 
 
-def on_all(count: int, act: Callable[[Exchange], None], monkeypatch: pytest.MonkeyPatch) -> Any:
+def on_all(count: int, act: Callable[[ValueExchange], None], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Act on all ranks, each a thread; return their store."""
     shared = _Shared()
     monkeypatch.setattr(exchange, "job_store", lambda _: shared)
-    ranks = [Exchange(rank, count) for rank in range(count)]
+    ranks = [ValueExchange(rank, count) for rank in range(count)]
     threads = [threading.Thread(target=act, args=[rank]) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -48,7 +48,7 @@ def test_the_first_rank_decides_on_the_values_of_all(monkeypatch: pytest.MonkeyP
     """In the order of ranks, in every round; values of earlier rounds are removed from the store."""
     decided: list[str] = []
 
-    def act(rank: Exchange) -> None:
+    def act(rank: ValueExchange) -> None:
         for number in range(20):
             value = f"{rank._rank}.{number}"
             decided.append(rank.decide(value, ",".join))
@@ -93,13 +93,13 @@ def test_checkpoints_are_removed_in_another_thread(tmp_path: Path, monkeypatch: 
     """A thousand files each: training goes on meanwhile, and the run ends when they are removed."""
     threads = []
     checkpoints = sys.modules[Checkpoints.__module__]
-    prune = checkpoints.prune
+    prune = checkpoints.remove_old_checkpoints
 
     def pruned(*arguments: Any) -> None:
         threads.append(threading.current_thread())
         prune(*arguments)
 
-    monkeypatch.setattr(checkpoints, "prune", pruned)
+    monkeypatch.setattr(checkpoints, "remove_old_checkpoints", pruned)
     path = balance_of(tmp_path, MODEL + GROUPS)
     train(path, 3, folder=str(tmp_path / "saved"), every=1, keep=1)
     assert len(threads) == 3

@@ -216,7 +216,7 @@ def stages_of(
             loss_fn=loaded.loss_fn if is_last else None,
             copies_input=False,
             carries=() if is_last else [True],
-            recomputed={n: shapes.recomputed(first + n, end) for n in numbers},
+            recomputed={n: shapes.recomputed_layer(first + n, end) for n in numbers},
             first_layer=first,
         )
         stage.targets = [None] * MICRO_BATCHES

@@ -65,7 +65,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watches]:
         monkeypatch.setattr(failure, "_store_of_all", lambda: store)
         monkeypatch.setattr(failure, "_is_launched", lambda: True)
         for rank in range(count):
-            monkeypatch.setattr(failure, "rank_here", lambda rank=rank: (rank, count))
+            monkeypatch.setattr(failure, "rank_and_world_size", lambda rank=rank: (rank, count))
             made.append(Watch(60.0))
         return made[-count:]
 

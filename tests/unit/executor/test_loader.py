@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from planner.core.errors import UsageError
 from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
-from planner.executor.run.loader import Loader, seeded_batches
+from planner.executor.run.loader import ResumableLoader, seeded_batches
 from tests.support.cli import MODEL
 from tests.unit.executor.test_checkpoint import GROUPS
 from tests.unit.executor.test_pipeline import balance_of
@@ -120,7 +120,7 @@ def stateful() -> Stateful:
 LOADERS: list[Callable[[], Iterable[Any]]] = [plain, with_generator, noisy, Shuffled, stateful]
 
 
-def drawn(loader: Loader, count: int) -> list[list[float]]:
+def drawn(loader: ResumableLoader, count: int) -> list[list[float]]:
     """The next batches."""
     return [pair[0].flatten().tolist() for pair in islice(loader, count)]
 
@@ -129,13 +129,13 @@ def drawn(loader: Loader, count: int) -> list[list[float]]:
 @pytest.mark.parametrize("done", [0, 1, 2, 3, 4, 6, 7])
 def test_a_loader_goes_on_where_it_was(make: Callable[[], Iterable[Any]], done: int) -> None:
     """At the start, within an epoch and at its end; every epoch is another; what else draws does not matter."""
-    expected = drawn(Loader(make(), 5), 9)
+    expected = drawn(ResumableLoader(make(), 5), 9)
     assert len({str(batch) for batch in expected}) == 9
-    first = Loader(make(), 5)
+    first = ResumableLoader(make(), 5)
     torch.manual_seed(done)
     got = drawn(first, done)
     state = first.state_dict()
-    second = Loader(make(), 5)
+    second = ResumableLoader(make(), 5)
     second.load_state_dict(state)
     random.seed(done)
     before = torch.get_rng_state()
@@ -169,11 +169,11 @@ def test_a_run_with_a_loader_goes_on_in_mid_epoch(tmp_path: Path, make: Callable
 
 def test_another_loader_is_refused(tmp_path: Path) -> None:
     """Of another length, with a state or without, or none at all."""
-    loader = Loader(plain(), 5)
+    loader = ResumableLoader(plain(), 5)
     drawn(loader, 2)
     for other in (noisy(), stateful()):
         with pytest.raises(UsageError, match="the loader differs from the checkpoint"):
-            Loader(other, 5).load_state_dict(loader.state_dict())
+            ResumableLoader(other, 5).load_state_dict(loader.state_dict())
     pipeline = Pipeline(balance_of(tmp_path, MODEL + GROUPS))
     pipeline.load_state_dict({**pipeline.state_dict(), "step_index": 2, "loader": loader.state_dict()})
     with pytest.raises(UsageError, match="`batches` got no loader"):
@@ -188,7 +188,7 @@ def test_a_sampler_in_a_batch_sampler_shuffles_anew_each_epoch() -> None:
         dataset = TensorDataset(torch.arange(24.0))
         sampler: Any = DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
         inside = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 12, drop_last=False))
-        loader = Loader(inside if is_inside else DataLoader(dataset, 12, sampler=sampler), 5)
+        loader = ResumableLoader(inside if is_inside else DataLoader(dataset, 12, sampler=sampler), 5)
         orders.append([batch[0].tolist() for batch in islice(loader, 2)])
     assert orders[0] == orders[1]
     assert orders[0][0] != orders[0][1]
@@ -197,21 +197,21 @@ def test_a_sampler_in_a_batch_sampler_shuffles_anew_each_epoch() -> None:
 def test_loaders_that_end() -> None:
     """An empty one is refused; what can be iterated once ends with its data."""
     with pytest.raises(UsageError, match=r"a list of 0 batches returned no batch"):
-        drawn(Loader([], 5), 1)
+        drawn(ResumableLoader([], 5), 1)
     once = ((torch.ones(8, 8) * n, torch.ones(8, 4)) for n in range(3))
-    assert len(drawn(Loader(once, 5), 9)) == 3
+    assert len(drawn(ResumableLoader(once, 5), 9)) == 3
 
 
 def test_whatever_a_loader_gives_is_given() -> None:
     """Arrays that compare element by element, and None where a collate function dropped all samples."""
     given = [np.arange(3), None, torch.arange(3)]
-    epoch = list(islice(Loader(given, seed=0), 3))
+    epoch = list(islice(ResumableLoader(given, seed=0), 3))
     assert all(one is other for one, other in zip(epoch, given, strict=True))
 
 
 def test_no_batch_is_held_while_it_is_used() -> None:
     """It would be memory on every rank that no plan counts on."""
-    for batches in (iter(Loader(plain(), 5)), seeded_batches(plain(), 5)):
+    for batches in (iter(ResumableLoader(plain(), 5)), seeded_batches(plain(), 5)):
         pair = next(batches)
         held = weakref.ref(pair[0])
         del pair

@@ -192,7 +192,7 @@ import sys
 import torch
 
 from planner.executor import Pipeline
-from planner.executor.run.loader import example_of
+from planner.executor.run.loader import example_mini_batch
 
 pipeline = Pipeline("balance.yaml", seed=3)
 loaded = pipeline.model
@@ -206,7 +206,7 @@ torch.manual_seed(3)
 model = loaded.build()
 optimizer, losses = loaded.build_optimizer(model.parameters()), []
 for step in range(2):
-    loss = model(**example_of(loaded, 8, seed=3, step=step).inputs)["loss"]
+    loss = model(**example_mini_batch(loaded, 8, seed=3, step=step).inputs)["loss"]
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -7,7 +7,7 @@ import torch
 
 from planner.core.errors import ModelError, UsageError
 from planner.executor.run.losses import loss_counts, weights_of, zero_loss_of
-from planner.executor.run.parts import count_samples, micro_batches_of, parts_of
+from planner.executor.run.parts import count_samples, micro_batches_of, mini_batch_parts
 from planner.model.load import Batch
 
 
@@ -48,7 +48,7 @@ def test_nothing_has_no_gradient_whatever_the_output() -> None:
 def test_a_smaller_mini_batch_has_fewer_micro_batches(size: int, expected: list[tuple[int, int]]) -> None:
     """And a smaller one for what is left; every sample once."""
     batch = Batch({"a": torch.arange(size), "b": 3}, torch.arange(size, device="meta"))
-    parts = list(parts_of(batch, size, 2))
+    parts = list(mini_batch_parts(batch, size, 2))
     assert [(part.micro_batches, part.micro_batch_size) for part in parts] == expected
     pieces = [piece["a"] for part in parts for piece in micro_batches_of(part.batch.inputs, part.micro_batches)]
     assert torch.equal(torch.cat(pieces), torch.arange(size))

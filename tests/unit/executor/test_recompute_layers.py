@@ -92,7 +92,7 @@ def stage_of(
 ) -> StageModule:
     """Layers `first`..`end - 1` as the pipeline makes them of a plan; with the loss where they are the last."""
     layers = chain_of(loaded.build()).layers
-    again = {n - first: shapes.recomputed(n, end) for n in recomputed}
+    again = {n - first: shapes.recomputed_layer(n, end) for n in recomputed}
     return StageModule(
         layers[first:end],
         received=shapes.boundaries[first],
@@ -304,7 +304,7 @@ def test_recomputing_saves_memory() -> None:
 def known(layer: nn.Module, value: Any) -> RecomputedLayer:
     """What `shapes_of` says of a layer behind another."""
     shapes = shapes_of(chain_of(nn.Sequential(layer, nn.Identity())), value)
-    return shapes.recomputed(0, 2)
+    return shapes.recomputed_layer(0, 2)
 
 
 def held_bytes(layer: Callable[[Any], Any], value: Tensor, carries: tuple[bool, ...] = (True,)) -> int:

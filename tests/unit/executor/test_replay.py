@@ -75,7 +75,9 @@ def stages_of(loaded: LoadedModel, balance: tuple[int, ...], recompute: Recomput
             loss_fn=loaded.loss_fn if span.end == cuts[-1] else None,
             copies_input=False,
             carries=() if span.end == cuts[-1] else [True],
-            recomputed={n: shapes.recomputed(span.first + n, span.end) for n in range(len(layers))} if apart else {},
+            recomputed={n: shapes.recomputed_layer(span.first + n, span.end) for n in range(len(layers))}
+            if apart
+            else {},
             first_layer=span.first,
         )
         for span, layers in zip(ranges, built, strict=True)
@@ -214,7 +216,7 @@ def stage_of(model: nn.Sequential, recompute: Recompute) -> StageModule:
         micro_batches=1,
         loss_fn=lambda output, _: output.sum(),
         copies_input=False,
-        recomputed={n: shapes.recomputed(n, len(layers)) for n in range(len(layers) * (recompute == "layers"))},
+        recomputed={n: shapes.recomputed_layer(n, len(layers)) for n in range(len(layers) * (recompute == "layers"))},
     )
     stage.targets = [None]
     return stage

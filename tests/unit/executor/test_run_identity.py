@@ -16,7 +16,7 @@ from planner.executor import Pipeline, latest_checkpoint
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep import folder_lock, saved
 from planner.executor.keep.folder_lock import FolderLock
-from planner.executor.keep.index import check_whole, read_index
+from planner.executor.keep.index import check_rank_files, read_index
 from planner.executor.keep.saved import Lineage
 from tests.support.cli import MODEL
 from tests.support.training import ROOT
@@ -221,4 +221,4 @@ def test_what_is_called_a_step_is_whole(path: Path, folder: Path, monkeypatch: p
     train(path, 5, folder=str(folder), resume=f"{folder}/step-00000004")
     assert names(folder) == ["abandoned-1", "step-00000004", "step-00000005"]
     assert latest_checkpoint(str(folder)) == folder / "step-00000005"
-    check_whole(folder / "step-00000005", read_index(folder / "step-00000005"))
+    check_rank_files(folder / "step-00000005", read_index(folder / "step-00000005"))

@@ -329,7 +329,7 @@ def test_what_is_run_again_is_what_is_predicted(recompute: Recompute, frozen: in
             loss_fn=None,
             copies_input=False,
             carries=[t.requires_grad for t in known.boundaries[first + 2].tensors],
-            recomputed={n: known.recomputed(first + n, first + 2) for n in range(2 * bool(recomputed))},
+            recomputed={n: known.recomputed_layer(first + n, first + 2) for n in range(2 * bool(recomputed))},
         )
         calls.clear()
         (value,) = module(value.detach().requires_grad_(value.requires_grad))

@@ -11,7 +11,7 @@ from torch import nn
 
 from planner.core.errors import UsageError
 from planner.model.optimizers import OPTIMIZERS, Builder
-from planner.tpu.optimizers import rule_of
+from planner.tpu.optimizers import optimizer_rule
 
 installed = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
@@ -38,7 +38,7 @@ def test_steps_are_torchs(build: Builder) -> None:
     torch.manual_seed(0)
     trained = nn.Parameter(torch.randn(3, 5))
     optimizer = build(iter([trained]))
-    rule = rule_of(build, [trained])
+    rule = optimizer_rule(build, [trained])
     parameter, states = jnp.asarray(trained.detach().numpy()), [jnp.zeros((3, 5))] * rule.num_states
     for number in (1, 2, 3):
         trained.grad = torch.randn(3, 5)
@@ -59,10 +59,10 @@ def test_steps_are_torchs(build: Builder) -> None:
 def test_other_optimizers_are_refused(build: Builder, problem: str) -> None:
     """By name."""
     with pytest.raises(UsageError, match=problem):
-        rule_of(build, [nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(2))])
+        optimizer_rule(build, [nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(2))])
 
 
 def test_frozen_parameters_are_not_trained() -> None:
     """An optimizer over all others trains all."""
     frozen = nn.Parameter(torch.empty(2), requires_grad=False)
-    assert rule_of(OPTIMIZERS["sgd"], [nn.Parameter(torch.empty(3)), frozen]).num_states == 0
+    assert optimizer_rule(OPTIMIZERS["sgd"], [nn.Parameter(torch.empty(3)), frozen]).num_states == 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.core.values.profile import ArrayKind
-from planner.tpu.places import needs_vectors, shared_slots, slots_for
+from planner.tpu.places import shared_slots, slots_for, slots_waste_memory
 
 
 def array(kind: str, num_bytes: int, plain_bytes: int) -> ArrayKind:
@@ -45,8 +45,8 @@ def test_what_every_device_has_for_arrays_of_all_stages(stages: list[list[ArrayK
 
 def test_half_more_than_the_largest_stage_is_not_too_much() -> None:
     """Beyond that arrays are packed into vectors."""
-    assert not needs_vectors(150, 100)
-    assert needs_vectors(151, 100)
+    assert not slots_waste_memory(150, 100)
+    assert slots_waste_memory(151, 100)
 
 
 def test_in_places_arrays_lie_as_in_loops() -> None:

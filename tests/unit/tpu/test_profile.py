@@ -24,7 +24,7 @@ from planner.profile.structure import find_chain
 from planner.profile.units import trace_units
 from planner.tpu import compiler as tpu
 from planner.tpu.compiler import Compiler, OutOfMemoryError
-from planner.tpu.optimizers import rule_of
+from planner.tpu.optimizers import optimizer_rule
 from planner.tpu.outcomes import CompiledStep
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
@@ -127,7 +127,7 @@ def test_the_optimizers_step_is_what_the_compiler_says(tmp_path: Path, monkeypat
     parameters = [nn.Parameter(torch.empty(3))]
 
     def steps_of(build: Builder) -> dict[int, CompiledStep]:
-        return dict(compiler.compile_steps("abc", jobs, rule_of(build, parameters)))
+        return dict(compiler.compile_steps("abc", jobs, optimizer_rule(build, parameters)))
 
     found = steps_of(OPTIMIZERS["adamw"])
     assert len(compiled) == 2
