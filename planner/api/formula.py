@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from planner.api import texts
 from planner.api.configuration import Configuration, note_part
-from planner.api.option import keywords_of
+from planner.api.option import option_fields_of
 from planner.api.options.profiling import FormulaOptions, ProfileOptions, ShapeOptions
 from planner.core.errors import UsageError
 from planner.core.values.cluster import ExecutorCost, Link
@@ -87,7 +87,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     """
     _refuse(
         options,
-        [k.name for k in keywords_of(ProfileOptions) if k.name not in (*_SHARED_OPTIONS, *_FORMULA_OPTIONS)],
+        [k.name for k in option_fields_of(ProfileOptions) if k.name not in (*_SHARED_OPTIONS, *_FORMULA_OPTIONS)],
         "a model's file",
     )
     for name, of in _LIMITS.items():
@@ -142,7 +142,7 @@ def _spelled(name: str) -> str:
 
 def _refuse(options: ProfileOptions, names: list[str], owner: str) -> None:
     """Raise UsageError if one of the options `names` is not at its default; `owner` is what the option needs."""
-    defaults = {k.name: k for k in keywords_of(ProfileOptions)}
+    defaults = {k.name: k for k in option_fields_of(ProfileOptions)}
     for name in names:
         option, value = defaults[name].option, getattr(options, name)
         if value and value != defaults[name].default:

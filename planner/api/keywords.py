@@ -10,7 +10,7 @@ from functools import wraps
 from inspect import Parameter, Signature, cleandoc, signature
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from planner.api.option import Keyword, keywords_of
+from planner.api.option import OptionField, option_fields_of
 from planner.api.reading import AnyProfile
 from planner.api.texts import File
 from planner.core.values.plan import Plan
@@ -62,7 +62,7 @@ def on_model(
 
 
 def _with_keywords(verb: Callable[..., Any], record: Any, *, default: object) -> Any:
-    keywords = keywords_of(record)
+    keywords = option_fields_of(record)
     taken = signature(verb)
     subject = next(iter(taken.parameters.values())).replace(default=default)
     of_record = (
@@ -91,7 +91,7 @@ def _refuse_unknown(verb: str, values: Iterable[str], parameters: Sequence[str])
             raise TypeError(f"{verb}() got an unexpected keyword argument `{name}`{hint}")
 
 
-def _documented(text: str, keywords: Sequence[Keyword]) -> str:
+def _documented(text: str, keywords: Sequence[OptionField]) -> str:
     """Return a command's docstring, with a line for each keyword instead of the line `options`."""
     before, after = cleandoc(text).split("    options: ", 1)
     forms = (f" (`{k.option.metavar}`)" if k.option is not None and k.option.metavar else "" for k in keywords)

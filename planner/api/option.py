@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class OptionConversion:
     """Conversion between the value of a solver option and the field of `Inputs` with the same name."""
 
     read: Callable[[str, Any], Any]
@@ -31,12 +31,12 @@ class Option:
     forms: str = ""
     """Names of the option, separated by spaces, if they differ from the keyword's name with dashes."""
     repeatable: bool = False
-    recorded: Conversion | None = None
+    recorded: OptionConversion | None = None
     """Conversion between the option and its field in `Inputs`; None if no field depends on this option alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keyword:
+class OptionField:
     """Field of a dataclass of options: a keyword in Python, and usually an option on the command line."""
 
     name: str
@@ -55,14 +55,14 @@ class Keyword:
         return kinds.pop() if kinds in ({int}, {bool}) else str
 
 
-def keywords_of(record: type[Any]) -> tuple[Keyword, ...]:
+def option_fields_of(record: type[Any]) -> tuple[OptionField, ...]:
     """Return the fields of a dataclass of options, in order."""
     hints = get_type_hints(record, include_extras=True)
     keywords = []
     for of in fields(record):
         plain, about = get_args(hints[of.name])
         option, text = (about, about.help) if isinstance(about, Option) else (None, about)
-        keywords.append(Keyword(name=of.name, annotation=plain, default=of.default, help=text, option=option))
+        keywords.append(OptionField(name=of.name, annotation=plain, default=of.default, help=text, option=option))
     return tuple(keywords)
 
 

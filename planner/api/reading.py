@@ -99,7 +99,7 @@ def path_of(value: object) -> str | None:
     return os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
 
 
-def reference(source: ReadProfile, plan_path: str) -> ProfileReference:
+def profile_reference(source: ReadProfile, plan_path: str) -> ProfileReference:
     """Return the reference to a profile for a plan that will be written to `plan_path`."""
     where = files.reference_path(source.path, plan_path)
     return ProfileReference(path=where, digest=files.digest_of(source.profile), how=source.profile.device.how)

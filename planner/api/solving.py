@@ -12,7 +12,7 @@ from planner.api.headroom import AUTO, headroom_of
 from planner.api.keywords import on_profile
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
-from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, reference
+from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, profile_reference
 from planner.api.schedule_file import refuse_schedule_file, schedule_file_path
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.extras import install_command
@@ -153,7 +153,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
     from planner.solve.methods import lacks_bound  # noqa: PLC0415
 
     read = source.profile
-    request = request_of(read, reference(source, output or NOWHERE), options)
+    request = request_of(read, profile_reference(source, output or NOWHERE), options)
     if options.batch is None:
         options.note(default_batch_note(read, request.inputs.batch))
     share = request.inputs.headroom
@@ -225,7 +225,7 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
     return faster_schedule(profile, plan, micro_batches=fixed, time_limit_s=min(MOST_HINT_S, left_s))
 
 
-def replicas_for(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | None:
+def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | None:
     """Return a faster plan with replicas on the devices that `plan` does not use, if a short search finds one.
 
     Args:
@@ -294,7 +294,7 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     refuse_schedule_file(options.schedule, "sweep")
     counts, nodes = _sizes(options)
     source, output = profile_of(profile), path_of(options.output)
-    place = reference(source, NOWHERE if output is None else str(Path(output, "plan.yaml")))
+    place = profile_reference(source, NOWHERE if output is None else str(Path(output, "plan.yaml")))
     request = request_of(source.profile, place, _of_largest(options, max(counts), nodes))
     if options.batch is None:
         options.note(default_batch_note(source.profile, request.inputs.batch))

@@ -46,7 +46,7 @@ class Console:
         if not self._quiet:
             self._say(text)
 
-    def next(self, command: str) -> None:
+    def next_command(self, command: str) -> None:
         """Print the command that a user usually types next."""
         self.note(f"next: {command}")
 

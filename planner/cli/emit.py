@@ -41,4 +41,4 @@ def emit(
         console.note(f"note: {script} was edited and is kept; it runs the new balance.yaml (`--force` overwrites it)")
     for note in done.notes:
         console.note(f"note: {note}")
-    console.next(done.use)
+    console.next_command(done.use)

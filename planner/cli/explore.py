@@ -29,4 +29,4 @@ def explore(
         console.result(page)
     else:
         console.result(files.json_text({"written": [output]}) if as_json else output)
-        console.next(f"open {output} in a browser")
+        console.next_command(f"open {output} in a browser")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from planner.api.option import keywords_of
+from planner.api.option import option_fields_of
 from planner.api.options.checking import CheckOptions
 from planner.cli.main import run
 
@@ -28,7 +28,7 @@ def check_files(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="gpipe-plan check", allow_abbrev=False)
     parser.add_argument("files", nargs="*")
-    for keyword in keywords_of(CheckOptions):
+    for keyword in option_fields_of(CheckOptions):
         name = f"--{keyword.name.replace('_', '-')}"
         if keyword.typed is bool:
             parser.add_argument(name, dest=name, action="store_const", const=name)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.api.option import Keyword, Option, keywords_of
+from planner.api.option import Option, OptionField, option_fields_of
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -15,7 +15,7 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
 
     Help lists the options at the position of `options`; flags come after all options with values.
     """
-    taken = [(keyword, keyword.option) for keyword in keywords_of(record) if keyword.option is not None]
+    taken = [(keyword, keyword.option) for keyword in option_fields_of(record) if keyword.option is not None]
     offered = [_parameter(*one) for one in taken if one[0].typed is not bool]
     flags = [_parameter(*one) for one in taken if one[0].typed is bool]
 
@@ -36,7 +36,7 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
     return decorate
 
 
-def _parameter(keyword: Keyword, option: Option) -> Parameter:
+def _parameter(keyword: OptionField, option: Option) -> Parameter:
     """Return the parameter from which typer makes the option."""
     forms = option.forms.split() or [f"--{keyword.name.replace('_', '-')}"]
     # Only the title of rich's panels is used: `planner.cli.help` makes sections of them.

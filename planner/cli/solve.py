@@ -42,10 +42,10 @@ def solve(
     from planner.api.reading import profile_of
     from planner.api.solving import (
         PLAN_HEADER,
+        faster_plan_with_replicas,
         faster_schedule_for,
         merged_path,
         plan_paths,
-        replicas_for,
         with_schedules,
     )
     from planner.api.texts import device_counts
@@ -85,13 +85,13 @@ def solve(
             console.result(printable_text(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
     _notes(console, plan, read, extrapolated=options.extrapolate)
     if not quiet and not is_stopped():
-        _with_replicas(console, plan, replicas_for(read, plan, options))
+        _with_replicas(console, plan, faster_plan_with_replicas(read, plan, options))
         _faster(console, plan, faster_schedule_for(read, plan, options, spent_s=time.monotonic() - began_s))
     if read.device.how == "estimated" and options.reserve is None and options.calibration is None:
         console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
     merged = [merged_path(output)] if source.merged else []
     console.note(f"wrote {', '.join((*paths, *merged))}")
-    console.next(_emit_line(plans, paths) + _format(read))
+    console.next_command(_emit_line(plans, paths) + _format(read))
 
 
 def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":

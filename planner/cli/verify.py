@@ -40,5 +40,5 @@ def verify(
     console.result(files.json_text(verification) if as_json else verification_text(verification, style_for_stdout()))
     console.note(f"wrote {calibration}")
     if not verification.agrees:
-        console.next(verification.again)
+        console.next_command(verification.again)
     raise typer.Exit(ExitCode.OK if verification.agrees else ExitCode.NO)

@@ -33,7 +33,7 @@ class Cpu(DeviceKind):
         return torch.device("cpu")
 
     @classmethod
-    def in_use(cls) -> None:
+    def accelerator_in_use(cls) -> None:
         return
 
     @property

@@ -86,7 +86,7 @@ class Cuda(DeviceKind):
         return torch.device("cuda", local_rank)
 
     @classmethod
-    def in_use(cls) -> "Cuda | None":
+    def accelerator_in_use(cls) -> "Cuda | None":
         if not torch.cuda.is_initialized():
             return None
         return cls(torch.device("cuda", torch.cuda.current_device()))

@@ -80,7 +80,7 @@ class DeviceKind(ABC):
 
     @classmethod
     @abstractmethod
-    def in_use(cls) -> "DeviceKind | None":
+    def accelerator_in_use(cls) -> "DeviceKind | None":
         """Return the accelerator of this kind that this process already uses; None if it uses none."""
 
     @property

@@ -20,6 +20,6 @@ def kind_of(device: torch.device) -> DeviceKind:
 def accelerator_in_use() -> DeviceKind | None:
     """Return the accelerator that this process already uses; None if it uses only the CPU."""
     for kind in DEVICE_KINDS.values():
-        if (device := kind.in_use()) is not None:
+        if (device := kind.accelerator_in_use()) is not None:
             return device
     return None

@@ -22,7 +22,7 @@ from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Setting
 from planner.model.attributes import value_at
-from planner.model.closures import outlying_tensors
+from planner.model.closures import other_reachable_tensors
 from planner.model.ghosts import memory_key, storage_key
 from planner.model.growth import SIZES
 from planner.model.held import loose_tensors
@@ -304,7 +304,9 @@ def refuse_sparse(model: nn.Module) -> None:
 def _shares_state(model: nn.Module, example_inputs: Callable[[int], Any] | None) -> bool:
     """Return True if a forward changes a tensor that several layers of a Sequential use, or if this is unknown."""
     layers = [layer.module for layer in _flatten(model, "")]
-    owned = [{storage_key(t) for t in (*m.parameters(), *m.buffers(), *outlying_tensors([m], ()))} for m in layers]
+    owned = [
+        {storage_key(t) for t in (*m.parameters(), *m.buffers(), *other_reachable_tensors([m], ()))} for m in layers
+    ]
     shared = {key for key, count in Counter(key for keys in owned for key in keys).items() if count > 1}
     if example_inputs is None or not shared:
         return False

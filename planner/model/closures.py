@@ -19,7 +19,7 @@ from torch import Tensor, nn
 _HELD_BY_MODULE = ("_parameters", "_buffers", "_modules")
 
 
-def outlying_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
+def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that modules and hooks can read, except the modules' own parameters and buffers.
 
     Args:

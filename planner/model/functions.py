@@ -32,7 +32,7 @@ class FunctionWatch(TorchFunctionMode):
         self._counts: Counter[str] = Counter()
         self._is_running = False
 
-    def begin_gap(self, run: Run) -> None:
+    def start_intercepting(self, run: Run) -> None:
         """Replace each following call of a torch function by `run(called, make_call)`, which returns the result."""
         if self._run is not None:
             return  # A function that calls modules is running. Torch removed the mode and restores it after the call.
@@ -42,7 +42,7 @@ class FunctionWatch(TorchFunctionMode):
         for mode in (*modes[: self._depth], self, *modes[self._depth :]):
             _push_mode(mode)
 
-    def end_gap(self) -> None:
+    def stop_intercepting(self) -> None:
         """Stop intercepting calls."""
         if self._run is None or self._is_running:
             return

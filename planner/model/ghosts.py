@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 
 from planner.core.errors import ModelError
-from planner.model.refusals import other_path_error, sparse_gradient_error
+from planner.model.refusals import control_flow_error, sparse_gradient_error
 
 SHAPE_ONLY = frozenset(
     f"aten::{name}"
@@ -56,7 +56,7 @@ class Ghost(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
-    def bare(self) -> FakeTensor:
+    def fake_tensor(self) -> FakeTensor:
         """Fake tensor inside this ghost; two ghosts share memory if their fake tensors share a storage."""
         if self._fake is None:
             with _mode(), torch._C.DisableTorchFunction():
@@ -76,9 +76,9 @@ class Ghost(Tensor):
         def lay_bare(value: Any) -> Any:
             nonlocal origin
             if isinstance(value, Ghost):
-                ghosts[id(value.bare)] = value
+                ghosts[id(value.fake_tensor)] = value
                 origin = origin or value.origin
-                return value.bare
+                return value.fake_tensor
             # When torch converts a tensor to a fake one, it reads `.grad`, and warns if the tensor is not a leaf.
             return value.detach() if value.requires_grad else value
 
@@ -140,7 +140,7 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
     """
     for tensor in tensors:
         if isinstance(tensor, AbsentGhost):
-            raise other_path_error(f'{where} depends on "{tensor.origin}", which another stage has')
+            raise control_flow_error(f'{where} depends on "{tensor.origin}", which another stage has')
 
 
 def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
@@ -180,9 +180,9 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Return the storage of a tensor. The storage of a ghost has the right size and is shared with its views."""
     if not isinstance(tensor, Ghost):
         return tensor.untyped_storage()
-    if tensor.bare.is_sparse:
+    if tensor.fake_tensor.is_sparse:
         raise sparse_gradient_error("a layer")
-    return tensor.bare.untyped_storage()
+    return tensor.fake_tensor.untyped_storage()
 
 
 def zeros_without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -58,7 +58,7 @@ _LIBRARIES = ("torch", "transformers", "timm", "planner")
 """Packages whose objects and module-level values do not count as state of a model."""
 
 
-def module_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
+def numbers_in_attributes(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     """Return the numbers in plain attributes of modules, by path of the module and name of the attribute."""
     numbers = _WithTensors()
     for path, module in modules.items():
@@ -66,7 +66,7 @@ def module_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     return numbers
 
 
-def hook_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
+def numbers_held_by_hooks(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     """Return the numbers in closures of hooks on modules and on their parameters, by path and variable name."""
     numbers: dict[str, float] = {}
     for path, module in modules.items():
@@ -78,7 +78,7 @@ def hook_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     return numbers
 
 
-def file_numbers(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[str, float]:
+def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[str, float]:
     """Return the module-level numbers of the user's files that define the model's classes and its loss."""
     numbers = _WithTensors()
     for file in user_files(model, loss_fn):

@@ -145,7 +145,7 @@ class _ForwardRecorder:
             with explain_refusals(f'"{path}"' if path else "the model's own code"):
                 raise
         finally:
-            self._watch.end_gap()
+            self._watch.stop_intercepting()
 
     def note_model(self, model: nn.Module) -> None:
         """Record the storages of parameters and buffers, and mark parameters as tainted."""
@@ -239,7 +239,7 @@ class _ForwardRecorder:
         """Run and record one call of a module's forward."""
         if is_in_vmap():
             return forward(*args, **kwargs)
-        self._watch.end_gap()  # of the calling code; another gap begins when the call returns
+        self._watch.stop_intercepting()  # of the calling code; another gap begins when the call returns
         call = self._begun(module)
         around = self._finder.around(sys._getframe(1), call.enter)
         call.function = next((number for number in around if self.recording.regions[number].function), -1)
@@ -252,7 +252,7 @@ class _ForwardRecorder:
         self._stack.append(call.number)
         self._finder.enter()
         result = forward(*args, **kwargs)
-        self._watch.end_gap()
+        self._watch.stop_intercepting()
         self._finder.leave()
         self._stack.pop()
         leaves, call.nest = flatten(result)
@@ -266,7 +266,7 @@ class _ForwardRecorder:
             region.end = call.exit if region.call == call.number else region.end
         self._finder.around(sys._getframe(1), call.exit)
         if self._stack:
-            self._watch.begin_gap(self._function)
+            self._watch.start_intercepting(self._function)
         return result
 
     def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:

@@ -40,7 +40,7 @@ from planner.model.label_counts import label_count
 from planner.model.lean import allocate_parameters
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import converted
-from planner.model.python_state import file_numbers, module_numbers, without_leftover_tensors
+from planner.model.python_state import numbers_in_attributes, numbers_in_user_files, without_leftover_tensors
 from planner.model.reference_state import ReferenceState, initial_state, state_after_backward, state_after_update
 from planner.model.seeding import host_generator_states, layer_seed, seed_host, seed_process
 from planner.model.shortened import SkippedModule, shorten_model
@@ -208,7 +208,7 @@ def _refuse_new_parameters(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _values(model: nn.Module, loaded: LoadedModel) -> dict[str, float]:
-    found = module_numbers(dict(model.named_modules())) | file_numbers(model, loaded.loss_fn)
+    found = numbers_in_attributes(dict(model.named_modules())) | numbers_in_user_files(model, loaded.loss_fn)
     return without_leftover_tensors(found, ())
 
 

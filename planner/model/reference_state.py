@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.load import LoadedModel
-from planner.model.python_state import NUMBERS, file_numbers, hook_numbers, module_numbers
+from planner.model.python_state import NUMBERS, numbers_held_by_hooks, numbers_in_attributes, numbers_in_user_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,9 @@ def _buffers(model: nn.Module) -> dict[str, Tensor | None]:
 
 def _numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
     modules = dict(model.named_modules())
-    return module_numbers(modules) | hook_numbers(modules) | file_numbers(model, loaded.loss_fn)
+    return (
+        numbers_in_attributes(modules) | numbers_held_by_hooks(modules) | numbers_in_user_files(model, loaded.loss_fn)
+    )
 
 
 def optimizer_state(

@@ -50,7 +50,7 @@ def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError
     )
 
 
-def other_path_error(deviation: str) -> ModelError:
+def control_flow_error(deviation: str) -> ModelError:
     """Return the error for a model that runs other code in a stage than when it was profiled."""
     return ModelError(
         f"the model took another path than when it was profiled: {deviation}",

@@ -30,7 +30,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from planner.model.ghosts import Ghost
-from planner.model.weight_operators import OPERATORS, Operands, Use, WeightOperator, operator_use, weight_argument
+from planner.model.weight_operators import (
+    OPERATORS,
+    Operands,
+    WeightOperator,
+    WeightOperatorCall,
+    weight_argument,
+    weight_operator_call,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,7 +160,9 @@ class SplitBackward:
         """
         # Most products have no trained weight. For speed, this cheap test comes first.
         use = (
-            operator_use(function, args, kwargs) if self._is_trained(weight_argument(function, args, kwargs)) else None
+            weight_operator_call(function, args, kwargs)
+            if self._is_trained(weight_argument(function, args, kwargs))
+            else None
         )
         if use is None or not self._can_be_deferred(use.operands):
             return function(*args, **kwargs)
@@ -229,7 +238,7 @@ class _WeightOperation(torch.autograd.Function):
     """Operator whose backward leaves out the weight gradients during I, and is an ordinary backward otherwise."""
 
     @staticmethod
-    def forward(ctx: Any, split: SplitBackward, use: Use, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, split: SplitBackward, use: WeightOperatorCall, *tensors: Any) -> Tensor:
         operands = Operands._make(tensors)
         # Only weights are attributes of `ctx`; x is a saved tensor, so that a checkpoint can drop it.
         ctx.split, ctx.operator, ctx.leaves, ctx.weights = split, use.operator, use.operands[1:], operands[1:]

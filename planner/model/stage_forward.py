@@ -27,7 +27,7 @@ from planner.model.ghosts import check_present
 from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, SampleCount, TensorLeaf
 from planner.model.nests import ABSENT, align_leaves, flatten, leaf_names, unflatten
 from planner.model.recording import END, Call, Join
-from planner.model.refusals import other_path_error
+from planner.model.refusals import control_flow_error
 from planner.model.regions import without_reentrance
 from planner.model.stage_part import StagePart
 from planner.model.stand_ins import StandIns
@@ -87,7 +87,7 @@ class StageForward:
             stack.enter_context(without_reentrance())
             stack.enter_context(undo_attribute_changes(part.model, part.leftovers))
             stack.enter_context(intercept_calls(part.watched, self._run))
-            stack.callback(self._watch.end_gap)
+            stack.callback(self._watch.stop_intercepting)
             if self._begun:  # the first stage begins here; any other stage begins at the end of an earlier call
                 self._part.when_begun()
                 self._begin_layer(0)
@@ -99,7 +99,7 @@ class StageForward:
             except _Finished:
                 return self._sent()
         if part.stop != END:
-            raise other_path_error("it ended early")
+            raise control_flow_error("it ended early")
         if part.begin == 0:
             return output
         if self._recording.unread:
@@ -118,7 +118,7 @@ class StageForward:
 
     def _sent(self) -> tuple[Tensor, ...]:
         if not self._tensors.keys() >= set(self._part.sent):
-            raise other_path_error("it did not return what the next stage needs") from None
+            raise control_flow_error("it did not return what the next stage needs") from None
         sent = tuple(self._tensors[value] for value in self._part.sent)
         check_present(sent, "what is sent to the next stage")
         return sent
@@ -157,7 +157,7 @@ class StageForward:
         leaves = flatten(result)[0]
         if len(leaves) != len(call.leaves):
             if not (self._part.begin and call.number in self._part.open):
-                raise other_path_error(f'"{call.path}" returned something else')
+                raise control_flow_error(f'"{call.path}" returned something else')
             # A call that collects results of skipped modules (a list of hidden states) returns fewer leaves.
             leaves = align_leaves(result, call.nest)
         self._keep(leaves, call.leaves)
@@ -183,16 +183,16 @@ class StageForward:
         joins = self._part.joins.get((self._stack[-1], self._next[self._stack[-1]]))
         if joins:
             self._awaited = dict(joins)
-            self._watch.begin_gap(self._function)
+            self._watch.start_intercepting(self._function)
 
     def _end_gap(self) -> None:
         """Stop watching functions, because the running call calls its next submodule or ends."""
-        self._watch.end_gap()
+        self._watch.stop_intercepting()
         if self._awaited:
             path = self._calls[self._stack[-1]].path
             name, _ = next(iter(self._awaited))
             where = f'"{path}"' if path else "its own code"
-            raise other_path_error(f"{where} did not call `{name}` between its modules")
+            raise control_flow_error(f"{where} did not call `{name}` between its modules")
 
     def _reach(self, time: int) -> None:
         """Announce that the forward has reached a time of the recording: begin or end of the stage or of a layer."""
@@ -223,10 +223,10 @@ class StageForward:
         self._next[parent.number] = position + 1
         # Calls are found by position, not by module, because a module that is called twice has two calls.
         if position >= len(parent.children):
-            raise other_path_error("an additional module was called")
+            raise control_flow_error("an additional module was called")
         call = self._calls[parent.children[position]]
         if self._part.model.get_submodule(call.path) is not module:
-            raise other_path_error(f'"{call.path}" should have been called')
+            raise control_flow_error(f'"{call.path}" should have been called')
         return call
 
     def _keep(self, leaves: Sequence[Any], recorded: Sequence[Leaf]) -> None:
@@ -257,7 +257,7 @@ class StageForward:
             try:
                 self._keep(stored_leaves(self._part.model, change), change.leaves)
             except LookupError:
-                raise other_path_error(f'"{call.path}" left other values in attributes') from None
+                raise control_flow_error(f'"{call.path}" left other values in attributes') from None
 
     def _passed_over(self, call: Call, arguments: Sequence[Any]) -> Any:
         """Return the result of a call that does not run, and set the attributes that the call would set."""
@@ -265,7 +265,7 @@ class StageForward:
             try:
                 repeat_change(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
             except LookupError:
-                raise other_path_error(f'"{call.path}" cannot leave values in attributes') from None
+                raise control_flow_error(f'"{call.path}" cannot leave values in attributes') from None
         return self._rebuilt(call.leaves, call.nest, arguments)
 
     def _rebuilt(self, recorded: Sequence[Leaf], nest: Any, arguments: Sequence[Any]) -> Any:
@@ -298,7 +298,7 @@ class StageForward:
             try:
                 leaves[number] = self._stand_ins.output(number, names[number], leaves[number])
             except LookupError:
-                raise other_path_error(f'it did not return "{names[number]}"') from None
+                raise control_flow_error(f'it did not return "{names[number]}"') from None
         return unflatten(leaves, nest)
 
 

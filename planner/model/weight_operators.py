@@ -46,7 +46,7 @@ class WeightOperator(Protocol):
         """
 
 
-class Use(NamedTuple):
+class WeightOperatorCall(NamedTuple):
     """Call of a weight operator with its operands, whose types are not checked yet."""
 
     operator: WeightOperator
@@ -160,7 +160,9 @@ def weight_argument(function: Callable[..., Any], args: Sequence[Any], kwargs: M
     return args[place] if place < len(args) else kwargs.get(names[place])
 
 
-def operator_use(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Use | None:
+def weight_operator_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> WeightOperatorCall | None:
     """Return the operator and operands of a call; None if this form of the call is not supported.
 
     Args:
@@ -192,7 +194,7 @@ class _Form(NamedTuple):
     """Names of the arguments, in order."""
     weight: int
     """Index of the weight among the arguments."""
-    use: Callable[[_Arguments], Use | None]
+    use: Callable[[_Arguments], WeightOperatorCall | None]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -213,34 +215,34 @@ _MATMUL: Final = Product(call=lambda operands: torch.matmul(operands.x, operands
 _ADDMM: Final = Product(call=_added, is_transposed=False)
 
 
-def _product(operator: Product, operands: Operands) -> Use | None:
+def _product(operator: Product, operands: Operands) -> WeightOperatorCall | None:
     # Torch multiplies vectors with another kernel, and a batch of matrices is no weight.
-    return Use(operator, operands) if operands.x.dim() > 1 and operands.weight.dim() == 2 else None
+    return WeightOperatorCall(operator, operands) if operands.x.dim() > 1 and operands.weight.dim() == 2 else None
 
 
-def _linear(arguments: _Arguments) -> Use | None:
+def _linear(arguments: _Arguments) -> WeightOperatorCall | None:
     return _product(_LINEAR, Operands(arguments["input"], arguments["weight"], arguments.get("bias")))
 
 
-def _matmul(second: str, arguments: _Arguments) -> Use | None:
+def _matmul(second: str, arguments: _Arguments) -> WeightOperatorCall | None:
     return _product(_MATMUL, Operands(arguments["input"], arguments[second], None))
 
 
-def _addmm(arguments: _Arguments) -> Use | None:
+def _addmm(arguments: _Arguments) -> WeightOperatorCall | None:
     if arguments.get("alpha", 1) != 1 or arguments.get("beta", 1) != 1:
         return None
     return _product(_ADDMM, Operands(arguments["mat1"], arguments["mat2"], arguments["input"]))
 
 
-def _embedding(arguments: _Arguments) -> Use:
+def _embedding(arguments: _Arguments) -> WeightOperatorCall:
     operator = Embedding(
         padding_idx=arguments.get("padding_idx", -1),
         scale_grad_by_freq=arguments.get("scale_grad_by_freq", False),
     )
-    return Use(operator, Operands(arguments["indices"], arguments["weight"], None))
+    return WeightOperatorCall(operator, Operands(arguments["indices"], arguments["weight"], None))
 
 
-def _convolution(call: Callable[..., Tensor], is_transposed: bool, arguments: _Arguments) -> Use | None:  # noqa: FBT001
+def _convolution(call: Callable[..., Tensor], is_transposed: bool, arguments: _Arguments) -> WeightOperatorCall | None:  # noqa: FBT001
     operands = Operands(arguments["input"], arguments["weight"], arguments.get("bias"))
     dimensions = operands.weight.dim() - 2
     stride, dilation = (_each(arguments.get(name, 1), dimensions) for name in ("stride", "dilation"))
@@ -256,7 +258,7 @@ def _convolution(call: Callable[..., Tensor], is_transposed: bool, arguments: _A
         output_padding=_each(arguments.get("output_padding", 0), dimensions),
         groups=arguments.get("groups", 1),
     )
-    return Use(operator, operands)
+    return WeightOperatorCall(operator, operands)
 
 
 def _each(value: Any, dimensions: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final, get_args
 
 from planner.api import texts
-from planner.api.option import Conversion, Option, ignore, keywords_of
+from planner.api.option import Option, OptionConversion, ignore, option_fields_of
 from planner.api.texts import File, Numbers, Progress, Sizes
 from planner.core.schedule import SCHEDULE_CHOICES
 from planner.core.values.calibration import Calibration
@@ -21,12 +21,14 @@ _CUTS: Final = "Cuts"
 _SEARCH: Final = "Search"
 _RUN: Final = "Training run"
 
-_FLAG: Final = Conversion(lambda _, value: value, lambda _: "")
-_COUNT_OR_AUTO: Final = Conversion(texts.count_or_auto, lambda count: str(count or "auto"))
-_LINK: Final = Conversion(lambda option, value: None if value is None else texts.link(value, option), texts.link_text)
-_COUNT: Final = Conversion(texts.large_count, count_option)
-_PRICE: Final = Conversion(texts.price, texts.decimal)
-_GROUPS: Final = Conversion(
+_FLAG: Final = OptionConversion(lambda _, value: value, lambda _: "")
+_COUNT_OR_AUTO: Final = OptionConversion(texts.count_or_auto, lambda count: str(count or "auto"))
+_LINK: Final = OptionConversion(
+    lambda option, value: None if value is None else texts.link(value, option), texts.link_text
+)
+_COUNT: Final = OptionConversion(texts.large_count, count_option)
+_PRICE: Final = OptionConversion(texts.price, texts.decimal)
+_GROUPS: Final = OptionConversion(
     lambda option, value: tuple(texts.layer_names(option, each) for each in value or ()), ",".join
 )
 
@@ -103,7 +105,7 @@ class SolverOptions:
             "N",
             "Smallest allowed micro-batch size, for batch normalization.",
             _BATCH,
-            recorded=Conversion(texts.single_integer),
+            recorded=OptionConversion(texts.single_integer),
         ),
     ] = 1
     schedule: Annotated[
@@ -187,7 +189,7 @@ class SolveOptions(SolverOptions):
     watch: Annotated[SearchObserver, "Observer of the search, which may stop it."] = UNWATCHED
 
 
-_SOLVER_OPTIONS: Final = {keyword.name: keyword.option for keyword in keywords_of(SolverOptions)}
+_SOLVER_OPTIONS: Final = {keyword.name: keyword.option for keyword in option_fields_of(SolverOptions)}
 _RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is not None and of.recorded is not None}
 """Conversions of the options that a plan records, by the name of the option's field in `Inputs`."""
 

@@ -15,7 +15,7 @@ from planner.core.values.units import pluralize
 from planner.executor.build.own_stage import BuildError, build_only, to_meta
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, refuse_sparse
-from planner.model.closures import outlying_tensors
+from planner.model.closures import other_reachable_tensors
 from planner.model.ghosts import Ghost, absent_ghost
 from planner.model.growth import SIZES
 from planner.model.held import copy_attributes, loose_tensors, move_loose_tensors, named_tensors, replace_tensors
@@ -133,13 +133,13 @@ def build_stages(
             layers = loaded.chain(model).layers
             return _with_outlying([layer.module for s in stages for layer in layers[s.first : s.end]])
         held = _held_by(chain, model, stages)
-        return [*held, *outlying_tensors([model], held)]
+        return [*held, *other_reachable_tensors([model], held)]
 
     model = _build_parts(loaded, wanted, seed)
     model = convert(model, loaded.precision)
     if chain.outline is not None:
         held = {id(tensor) for tensor in _held_by(chain, model, stages)}
-        _move(outlying_tensors([model], _held_by(chain, model, stages)), device)
+        _move(other_reachable_tensors([model], _held_by(chain, model, stages)), device)
         keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in held else None, device)
         move_loose_tensors(model, lambda tensor: _with_its_parameters(tensor, held, device))
     built = [chain_of_instance(chain, loaded, each) for each in _instances(model, chain, len(stages))]
@@ -147,7 +147,7 @@ def build_stages(
     if chain.outline is None:
         # Move all layers at once, so that layers that share a tensor still share it.
         together = nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
-        _move(outlying_tensors(together, together.parameters()), device)
+        _move(other_reachable_tensors(together, together.parameters()), device)
     return layers
 
 
@@ -255,7 +255,7 @@ def _instances(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
 def _with_outlying(modules: Sequence[nn.Module]) -> list[Tensor]:
     """Return the parameters and buffers of modules, and other tensors that the modules' code and hooks can read."""
     held = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    return [*held, *outlying_tensors(modules, held)]
+    return [*held, *other_reachable_tensors(modules, held)]
 
 
 def _move(tensors: Sequence[Tensor], device: torch.device) -> None:

@@ -22,7 +22,7 @@ from planner.model.autocast import forward_context
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 from planner.model.nests import tensors_in
-from planner.model.refusals import other_path_error
+from planner.model.refusals import control_flow_error
 from planner.model.stage import ModelStage
 
 _FORWARDS = 64
@@ -87,12 +87,12 @@ def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> Non
                 trained += _trained_outputs(module, value)
             loss = loaded.loss_fn(value, batch.targets)
         if chain.outline is not None and not torch.isfinite(loss.detach()).all():
-            raise other_path_error(
+            raise control_flow_error(
                 f"the loss of forward {now[0] + 1} is not a number: it may read other stages' tensors"
             )
         first_trained = first_trained or trained
         if trained != first_trained:
-            raise other_path_error(f"forward {now[0] + 1} computes gradients of other tensors than the first forward")
+            raise control_flow_error(f"forward {now[0] + 1} computes gradients of other tensors than the first forward")
         now[0] += 1
 
 

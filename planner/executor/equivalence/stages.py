@@ -34,9 +34,9 @@ from planner.model.held import loose_tensors
 from planner.model.load import LoadedModel
 from planner.model.python_state import (
     TENSOR,
-    file_numbers,
-    hook_numbers,
-    module_numbers,
+    numbers_held_by_hooks,
+    numbers_in_attributes,
+    numbers_in_user_files,
     variables_read,
     without_leftover_tensors,
 )
@@ -188,7 +188,7 @@ class _Rank:
         return at_start if outline is None else at_start & {state.name + TENSOR for state in outline.recording.states}
 
     def _file_numbers(self) -> dict[str, float]:
-        return file_numbers(self._trial.chain.model, self._trial.loaded.loss_fn)
+        return numbers_in_user_files(self._trial.chain.model, self._trial.loaded.loss_fn)
 
     def _compare_numbers(self, right: ReferenceState, at_start: dict[str, float]) -> None:
         """Compare numbers of modules whose forward ends on this rank, and module-level numbers that this rank uses."""
@@ -196,8 +196,8 @@ class _Rank:
         for module in self._pipeline.modules:
             finished = module.finished_modules()
             used |= variables_read(finished)
-            held = without_leftover_tensors(module_numbers(finished), self._kept)
-            for name, number in {**held, **hook_numbers(finished)}.items():
+            held = without_leftover_tensors(numbers_in_attributes(finished), self._kept)
+            for name, number in {**held, **numbers_held_by_hooks(finished)}.items():
                 what = f'the tensor "{name.removesuffix(TENSOR)}"' if name.endswith(TENSOR) else f'{NUMBER} "{name}"'
                 if name in right.numbers:
                     found.compare_number(what, number, right.numbers[name])

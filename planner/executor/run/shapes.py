@@ -22,7 +22,7 @@ from planner.model.chain import Chain, Layer
 from planner.model.held import loose_tensors
 from planner.model.layout import meta_tensor_like
 from planner.model.load import to_device
-from planner.model.refusals import explain_error, other_path_error
+from planner.model.refusals import control_flow_error, explain_error
 from planner.model.variables import undo_changes
 
 
@@ -69,7 +69,7 @@ class Boundary:
         """
         pairs = zip(leaves, self.leaves, strict=False)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad > planned.requires_grad for leaf, planned in pairs):
-            raise other_path_error(
+            raise control_flow_error(
                 "a tensor that a stage sends requires a gradient now, but did not before (let `build_model` run a "
                 "first forward that only initializes)"
             )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.build.own_stage import build_only
-from planner.model.closures import outlying_tensors
+from planner.model.closures import other_reachable_tensors
 from tests.support.measure import loaded_model
 
 WIDTH, SEED = 4, 3
@@ -112,7 +112,7 @@ def test_tensors_of_other_stages_hooks_take_no_memory() -> None:
 
     def wanted(model: nn.Module) -> list[Tensor]:
         first = model.get_submodule("0")
-        return [*first.parameters(), *outlying_tensors([first], first.parameters())]
+        return [*first.parameters(), *other_reachable_tensors([first], first.parameters())]
 
     model = build_only(hooked, wanted, seed=SEED)
     assert [tensor.device.type for tensor in wanted(model)] == ["cpu"] * 3

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.python_state import (
-    file_numbers,
-    hook_numbers,
-    module_numbers,
+    numbers_held_by_hooks,
+    numbers_in_attributes,
+    numbers_in_user_files,
     variables_read,
     without_leftover_tensors,
 )
@@ -96,7 +96,7 @@ def numbers(value: Any) -> dict[str, float]:
     """What is found of a module with one attribute."""
     module = nn.Module()
     vars(module)["x"] = value
-    return {name.removeprefix("m."): number for name, number in module_numbers({"m": module}).items()}
+    return {name.removeprefix("m."): number for name, number in numbers_in_attributes({"m": module}).items()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -145,14 +145,14 @@ def test_hooks_of_modules_and_parameters_are_looked_into() -> None:
     module = nn.Linear(2, 2)
     module.weight.register_hook(counter(4))
     module.register_forward_hook(counter(5))
-    found = hook_numbers({"m": module})
+    found = numbers_held_by_hooks({"m": module})
     assert found["m.weight.hooks.0.value"] == 4
     assert found["m.hooks.0.value"] == 5
 
 
 def test_module_level_values_are_found_and_who_reads_them() -> None:
     """Also what a called function reads; class attributes belong to the class."""
-    found = {name.rpartition(":")[2]: number for name, number in file_numbers(Reads(), count).items()}
+    found = {name.rpartition(":")[2]: number for name, number in numbers_in_user_files(Reads(), count).items()}
     assert (found["STATE.calls"], found["UNREAD"], found["Reads.seen.0"]) == (1, 5, 7)
     read = {name.rpartition(":")[2] for name in variables_read({"": Reads()})}
     assert {"STATE", "count", "Reads"} <= read
@@ -165,4 +165,4 @@ def test_a_users_file_may_begin_with_the_name_of_a_library(tmp_path: Path, monke
     monkeypatch.syspath_prepend(str(tmp_path))
     layers = importlib.import_module("torch_layers")
     monkeypatch.setitem(sys.modules, "torch_layers", layers)
-    assert file_numbers(layers.Layer(), count)["torch_layers:CALLS"] == 4
+    assert numbers_in_user_files(layers.Layer(), count)["torch_layers:CALLS"] == 4
