@@ -16,7 +16,7 @@ from planner.solve.chain.gpipe import search_gpipe
 from planner.solve.chain.quick import shape_of
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.request import Request
-from planner.solve.space.any_order import any_order_us
+from planner.solve.space.any_order import least_us_in_any_order
 from planner.solve.space.case import Case
 
 MOST_ACTIONS_OF_SEARCH: Final = 1_000_000
@@ -26,7 +26,8 @@ _NEAR: Final = 1.1
 """Largest ratio of a case's step time to the fastest one with which a longer search may make the case the fastest."""
 
 NEARBY: Final = 1.06
-"""The same ratio for plans that are improved, because longer searches made plans up to 5.5 % faster."""
+"""Largest ratio of a plan's step time to the fastest one at which the plan is improved, because longer searches made
+plans up to 5.5 % faster."""
 
 _CLEARLY: Final = 1.01
 """Ratio of step times above which a plan with more chunks per device counts as slower."""
@@ -265,7 +266,7 @@ def least_case_us(case: Case, upper_us: float) -> float:
     """Return a lower bound of the case's step time; memory is considered only if the bound is below `upper_us`."""
     if case.bound_us >= upper_us or case.schedule.has_closed_form:
         return case.bound_us
-    return max(case.bound_us, any_order_us(case))
+    return max(case.bound_us, least_us_in_any_order(case))
 
 
 def _near_us(upper_us: float, case: Case, request: Request) -> float:

@@ -166,9 +166,9 @@ class _NearbyStages:
             "cells": run_length_encode(*cells),
             "crossings": run_length_encode(*crossings),
             "sizes": sizes,
-            "bytes": bytes_.data(),
-            "times": times.data(),
-            "sends": sends.data(),
+            "bytes": bytes_.json_data(),
+            "times": times.json_data(),
+            "sends": sends.json_data(),
         }
 
     def _parts(self, micro_batches: int) -> list[set[int]]:
@@ -204,7 +204,7 @@ class _NearbyStages:
         links, layouts = self.chain.pipeline.links, list(self.layouts)
         return {
             "blocking": [link.blocking for link in links],
-            "layouts": [layout.data() for layout in self.layouts.values()],
+            "layouts": [layout.json_data() for layout in self.layouts.values()],
             "balances": self.balances,
             "ties": [_tie(tie, is_exact=self.chain.one.exact) for tie in self.chain.one.ties if tie.these_alone],
             "steps": [[code, *change] for code, change in self.menu.entries],

@@ -32,7 +32,7 @@ class NumberTable:
             self._columns.append(column)
         return place
 
-    def data(self) -> dict[str, Any]:
+    def json_data(self) -> dict[str, Any]:
         """Return the table for the page's JSON data.
 
         Returns:

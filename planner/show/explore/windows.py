@@ -96,7 +96,7 @@ class StageLayout:
         """Number of stages, S."""
         return len(self.devices)
 
-    def data(self) -> dict[str, object]:
+    def json_data(self) -> dict[str, object]:
         """Return the dependencies and messages of every action, indexed by 4 * stage + kind, for the page's JSON data.
 
         A message is encoded as flow * S + stage, with flow 0 for activations and 1 for gradients. A boundary is encoded

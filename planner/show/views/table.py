@@ -35,8 +35,8 @@ class Column:
     unit: Unit = "text"
     """Unit of the values. A column of unit `text` is left-aligned, any other column is right-aligned."""
     per: str = ""
-    """What times refer to, such as `micro-batch`. All columns with the same `per` are shown in one unit of time. If it
-    is empty, each value has its own unit."""
+    """Quantity that a time belongs to, such as `micro-batch`. All columns with the same `per` are shown in one unit of
+    time. If it is empty, each value has its own unit."""
     drop: int = 0
     """Priority for removing the column if space is short: columns with the largest number are removed first, columns
     with 0 never."""

@@ -69,7 +69,11 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
             continue
         effort.spent += (_ORDER if effort.is_bounded else _FIRST_ORDER) * evaluator.num_actions
         # Start with three partitions: the dynamic program's, one with the evenest work, one with the evenest backward.
-        for start in {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")} - {None}:
+        for start in {
+            least.cuts,
+            search.prefixes.cuts_with_smallest_maximum("work"),
+            search.prefixes.cuts_with_smallest_maximum("backward"),
+        } - {None}:
             if effort.left > 0 or progress.best is None:
                 _improve_cuts(progress, evaluator, problem, np.array([start]))
         is_open = least.step_us < progress.upper_us * (1 - 1e-9)

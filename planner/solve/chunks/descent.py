@@ -34,7 +34,7 @@ BATCH = 400
 _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 
 _ALL_LENGTHS = 8
-"""Blocks of up to this number of cuts are moved for every number; each further number is 1.5 times the previous one."""
+"""Number of successive cuts up to which blocks of every number of cuts are moved; larger numbers grow 1.5-fold."""
 
 _PERTURBATIONS = 2, 8
 """Smallest and largest number of random moves before a restart."""
@@ -148,7 +148,7 @@ class Descent(ABC, Generic[CandidateT]):
         return candidate
 
     def _neighbors(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """Yield the best partition of each batch of moves, until the limit on simulated actions is reached."""
+        """Yield the best partition of each batch of moves, then those with other recomputation, until a limit."""
         order = list(range(len(self.moves)))
         self.random.shuffle(order)
         for first in range(0, len(order), ROWS):
@@ -167,7 +167,7 @@ class Descent(ABC, Generic[CandidateT]):
 
 
 def moves(num_stages: int) -> IntArray:
-    """Return all moves of one cut or of several successive cuts, as numbers to add to the cuts; shape (moves, S+1)."""
+    """Return moves of one cut or of several successive cuts, as numbers to add to the cuts; shape (moves, S+1)."""
     lengths, length = list(range(1, min(_ALL_LENGTHS, num_stages - 1) + 1)), _ALL_LENGTHS
     while (length := length * 3 // 2) < num_stages:
         lengths.append(length)

@@ -272,7 +272,7 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
     problem = single.problem(num_stages, width=evaluator.width, exact=True)
     backward = {"backward": BoundKind(np.maximum, lambda stages: stages.backward)}
-    cuts = PrefixBounds(problem, backward, deadline=progress.deadline).min_max("backward")
+    cuts = PrefixBounds(problem, backward, deadline=progress.deadline).cuts_with_smallest_maximum("backward")
     if cuts is not None and not np.array_equal(cuts, even):
         starts.append(np.array(cuts))
     return starts

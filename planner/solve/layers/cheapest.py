@@ -153,7 +153,7 @@ class _Labels(NamedTuple):
     held: FloatArray
     room: FloatArray
     bound: FloatArray
-    """Lower bound of the total time after the last layer."""
+    """Lower bound of the recomputation time of the whole stage."""
     parent: IntArray
     """Index of the label that this label extends, among all labels before the layer."""
     is_recomputed: BoolArray

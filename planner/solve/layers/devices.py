@@ -32,7 +32,7 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_JOINTLY = 20_000
-"""Largest number of combinations of a device's chunks that are compared at once."""
+"""Largest number of combinations of recomputations of a device's chunks that are compared at once."""
 
 _NEARLY_CHEAPEST = 1.25
 """Largest ratio of a recomputation time to the shortest one. A longer time may be better if a stage has to wait anyway.

@@ -131,7 +131,11 @@ class _StageCountSearch:
                 continue
             is_open = least.step_us < progress.upper_us * (1 - 1e-9)
             if is_open and not self._simulate_below(search):
-                starts = {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")}
+                starts = {
+                    least.cuts,
+                    search.prefixes.cuts_with_smallest_maximum("work"),
+                    search.prefixes.cuts_with_smallest_maximum("backward"),
+                }
                 some = [np.array(start) for start in sorted(filter(None, starts)) if min(np.diff(start)) > 0]
                 self._cuts.search(some, search_effort(progress, self._evaluator), initial)
                 progress.leave_out(least.step_us)

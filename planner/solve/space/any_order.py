@@ -42,7 +42,7 @@ _HALVINGS = 50
 """Number of steps of the binary search for the smallest T."""
 
 
-def any_order_us(case: "Case") -> float:
+def least_us_in_any_order(case: "Case") -> float:
     """Return a lower bound of the step time of all plans of a case, with any action order, in microseconds."""
     pair_us = case.micro_batches * (case.costs.forward_us + case.least_backward_us) / case.highest_speed
     return max(_whole_layers_us(pair_us, case.num_devices), _least_recomputation_us(case)) * _SAFE

@@ -46,11 +46,11 @@ class PrefixBounds:
         self.least = self._least_of_prefixes()
         """Lower bounds by name; [r][i] is the bound for layers 0..i-1 in at most (or exactly) r stages."""
 
-    def min_max(self, name: str) -> tuple[int, ...] | None:
-        """Return the cuts that minimize the largest value of a stage; None if no partition fits.
+    def cuts_with_smallest_maximum(self, name: str) -> tuple[int, ...] | None:
+        """Return the cuts for which the largest value of any stage is smallest; None if no partition fits.
 
         Args:
-            name: Name of the bound that defines the value.
+            name: Name of the bound that defines a stage's value, for example its backward time.
         """
         least = self.least[name]
         # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.
