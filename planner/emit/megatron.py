@@ -77,7 +77,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
 
 
 def _divisions(layout: Layout) -> Iterator[str]:
-    """Yield the options for parallelism within stages and for recomputation that the profile's costs assume."""
+    """Yield the options that the profile's costs assume: parallelism within stages, and recomputation."""
     if layout.plan.tensor_parallel > 1:
         yield f"--tensor-model-parallel-size {layout.plan.tensor_parallel}"
     if layout.sequence_parallel:

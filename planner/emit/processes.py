@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment and `more`, with a PYTHONPATH that has this copy of `planner`."""
+    """Return this process's environment, plus the variables `more`, with this copy of `planner` in PYTHONPATH."""
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, **more}

@@ -385,13 +385,13 @@ def chunk_memory_at_peak(
 
 
 def bytes_by_component(parts: FloatArray) -> FloatArray:
-    """Return the bytes of every part by component: how many of its bytes a plan lists as each of `ITEMS`.
+    """Divide the bytes of every part among the components (`ITEMS`) under which a plan lists them.
 
     Args:
         parts: Whole bytes of each of `PARTS`; shape (..., parts).
 
     Returns:
-        Shape (..., parts, items).
+        Bytes of each part in each component; shape (..., parts, items).
     """
     items = np.zeros((*parts.shape, len(ITEMS)))
     for part, item in _ITEM_OF.items():

@@ -138,7 +138,9 @@ def window_of_stage(
     recomputed: Collection[int],
     in_halves: bool = False,
 ) -> tuple[Stages, Recompute]:
-    """Return the stage of layers `first`..`end - 1` as the last column of a window, and its actual recompute choice.
+    """Return a window whose last column is one stage, and the recompute choice that the stage actually uses.
+
+    The stage has the layers `first`..`end - 1`.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.

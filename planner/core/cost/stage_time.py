@@ -186,7 +186,7 @@ class ChainSums:
 
     @classmethod
     def of(cls, costs: ChainCosts, cluster: Cluster, replicas: int) -> "ChainSums":
-        """Return the sums of a chain.
+        """Return the prefix sums of a chain's costs.
 
         Args:
             costs: Costs of the chain at the micro-batch size.

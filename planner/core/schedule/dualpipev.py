@@ -31,7 +31,7 @@ class DualPipeV(Schedule):
     splits_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return torch's order (its eight steps), with overlapped pairs run one after the other."""
+        """Return the action order of torch's schedule. Passes that torch overlaps are run one after the other."""
         behind = num_devices - 1 - device
         row = OrderBuilder(self.stages_on(device, num_devices, chunks), micro_batches)
         for _ in range(2 * behind):

@@ -29,7 +29,7 @@ class Interleaved(Schedule):
     """Name of the schedule with one stage per device, for hints of errors."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return torch's order without its idle slots, which are drawn but never executed."""
+        """Return the action order of torch's schedule, without idle slots, which torch draws but never executes."""
         per_round = self.per_round(num_devices, micro_batches)
         stages = self.stages_on(device, num_devices, chunks)
         forwards = in_rounds("F", stages, micro_batches, per_round)

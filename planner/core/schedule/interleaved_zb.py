@@ -22,7 +22,7 @@ class InterleavedZB(Interleaved):
     one_stage_name = "zb-h1"
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return torch's order without its idle slots."""
+        """Return the action order of torch's schedule, without idle slots."""
         stages = self.stages_on(device, num_devices, chunks)
         per_round = self.per_round(num_devices, micro_batches)
         return alternating_order(

@@ -74,7 +74,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Versions and settings that the numbers depend on."""
+    """Versions and settings on which the recorded times and sizes depend."""
 
     torch: str = ""
     python: str = ""
