@@ -67,7 +67,7 @@ class CompiledBackend:
 
     @classmethod
     def of_absent(cls, absent: Accelerator) -> "CompiledBackend":
-        """Return the backend for a TPU that is not attached: its links are the chip's, the executor costs no time."""
+        """Return the backend for an absent TPU. Links have the chip's speed; the executor is taken to cost no time."""
         rates = rates_of(absent.name)
         described = Device(
             kind="tpu",

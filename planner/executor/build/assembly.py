@@ -193,7 +193,7 @@ def make_stage_module(
     """Return the module that runs a stage.
 
     Args:
-        built: Layers of the stage as they were built.
+        built: Built layers of the stage.
         layers: Range of the stage in the chain.
         shapes: Boundary tensors of the chain.
         recompute: Micro-batches for which the whole stage is recomputed.

@@ -58,8 +58,8 @@ class Differences:
     def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
         """Compare a tensor with the reference's: largest difference, divided by the reference's largest magnitude.
 
-        None counts as zeros. If a missing gradient changes the optimizer's behavior, the comparison after the
-        optimizer's step detects this.
+        A missing tensor (None) counts as zeros. If a missing gradient changes the optimizer's behavior, the comparison
+        after the optimizer's step detects this.
 
         Args:
             name: Name in messages.

@@ -41,7 +41,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         return self.opened[rank]
 
     def file_of_tensor(self, name: str) -> tuple[RankFile, str]:
-        """Return a file that has a tensor of the model, an open one if possible, and the tensor's name in this file.
+        """Return a file that has a tensor of the model, and the tensor's name in this file; prefer an open file.
 
         Raises:
             FileError: The file cannot be opened.

@@ -165,7 +165,7 @@ class MeanWaits:
     idle_us: Mapping[int, float]
     """Idle time per step, by rank."""
     transfer_us: Mapping[int, float]
-    """Time of received transfers per step, by stage."""
+    """Time of received transfers per step, by receiving stage."""
     crossing_us: Mapping[tuple[RunSpanKind, int], float]
     """Time of one transfer, by direction and boundary (the stage before it)."""
 

@@ -90,7 +90,7 @@ class Agreement:
         Every rank must call this method.
 
         Args:
-            phase: Phase that begins. The second of two `end` in a row is ignored.
+            phase: Phase that begins. A second `end` directly after an `end` is ignored.
             step: Number of steps since training began.
             sizes: Number of samples in each mini-batch.
             count: Sum of the loss counts of this replica, on the last stage.

@@ -210,7 +210,7 @@ class LayerState:
         return [*map(len, buffers), *chain.from_iterable(buffers)]
 
     def _values(self) -> list[Any]:
-        """Return the values at all locations, several times as fast as `StateLocation.value` of each would be."""
+        """Return the values at all locations; several times as fast as reading each with `StateLocation.value`."""
         buffers = filter(None, [module._buffers for module in self._usual])
         parameters = filter(None, [module._parameters for module in self._usual])
         return [

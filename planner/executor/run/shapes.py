@@ -100,7 +100,7 @@ class Shapes:
     """True for each layer whose output shares storage with its input."""
 
     def with_gradients_of(self, other: "Shapes") -> "Shapes":
-        """Return these shapes, in which a tensor requires a gradient if it does so here or in `other`."""
+        """Set `requires_grad` of each tensor that has the flag in `other`, and return these (changed) shapes."""
         for here, there in zip(self.boundaries, other.boundaries, strict=True):
             for tensor, again in zip(here.tensors, there.tensors, strict=False):
                 tensor.requires_grad_(tensor.requires_grad or (again.requires_grad and tensor.dtype == again.dtype))

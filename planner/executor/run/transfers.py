@@ -75,7 +75,7 @@ class Transfers:
         return coming.buffers
 
     def hand_over(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        """Store a message from one stage of this process to another."""
+        """Store the tensors that a stage of this process passes to another stage of the same process."""
         self._in_place[message] = tensors
 
     def send_output(self, message: Message, tensors: Sequence[Tensor], rank: int) -> None:

@@ -375,7 +375,7 @@ class Watch:
             store.add("ready", 1)
 
     def _follow_writing(self, store: Any, liveness: Liveness) -> None:
-        """Report written bytes; if any rank has written some, restart the clock of a wait: the disk is only slow."""
+        """Add this rank's written bytes to the sum of all ranks; if the sum has grown, restart the clock of a wait."""
         written = self.position.written_bytes - self._written_bytes
         late_s = min(liveness.silent_s, self._timeout_s / 2)
         if not written and (self.position.waits_for is None or self.position.idle_s < late_s):
