@@ -39,7 +39,7 @@ _ATOMS = frozenset({int, float, str, bool, type(None)})
 
 @cache
 def _fields_of(kind: type) -> tuple[tuple[str, Callable[[Any], bool] | None], ...]:
-    """Return the fields of a dataclass: name, and a function that tells whether to leave a value out (None: never).
+    """Return the fields of a dataclass: name, and a function that is True for values to leave out (or None).
 
     The result is cached, because a profile has a hundred thousand fields.
     """

@@ -144,7 +144,7 @@ def repeat_change(model: nn.Module, change: AttributeChange, leaves: Sequence[An
 
 
 def stored_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
-    """Return the leaves of the value that a call has just stored in the attribute of a recorded change.
+    """Return the leaves of the value that a repeated call has just stored in the attribute of the recorded `change`.
 
     Raises:
         LookupError: The attribute has no value, or a value of another structure than the recorded one.

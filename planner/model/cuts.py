@@ -268,7 +268,7 @@ class Cuts:
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
-        """Return the cuts within calls that are hardly wider than the start and the end of every such call in `calls`.
+        """Return `cuts` without those inside one of `calls` that are much wider than both ends of this call.
 
         The width of a cut is its number of bytes. At the start and end of a call, outputs that the loss does not read
         count, too. So the choice does not depend on the loss (of a model that also returns its logits, for example).
@@ -287,7 +287,7 @@ class Cuts:
     def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
         """Return the narrowest cuts between each two neighbors in `ends`: those that (nearly) the fewest bytes cross.
 
-        A cut is left out if more than `widest` times as many bytes cross it as cross the two neighbors.
+        A cut is left out if its number of bytes is more than `widest` times that of the wider neighbor.
         """
         narrow: list[int] = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):

@@ -213,7 +213,7 @@ class _ForwardRecorder:
         self._gradient, region.end = -1, self._tick()
 
     def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
-        """Return, by storage, names of tensors that outlive the forward, and module paths of replaced buffers."""
+        """Return, by storage, names of earlier tensors that still exist, and module paths of replaced buffers."""
         inputs = (leaf.number for leaf in self.recording.inputs if isinstance(leaf, TensorLeaf))
         received = {self.recording.values[number][0] for number in inputs}
         made = {data["storage"] for data in self.recording.flow.nodes.values() if data["created"] < 0}

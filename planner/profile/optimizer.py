@@ -144,10 +144,11 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
 def optimizer_boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: ModelOptimizer, *, device: torch.device, meter: Meter
 ) -> list[int]:
-    """Return, for each layer, the transient bytes when an update moves on from the previous layer; 0 for the first.
+    """Return, for each layer, the transient bytes of updating a parameter of the previous layer, then one of its own.
 
     An optimizer that updates parameter by parameter, such as torch's Adam, may release the last tensor of a parameter
-    only during the update of the next one. Then two large neighboring parameters need more than each layer alone.
+    only during the update of the next one. Then two large neighboring parameters need more than each layer alone. The
+    result is 0 for the first layer.
 
     Args:
         layers: For each layer, the trained parameters that have gradients. Their values are not read.

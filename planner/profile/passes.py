@@ -30,9 +30,9 @@ from planner.profile.units import Unit, UnitInput
 class WholeTimer:
     """Timer of a layer's forward and whole (not split) backward.
 
-    Gradients exist before the backward, which adds to them, as in the second and later micro-batches. A large layer has
-    no gradients before; the time to add gradients of that size is measured afterwards. Otherwise the two gradients of a
-    vocabulary of 50,000 words would need most of the memory of profiling.
+    As in the second and later micro-batches, gradients exist before the backward, which adds to them. A large layer is
+    an exception: its gradients are released before, and the time to add them is measured separately. Otherwise the two
+    gradients of a vocabulary of 50,000 words would need most of the memory of profiling.
     """
 
     clock: Clock

@@ -19,7 +19,7 @@ _ESTIMATE = "estimate:"
 
 
 class Backend(Protocol):
-    """Source of the costs of layers on one device. `describe().how` tells if it measures, estimates or compiles."""
+    """Source of the costs of layers on one device. `describe().how` is `measured`, `estimated` or `compiled`."""
 
     device: torch.device
     """Torch device on which the backend runs layers."""

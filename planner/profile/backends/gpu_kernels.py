@@ -1,7 +1,7 @@
 """Replace CPU kernels by GPU kernels that save other tensors, for layers that run on ghosts on a CPU.
 
-On a CPU, attention runs as single operators, which save the scores in float32, if it has dropout, a mask that needs
-gradients, or values of another width than keys. A GPU has a fused kernel for these cases, which saves only the mask.
+If attention has dropout, a mask that needs gradients, or values of another width than keys, a CPU runs it as single
+operators, which save the scores in float32. A GPU has a fused kernel for these cases, which saves only the mask.
 Dropout saves its mask as numbers on a CPU and as booleans on a GPU.
 """
 

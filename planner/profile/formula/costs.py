@@ -27,9 +27,9 @@ e (4bsh + 2bsf) / t in split ones. In the papers' case with t = 1, the sum is 32
 temporary tensors of a layer. This module adds two: the newest gradient of a layer's largest weight, until it is
 accumulated, and a second copy of the head's logits.
 
-After each product whose inputs are split among the t devices, these sum bsh e bytes (all-reduce). There are two sums
-per block in forward and two in backward, one after the embedding in forward, and one before the head in backward. With
-sequence parallelism, gathers and scatters of as many bytes replace the sums.
+Each product whose inputs are split among the t devices is followed by an all-reduce (sum) of bsh e bytes. There are two
+sums per block in forward and two in backward, one after the embedding in forward, and one before the head in backward.
+With sequence parallelism, gathers and scatters of as many bytes replace the sums.
 
 The formulas do not count workspaces of kernels, nor the time of operators that memory limits rather than arithmetic. A
 rate (FLOP/s) that was measured in training runs includes the effect of these operators.

@@ -53,7 +53,7 @@ class ConfigReader:
         return 1 if default is None else default
 
     def check_multiple(self, name: str, value: int, of: str, divisor: int) -> None:
-        """Let `check` raise an error if `value`, of the key `name`, is no multiple of `divisor`, of the key `of`."""
+        """Record an error for `check` unless `value` (of key `name`) is a multiple of `divisor` (of key `of`)."""
         if value % divisor:
             self._wrong.append(f"`{name}` is {value}, expected a multiple of `{of}`, which is {divisor}")
 
