@@ -40,7 +40,7 @@ _MOST_ACTIONS_OF_CASE: Final = 200_000
 _NEAREST_SCHEDULES: Final = 2
 """Number of schedules in the second pass over several widths."""
 
-_FIRST_EFFORT: Final = 2
+_FIRST_EFFORT: Final = 3
 """Divisor of the effort of each schedule in the first pass over widths, and of searched schedules in the second."""
 
 MOST_WORK: Final = 20_000

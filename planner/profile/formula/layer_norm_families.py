@@ -85,7 +85,9 @@ def falcon_shape(fields: ConfigReader, sequence: int) -> Transformer:
     width = fields.integer("ffn_hidden_size", default=4 * hidden)
     parallel = fields.flag("parallel_attn")
     block = Block(
-        attention=replace(attention, key_value_heads=heads, rotary=not fields.flag("alibi"), repeated=grouped),
+        attention=replace(
+            attention, key_value_heads=heads, rotary=not fields.flag("alibi"), repeated=grouped, masked=True
+        ),
         feed_forward=_plain(width, fields.text("activation", "gelu"), bias=bias),
         norms=fields.integer("num_ln_in_parallel_attn", default=1 + grouped) if parallel else 2,
         parallel=parallel,

@@ -268,10 +268,12 @@ class _Layers:
             # The softmax, the mask of its dropout, and the result of the dropout.
             return elements * (2 * self.e + 1)
         if attention.sinks and not self.execution.fused:
-            # The softmax, and its copy in half precision without the sinks.
-            return elements * (self.residual + (self.e if self.e < 4 else 0))
+            # The softmax, and under autocast its copy.
+            return elements * (self.residual + (self.e if self.is_autocast else 0))
         # The tanh and the softmax, which is in float32, and its copy in half precision.
-        return elements * 8 if self._is_eager(attention) else 0.0
+        if self._is_eager(attention):
+            return elements * 8
+        return self.e * self.shape.sequence**2 if attention.masked and not self.execution.fused else 0.0
 
     def _positions_bytes(self, block: Block) -> float:
         """Return the bytes that a block keeps of relative positions, which are zeros in cross-attention."""
@@ -295,7 +297,7 @@ class _Layers:
         if attention.latent is not None:
             # The values are part of a tensor that also holds the part of the keys without rotation.
             values += groups * (attention.key_dim - attention.latent.rotary_dim)
-        elif attention.joined and attention.rotary and not self.execution.fused:
+        elif attention.joined and attention.rotary and not (attention.repeated or self.execution.fused):
             # The values are part of a tensor that also holds queries and keys before their rotation.
             values += rotated
         results = 2 if attention.concatenated and not self.execution.fused else 1

@@ -68,6 +68,8 @@ class Attention:
     """True if a tanh bounds the scores, which torch's fused kernels do not support."""
     repeated: bool = False
     """True if keys and values are copied for each head."""
+    masked: bool = False
+    """True if attention gets a mask of numbers."""
     sinks: bool = False
     """True if each head has a learned score in its softmax, which torch's fused kernels do not support."""
     biased: bool = False
