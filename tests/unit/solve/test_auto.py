@@ -203,6 +203,24 @@ def test_it_is_never_slower_than_any_narrower_question(monkeypatch: pytest.Monke
     assert answered > 8
 
 
+@pytest.mark.parametrize("seed", range(3, 6))
+@pytest.mark.parametrize("cap", [UNLIMITED, 1700])
+def test_it_is_never_slower_than_any_schedule(monkeypatch: pytest.MonkeyPatch, seed: int, cap: int) -> None:
+    """Smaller pipelines with uneven layers, under every schedule."""
+    for module in (search, methods):
+        monkeypatch.setattr(module, "MOST_ACTIONS_OF_SEARCH", 50_000)
+    profile = uneven(seed)
+    inputs = replace(inputs_of(3, 4, memory_bytes=cap), schedule="auto", chunks=0)
+    request = Request(inputs=inputs, micro_batches=4, actions=20_000)
+    best_us, answered = solve(profile, request).predicted.step_us, 0
+    for name in (*SCHEDULES, SEARCHED.name):
+        with suppress(PlannerError):  # nothing fits
+            asked = replace(request, inputs=replace(inputs, schedule=name))
+            assert best_us <= solve(profile, asked).predicted.step_us * (1 + 1e-9), name
+            answered += 1
+    assert answered > 4
+
+
 def test_no_change_for_the_better_makes_a_plan_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that misses the plan itself, which stays possible, does not count as a loss."""
     profile = tight()
