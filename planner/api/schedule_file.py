@@ -88,7 +88,13 @@ def _devices(options: SolverOptions) -> int | None:
 
 
 def check_cuts(options: SolverOptions, lists: ListedSchedule, cuts: Sequence[int]) -> None:
-    """Raise UsageError if `cuts` and the action orders have different numbers of stages."""
+    """Raise UsageError if `cuts` and the action orders have different numbers of stages.
+
+    Args:
+        options: Options of the request; `schedule` is the file of the action orders.
+        lists: The action orders.
+        cuts: Number of layers of each stage.
+    """
     num_stages = len({action.stage for row in lists.rows for action in row})
     if len(cuts) != num_stages:
         path = schedule_file_path(options.schedule)

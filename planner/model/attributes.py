@@ -217,7 +217,13 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def value_at(model: nn.Module, path: str, keys: Sequence[Any]) -> Any:
-    """Return the value at `keys` below the attributes of the module at `path`; None if there is none."""
+    """Return the value at `keys` below the attributes of the module at `path`; None if there is none.
+
+    Args:
+        model: The model.
+        path: Path of one of its modules.
+        keys: Name of an attribute, then keys and indices inside nested containers and objects.
+    """
     at: Any = vars(model.get_submodule(path))
     for key in keys[:-1]:
         at = _inside(at[key])

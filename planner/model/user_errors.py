@@ -52,7 +52,13 @@ def explain_user_errors(path: str, action: str, *, hint: str = _DEBUG) -> Iterat
 
 
 def error_location(model: nn.Module, loss_fn: Callable[..., Any], error: BaseException) -> str:
-    """Return `file:line` of the model's or the loss's code that raised an error; empty if other code did."""
+    """Return `file:line` of the model's or the loss's code that raised an error; empty if other code did.
+
+    Args:
+        model: The user's model.
+        loss_fn: The user's loss function.
+        error: Error with its traceback.
+    """
     names = {type(part).__module__ for part in model.modules()} | {getattr(loss_fn, "__module__", "")}
     modules = set(map(sys.modules.get, names))
     files = {getattr(module, "__file__", None) for module in modules if not _is_of(module, "torch", "planner")}

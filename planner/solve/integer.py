@@ -53,6 +53,11 @@ _MAX_TERMS: Final = 1_000_000
 def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
     """Return the fastest partition, if it beats `upper_us`, and a lower bound for all partitions.
 
+    Args:
+        case: Case of a request, under GPipe.
+        upper_us: Step time that a partition must beat, in microseconds.
+        deadline: Time at which the search stops.
+
     Raises:
         MissingPackageError: PuLP, or every solver that it could use, is not installed.
         SolverError: The program is too large, or its solver failed.

@@ -15,7 +15,13 @@ Solver = Literal["auto", "dp", "milp"]
 
 
 def fix_widths(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
-    """Return `inputs` with the plan's tensor-parallel width and replicas, if the profile has several widths."""
+    """Return `inputs` with the plan's tensor-parallel width and replicas, if the profile has several widths.
+
+    Args:
+        inputs: Inputs of a request.
+        plan: Plan whose width and replicas to keep.
+        profile: Profile of one or several widths.
+    """
     if not profile.widths:
         return inputs
     return replace(inputs, tensor_parallel=plan.tensor_parallel, replicas=plan.replicas)

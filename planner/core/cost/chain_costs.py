@@ -182,7 +182,13 @@ class StageMemoryModel(Protocol):
     """
 
     def parts(self, s: "Stages", recompute: Recompute, *, in_flight: int) -> "Parts":
-        """Return the parts of the stages' memory; the arguments are those of `planner.core.cost.parts.parts_of`."""
+        """Return the parts of the stages' memory; the arguments are those of `planner.core.cost.parts.parts_of`.
+
+        Args:
+            s: Stages of a window.
+            recompute: Recompute choice of all these stages.
+            in_flight: Largest number of micro-batches in flight on a stage.
+        """
         ...
 
 

@@ -161,7 +161,13 @@ class NoRelayedTensors:
     def highest_backward(
         self, tops: FloatArray, end_twice: FloatArray, _backward: Backward | None = None
     ) -> FloatArray:
-        """Return the highest memory of a stage's backward; see `RelayedTensors.highest_backward`."""
+        """Return the highest memory of a stage's backward; see `RelayedTensors.highest_backward`.
+
+        Args:
+            tops: Highest memory during the backward of each layer, in bytes.
+            end_twice: Part of it that counts twice if the layer is the last of its stage.
+            _backward: First or later backward; makes no difference here.
+        """
         highest = np.maximum.accumulate(np.where(self._inside, tops, -np.inf), axis=1)
         before_end = np.concatenate([np.full((len(highest), 1), -np.inf), highest[:, :-1]], axis=1)
         return np.where(self._inside, np.maximum(before_end, tops - end_twice), 0.0)

@@ -53,7 +53,13 @@ class DualPipeV(Schedule):
         return tuple(row.actions)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raise UsageError if there are fewer micro-batches than stages, as torch's schedule does."""
+        """Raise UsageError if there are fewer micro-batches than stages, as torch's schedule does.
+
+        Args:
+            num_devices: K.
+            micro_batches: M.
+            chunks: Stages per device (V).
+        """
         super().refuse(num_devices, micro_batches, chunks)
         if micro_batches < 2 * num_devices:
             raise UsageError(

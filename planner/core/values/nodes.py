@@ -22,5 +22,11 @@ class Nodes:
 
 
 def are_on_different_nodes(rank: int, other: int, node_devices: int) -> bool:
-    """Return True if two ranks are on different nodes of `node_devices` devices each."""
+    """Return True if two ranks are on different nodes of `node_devices` devices each.
+
+    Args:
+        rank: Rank of one process; ranks are numbered node by node.
+        other: Rank of the other process.
+        node_devices: Devices per node.
+    """
     return rank // node_devices != other // node_devices

@@ -53,7 +53,14 @@ class ConfigReader:
         return 1 if default is None else default
 
     def check_multiple(self, name: str, value: int, of: str, divisor: int) -> None:
-        """Record an error for `check` unless `value` (of key `name`) is a multiple of `divisor` (of key `of`)."""
+        """Record an error for `check` unless `value` (of key `name`) is a multiple of `divisor` (of key `of`).
+
+        Args:
+            name: Key of the value.
+            value: Number that must be a multiple.
+            of: Key of the divisor.
+            divisor: Number that must divide the value.
+        """
         if value % divisor:
             self._wrong.append(f"`{name}` is {value}, expected a multiple of `{of}`, which is {divisor}")
 

@@ -137,7 +137,13 @@ def _with_layer_norms(fields: ConfigReader, sequence: int, block: Block, *, drop
 
 
 def head_dim(fields: ConfigReader, hidden: int, heads: int) -> int:
-    """Return the width of a head: the key `head_dim`, or else the model's width divided by the number of heads."""
+    """Return the width of a head: the key `head_dim`, or else the model's width divided by the number of heads.
+
+    Args:
+        fields: Reader of the configuration, which records an error if the width is no multiple.
+        hidden: Width of the model.
+        heads: Number of attention heads.
+    """
     dim = fields.integer("head_dim", default=0)
     if not dim:
         fields.check_multiple("hidden_size", hidden, "num_attention_heads", heads)

@@ -78,7 +78,13 @@ class Table:
         return replace(self, columns=tuple(replace(c, title=titles.get(c.name, c.title)) for c in self.columns))
 
     def with_texts(self, name: str, texts: Iterable[str], unit: Unit | None = None) -> "Table":
-        """Return the table with new texts in one column, and a new unit if one is given."""
+        """Return the table with new texts in one column, and a new unit if one is given.
+
+        Args:
+            name: Name of the column.
+            texts: Text of each row.
+            unit: Unit of the texts; None keeps the column's unit.
+        """
         values = tuple(texts)
         changed = (replace(c, values=values, unit=unit or c.unit) if c.name == name else c for c in self.columns)
         return replace(self, columns=tuple(changed))

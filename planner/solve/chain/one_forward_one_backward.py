@@ -39,7 +39,13 @@ _ROUNDS = 200
 
 
 def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition under 1F1B; for arguments and errors, see `planner.solve.answer.PlanSearch`."""
+    """Return the fastest partition under 1F1B; for errors, see `planner.solve.answer.PlanSearch`.
+
+    Args:
+        case: Case of a request.
+        upper_us: Step time that a partition must beat, in microseconds.
+        deadline: Time at which the search stops.
+    """
     return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 

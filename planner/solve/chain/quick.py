@@ -21,6 +21,11 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
     """Return the plans that short searches under 1F1B find, one for each tensor-parallel width, replicas and M.
 
     Cases whose lower bound is far above the fastest step time found are skipped.
+
+    Args:
+        cases: Cases of a request, of any schedule; only those of 1F1B are searched.
+        deadline: Time at which the searches stop.
+        upper_us: Step time that a plan must beat, in microseconds.
     """
     from planner.solve.chain.one_forward_one_backward import search_one_forward_one_backward  # noqa: PLC0415
 

@@ -70,7 +70,13 @@ _CUTS_AT_ONCE = 256
 
 
 def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the best partition found; for arguments and errors, see `planner.solve.answer.PlanSearch`."""
+    """Return the best partition found; for errors, see `planner.solve.answer.PlanSearch`.
+
+    Args:
+        case: Case of a request.
+        upper_us: Step time that a partition must beat, in microseconds.
+        deadline: Time at which the search stops.
+    """
     return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 

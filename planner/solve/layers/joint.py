@@ -49,7 +49,13 @@ time can be simulated: with unlimited and with limited effort."""
 
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition under GPipe, which may recompute single layers; see `answer.PlanSearch`."""
+    """Return the fastest partition under GPipe, which may recompute single layers; see `answer.PlanSearch`.
+
+    Args:
+        case: Case of a request.
+        upper_us: Step time that a partition must beat, in microseconds.
+        deadline: Time at which the search stops.
+    """
     layers = RecomputeTimes(case.costs)
     case = replace(case, least_recompute_us=layers.table)
     best: Partition | None = None

@@ -49,7 +49,13 @@ class StageArrays(NamedTuple):
         return cls(*each)
 
     def select(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageArrays":
-        """Return the stages at (variant[i], row[i], column[i]) of a stack from `of_variants`; all shapes are (m,)."""
+        """Return the stages at (variant[i], row[i], column[i]) of a stack from `of_variants`; all shapes are (m,).
+
+        Args:
+            variant: Index of the variant of each stage.
+            row: Index of the first layer of each stage.
+            column: Index of the length of each stage.
+        """
         _, rows, width = self.first.shape
         place = (variant * rows + row) * width + column
         each: list[Any] = [field.reshape(-1).take(place if field.ndim > 2 else row) for field in self]
