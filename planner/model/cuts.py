@@ -71,7 +71,7 @@ class Cuts:
         ]
         # The widths are cached: many modules end at the same times, and every choice below needs the same widths.
         self._num_bytes: dict[tuple[int, bool], int] = {}
-        self._cut_behind: dict[int, int] = {}
+        self._cut_after_call: dict[int, int] = {}
         # Versions are in order of creation, so the first version of a storage names the operator that created it.
         self._creator: dict[int, int] = {}
         for data in flow.values():
@@ -135,11 +135,11 @@ class Cuts:
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
         """Count the tensors that are sent only for code that runs again, and the results that this code makes again."""
         flow = self.recording.flow.nodes
-        read_behind = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
+        read_after = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
         makers = (flow[v]["operator"] for v, created, last, _ in self._lives if created < cut <= last)
         repeated = (number for number in makers if number >= 0 and self.repetition.repeats(number, cut))
-        return len(crossing - read_behind), sum(self.join(number, cut) is None for number in repeated)
+        return len(crossing - read_after), sum(self.join(number, cut) is None for number in repeated)
 
     def holds(self, first: int, end: int) -> frozenset[str]:
         """Return the names of the parameters and buffers that a stage needs to run the code between two cuts."""
@@ -199,7 +199,7 @@ class Cuts:
         ends = set(self._no_wider_than_around(self._possible(blocks, problems), blocks))
         possible = self._no_wider_than_around(self._possible(outside, problems), calls[1:])
         training = {call.number for call in calls if self._modules[call.path]._parameters}
-        small = {self._behind(call) for call in outside if training.isdisjoint(self._below(call))}
+        small = {self._cut_after(call) for call in outside if training.isdisjoint(self._below(call))}
         ends.update(cut for cut in possible if cut not in small)
         ends.update(self._narrowest([cut for cut in possible if cut in small], sorted(ends)))
         chosen = self._without_empty(sorted(ends))
@@ -233,7 +233,7 @@ class Cuts:
         """Return the possible cuts after `calls`, and append to `problems` a message for each impossible one."""
         possible = []
         for call in filter(self._is_tried, calls):
-            cut = self._behind(call)
+            cut = self._cut_after(call)
             problem = self.crossing(cut).problem
             if problem is None:
                 possible.append(cut)
@@ -241,9 +241,9 @@ class Cuts:
                 problems.append(f'after "{call.path}": {problem}')
         return sorted(set(possible))
 
-    def _behind(self, call: Call) -> int:
+    def _cut_after(self, call: Call) -> int:
         """Return the cut after a call: directly after it or after a following join, whichever fewer bytes cross."""
-        if call.number not in self._cut_behind:
+        if call.number not in self._cut_after_call:
             parent = self.recording.calls[call.parent]
             gap = parent.children.index(call.number) + 1
             # After the last child, the parent call ends, and the cut after the parent is considered separately.
@@ -251,8 +251,8 @@ class Cuts:
             joins = [join for join in joins if not self._draws_after(join)]
             cuts = [call.exit + 1, *(join.exit + 1 for join in joins)]
             possible = [cut for cut in cuts if self.crossing(cut).problem is None]
-            self._cut_behind[call.number] = min(possible, key=self.num_bytes, default=cuts[0])
-        return self._cut_behind[call.number]
+            self._cut_after_call[call.number] = min(possible, key=self.num_bytes, default=cuts[0])
+        return self._cut_after_call[call.number]
 
     def _draws_after(self, join: Join) -> bool:
         """Return True if code draws random numbers between a join and the next start or end of a call.

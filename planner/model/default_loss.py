@@ -44,7 +44,7 @@ class DefaultLoss:
 
     @property
     def note(self) -> str:
-        """Note that tells the user which loss is trained; empty until the loss is chosen."""
+        """Note for the user on which loss is trained; empty until the loss is chosen."""
         if self._taken is None:
             return ""
         return f"{self._path} has no `loss_fn(output, target)`: {self._described} is trained"

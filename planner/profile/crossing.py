@@ -48,14 +48,14 @@ class LayerOutputs:
         carrying = [outputs[n] for n in self._shapes]
         self.end: Tensor | None = _End.apply(self._gradients, *carrying) if carrying else None  # type: ignore[no-untyped-call]
 
-    def fill(self, behind: LayerInputs | None) -> None:
+    def fill(self, next_inputs: LayerInputs | None) -> None:
         """Create the gradients of the outputs, unless they exist.
 
         Args:
-            behind: Inputs of the next layer, whose gradients provide the memory if possible; None if there is none.
+            next_inputs: Inputs of the next layer, whose gradients provide the memory if possible, or None.
         """
         for n, (like, shape) in self._shapes.items() if not self._gradients else ():
-            there = None if behind is None else behind.gradient_of(n)
+            there = None if next_inputs is None else next_inputs.gradient_of(n)
             if there is not None and _is_like(there, like, shape) and storage_key(there) not in self._own_storages:
                 self._gradients.append(there.fill_(1.0))
             else:

@@ -169,20 +169,20 @@ def optimizer_boundary_peaks(
         return found[key]
 
     present = [{id(p): p for p in layer if id(p) in places} for layer in layers]
-    joins = [_joins(front, behind, places) for front, behind in pairwise(present)]
+    joins = [_joins(previous, following, places) for previous, following in pairwise(present)]
     return [0, *(max((peak(*two) for two in pairs), default=0) for pairs in joins)]
 
 
 def _joins(
-    front: Mapping[int, Tensor], behind: Mapping[int, Tensor], order: Mapping[int, tuple[int, int]]
+    previous: Mapping[int, Tensor], following: Mapping[int, Tensor], order: Mapping[int, tuple[int, int]]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the pairs of parameters, one from each of two layers, that the optimizer updates one after the other."""
-    both = {**front, **behind}
+    both = {**previous, **following}
     return [
         (both[first], both[second])
         for first, second in pairwise(sorted(both, key=order.__getitem__))
         if order[first][0] == order[second][0]  # an optimizer finishes a group before the next
-        and not any({first, second} <= layer.keys() for layer in (front, behind))
+        and not any({first, second} <= layer.keys() for layer in (previous, following))
     ]
 
 

@@ -177,17 +177,17 @@ class _Turn:
             self._exit.fill(None)
         self._outputs.clear()
 
-    def backward(self, timer: WholeTimer, behind: "_Turn | None") -> _TurnTimes:
+    def backward(self, timer: WholeTimer, next_turn: "_Turn | None") -> _TurnTimes:
         """Run the backward, and return the times of forward and backward.
 
         Args:
             timer: Timer of the backward.
-            behind: Turn of the next layer, whose input gradients provide the memory for gradients; None for the last.
+            next_turn: Turn of the next layer, whose input gradients provide the memory; None for the last layer.
         """
         assert self._exit is not None
         if self._exit.end is None:
             return _TurnTimes(self._forward_us, 0.0, 0.0)
-        self._exit.fill(None if behind is None else behind._entrance)
+        self._exit.fill(None if next_turn is None else next_turn._entrance)
         return _TurnTimes(self._forward_us, *timer.backward_us(self._unit, self._exit.end))
 
 
@@ -237,11 +237,11 @@ def time_neighbors(
     for turn in (*turns, nothing):
         turn.release_tensors()
     found: list[tuple[_TurnTimes, bool]] = []
-    behind = None
+    next_turn = None
     while turns:
         turn = turns.pop()
-        found.append((turn.backward(timer, behind), turn.is_stage))
-        behind = turn
+        found.append((turn.backward(timer, next_turn), turn.is_stage))
+        next_turn = turn
         if len(turns) == middle:
             of_nothing = nothing.backward(timer, None)
     return [_own_times(times, of_nothing, is_stage=is_stage) for times, is_stage in reversed(found)]

@@ -63,11 +63,11 @@ class _Llama:
     """Formula for Llama and for families that differ from it in the choices below."""
 
     qkv_bias: Literal["attention_bias", "qkv_bias"] | bool = False
-    """Key in config.json that tells whether queries, keys and values have biases; or the answer for all models."""
+    """Key in config.json that is true if queries, keys and values have biases; or True or False for all models."""
     out_bias: bool = False
     """True if the key `attention_bias` also applies to the product after attention."""
     mlp_bias: bool = False
-    """True if the key `mlp_bias` tells whether the feed-forward layer has biases."""
+    """True if the key `mlp_bias` counts: it is true if the feed-forward layer has biases."""
     normalized_keys: bool = False
     whole_key_norms: bool = False
     """True if queries and keys are normalized over all heads together, False if over each head."""
