@@ -55,7 +55,7 @@ class _Climb:
     def __init__(self, evaluator: Evaluator, start: Partition, rng: random.Random) -> None:
         self._random, self._any, self._rows = rng, evaluator, start.actions()
         self._cuts, self._choices = cuts_and_choices(start)
-        self._evaluator = evaluator.under(ListedSchedule(self._rows))
+        self._evaluator = evaluator.with_schedule(ListedSchedule(self._rows))
         self.best_us = float(self._evaluator.step_us(self._cuts[None], self._choices[None])[0])
         self.limit_us = self.best_us
 
@@ -90,7 +90,7 @@ class _Climb:
             first = min(place, len(rows[each]) - 1)
             rows[each].insert(max(0, first + step), rows[each].pop(first))
         try:
-            other = self._any.under(ListedSchedule(_in_turn(rows)))
+            other = self._any.with_schedule(ListedSchedule(_in_turn(rows)))
             step_us = float(other.step_us(self._cuts[None], self._choices[None])[0])
         except (UsageError, ValueError):
             return  # devices would wait for each other

@@ -15,7 +15,7 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Device, LayerProfile, Profile
-from planner.show.step import step_of
+from planner.show.step import simulated_step
 from planner.show.svg import timeline_svg
 from planner.show.views.numbers import percent
 
@@ -74,7 +74,7 @@ def pictures() -> dict[str, str]:
             print(f"| `{name}` | {predicted.step_us / 1e3:.0f} ms | {percent(predicted.bubble)} | {held:g} |")
             if name in DRAWN:
                 title = f"{schedule_of(plan.schedule).title}, K = {DEVICES}, M = {MICRO_BATCHES}: one predicted step"
-                drawn[f"{name}.svg"] = timeline_svg(step_of(Evaluation.of(plan, profile)), title)
+                drawn[f"{name}.svg"] = timeline_svg(simulated_step(Evaluation.of(plan, profile)), title)
     return drawn
 
 

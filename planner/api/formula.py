@@ -335,7 +335,7 @@ def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Pre
 
 
 def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[DeviceRates, Device]:
-    """Return the rates for computing times, and the device to store in the profile; `half`: precision of 16 bits."""
+    """Return the rates from which times are calculated, and the profile's device; `half` means 16-bit precision."""
     rate = None if options.rate is None else texts.flops_per_s(options.rate)
     if not options.device.startswith(_ESTIMATE):
         if rate is None or options.device != "cpu":

@@ -128,7 +128,7 @@ def _by_formula(model: File | Any | None, configuration: Configuration | None, o
 
 
 def _with_settings(configuration: Configuration, options: ProfileOptions) -> ProfileOptions:
-    """Return the options; sequence and task of a configuration are settings of the model that transformers builds."""
+    """Return the options with sequence and task moved to the settings of the model, which transformers builds."""
     note_part(configuration, options)
     if options.sequence is None:
         options.note(f"samples have {configuration.usual_sequence} tokens; change this with `--sequence`")

@@ -45,7 +45,7 @@ class InputPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeFiles:
-    """Texts of `balance.yaml`, of the script `name` that reads it, and of files for fewer processes."""
+    """Texts of `balance.yaml`, of the script that reads it (file name `name`), and of files for smaller plans."""
 
     balance: str
     script: str

@@ -27,7 +27,7 @@ def joins_of(recording: Recording, repetition: Repetition) -> dict[int, Join]:
 
 
 class _Finder:
-    """Search for joins, in execution order because a later join may be computed from earlier joins."""
+    """Search for joins in the order of execution, because a later join may have earlier joins as operands."""
 
     def __init__(self, recording: Recording, repetition: Repetition) -> None:
         self._recording = recording

@@ -14,7 +14,7 @@ from planner.model.recording import Call, Recording
 
 
 class Repetition:
-    """Rules on which operators of a recording run again after a cut, and which tensors they can use."""
+    """Rules for code from before a cut that the stage after it runs again: which operators, and on which tensors."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

@@ -48,7 +48,7 @@ def undo_changes(model: nn.Module, loss_fn: Callable[..., Any] | None = None) ->
 
 
 class _Variables(NamedTuple):
-    """Container, class or function, with its former content and copies of the small tensors in it."""
+    """Record of a container, class or function: its content at the time, and copies of the small tensors in it."""
 
     container: Any
     before: dict[Any, Any]

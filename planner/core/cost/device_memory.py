@@ -97,7 +97,8 @@ class ChunkMemoryFunction(NamedTuple):
 
         Args:
             saved: Saved bytes S, shape (..., 1).
-            levels: Highest memory of each action, in the order of `LayerPeaks`, followed by a 0; shape (..., 4).
+            levels: Highest memory of each kind of action (fields of `LayerPeaks`), then a 0 for parts that no
+                action determines; shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + levels[..., self.level]
         return parts
@@ -343,10 +344,10 @@ def device_peaks_by_choice(
     """Return the peaks of N devices with V chunks each, for each combination of recompute choices.
 
     Args:
-        always: Constant bytes for each of C recompute choices, shape (C, N, V).
+        always: Bytes that a chunk holds during the whole step, for each of C recompute choices; shape (C, N, V).
         parts: Bytes of each of `PARTS` for each recompute choice, shape (C, N, V, parts).
         choices: Index of the recompute choice of each chunk in every combination, shape (combinations, V).
-        moments: Counts of the device, as for `device_peaks`.
+        moments: Count of each part of each chunk at every point in the step, as for `device_peaks`.
 
     Returns:
         Bytes, shape (N, combinations).

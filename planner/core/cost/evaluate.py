@@ -57,7 +57,7 @@ class Evaluation:
             profile: Profile that has the plan's layers.
 
         Raises:
-            UsageError: The profile lacks the plan's width or micro-batch size, or a recomputed layer.
+            UsageError: The profile lacks the plan's width, its micro-batch size, or a layer that the plan recomputes.
         """
         priced = profile_of_plan(plan, profile)
         costs = costs_at(priced, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)

@@ -115,7 +115,7 @@ def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64])
 
 
 def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:
-    """Return the memory by component of the stages in the last column of a window, at each stage's first peak."""
+    """Return the memory by component of each stage that ends with the window's last layer, when it is highest."""
     parts = parts_of(stages, recompute, in_flight=moments.in_flight)
     every = [
         {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(moment).items()}

@@ -68,7 +68,7 @@ class Partition:
 
     @property
     def schedule_object(self) -> Schedule:
-        """Schedule with the name `self.schedule`, or with the action orders `self.order` if it was searched."""
+        """Schedule named `self.schedule`, or one with the action orders `self.order` if a search has found these."""
         return schedule_of(self.schedule, self.order)
 
     @property

@@ -310,7 +310,7 @@ class StageWindow:
         """Return the maximum of `levels` over the layers of every stage in the window.
 
         Args:
-            levels: Bytes for each first layer of a stage and each layer; shape (firsts, columns), or broadcast to it.
+            levels: Bytes of each layer (column) for each first layer of a stage (row); broadcast to this shape.
         """
         running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, levels, 0.0), axis=1)
         return running
@@ -319,7 +319,7 @@ class StageWindow:
         return self.passing.highest_backward(level[self.columns], end_twice[self.columns], which) - self.saved_before
 
     def _tied(self, per_layer: FloatArray, component: str) -> FloatArray:
-        """Return the sum over the layers of every stage. Parameters that several layers of a stage share count once."""
+        """Return, for each stage, the sum over its layers; parameters that several of these share count once."""
         total = self.sums(per_layer)
         for tie in self.costs.ties:
             holds_both = (self.first <= tie.first) & (self.last >= tie.second)

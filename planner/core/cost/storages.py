@@ -32,7 +32,7 @@ class Crossing(NamedTuple):
 
 
 def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], Crossing]:
-    """Return the storages that cross boundaries according to the required fields: one output per layer."""
+    """Return the storages that cross boundaries if a profile has only the required fields: one output per layer."""
     outputs = {}
     for index, layer in enumerate(layers):
         output, saved = float(layer.output_bytes[n]), float(layer.saved_bytes[n])

@@ -131,7 +131,7 @@ def with_difference(verdict: Verdict, before: Plan, *, against: str, recomputed:
         recomputed: True if the reference plan was evaluated again from its profile.
 
     Returns:
-        Verdict with the difference, and findings about growth.
+        Verdict with the difference, and with findings about memory or time that has grown.
     """
     if verdict.plan is None:
         return verdict

@@ -40,7 +40,7 @@ _Message = tuple[Flow | None, int, int]
 
 
 class BuildingBlock(NamedTuple):
-    """Times at which a device starts the passes of the first micro-batch, in units."""
+    """Start times of the passes of the first micro-batch on a device, in units of one pass."""
 
     forward_down: int
     """F of the device's first stage, on the way down the V."""

@@ -84,7 +84,7 @@ class Balance:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of one pipeline: K V, devices times stages per device."""
+        """Number of stages of one pipeline: devices times stages per device (K·V)."""
         return len(self.balance)
 
     @property

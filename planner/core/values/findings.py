@@ -184,8 +184,8 @@ RULES: Final = (
         meaning="Some cuts, or the optimizer, were not compared with the unpartitioned model, because time or memory "
         "ran out. The finding gives their number.",
         why="Stages at a cut that was not compared may train with wrong gradients, without an error message.",
-        remedy="Profile with more time (`--proof-budget 300s`) or on a machine with more memory; or build a smaller "
-        "instance of the model (`--set layers=4`) and profile the smaller model once.",
+        remedy="Profile with more time (`--proof-budget 300s`), or on a machine with more memory. Or profile the model "
+        "with fewer layers (`--set layers=4`): if its layers are of the same kinds, its cuts are, too.",
     ),
     Rule(
         code="GP401",

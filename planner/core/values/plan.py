@@ -48,7 +48,7 @@ class ProfileReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Request that a plan answers, with a value for every option."""
+    """Request to the solver for which a plan was made, with a value for every option."""
 
     profile: ProfileReference
     model_digest: str = ""

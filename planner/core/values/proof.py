@@ -10,7 +10,7 @@ class Proof:
     """The result of the equivalence check.
 
     Two steps of a plain training loop over the user's model were compared with the same two steps of pipelines with
-    these cuts, each stage in a process of its own.
+    the cuts that `cuts` counts, each stage in a process of its own.
     """
 
     layers: int
@@ -34,7 +34,7 @@ class Proof:
 
     @property
     def recomputed(self) -> bool:
-        """True if stages that recompute also train as the model does."""
+        """True if pipelines with recomputation were compared as well, and train as the model does."""
         return self.cuts > 0 and not self.differs_recomputed
 
     def __str__(self) -> str:

@@ -163,7 +163,7 @@ class CheckedModel:
 
 
 def is_large(chain: Chain) -> bool:
-    """Return True if a model is so large that it is compared without most of its repeated layers."""
+    """Return True if a model is so large that the check runs without most of its repeated layers."""
     return sum(p.numel() for p in chain.model.parameters()) > _MANY_PARAMETERS
 
 

@@ -94,7 +94,7 @@ def begin_with_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[
         names: Map from every name in the model to the tensor's first name, from `first_names`.
 
     Returns:
-        Casts between floating-point types, as from `load_weights`.
+        Conversions between floating-point types that were made, as returned by `load_weights`.
 
     Raises:
         FileError: The file cannot be read.

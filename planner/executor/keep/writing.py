@@ -47,7 +47,7 @@ class CheckpointWriter:
         folder: New folder for the checkpoint; it is removed if a rank cannot write its part.
         exchange: Exchange of values between all ranks.
         in_thread: Whether to write in a thread, from a copy of the tensors in host memory.
-        position: Position of this rank, which counts written bytes.
+        position: Record of what this rank does, to which written bytes are reported.
         rank: Rank of this process.
         publish: Function that completes the checkpoint when all files are written; called on the first rank.
     """

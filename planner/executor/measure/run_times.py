@@ -10,8 +10,8 @@ the engine's own time.
     receiver    | action |        | action
                          |--idle--|transfer|
 
-A step is a sum of many such times; most are short, and a few are several times as long. So means are reported: on a
-CPU, medians add up to 5 to 10 % less than a step of two busy processes takes. Means are over the middle half of the
+A step is a sum of many such times; most are short, and a few are several times as long. So means are reported: the sum
+of medians would be 5 to 10 % below the step time of two busy processes on a CPU. Means are over the middle half of the
 steps, ordered by their time, because other programs may have disturbed the slowest ones.
 """
 

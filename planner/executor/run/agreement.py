@@ -4,10 +4,10 @@
     replica 0 <-> ... <-> replica R - 1                  phase, step, sum of the loss counts
 
 K is the number of devices of a pipeline, R the number of replicas. If ranks run different phases, a transfer between
-them fails on another rank, or never ends. So a few numbers are sent along each pipeline before anything else. A rank
-waits only for the previous rank, for which its first forward would wait as well. Each rank compares before it sends, so
-the first rank that differs reports the difference, and later ranks compute nothing. The ranks of the last stages
-compare the phases of replicas in the same message in which they sum the loss counts.
+them fails, often on a rank without fault, or never ends. So a few numbers are sent along each pipeline before anything
+else. A rank waits only for the previous rank, for which its first forward would have to wait anyway. Each rank compares
+before it sends, so the first rank that differs reports the difference, and later ranks compute nothing. The ranks of
+the last stages compare the phases of replicas in the same message in which they sum the loss counts.
 """
 
 from collections.abc import Sequence

@@ -98,7 +98,7 @@ class SeparateStates:
         self.states.restore()
 
     def __exit__(self, *_: object) -> None:
-        """Store the states at the end of the block, and restore the process's own states."""
+        """Keep the random states at the end of the block for the next one, and restore those from before the block."""
         self.states = HostStates.current()
         self._before.restore()
 

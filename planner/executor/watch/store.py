@@ -70,10 +70,11 @@ _agreed: dict[tuple[int | str, ...], str] = {}
 
 
 def _agree(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """Return the name that the first rank chooses for this start and sends to every other rank.
+    """Return the name of this start of the job, which the first rank chooses and sends to every other rank.
 
-    Each process announces itself under a new random name. The restart count of torchrun (`TORCHELASTIC_RESTART_COUNT`)
-    cannot be used instead: machines count separately, so a machine that was lost and came back has a lower count.
+    Each process announces itself under a new random name, which tells it from processes of earlier starts. The restart
+    count of torchrun (`TORCHELASTIC_RESTART_COUNT`) would not: machines count separately, so a machine that was lost
+    and came back has a lower count.
     """
     name = uuid.uuid4().hex
     store.set(f"{_HELLO}/{rank}", name)

@@ -188,7 +188,7 @@ class _Layers:
         )
 
     def _product_flops(self, linear: MatrixProduct) -> float:
-        """Return the FLOP of a product on one device; weights that are not split multiply all tokens on each device."""
+        """Return the FLOP of a product on one device; if weights are not split, each device multiplies all tokens."""
         is_divided = linear.split != "none" or self.execution.sequence_parallel
         flops = 2 * self.shape.sequence * linear.uses * linear.inputs * sum(linear.outputs)
         return flops / self.t if is_divided else flops

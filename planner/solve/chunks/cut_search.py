@@ -1,11 +1,11 @@
 """Descent over cuts for several chunks per device, if whole stages are recomputed.
 
 All moves of a cut are first simulated with the current recomputation. For the fastest moves, the recomputation of the
-devices whose stages change is then chosen again. If a stage is recomputed, other choices for the chunks of one device
-are moves as well.
+devices whose stages change is then chosen again. If any stage is recomputed, a change of the recompute choices of one
+device is a move as well.
 
 Complexity: O(V K M) for each batch of moves, with V chunks on each of K devices and M micro-batches. Effort is counted
-in simulated actions, and a batch counts as one simulation.
+in simulated actions; a batch of moves counts as much as one simulation.
 """
 
 from collections.abc import Iterator, Sequence

@@ -37,7 +37,7 @@ class RecomputeFitter:
 
     @cached_property
     def combinations(self) -> IntArray:
-        """Combinations of choices for the V chunks of one device, ascending; shape (combinations, V)."""
+        """Combinations of recompute choices of the V chunks of one device, ascending; shape (combinations, V)."""
         allowed, num_chunks = self._evaluator.allowed, self._evaluator.case.chunks
         if self.is_exhaustive:
             return np.array(list(product(allowed, repeat=num_chunks)))

@@ -86,7 +86,7 @@ class OrderSearch:
         """Number of actions scheduled or simulated so far."""
 
     def search(self, most_actions: int) -> SimulatedOrder | None:
-        """Return the best order found with an effort of `most_actions` actions; None if no order fits."""
+        """Return the best order found while simulating at most `most_actions` actions; None if none fits the memory."""
         if self._try_all_orders(most_actions):
             return self.best
         self._follow(most_actions)
