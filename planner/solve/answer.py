@@ -6,6 +6,9 @@ from planner.core.cost.partition import Partition
 from planner.solve.deadline import Deadline
 from planner.solve.space.case import Case
 
+SAME = 1e-12
+"""Relative difference below which two times are equal; rounding causes such differences."""
+
 
 class Answer(NamedTuple):
     """Result of a search: the best partition found, and a lower bound of the step time of all partitions."""

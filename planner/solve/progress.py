@@ -14,14 +14,11 @@ from math import inf
 import numpy as np
 
 from planner.core.cost.partition import Partition
-from planner.solve.answer import Answer
+from planner.solve.answer import SAME, Answer
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
-
-SAME = 1e-12
-"""Relative difference below which two times are equal; rounding causes such differences."""
 
 BLOCK = 1024
 """Largest number of partitions simulated in one batch. A batch of any size costs as much effort as one partition."""

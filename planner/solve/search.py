@@ -11,7 +11,7 @@ from planner.core.errors import SolverError
 from planner.core.schedule import GPIPE, SEARCHED
 from planner.core.values.plan import Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
-from planner.solve.answer import Answer
+from planner.solve.answer import SAME, Answer
 from planner.solve.cases import cases_of, check_request
 from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, tie_broken
 from planner.solve.chain.quick import quick_answers, shape_of, without_bubble_us
@@ -26,7 +26,6 @@ from planner.solve.methods import (
     least_case_us,
     search_cases,
 )
-from planner.solve.progress import SAME
 from planner.solve.request import Request
 from planner.solve.space.case import Case
 

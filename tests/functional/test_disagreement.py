@@ -39,11 +39,11 @@ COMMIT_FAILS = """
     def fails(*_):
         raise OSError(28, "No space left on device")
 
-    committing = checkpoints.commit
+    committing = checkpoints.complete_checkpoint
     for inputs, targets in pipeline.batches(3):
         with pipeline.step(inputs, targets):
             optimizer.step()
-        checkpoints.commit = fails if pipeline.step_index > 1 else committing
+        checkpoints.complete_checkpoint = fails if pipeline.step_index > 1 else committing
         saved.step_done()
     saved.close()
 """

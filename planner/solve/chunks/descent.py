@@ -21,7 +21,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from planner.solve.progress import SAME, Progress
+from planner.solve.answer import SAME
+from planner.solve.progress import Progress
 from planner.solve.space.arrays import IntArray
 from planner.solve.space.partitions import Evaluator
 

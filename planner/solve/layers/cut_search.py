@@ -17,9 +17,10 @@ import numpy as np
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
+from planner.solve.answer import SAME
 from planner.solve.chunks.descent import BATCH, Candidate, Descent
 from planner.solve.layers.devices import Recomputation, RecomputeSearch
-from planner.solve.progress import SAME, Progress
+from planner.solve.progress import Progress
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator

@@ -17,6 +17,7 @@ import numpy as np
 from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.cost.stage_time import BusyTimes, SplitBackwardTimes
 from planner.core.schedule import Action
+from planner.solve.answer import SAME
 from planner.solve.orders.list_scheduling import (
     Act,
     ActionOrder,
@@ -27,7 +28,6 @@ from planner.solve.orders.list_scheduling import (
 )
 from planner.solve.orders.order_problem import OrderProblem
 from planner.solve.orders.period_bound import LeastTimes, least_windows_us
-from planner.solve.progress import SAME
 from planner.solve.space.arrays import FloatArray
 
 Rows = tuple[tuple[Action, ...], ...]

@@ -18,14 +18,14 @@ from planner.core.cost.partition import Partition
 from planner.core.cost.simulate import StageTimes
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, ListedSchedule
-from planner.solve.answer import Answer
+from planner.solve.answer import SAME, Answer
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.orders.order_problem import OrderProblem, footprint_of
 from planner.solve.orders.order_search import OrderSearch, SimulatedOrder, split_costs_nothing
 from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_us
-from planner.solve.progress import SAME, Progress, simulated_answer
+from planner.solve.progress import Progress, simulated_answer
 from planner.solve.space.arrays import IntArray
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator

@@ -283,7 +283,7 @@ def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName
 @pytest.mark.slow
 def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """From where the search of each case ends; what is proven is not, and a time limit is kept."""
-    rng = random.Random(8)
+    rng = random.Random(5)
     times = [(4000 * rng.lognormvariate(0, 0.7), 8000 * rng.lognormvariate(0, 0.7)) for _ in range(30)]
     profile = chain(*(layer(f"l{n}", forward_us=f, backward_us=b) for n, (f, b) in enumerate(times)))
     request = Request(inputs=replace(inputs_of(4, 8), schedule="interleaved", chunks=3), micro_batches=8)
