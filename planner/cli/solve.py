@@ -91,7 +91,10 @@ def solve(
         console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
     merged = [merged_path(output)] if source.merged else []
     console.note(f"wrote {', '.join((*paths, *merged))}")
-    console.next_command(_emit_line(plans, paths) + _format(read))
+    emit_format = _format(plan, read)
+    # Smaller plans are for train.py only.
+    number = 1 if emit_format else len(plans)
+    console.next_command(_emit_line(plans[:number], paths[:number]) + emit_format)
 
 
 def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":
@@ -143,10 +146,10 @@ def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
     return " ".join(words)
 
 
-def _format(profile: "Profile") -> str:
-    """Return the `--format` option to suggest for a profile by formula; empty for a model that train.py can run."""
+def _format(plan: "Plan", profile: "Profile") -> str:
+    """Return the `--format` option to suggest for a plan that train.py cannot run; empty for others."""
     if "formula" not in profile.model.settings:
-        return ""
+        return " --format torchtitan" if plan.divides_optimizer or plan.tensor_parallel > 1 else ""
     # Megatron-LM has decoders only.
     return (
         " --format csv" if any(layer.name.startswith("decoder_") for layer in profile.layers) else " --format megatron"

@@ -27,7 +27,7 @@ class Clock(Protocol):
         ...
 
     def restart(self) -> None:
-        """Start the measurement anew. The measured function calls this after preparations that must not count."""
+        """Restart the measurement. The measured function calls this after preparations that must not count."""
         ...
 
     def stop(self) -> None:
@@ -49,7 +49,7 @@ class CpuClock:
         return ((self._end_ns or self._now_ns()) - self._start_ns) / 1e3
 
     def restart(self) -> None:
-        """Start the measurement anew. The measured function calls this after preparations that must not count."""
+        """Restart the measurement. The measured function calls this after preparations that must not count."""
         self._start_ns = self._now_ns()
 
     def stop(self) -> None:

@@ -53,7 +53,7 @@ class EquivalenceResult(NamedTuple):
     loaded: LoadedModel
     """The model; `uncut` names the layers that no stage may end with."""
     proof: Proof
-    """What was compared, and the largest differences."""
+    """Record of the comparison, with the largest differences."""
     warnings: tuple[str, ...]
     """Cuts that were removed, and why."""
     is_failure: bool = False

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 import planner
+from planner import files
+from planner.cli.main import run
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.width import profile_at_width
 from planner.core.errors import InfeasibleError, UsageError
@@ -129,3 +132,14 @@ def test_other_engines_refuse() -> None:
     with pytest.raises(UsageError, match="in the plan, 2 replicas divide the optimizer, which") as refused:
         emit_engine("deepspeed", plan, names)
     assert refused.value.hint.endswith("or solve without `--shard-optimizer`")
+
+
+def test_the_next_command_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The script of the bundled executor is not suggested, and smaller plans belong to it."""
+    files.write(str(tmp_path / "profile.yaml"), named_profile("embedding", "layers.0", "layers.1", "head"))
+    size = ["--mem", "1GB", "--batch", "8", "--replicas", "2", "--schedule", "1f1b"]
+    paths = [str(tmp_path / "profile.yaml"), "-o", str(tmp_path / "plan.yaml")]
+    assert run(["solve", *paths, "--devices", "4,2", *size, "--shard-optimizer"]) == 0
+    *_, line = capfd.readouterr().err.splitlines()
+    assert line == f"next: gpipe-plan emit {tmp_path / 'plan.yaml'} --format torchtitan"
+    assert run([*line.split()[2:], "-o", str(tmp_path)]) == 0
