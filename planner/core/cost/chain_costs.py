@@ -144,7 +144,7 @@ class MemoryLevels:
     attributes: FloatArray
     """Bytes of tensors in plain attributes of modules, which exist during the whole step."""
     renewed: FloatArray
-    """Part of `attributes` that each forward replaces. A micro-batch keeps its own tensors as long as its activations."""
+    """Part of `attributes` that each forward replaces. A micro-batch keeps its tensors as long as its activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
