@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -209,25 +209,26 @@ def _step_peak_bytes(
     trained: Sequence[nn.Parameter], build: Callable[[Copies], torch.optim.Optimizer], meter: Meter, times: int
 ) -> int:
     part = _share(trained)
-    copies = [nn.Parameter(_part(p, part).detach().clone()) for _ in range(times) for p in trained]
-    for copy in copies:
-        copy.grad = torch.zeros_like(copy)
+    copies = [nn.Parameter(_part(p, part).detach().clone()) for p in trained]
     if not copies:
         return 0
-    optimizer = build(zip(trained, copies, strict=False))
-    for first, more in zip(cycle(copies[: len(trained)]), copies[len(trained) :], strict=False):
-        _add_like(optimizer, first, more)
+    optimizer = build(zip(trained, copies, strict=True))
+    for group in optimizer.param_groups:
+        # Every copy of the layer has the optimizer's order, so that the same parameters are neighbors in each number
+        # of copies.
+        group["params"] += [_one_more(first, optimizer) for _ in range(times - 1) for first in group["params"]]
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return meter.measure(optimizer.step).peak_bytes
 
 
-def _add_like(optimizer: torch.optim.Optimizer, first: Tensor, more: Tensor) -> None:
-    """Add the parameter `more` to the optimizer group of `first`, with a copy of the state of `first`."""
-    for group in optimizer.param_groups:
-        if any(p is first for p in group["params"]):
-            group["params"].append(more)
-    if first in optimizer.state:
-        optimizer.state[more] = deepcopy(optimizer.state[first])
+def _one_more(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
+    """Return a copy of a parameter, with a copy of its state in the optimizer."""
+    more = nn.Parameter(parameter.detach().clone())
+    if parameter in optimizer.state:
+        optimizer.state[more] = deepcopy(optimizer.state[parameter])
+    return more
 
 
 def _share(parameters: Sequence[Tensor]) -> float:

@@ -16,7 +16,7 @@ from planner.device.clock import CpuClock
 from planner.device.meter import CpuMeter
 from planner.model.optimizers import ModelOptimizer
 from planner.profile import ProfilerOptions, profile_model
-from planner.profile.optimizer import measure_optimizer, optimizer_boundary_peaks
+from planner.profile.optimizer import has_additive_peaks, measure_optimizer, optimizer_boundary_peaks
 from tests.support.measure import loaded_model, profile_of_model
 from tests.support.moments import moments_with
 
@@ -177,6 +177,17 @@ def test_only_parameters_that_are_stepped_in_a_row_meet() -> None:
     assert peaks((0, 1, 2)) == [0, 3, 3]
     assert peaks((0, 1), (2,)) == [0, 3, 0]
     assert peaks((2, 1, 0)) == [0, 3, 3]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_peaks_add_only_if_the_optimizer_updates_several_parameters_at_once(*, foreach: bool) -> None:
+    """The optimizer updates small parameters between the large ones, in another order than the layer lists them."""
+    layer = nn.Module()
+    for name, size in {"large": 1000, "small": 1, "bias": 1, "other": 1000}.items():
+        layer.register_parameter(name, nn.Parameter(torch.zeros(size)))
+    in_model = [layer.get_parameter(name) for name in ("large", "small", "other", "bias")]
+    whole = ModelOptimizer(partial(torch.optim.Adam, foreach=foreach), in_model)
+    assert has_additive_peaks(layer, whole, meter=CpuMeter()) is foreach
 
 
 def test_a_part_of_large_parameters_stands_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
