@@ -85,7 +85,6 @@ class Job:
             with (folder / file_name(rank)).open("wb") as file:
                 files.append(rank_file.write_rank_file(file, state, tensors))
         index = CheckpointIndex(
-            branches=(("run", 0),),
             step=1,
             seed=0,
             plan_digest="",

@@ -212,7 +212,7 @@ class Checkpoints:
         self._failed = None
         if self._pipeline.rank == 0:
             # In a thread, because a checkpoint has a file per rank, and removing it may take seconds.
-            self._pruning = self._pruner.submit(remove_old_checkpoints, self._folder, self._place.lineage, self._keep)
+            self._pruning = self._pruner.submit(remove_old_checkpoints, self._folder, self._keep)
 
     # Private methods: saving
 
@@ -258,7 +258,6 @@ class Checkpoints:
         """Return the index of a checkpoint of the current step, in which files and tensors are still missing."""
         balance = self._pipeline.balance
         return CheckpointIndex(
-            branches=self._place.lineage.branches,
             step=self._saved_step,
             seed=self._pipeline.seed,
             plan_digest=balance.plan_digest,
@@ -342,7 +341,7 @@ class Checkpoints:
         of_device = kind_of(pipeline.device).generator
         if state["device_random"] is not None and of_device is not None:
             restore_object("the device's random numbers", of_device.set_state, state["device_random"], path)
-        self._place.continue_from(source, index)
+        self._place.continue_from(source, index.step)
         self._saved_step = index.step
         how = (
             "" if checkpoint.is_same_plan else f" (written by {len(index.files)} ranks, balance {list(index.balance)})"

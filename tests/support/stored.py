@@ -22,7 +22,6 @@ def write_checkpoint(folder: Path, *states: Mapping[str, Tensor], tied: Mapping[
             files.append(write_rank_file(file, {"optimizer": {}}, tensors))
     holders: dict[str, int | str] = {name: rank for rank, state in enumerate(states) for name in state}
     index = CheckpointIndex(
-        branches=(("run", 0),),
         step=1,
         seed=0,
         plan_digest="",

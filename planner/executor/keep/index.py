@@ -15,8 +15,6 @@ from planner.executor.keep.rank_file import FileEntry, check_size
 from planner.files import parse_json
 
 INDEX: Final = "checkpoint.json"
-_OLD_INDEX: Final = ".metadata"
-"""Name of the index of `torch.distributed.checkpoint`, whose checkpoints are refused."""
 _MOST_BYTES: Final = 2**26
 """Largest accepted size of an index, in bytes; an index of 100,000 tensors on 1,000 ranks takes 8 MB."""
 
@@ -33,8 +31,6 @@ class CheckpointIndex:
     """Content of `checkpoint.json`."""
 
     schema: Literal["gpipe-plan/checkpoint/v1"] = "gpipe-plan/checkpoint/v1"
-    branches: tuple[tuple[str, int], ...]
-    """Branches of the run that wrote the checkpoint, see `planner.executor.keep.saved.Lineage`."""
     step: int
     """Number of completed steps."""
     seed: int
@@ -68,7 +64,7 @@ def file_name(rank: int) -> str:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return True if the folder itself is a checkpoint, which may be incomplete."""
-    return (folder / INDEX).exists() or (folder / _OLD_INDEX).exists()
+    return (folder / INDEX).exists()
 
 
 def read_index(folder: Path) -> CheckpointIndex:
@@ -77,13 +73,6 @@ def read_index(folder: Path) -> CheckpointIndex:
     Raises:
         FileError: The folder has no index, or the index is damaged or of another format.
     """
-    if (folder / _OLD_INDEX).exists():
-        raise FileError(
-            "is a checkpoint of `torch.distributed.checkpoint`, which gpipe-plan does not read",
-            path=str(folder),
-            hint="if you trust it, `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE` "
-            "writes a file for `--weights`",
-        )
     if not (folder / INDEX).exists():
         raise FileError(f"is no checkpoint (it has no {INDEX})", path=str(folder))
     with reading_errors(folder, INDEX):

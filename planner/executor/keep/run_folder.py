@@ -6,17 +6,8 @@ from pathlib import Path
 from planner.core.errors import FileError, UsageError
 from planner.executor.keep.exchange import ValueExchange
 from planner.executor.keep.folder_lock import FolderLock
-from planner.executor.keep.index import CheckpointIndex, is_checkpoint
-from planner.executor.keep.saved import (
-    Lineage,
-    checkpoints_in,
-    foreign_checkpoints,
-    latest_checkpoint,
-    lineage_of,
-    remove_leftovers,
-    set_aside,
-    step_of,
-)
+from planner.executor.keep.index import is_checkpoint
+from planner.executor.keep.saved import checkpoints_in, latest_checkpoint, remove_leftovers, set_aside, step_of
 
 
 class RunFolder:
@@ -39,7 +30,6 @@ class RunFolder:
         self, path: str | None, *, rank: int, exchange: ValueExchange, tell: Callable[[str, bool], None]
     ) -> None:
         self.path = Path(path) if path is not None else None
-        self.lineage = Lineage.new()
         self._is_first, self._exchange, self._tell = rank == 0, exchange, tell
         self._lock: FolderLock | None = None
         if self.path is not None:
@@ -59,7 +49,7 @@ class RunFolder:
         if resume == "auto" and self.path is None:
             raise UsageError("`--resume auto` needs a checkpoint folder", hint="add `--checkpoint DIR`")
         if resume is None:
-            self._check_empty()
+            self._check_empty("this is a new run")
             return []
         folder = Path(str(self.path) if resume == "auto" else resume)
         names = ""
@@ -73,29 +63,19 @@ class RunFolder:
             raise FileError("the folder has no checkpoint", path=resume)
         return candidates
 
-    def continue_from(self, source: Path, index: CheckpointIndex) -> None:
-        """Continue the run that wrote the checkpoint `source`, or begin a branch of it.
+    def continue_from(self, source: Path, step: int) -> None:
+        """Continue the run that wrote the checkpoint `source` after `step` steps; set its later checkpoints aside.
 
         Raises:
-            UsageError: The folder has checkpoints of another run.
-            FileError: Checkpoints of another branch cannot be moved.
+            UsageError: The folder has checkpoints, and `source` is in another folder.
+            FileError: Later checkpoints cannot be moved.
         """
         if self.path is None:
             return
-        written, step = Lineage(index.branches), index.step
-        is_newest, problem = "", ""
+        if source.resolve().parent != self.path.resolve():
+            self._check_empty(f"this run continues {source}")
         if self._is_first:
-            there, is_own = checkpoints_in(self.path), source.resolve().parent == self.path.resolve()
-            is_newest = "yes" if is_own and step == step_of(there[-1]) else ""
-            runs = {its.run for path in there if (its := lineage_of(path)) is not None}
-            if not is_own and runs - {written.run}:
-                problem = f"{self.path} holds checkpoints of another run than that of {source}"
-        problem, is_newest = self._exchange.value_of_first_rank(problem), self._exchange.value_of_first_rank(is_newest)
-        if problem:
-            raise UsageError(problem, hint="pass another folder to `--checkpoint`")
-        self.lineage = written if is_newest else written.new_branch(step)
-        if self._is_first:
-            self._set_others_aside(self.path)
+            self._set_aside([path for path in checkpoints_in(self.path) if step_of(path) > step])
 
     def release(self) -> None:
         """Release the lock, so that other jobs may use the folder."""
@@ -132,27 +112,26 @@ class RunFolder:
         if self._is_first:
             mark.unlink()
 
-    def _check_empty(self) -> None:
-        """Raise an error if a new run would begin in a folder with checkpoints of another run."""
+    def _check_empty(self, run: str) -> None:
+        """Raise an error if the folder has checkpoints; `run` describes this run in the message."""
         there = checkpoints_in(self.path) if self.path is not None and self._is_first else []
         names = self._exchange.value_of_first_rank(
             " to ".join(dict.fromkeys((there[0].name, there[-1].name))) if there else ""
         )
         if names:
             raise UsageError(
-                f"{self.path} holds checkpoints of another run ({names}), but this is a new run",
+                f"{self.path} holds checkpoints of another run ({names}), but {run}",
                 hint="continue that run (`--resume auto`), or pass another folder to `--checkpoint`",
             )
 
-    def _set_others_aside(self, path: Path) -> None:
-        foreign = foreign_checkpoints(path, self.lineage)
-        if not foreign:
+    def _set_aside(self, checkpoints: Sequence[Path]) -> None:
+        if not checkpoints:
             return
-        names = ", ".join(checkpoint.name for checkpoint in foreign)
+        names = ", ".join(checkpoint.name for checkpoint in checkpoints)
         try:
-            aside = set_aside(foreign)
+            aside = set_aside(checkpoints)
         except OSError as error:
-            raise FileError(f"{names} cannot be moved aside: {error.strerror}", path=str(path)) from error
+            raise FileError(f"{names} cannot be moved aside: {error.strerror}", path=str(self.path)) from error
         self._tell(f"moved to {aside}, because this run does not continue them: {names}", False)
 
 

@@ -1,56 +1,21 @@
-"""Folders of checkpoints: listing, atomic creation and removal, and branches of runs.
+"""Folders of checkpoints: listing, atomic creation and removal.
 
 A folder named `step-…` is a complete checkpoint. It gets this name after all its content is on disk, and is renamed
-before any content is removed. Checkpoints of another branch are moved to `abandoned-…` and never removed.
-
-A run gets a name when it begins, and every checkpoint stores the name of its run. A run that resumes the newest
-checkpoint continues this branch. A run that resumes an earlier checkpoint, or saves in another folder, begins a new
-branch. Later checkpoints of the old branch do not belong to the new branch.
+before any content is removed. If a run resumes an earlier checkpoint, later ones are moved to `abandoned-…` and never
+removed.
 """
 
 import shutil
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from planner.core.errors import FileError
-from planner.executor.keep.index import CheckpointIndex, is_checkpoint, read_index, write_index
+from planner.executor.keep.index import CheckpointIndex, is_checkpoint, write_index
 from planner.files.writing import sync_folder
 
 
 class NotWrittenError(Exception):
     """Error of a rank that cannot write its part of a checkpoint; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """History of a run: the original run, and the branches that led to the current run."""
-
-    branches: tuple[tuple[str, int], ...] = ()
-    """Name of each branch, and number of the step after which it began; the first entry is the original run."""
-
-    @classmethod
-    def new(cls) -> "Lineage":
-        """Return the history of a new run, with a new random name."""
-        return cls().new_branch(0)
-
-    @property
-    def run(self) -> str:
-        """Name of the original run."""
-        return self.branches[0][0] if self.branches else ""
-
-    def new_branch(self, step: int) -> "Lineage":
-        """Return the history of a new branch, which continues this run after `step` steps."""
-        return Lineage((*self.branches, (uuid.uuid4().hex, step)))
-
-    def includes(self, other: "Lineage", step: int) -> bool:
-        """Return True if a checkpoint of `other` after `step` steps belongs to this run's history."""
-        shared = len(other.branches)
-        if self.branches[:shared] != other.branches:
-            return False
-        return shared == len(self.branches) or step <= self.branches[shared][1]
 
 
 def latest_checkpoint(folder: str) -> Path | None:
@@ -73,14 +38,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
-def lineage_of(checkpoint: Path) -> Lineage | None:
-    """Return the history of the run that wrote a checkpoint; None if the checkpoint's index cannot be read."""
-    try:
-        return Lineage(read_index(checkpoint).branches)
-    except FileError:
-        return None
-
-
 def partial_path(folder: Path, step: int) -> Path:
     """Return the path of the hidden folder in which a checkpoint is written."""
     return folder / f".step-{step:08d}.partial"
@@ -91,33 +48,19 @@ def complete_checkpoint(partial: Path, index: CheckpointIndex) -> None:
     write_index(partial, index)
     sync_folder(partial)
     target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
-    if target.is_dir():
-        set_aside([target])
     partial.rename(target)
     sync_folder(target.parent)
 
 
-def remove_old_checkpoints(folder: Path, lineage: Lineage, keep: int) -> None:
-    """Remove the older checkpoints of a run.
-
-    Args:
-        folder: Checkpoint folder.
-        lineage: Run whose checkpoints are removed.
-        keep: Number of newest checkpoints to keep.
-    """
-    of_run = [path for path in checkpoints_in(folder) if _is_of(path, lineage)]
-    for older in of_run[:-keep]:
+def remove_old_checkpoints(folder: Path, keep: int) -> None:
+    """Remove all checkpoints in a folder except the `keep` newest ones."""
+    for older in checkpoints_in(folder)[:-keep]:
         doomed = older.with_name(f".{older.name}.old")
         try:
             older.rename(doomed)
         except OSError:  # the checkpoint is kept
             continue
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def foreign_checkpoints(folder: Path, lineage: Lineage) -> list[Path]:
-    """Return the checkpoints in a folder that do not belong to a run's history."""
-    return [path for path in checkpoints_in(folder) if not _is_of(path, lineage)]
 
 
 def set_aside(checkpoints: Sequence[Path]) -> Path:
@@ -135,8 +78,3 @@ def remove_leftovers(folder: Path) -> None:
     """Remove incomplete checkpoints and remains of removed ones, which an interrupted job left in a folder."""
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _is_of(checkpoint: Path, lineage: Lineage) -> bool:
-    its = lineage_of(checkpoint)
-    return its is not None and lineage.includes(its, step_of(checkpoint))

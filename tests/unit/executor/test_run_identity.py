@@ -17,7 +17,6 @@ from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep import folder_lock, saved
 from planner.executor.keep.folder_lock import FolderLock
 from planner.executor.keep.index import check_rank_files, read_index
-from planner.executor.keep.saved import Lineage
 from tests.support.cli import MODEL
 from tests.support.training import ROOT
 from tests.unit.executor.test_checkpoint import GROUPS, train
@@ -71,13 +70,13 @@ def test_a_new_run_in_the_folder_of_another_is_refused(path: Path, folder: Path)
     assert names(folder) == before
     other = folder.with_name("other")
     train(path, 2, folder=str(other))
-    with pytest.raises(UsageError, match="holds checkpoints of another run than"):
+    with pytest.raises(UsageError, match=rf"\(step-00000002 to step-00000006\), but this run continues {other}"):
         train(path, 9, folder=str(folder), resume=f"{other}/step-00000002")
     assert names(folder) == before
 
 
 def test_a_rollback_keeps_its_own_and_leaves_what_was_abandoned(path: Path, folder: Path) -> None:
-    """Later checkpoints of the branch that was left are neither removed nor resumed by `auto`."""
+    """Later checkpoints are neither removed nor resumed by `auto`."""
     train(path, 6, folder=str(folder), every=1, keep=4)
     left = train(path, 6, resume=f"{folder}/step-00000006")["parameters"]
     again = train(path, 4, folder=str(folder), every=1, keep=2, resume=f"{folder}/step-00000003")
@@ -88,30 +87,6 @@ def test_a_rollback_keeps_its_own_and_leaves_what_was_abandoned(path: Path, fold
     assert names(folder) == ["abandoned-1", "step-00000004", "step-00000005"]
     kept = train(path, 6, resume=f"{folder}/abandoned-1/step-00000006")["parameters"]
     assert all(torch.equal(kept[name], p) for name, p in left.items())
-
-
-def test_a_branch_in_another_folder_has_an_identity_of_its_own(path: Path, folder: Path) -> None:
-    """Two that left the same run never take each other's for their own."""
-    other = folder.with_name("other")
-    train(path, 4, folder=str(folder), every=2)
-    train(path, 6, folder=str(other), every=1, resume=f"{folder}/step-00000002")
-    train(path, 8, folder=str(folder), every=2, resume="auto")
-    train(path, 9, folder=str(other), every=1, resume=str(folder))
-    assert names(other) == ["abandoned-1", "step-00000009"]
-    assert names(other / "abandoned-1") == ["step-00000004", "step-00000005", "step-00000006"]
-
-
-def test_lineages() -> None:
-    """What lies behind a run is what its branches wrote until they were left."""
-    run = Lineage.new()
-    branch = run.new_branch(5)
-    assert run.includes(run, 9)
-    assert branch.includes(run, 5)
-    assert not branch.includes(run, 6)
-    assert branch.includes(branch, 6)
-    assert not run.includes(branch, 6)
-    assert not branch.includes(run.new_branch(5), 5)
-    assert not run.includes(Lineage.new(), 1)
 
 
 @pytest.mark.parametrize("how", ["truncated", "missing", "index"])

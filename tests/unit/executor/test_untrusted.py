@@ -72,25 +72,6 @@ def test_a_weights_file_that_attacks_is_not_run(kind: str, tmp_path: Path) -> No
     assert not mark.exists()
 
 
-def test_a_checkpoint_of_another_format_is_refused_by_name(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """That of `torch.distributed.checkpoint` has an index that may run code: it is not opened."""
-    folder, mark = tmp_path / "step-00000003", tmp_path / "mark"
-    folder.mkdir()
-    (folder / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
-    (folder / "checkpoint.json").write_text('{"schema": "gpipe-plan/checkpoint/v2", "step": 3}')
-    with pytest.raises(FileError, match=r"is a checkpoint of `torch\.distributed\.checkpoint`") as refused:
-        train(path, 4, weights=str(folder))
-    assert "dcp_to_torch" in refused.value.hint
-    with pytest.raises(FileError, match=r"is a checkpoint of `torch\.distributed\.checkpoint`"):
-        train(path, 4, folder=str(tmp_path), resume="auto")
-    ran = call(capsys, "export", str(folder), "-o", str(tmp_path / "model.pt"))
-    assert ran.code == 2
-    assert "is a checkpoint of `torch.distributed.checkpoint`" in ran.error
-    assert not mark.exists()
-
-
 @pytest.mark.parametrize(
     "damage", ["truncated", "empty", "missing", "tensor", "state", "index", "a name", "a folder", "a pipe"]
 )
@@ -128,8 +109,6 @@ def test_an_index_is_checked_before_anything_is_read(path: Path, step: Path) -> 
     """Types, unknown keys, places that no file has, nests, another encoding; the checkpoint before is taken."""
     index = json.loads((step / "checkpoint.json").read_text())
     wrong: tuple[dict[str, Any], ...] = (
-        {"branches": [["run", "x"]]},
-        {"branches": {"run": 1}},
         {"files": None},
         {"files": [{"size_bytes": 1}]},
         {"balance": "all"},
