@@ -226,11 +226,8 @@ def _balance_problems(balance: "Balance") -> Iterator[Problem]:
     for k, stage in enumerate(balance.stages):
         elsewhere = [name for name in stage.recomputed if name not in stage.layers]
         if elsewhere:
-            yield (
-                ("stages", k, "recomputed"),
-                f'"{elsewhere[0]}" is not a layer of this stage',
-                "run `gpipe-plan emit` again",
-            )
+            text = f'"{elsewhere[0]}" is not a layer of this stage'
+            yield ("stages", k, "recomputed"), text, "run `gpipe-plan emit` again"
 
 
 def _links_problems(links: "Links") -> Iterator[Problem]:
@@ -244,14 +241,11 @@ def _links_problems(links: "Links") -> Iterator[Problem]:
 
 def _partial_problems(partial: "PartialProfile") -> Iterator[Problem]:
     for n, measurement in enumerate(partial.measurements):
-        repeats = len(measurement.forward_us)
-        if repeats != len(measurement.backward_us):
-            text = f"expected {repeats} values, one per repeat, got {len(measurement.backward_us)}"
-            yield ("measurements", n, "backward_us"), text, "delete the file to start over"
-        repeats = len(measurement.backward_input_us)
-        if repeats != len(measurement.backward_weight_us):
-            text = f"expected {repeats} values, one per repeat, got {len(measurement.backward_weight_us)}"
-            yield ("measurements", n, "backward_weight_us"), text, "delete the file to start over"
+        for first, second in (("forward_us", "backward_us"), ("backward_input_us", "backward_weight_us")):
+            repeats, got = len(getattr(measurement, first)), len(getattr(measurement, second))
+            if repeats != got:
+                text = f"expected {repeats} values, one per repeat, got {got}"
+                yield ("measurements", n, second), text, "delete the file to start over"
 
 
 def _run_problems(report: "RunReport") -> Iterator[Problem]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 from planner.core.errors import FileError
-from planner.files.bounds import MAX_BYTES
 from planner.files.checks import find_problems
+from planner.files.core_schemas import core_schema_of
 from planner.files.kinds import KINDS, kind_word
 from planner.files.strict_yaml import Document
-from planner.files.validation import schema_of, validate_content
+from planner.files.validation import validate_content
 
 if TYPE_CHECKING:
     from planner.core.values.balance import Balance
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from planner.core.values.profile import Profile
     from planner.core.values.run_report import RunReport
     from planner.files.kinds import Value
+
+MAX_BYTES = 2**28
+"""Largest number of characters of a file that is read; a profile of ten thousand layers has a few million."""
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -179,7 +182,12 @@ def _expected(kind: str | None, quote: str = "") -> str:
 
 def json_schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a kind of file, such as `profile`."""
-    schema = schema_of(KINDS[kind].value_class)
+    from pydantic.json_schema import GenerateJsonSchema  # noqa: PLC0415 - slow to import, and rarely needed
+
+    schema = GenerateJsonSchema().generate(core_schema_of(KINDS[kind].value_class))
+    # Unknown keys are forbidden, which some versions of pydantic leave out.
+    classes = {name: {"additionalProperties": False, **of} for name, of in schema.pop("$defs").items()}
     # The dataclass has a default for `schema`, but the key is required in a file.
-    schema["required"] = ["schema", *schema["required"]]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    schema["required"].insert(0, "schema")
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": classes, "additionalProperties": False}
+    return {**head, **schema}

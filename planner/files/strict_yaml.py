@@ -12,7 +12,6 @@ from typing import Any, Final
 import yaml
 
 from planner.core.errors import FileError
-from planner.files.bounds import LimitExceededError, is_too_deep, limited_events
 
 Key = str | int
 KeyPath = tuple[Key, ...]
@@ -20,26 +19,22 @@ Problem = tuple[KeyPath, str, str]
 """Key path of a value, description of what is wrong with the value, and hint for the user."""
 
 
+_WRITE_AGAIN = "files of gpipe-plan are plain lists and mappings; write the file again with the command that makes it"
 _TAGS = frozenset(("!", "null", "bool", "int", "float", "str", "map", "seq"))
 
 _ESCAPED_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
 
-class StrictLoader(yaml.CSafeLoader):
-    """YAML loader that recognizes scalars as JSON does: `1e9` is a number, and `no` is a string, not a boolean."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as in PyYAML
-
-
 _INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
-_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?")
-for _tag, _pattern, _first in (
-    ("null", r"null|~|", ["n", "~", ""]),
-    ("bool", r"true|false", ["t", "f"]),
-    ("int", _INTEGER.pattern, list("-0123456789")),
-    ("float", _NUMBER.pattern, list("-0123456789")),
-):
-    StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?")
+"""Pattern of texts that are read as numbers, as in JSON."""
+
+MAX_DEPTH = 32
+"""Largest nesting depth of lists and mappings of a YAML file; our own files need eight."""
+
+MAX_VALUES = 2**23
+"""Largest number of values of a YAML file, with aliases expanded; a profile of ten thousand layers has three million.
+"""
 
 
 class Document:
@@ -81,7 +76,7 @@ class Document:
         try:
             reader = _Reader(text, notes_lines=notes_lines)
             content = reader.document()
-        except (LimitExceededError, _RefusedError) as error:
+        except _RefusedError as error:
             raise FileError(error.message, path=path, line=error.line, hint=error.hint) from None
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else None
@@ -108,7 +103,7 @@ class Document:
 
 
 class _RefusedError(Exception):
-    """Error that a file uses an unsupported feature of YAML, at `line` (counted from 1)."""
+    """Error that a file uses an unsupported feature of YAML or exceeds a limit, at `line` (counted from 1)."""
 
     def __init__(self, message: str, event: yaml.Event, hint: str = "") -> None:
         super().__init__(message)
@@ -119,9 +114,11 @@ class _Reader:
     """Reader that builds one document from parser events, several times faster than PyYAML's composer."""
 
     def __init__(self, text: str, *, notes_lines: bool) -> None:
-        self._events = limited_events(yaml.parse(text, Loader=StrictLoader))
-        self._anchored: dict[str, Any] = {}
+        self._events = yaml.parse(text, Loader=yaml.CBaseLoader)
+        self._anchored: dict[str, tuple[Any, int]] = {}
+        """Finished values that have an anchor, and the number of values in them."""
         self._path: list[Key] = []
+        self._num_values = 0
         self._notes_lines = notes_lines
         self.lines: dict[KeyPath, int] = {}
 
@@ -141,6 +138,8 @@ class _Reader:
     def _value(self, event: Any) -> Any:
         if self._notes_lines:
             self.lines[tuple(self._path)] = _line_of(event)
+        before = self._num_values
+        self._count(1, event)
         if isinstance(event, yaml.AliasEvent):
             return self._anchored_value(event)
         if event.tag and event.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
@@ -155,13 +154,22 @@ class _Reader:
         if event.anchor:
             if event.anchor in self._anchored:
                 raise _RefusedError("is not YAML: an anchor is defined twice", event)
-            self._anchored[event.anchor] = value
+            self._anchored[event.anchor] = value, self._num_values - before
         return value
+
+    def _count(self, number: int, event: yaml.Event) -> None:
+        self._num_values += number
+        if self._num_values > MAX_VALUES:
+            raise _RefusedError(f"has more than {MAX_VALUES} values, including those of aliases", event, _WRITE_AGAIN)
+        if len(self._path) > MAX_DEPTH:
+            raise _RefusedError(f"is nested more than {MAX_DEPTH} levels deep", event, _WRITE_AGAIN)
 
     def _anchored_value(self, event: yaml.AliasEvent) -> Any:
         if event.anchor not in self._anchored:
-            raise _RefusedError("is not YAML: an alias has no anchor", event)
-        return self._anchored[event.anchor]
+            raise _RefusedError(f"is not YAML: the alias `*{str(event.anchor)[:40]}` has no value before it", event)
+        value, count = self._anchored[event.anchor]
+        self._count(count, event)
+        return value
 
     def _sequence(self) -> list[Any]:
         items: list[Any] = []
@@ -195,7 +203,7 @@ class _Reader:
         if not isinstance(event, yaml.ScalarEvent):
             raise _RefusedError("is not YAML: a key is a list or a mapping", event)
         if event.anchor:
-            self._anchored[event.anchor] = event.value
+            self._anchored[event.anchor] = event.value, 1
         return str(event.value)
 
     def _scalar(self, event: yaml.ScalarEvent) -> Any:
@@ -238,13 +246,11 @@ def _plain_scalar(text: str) -> Any:
         return text
     if _INTEGER.fullmatch(text):
         return int(text)
-    return _float(text) if _NUMBER.fullmatch(text) else text
+    return _float(text) if NUMBER.fullmatch(text) else text
 
 
 def _json_content(text: str) -> Any:
     """Parse a JSON document fast; return None if only the YAML reader can parse it or report what is wrong."""
-    if is_too_deep(text):
-        return None
     try:
         return json.loads(text, object_pairs_hook=_once, parse_float=_float, parse_constant=str)
     except (ValueError, RecursionError):

@@ -1,8 +1,9 @@
 """Check the types of a file's plain content with pydantic-core, and explain errors."""
 
 import json
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from pydantic_core import ErrorDetails, SchemaValidator, ValidationError
 
@@ -29,8 +30,7 @@ def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
     try:
         return cast("_T", SchemaValidator(core_schema_of(kind)).validate_json(plain, strict=True))
     except ValidationError as error:
-        keys = _Keys(kind)
-        problems = [_explain(e, document, keys) for e in error.errors(include_url=False)]
+        problems = [_explain(e, document, kind) for e in error.errors(include_url=False)]
         # Unknown keys with a suggested spelling come first, because they also explain a missing key.
         problems.sort(key=lambda problem: not problem[2].startswith("did you mean"))
         raise document.error_for(problems) from None
@@ -49,13 +49,6 @@ def parse_json(kind: type[_T], text: bytes) -> _T:
         raise ValueError(f"`{dotted(first['loc'])}`: {first['msg']}" if first["loc"] else first["msg"]) from None
 
 
-def schema_of(kind: type[Any]) -> dict[str, Any]:
-    """Return the JSON Schema of the dataclass `kind`."""
-    from planner.files.json_schemas import JsonSchema  # noqa: PLC0415 - slow to import, and rarely needed
-
-    return JsonSchema().generate(core_schema_of(kind))
-
-
 _EXPECTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -69,44 +62,41 @@ _EXPECTED = {
 }
 
 
-class _Keys:
-    """Keys that a file may have at each key path, given the dataclass of its content."""
+def _keys_at(kind: Any, path: KeyPath) -> list[str]:
+    """Return the keys that the mapping at `path` of a file may have; empty if the value there is no dataclass.
 
-    def __init__(self, kind: type[Any]) -> None:
-        self._schema = schema_of(kind)
-
-    def at(self, path: KeyPath) -> list[str]:
-        """Return the keys that the mapping at `path` may have; empty if the value at `path` is no mapping."""
-        node: Any = self._schema
-        for step in path:
-            node = self._resolved(node)
-            node = node.get("items", {}) if isinstance(step, int) else node.get("properties", {}).get(step, {})
-        return list(self._resolved(node).get("properties", {}))
-
-    def _resolved(self, node: dict[str, Any]) -> dict[str, Any]:
-        for option in node.get("anyOf", ()):
-            if "$ref" in option:
-                node = option
-        name = node.get("$ref", "").rpartition("/")[2]
-        mapping: dict[str, Any] = self._schema["$defs"][name] if name else node
-        return mapping
+    Args:
+        kind: Dataclass of the file's content.
+        path: Key path of the mapping.
+    """
+    for step in path:
+        if kind is not None and isinstance(step, str):
+            kind = _dataclass_in(get_type_hints(kind).get(step))
+    return [] if kind is None else [field.name for field in fields(kind)]
 
 
-def _explain(error: ErrorDetails, document: Document, keys: _Keys) -> Problem:
+def _dataclass_in(annotation: Any) -> Any:
+    """Return the first dataclass in a type such as `tuple[Stage, ...] | None`; None if there is none."""
+    if is_dataclass(annotation):
+        return annotation
+    return next(filter(None, map(_dataclass_in, get_args(annotation))), None)
+
+
+def _explain(error: ErrorDetails, document: Document, kind: type[Any]) -> Problem:
     # For a union (`int | None`), pydantic appends the name of the tried type; keep only keys that the file has.
     at = tuple(error["loc"])
-    kind = error["type"]
-    if kind == "missing":
+    problem = error["type"]
+    if problem == "missing":
         return at, "is missing", "see `gpipe-plan schema` for the format"
-    if kind == "unexpected_keyword_argument":
-        absent = [key for key in keys.at(at[:-1]) if (*at[:-1], key) not in document.lines]
+    if problem == "unexpected_keyword_argument":
+        absent = [key for key in _keys_at(kind, at[:-1]) if (*at[:-1], key) not in document.lines]
         near = [key for key in absent if key.startswith(f"{at[-1]}_")] or get_close_matches(str(at[-1]), absent, n=1)
         hint = f"did you mean `{near[0]}`?" if near else "remove it; see `gpipe-plan schema` for all keys"
         return at, "unknown key", hint
     while at and document.lines and at not in document.lines:
         at = at[:-1]
-    expected = _EXPECTED.get(kind)
-    if kind == "literal_error":
+    expected = _EXPECTED.get(problem)
+    if problem == "literal_error":
         return at, f"expected {error['ctx']['expected']}, got {_shown(error['input'])}", ""
     if expected is None:
         return at, str(error["msg"])[:1].lower() + str(error["msg"])[1:], ""

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from planner.core.errors import FileError
 from planner.core.values.printable import escape_unprintable
 from planner.files.canonical import to_plain
 from planner.files.kinds import kind_word
-from planner.files.strict_yaml import StrictLoader
+from planner.files.strict_yaml import NUMBER
 
 
 class _Line(dict[str, Any]):
@@ -32,12 +33,7 @@ _OLD_COMMAND = "##["
 
 
 class _Dumper(yaml.CSafeDumper):
-    """YAML writer whose output `StrictLoader` reads back unchanged, because it quotes texts that look like numbers."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
-        key: yaml.CSafeDumper.yaml_implicit_resolvers.get(key, []) + StrictLoader.yaml_implicit_resolvers.get(key, [])
-        for key in {*yaml.CSafeDumper.yaml_implicit_resolvers, *StrictLoader.yaml_implicit_resolvers}
-    }
+    """YAML writer that quotes texts which `strict_yaml` would read as numbers."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
@@ -49,6 +45,7 @@ def _string(dumper: _Dumper, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
 
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{NUMBER.pattern})$"), list("-0123456789"))
 _Dumper.add_representer(str, _string)
 _Dumper.add_representer(_Line, lambda dumper, line: dumper.represent_mapping("tag:yaml.org,2002:map", line, True))
 _Dumper.add_representer(_Lines, lambda dumper, lines: dumper.represent_sequence("tag:yaml.org,2002:seq", lines, False))

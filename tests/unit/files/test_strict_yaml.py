@@ -50,7 +50,7 @@ def test_an_alias_is_what_its_anchor_is() -> None:
         ("a:\n- {b: 1, b: 2}", 2, "`a[0].b` is defined twice, first in line 2"),
         ("a: !!int foo", 1, "`a`: foo is not of the type"),
         ("a:\n- !!set {b}", 2, "`a[0]`: the tag tag:yaml.org,2002:set is not supported"),
-        ("a: *x", 1, "is not YAML: an alias has no anchor"),
+        ("a: *x", 1, "is not YAML: the alias `*x` has no value before it"),
         ("a: &x 1\nb: &x 2", 2, "is not YAML: an anchor is defined twice"),
         ("a: 1\n---\nb: 2", 2, "is not YAML: it contains another document"),
         ("? [a]\n: 1", 1, "is not YAML: a key is a list or a mapping"),
