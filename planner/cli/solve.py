@@ -12,7 +12,7 @@ from planner.cli.console import Console, style_for_stdout
 from planner.cli.interrupt import stopped_by_interrupt
 from planner.cli.options import Debug, Format, Output, ProfileFiles, Quiet, check_format
 from planner.cli.records import with_options
-from planner.core.schedule import schedule_of
+from planner.core.schedule import SCHEDULES, schedule_of
 from planner.core.values.cluster import Link
 from planner.core.values.devices import training_kind
 from planner.core.values.units import bytes_option, format_bytes, format_rate, format_us, pluralize
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _MUCH_RECOMPUTED = 0.02
 """Share of the compute time from which recomputation of single layers is worth a note."""
+
+_LITTLE_SLOWER = 0.02
+"""How much slower a plan with a simpler schedule may be, to be worth a note, as a share of the step time."""
 
 
 @with_options(SolveOptions)
@@ -83,6 +86,7 @@ def solve(
             console.warning(f"{finding.message}: {finding.hint}")
         for smaller in plans[1:]:
             console.result(printable_text(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
+        _simpler(console, shown)
     _notes(console, plan, read, extrapolated=options.extrapolate)
     if not quiet and not is_stopped():
         _with_replicas(console, plan, faster_plan_with_replicas(read, plan, options))
@@ -211,6 +215,22 @@ def _faster(console: Console, plan: "Plan", other: "Plan | None") -> None:
         less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
         name, step = schedule_of(other.schedule).title, format_us(other.predicted.step_us)
         console.note(f"note: {name} would take {step}, {less} less: `--schedule auto`")
+
+
+def _simpler(console: Console, plan: "Plan") -> None:
+    """Print a note if a simpler schedule than the plan's is hardly slower."""
+    from planner.show.views.numbers import percent
+
+    names = list(SCHEDULES)
+    own = names.index(plan.schedule) if plan.schedule in names else len(names)
+    most_us = plan.predicted.step_us * (1 + _LITTLE_SLOWER)
+    able = [point for point in plan.schedules if point.fits and point.step_us <= most_us]
+    for point in able if not plan.inputs.simplest else []:
+        if point.schedule in names[:own]:
+            more = percent(point.step_us / plan.predicted.step_us - 1)
+            name, step = schedule_of(point.schedule).title, format_us(point.step_us)
+            console.note(f"note: {name}, a simpler schedule, would take {step}, {more} more: `--simplest 2%`")
+            return
 
 
 def _assumed_reserve(reserve_bytes: int) -> str:

@@ -160,7 +160,7 @@ def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int)
     # unless the cuts are given.
     if asked == 1 and request.inputs.schedule == "auto" and request.balance is not None:
         return ()
-    several = (asked,) if asked else range(1 if schedule.is_to_be_made else 2, MOST_CHUNKS + 1)
+    several = (asked,) if asked else range(1, MOST_CHUNKS + 1)
     return [chunks for chunks in several if num_layers >= 2 * chunks and devices >= 2]
 
 

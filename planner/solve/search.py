@@ -1,6 +1,6 @@
 """Search over schedules, replicas, micro-batch counts and cuts: from a request to a plan with a lower bound."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -8,7 +8,7 @@ from typing import Final
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.width import WidthTables
 from planner.core.errors import SolverError
-from planner.core.schedule import GPIPE, SEARCHED
+from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED
 from planner.core.values.plan import Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.solve.answer import SAME, Answer
@@ -81,8 +81,23 @@ def solve(profile: Profile, request: Request, *, tables: WidthTables | None = No
         error = infeasible(profile, request, cases)
         # If not everything was tried, the lack of a plan does not prove that none exists.
         raise error if bound_us == inf else SolverError(f"{error.message}, among the searched plans", hint=error.hint)
+    best = _simplest(searched, request.inputs.simplest)
     answer = _tie_broken(best, deadline) if breaks_ties else best
     return _plan(answer, min(bound_us, best.step_us), request)
+
+
+def _simplest(searched: SearchedCases, share: float) -> Answer:
+    """Return the answer with the simplest schedule, among those that are slower than the best one by at most `share`.
+
+    Schedules that come first in `SCHEDULES` count as simpler.
+    """
+    best = searched.best
+    assert best is not None
+    if not share:
+        return best
+    names, most_us = [*SCHEDULES, SEARCHED.name], best.step_us * (1 + share)
+    able = (answer for answer in searched.answers.values() if answer.step_us <= most_us)
+    return min((best, *able), key=lambda answer: (names.index(answer.case.schedule.name), answer.step_us))
 
 
 def plan_under(
@@ -118,7 +133,18 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
     by_stage = _in_passes(whole, request, deadline.share(0.5), upper_us=upper_us)
     upper_us = upper_us if by_stage.best is None else by_stage.best.step_us
     by_layer = search_cases(cases, request, deadline, upper_us=upper_us, starts=by_stage.answers)
-    return by_layer._replace(best=by_layer.best or by_stage.best)
+    best, answers = by_layer.best or by_stage.best, _faster_answers(by_stage.answers, by_layer.answers)
+    return by_layer._replace(best=best, answers=answers)
+
+
+def _faster_answers(*searches: Mapping[CaseKey, Answer]) -> Mapping[CaseKey, Answer]:
+    """Return the faster answer of each case."""
+    faster: dict[CaseKey, Answer] = {}
+    for answers in searches:
+        for key, answer in answers.items():
+            if key not in faster or answer.step_us < faster[key].step_us:
+                faster[key] = answer
+    return faster
 
 
 def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> SearchedCases:
@@ -219,7 +245,8 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     effort = request.actions // _FIRST_EFFORT if is_open and request.actions else request.actions
     cheaper = replace(request, actions=effort)
     first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
-    first = first._replace(best=first.best or found)
+    quickly = {CaseKey.of(answer.case): answer for answer in quick}
+    first = first._replace(best=first.best or found, answers=_faster_answers(quickly, first.answers))
     best = first.best
     if best is None or not is_open or not request.searches_on:
         return first

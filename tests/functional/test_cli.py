@@ -27,6 +27,7 @@ from planner.core.errors import ExitCode
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Device
 from planner.core.values.run_report import RunReport, StageRun
+from planner.core.values.units import format_us
 from planner.emit import decisions_digest
 from tests.support.cli import (
     BUILD,
@@ -494,6 +495,21 @@ def test_what_another_schedule_would_give_is_said(here: Path, capsys: Capsys) ->
     assert "no plan is faster" in open_.out
     assert "would take" not in open_.err
     assert "would take" not in call(capsys, *asked, "--batch", "8", "--schedule", "gpipe", "--quiet").err
+
+
+def test_a_simpler_schedule_that_is_hardly_slower_is_said(here: Path, capsys: Capsys) -> None:
+    """Its step is that of the plan that the option gives; with the option, nothing is said."""
+    profile = profile_of([1e4] * 8, [2e4] * 8, saved_bytes=1000, size=1, output_bytes=8000)
+    (here / "profile.yaml").write_text(files.dump(profile))
+    asked = ("solve", "--devices", "2", "--mem", "8GB", "--batch", "64")
+    best = call(capsys, *asked)
+    said = re.search(r"note: (.+), a simpler schedule, would take (\S+ m?s), \S+ % more: `--simplest 2%`", best.err)
+    assert said is not None, best.err
+    simple = call(capsys, *asked, "--simplest", "2%")
+    assert simple.out.startswith(f"{said[1]}, 2 stages")
+    assert format_us(files.read_plan("plan.yaml").predicted.step_us) == said[2]
+    assert "simpler" not in simple.err
+    assert call(capsys, "check").code == 0
 
 
 def test_the_cap_is_echoed_in_both_units(here: Path, capsys: Capsys) -> None:

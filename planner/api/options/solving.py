@@ -28,6 +28,7 @@ _LINK: Final = OptionConversion(
 )
 _COUNT: Final = OptionConversion(texts.large_count, count_option)
 _PRICE: Final = OptionConversion(texts.price, texts.decimal)
+_SHARE: Final = OptionConversion(lambda _, value: texts.fraction(value), texts.decimal)
 _GROUPS: Final = OptionConversion(
     lambda option, value: tuple(texts.layer_names(option, each) for each in value or ()), ",".join
 )
@@ -116,6 +117,15 @@ class SolverOptions:
             _BATCH,
         ),
     ] = DEFAULT_SCHEDULE
+    simplest: Annotated[
+        str | float,
+        Option(
+            "2%",
+            "For schedule auto: take the simplest schedule whose plan is at most this much slower.",
+            _BATCH,
+            recorded=_SHARE,
+        ),
+    ] = "0%"
     chunks: Annotated[str | int, Option("auto|V", "Stages per device, for interleaved schedules.", _BATCH)] = "auto"
     replicas: Annotated[
         str | int,

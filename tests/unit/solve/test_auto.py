@@ -56,6 +56,31 @@ def test_it_is_what_is_asked_where_nothing_is() -> None:
     assert {inspect.signature(one).parameters["schedule"].default for one in asked} == {DEFAULT_SCHEDULE} == {"auto"}
 
 
+def test_a_simpler_schedule_may_be_a_little_slower() -> None:
+    """`--simplest` takes the first schedule within its share; the lower bound stays that of all schedules."""
+    fastest = answer(tight(), "auto")
+    plans = {share: answer(tight(), "auto", simplest=share) for share in ("5%", 0.2, 0.9)}
+    assert [plan.schedule for plan in (fastest, *plans.values())] == ["interleaved", "interleaved", "1f1b", "gpipe"]
+    assert all(plan.predicted.step_us <= fastest.predicted.step_us * 1.9 for plan in plans.values())
+    assert {plan.solver.lower_bound_us for plan in plans.values()} == {fastest.solver.lower_bound_us}
+    assert plans[0.2].predicted.step_us == answer(tight(), "1f1b").predicted.step_us
+    assert plans[0.2].solver.status == "feasible"
+    assert plans[0.2].inputs.simplest == 0.2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_simplest_of_several_widths_and_of_single_layers(seed: int) -> None:
+    """The share holds for every way to search, and no simpler schedule within it is passed over."""
+    profile = random_profile(seed, 8)
+    for more in ({"replicas": "auto"}, {"recompute": "layers"}, {"replicas": 2}):
+        fastest = answer(profile, "auto", mem=6000, **more).predicted.step_us
+        simple = answer(profile, "auto", mem=6000, simplest=0.1, **more)
+        assert simple.predicted.step_us <= fastest * 1.1
+        for name in [*SCHEDULES][: [*SCHEDULES, SEARCHED.name].index(simple.schedule)]:
+            with suppress(PlannerError):
+                assert answer(profile, name, mem=6000, **more).predicted.step_us > fastest * 1.1 * (1 - 1e-9)
+
+
 def test_where_memory_is_short_another_schedule_is_much_faster() -> None:
     """GPipe recomputes; what keeps fewer micro-batches in flight does not have to."""
     gpipe, best = answer(tight(), "gpipe"), answer(tight(), "auto")
