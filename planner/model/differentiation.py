@@ -1,37 +1,41 @@
-"""Watch calls of `torch.autograd.grad` while a forward is recorded, and silence torch's log meanwhile."""
+"""Refuse calls of `torch.autograd.grad` while a forward is recorded, and silence torch's log meanwhile."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from planner.core.errors import ModelError
 
-class DifferentiatesError(BaseException):
-    """Signal that the forward calls `torch.autograd.grad`.
 
-    This class is no `Exception`, so that the model's own handlers do not catch it.
-    """
+class _DifferentiatesError(BaseException):
+    """Signal that the forward calls `torch.autograd.grad`; no `Exception`, so that the model's handlers ignore it."""
 
 
 @contextmanager
-def watching_gradients(begin: Callable[[Any], Callable[[], None]]) -> Iterator[None]:
-    """Call `begin(inputs)` before each `torch.autograd.grad` in the block; afterwards, call the function it returns."""
+def refusing_gradients() -> Iterator[None]:
+    """Refuse a call of `torch.autograd.grad` in the block: a stage that repeats the code would lack the call's graph.
+
+    Raises:
+        ModelError: Code in the block calls `torch.autograd.grad`.
+    """
     grad = torch.autograd.grad
-
-    def watched(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        end = begin(inputs)
-        try:
-            return grad(outputs, inputs, *args, **kwargs)
-        finally:
-            end()
-
-    torch.autograd.grad = watched
+    torch.autograd.grad = _refuse
     try:
         yield
+    except _DifferentiatesError:
+        raise ModelError(
+            "`forward` calls `torch.autograd.grad`: a model that differentiates its own code cannot be cut",
+            hint="make it an `nn.Sequential`, in which one child has this call and all modules that it differentiates",
+        ) from None
     finally:
         torch.autograd.grad = grad
+
+
+def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise _DifferentiatesError
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.model.attributes import AttributeSnapshot, stored_leaves
 from planner.model.calling import arguments_of, intercept_calls
-from planner.model.differentiation import DifferentiatesError, quiet_about_shapes, watching_gradients
+from planner.model.differentiation import quiet_about_shapes, refusing_gradients
 from planner.model.functions import Called, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_graphs, storage_of
 from planner.model.held import as_ghosts, replaced_tensors
@@ -24,8 +23,8 @@ from planner.model.loss_reads import addresses_read
 from planner.model.nests import flatten, tensors_in
 from planner.model.operators import OperatorWatch, depends_on_values, written_tensors
 from planner.model.recording import END, Call, Join, KeptState, Operator, Recording
-from planner.model.refusals import explain_refusals, refuse_backward
-from planner.model.regions import Region, RegionFinder, without_reentrance
+from planner.model.refusals import explain_refusals
+from planner.model.regions import RegionFinder, without_reentrance
 from planner.model.seeding import host_generator_states
 from planner.model.variables import undo_changes
 
@@ -43,24 +42,10 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         The recording.
 
     Raises:
+        ModelError: The forward calls `torch.autograd.grad`.
         NeedsValuesError: With ghosts, the model reads the value of a parameter, a buffer, or a result of one.
     """
-    try:
-        return _record(model, inputs, loss_of=loss_of, ghosts=ghosts, keeps_graph=False)
-    except DifferentiatesError:
-        return _record(model, inputs, loss_of=loss_of, ghosts=ghosts, keeps_graph=True)
-
-
-def _record(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    loss_of: Callable[[Any], object] | None,
-    ghosts: bool,
-    keeps_graph: bool,
-) -> Recording:
     recorder = _ForwardRecorder(model)
-    recorder.keeps_graph = keeps_graph or not ghosts
     with ExitStack() as stack:
         stack.enter_context(undo_changes(model))
         stack.enter_context(quiet_about_shapes())
@@ -72,11 +57,9 @@ def _record(
         recorder.note_model(model)
         recorder.note_inputs(inputs)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(watching_gradients(recorder.begin_gradient))
-        if not ghosts:
-            stack.enter_context(saved_tensors_hooks(_forget, refuse_backward))
-        elif not keeps_graph:  # Tensors saved for backward would look as if code still used them.
-            stack.enter_context(saved_tensors_hooks(_forget, _forget))
+        stack.enter_context(refusing_gradients())
+        # Tensors saved for backward would look as if code still used them.
+        stack.enter_context(saved_tensors_hooks(_forget, _forget))
         stack.enter_context(without_reentrance())
         before = host_generator_states()
         output = recorder.output_of(model, inputs)
@@ -131,8 +114,6 @@ class _ForwardRecorder:
         self._values: dict[tuple[int, TensorMeta], int] = {}
         self._below: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
         self._finder, self._watch = RegionFinder(type(self).run.__code__, self.recording.regions), FunctionWatch()
-        self.keeps_graph = True
-        self._gradient = -1  # region of the running call of `torch.autograd.grad`
 
     def output_of(self, model: nn.Module, inputs: Any) -> Any:
         """Run the model under this recorder and return its output; torch's errors name the module that caused them."""
@@ -199,19 +180,6 @@ class _ForwardRecorder:
                 if isinstance(leaf, ConstantLeaf) and not is_plain(leaf.value):
                     drop_graphs(leaf.value)
 
-    def begin_gradient(self, inputs: Any) -> Callable[[], None]:
-        """Begin a region for a call of `torch.autograd.grad`, and return the function that ends the region."""
-        if not self.keeps_graph:
-            raise DifferentiatesError
-        created = (self.recording.flow.nodes[self._version_of(t)]["created"] for t in tensors_in(inputs))
-        region = Region(begin=min(created, default=self._time), end=END, call=self._stack[-1], calls_modules=True)
-        self.recording.regions.append(region)
-        self._gradient = len(self.recording.regions) - 1
-        return partial(self._end_gradient, region)
-
-    def _end_gradient(self, region: Region) -> None:
-        self._gradient, region.end = -1, self._tick()
-
     def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
         """Return, by storage, names of earlier tensors that still exist, and module paths of replaced buffers."""
         inputs = (leaf.number for leaf in self.recording.inputs if isinstance(leaf, TensorLeaf))
@@ -262,8 +230,6 @@ class _ForwardRecorder:
             for change in attributes.changes()
         )
         call.exit = self._tick()
-        for region in self.recording.regions:
-            region.end = call.exit if region.call == call.number else region.end
         self._finder.around(sys._getframe(1), call.exit)
         if self._stack:
             self._watch.start_intercepting(self._function)
@@ -289,7 +255,7 @@ class _ForwardRecorder:
             decides=depends_on_values(func, arguments),
             writes_held=any(storage in self._held for storage in written),
             writes=tuple(self._versions[storage] for storage in written),
-            region=next(iter(self._finder.around(sys._getframe(1), time)), self._gradient),
+            region=next(iter(self._finder.around(sys._getframe(1), time)), -1),
         )
         number = len(recording.operators)
         recording.operators.append(operator)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from planner.core.errors import ModelError, PlannerError
 
@@ -103,12 +102,3 @@ def _refusal_of_code(where: str, error: BaseException) -> ModelError | None:
 def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return lines[0].partition(" Hint: ")[0] if lines else ""
-
-
-def refuse_backward(_: Any) -> Any:
-    """Raise the error for a forward that calls `torch.autograd.grad` and also needs real values."""
-    raise ModelError(
-        "`forward` calls `torch.autograd.grad` and also reads values that depend on parameters (`.item()`, `if`, "
-        "NumPy): both together cannot be recorded",
-        hint="let `forward` do without the values (`torch.where` in place of `if`), or without the gradient",
-    )

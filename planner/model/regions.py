@@ -5,8 +5,6 @@ not run are removed, so the function must be in one stage.
 - The forward of an autograd function runs without a graph. If it calls modules, their results carry no gradient across
 a cut. An autograd function that calls no module is no obstacle: a stage after a cut runs it again, with all the code
 around it.
-- `torch.autograd.grad` in a forward (the forces of a potential, a gradient penalty) needs the graph from its inputs to
-its outputs. With a cut in between, no stage has the whole graph.
 
 Re-entrant checkpointing is an autograd function that calls modules. While a model is recorded, and while its layers
 run, non-reentrant checkpointing replaces it, which computes the same results and keeps their graph.
@@ -35,11 +33,6 @@ class Region:
     end: int
     function: str = ""
     """Name of the autograd function; empty for a checkpoint."""
-    call: int = -1
-    """Number of the module call whose code calls `torch.autograd.grad`; -1 for other regions.
-
-    The region ends with this call, because a stage that begins before its end would run the code without the graph.
-    """
     calls_modules: bool = False
     """True if the region contains calls of modules; otherwise its code can run again like any other code."""
 
@@ -50,11 +43,6 @@ class Region:
     @property
     def problem(self) -> str:
         """Reason why no cut can go through the region, for a message."""
-        if self.call >= 0:
-            return (
-                "`torch.autograd.grad` in `forward` differentiates the code there, so one stage needs its whole graph "
-                "(layers before its inputs, and after the module that returns the gradients, can be cut)"
-            )
         if not self.function:
             return "that lies within a function that `torch.utils.checkpoint` runs again as a whole"
         return (

@@ -63,65 +63,28 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def check_hooks(hooked: Mapping[str, nn.Parameter], layers: Sequence[Layer]) -> None:
-    """Check that gradient hooks on parameters that several layers share give equal results in a pipeline.
+    """Refuse gradient hooks on trained parameters that several layers share.
 
-    Autograd calls a hook h of `Tensor.register_hook` once per micro-batch, with the sum of the gradients of all uses of
-    the parameter, and accumulates the result. In a pipeline, each stage calls the hook with the gradient of its own
-    layers, and the ranks sum the results. Both are equal if h(a) + h(b) = h(a + b). A hook that runs after accumulation
-    is refused, because it would get the gradient of one stage alone.
+    Autograd calls a hook with the sum of the gradients of all uses of the parameter. In a pipeline, each stage would
+    call the hook with the gradient of its own layers alone.
 
     Args:
         hooked: Parameters with hooks, by their names in the model.
         layers: Layers of the model's chain.
 
     Raises:
-        ModelError: A hook on a shared parameter is not additive; the message names the parameter.
+        ModelError: A shared parameter has a hook; the message names the parameter.
     """
     for owners in shared_parameters(layers):
         parameter = next((hooked[name] for _, name in owners if name in hooked), None)
-        if parameter is None or not parameter.requires_grad:
-            continue
-        if parameter._post_accumulate_grad_hooks or not _is_additive(parameter):
+        if parameter is not None and parameter.requires_grad:
             names = ", ".join(dict.fromkeys(f'"{layers[index].name}"' for index, _ in owners))
             raise ModelError(
-                f'a hook on "{owners[0][1]}", a parameter of the layers {names}, is not additive: the model calls it '
-                "with the sum of the gradients of these layers, and a stage with the gradient of its own layers",
+                f'"{owners[0][1]}", a parameter of the layers {names}, has a hook: the model calls it with the sum of '
+                "the gradients of these layers, and a stage with the gradient of its own layers",
                 hint="let `step` of the optimizer that `build_optimizer` returns change `parameter.grad` instead, "
                 "or give each layer a parameter of its own",
             )
-
-
-def _is_additive(parameter: nn.Parameter) -> bool:
-    """Return True if the hooks h of `parameter` satisfy h(a + b) = h(a) + h(b) for random gradients a and b."""
-    limits, device = torch.finfo(parameter.dtype), torch.device("cpu") if parameter.is_meta else parameter.device
-    generator = torch.Generator().manual_seed(0)
-
-    def part(scale: float) -> Tensor:
-        return torch.randn(parameter.shape, generator=generator).mul_(scale).to(device, parameter.dtype)
-
-    tolerance = 4 * limits.eps**0.75
-    # Large gradients reveal a hook that limits the gradient's size, small ones a hook that adds a constant.
-    for scale in (1e-6, 1.0, limits.max**0.5):
-        one, other = part(scale), part(scale)
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                whole = _after_hooks(parameter, one + other)
-                in_parts = _after_hooks(parameter, one) + _after_hooks(parameter, other)
-        except Exception:  # a hook may depend on objects that exist only during training
-            return False
-        largest = max(float(result.abs().max()) for result in (whole, in_parts))
-        if not torch.allclose(whole, in_parts, rtol=0.0, atol=tolerance * largest):
-            return False
-    return True
-
-
-def _after_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return the gradient after all hooks of `parameter`; a hook that returns None may change it in place."""
-    gradient = gradient.clone()
-    for hook in (parameter._backward_hooks or {}).values():
-        result = hook(gradient)
-        gradient = gradient if result is None else result
-    return gradient
 
 
 def _spans(layers: Sequence[Layer]) -> Iterator[_MemorySpan]:
