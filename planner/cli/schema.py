@@ -8,13 +8,11 @@ from planner.cli.console import Console
 from planner.cli.options import Debug, Quiet, check_format
 from planner.core.errors import UsageError
 
-_KINDS = ("profile", "plan", "balance", "run", "links", "calibration", "partial")
+_KINDS = ("profile", "plan", "balance", "run", "links", "calibration")
 
 
 def schema(
-    kind: Annotated[
-        str, typer.Argument(metavar="|".join(_KINDS), help="Kind of file; partial: an unfinished profile.")
-    ],
+    kind: Annotated[str, typer.Argument(metavar="|".join(_KINDS), help="Kind of file.")],
     format_: Annotated[str, typer.Option("--format", metavar="json", help="Output format.")] = "json",
     *,
     quiet: Quiet = False,
