@@ -4,12 +4,14 @@ For GPipe and 1F1B, a dynamic program finds the cuts that need the least memory.
 from even cuts searches for cuts that fit. Its result is advice, not a bound.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.width import usable_widths, with_layers
 from planner.core.errors import InfeasibleError, SolverError, UsageError
@@ -19,7 +21,6 @@ from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import bytes_option, format_bytes, pluralize
 from planner.solve.cases import cases_of, micro_batch_counts
 from planner.solve.request import Request
-from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator, move_one_cut
 from planner.solve.space.tables import allowed_choices, max_stage_layers, values_at_first_layer
@@ -33,44 +34,34 @@ _MOST_ACTIONS = 20_000
 _ROUNDS = 100  # moves of a descent, at most
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InfeasibleQuery:
-    """Request for which no plan fits, and its cases."""
-
-    profile: Profile
-    inputs: Inputs
-    micro_batches: int | None
-    balance: tuple[int, ...] | None
-    schedules: tuple[Schedule, ...]
-    """Schedules to choose from."""
-    cases: tuple[Case, ...]
-    """Cases that were searched."""
-    cases_for: Callable[[Profile, Inputs, int | None], Sequence[Case]]
-    """Function that returns the cases of another profile, other inputs, and another M (None to leave it open)."""
-
-
 def infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
-    """Return the error for a request without a plan, which names the obstacle and changes with which a plan fits."""
+    """Return the error for a request without a plan, which names the obstacle and changes with which a plan fits.
+
+    Args:
+        profile: The profile.
+        request: The request.
+        cases: Cases of the request that were searched.
+    """
     if not cases:
         return _too_few_devices(profile, request)
-
-    def cases_for(other: Profile, inputs: Inputs, micro_batches: int | None) -> Sequence[Case]:
-        try:
-            return cases_of(other, replace(request, inputs=inputs, micro_batches=micro_batches))
-        except UsageError:
-            return []  # the given cuts or rules leave no case
-
-    return explain_infeasible(
-        InfeasibleQuery(
-            profile=profile,
-            inputs=request.inputs,
-            micro_batches=request.micro_batches,
-            balance=request.balance,
-            schedules=request.schedules,
-            cases=tuple(cases),
-            cases_for=cases_for,
+    # The least memory is known only for schedules with known points in the step, so prefer these schedules.
+    known = _with_known_moments(cases)
+    if not known:
+        return _explain_by_descent(profile, request, cases)
+    inputs, smallest = request.inputs, [smallest_limit_bytes(case) for case in known]
+    best = min(range(len(known)), key=lambda n: (smallest[n], known[n].micro_batches))
+    if not np.isfinite(smallest[best]):
+        devices = pluralize(inputs.devices, "device")
+        return InfeasibleError(
+            f"no cuts for {devices} satisfy `--together` and `--apart`, even with unlimited memory",
+            hint="change `--together` or `--apart`, or allow more `--devices`",
         )
-    )
+    hints = [
+        _smallest_limit(inputs, known[best], smallest[best], known if len(known) < len(cases) else ()),
+        *_hints(profile, request, known),
+    ]
+    reason = _reason(request, known[best])
+    return InfeasibleError(f"no plan fits {_limits_text(inputs)}: {reason}", hint="; ".join(hints))
 
 
 def _too_few_devices(profile: Profile, request: Request) -> InfeasibleError:
@@ -100,38 +91,18 @@ def out_of_time(request: Request) -> SolverError:
     )
 
 
-def explain_infeasible(query: InfeasibleQuery) -> InfeasibleError:
-    """Return the error that names the obstacle and changes with which a plan fits."""
-    inputs = query.inputs
-    # The least memory is known only for schedules with known points in the step, so prefer these schedules.
-    cases = _with_known_moments(query.cases)
-    if not cases:
-        return _explain_by_descent(query)
-    smallest = [smallest_limit_bytes(case) for case in cases]
-    best = min(range(len(cases)), key=lambda n: (smallest[n], cases[n].micro_batches))
-    if not np.isfinite(smallest[best]):
-        devices = pluralize(inputs.devices, "device")
-        return InfeasibleError(
-            f"no cuts for {devices} satisfy `--together` and `--apart`, even with unlimited memory",
-            hint="change `--together` or `--apart`, or allow more `--devices`",
-        )
-    hints = list(_hints(query, cases, cases[best], smallest[best]))
-    reason = _reason(query, cases[best])
-    return InfeasibleError(f"no plan fits {_limits_text(inputs)}: {reason}", hint="; ".join(hints))
-
-
-def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
+def _explain_by_descent(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
     """Return the error for schedules whose memory depends on the action order, with the best cuts of a descent."""
-    inputs = query.inputs
+    inputs = request.inputs
     # Smaller micro-batches usually need less memory, so compute the figures for the largest M.
-    most = max(case.micro_batches for case in query.cases)
-    least = min(_least_over_bytes_found(case) for case in query.cases if case.micro_batches == most)
-    titles = " or ".join(dict.fromkeys(case.schedule.title for case in query.cases))
-    others = tuple(_other_schedules(query))
+    most = max(case.micro_batches for case in cases)
+    least = min(_least_over_bytes_found(case) for case in cases if case.micro_batches == most)
+    titles = " or ".join(dict.fromkeys(case.schedule.title for case in cases))
+    others = tuple(_other_schedules(profile, request))
     if not 0 < least < np.inf or len(set(inputs.memory_bytes)) > 1:
         return InfeasibleError(f"no {titles} plan fits {_limits_text(inputs)}", hint="; ".join(others))
     limit = inputs.memory_bytes[0] + least
-    cuts = "the given cuts" if query.balance is not None else "the best cuts found"
+    cuts = "the given cuts" if request.balance is not None else "the best cuts found"
     enough = f"with {pluralize(inputs.devices, 'device')} `--mem` {_mem_option(inputs, limit)} is enough (M = {most})"
     return InfeasibleError(
         f"no {titles} plan fits {_limits_text(inputs)}: with {cuts} and M = {most}, a device needs "
@@ -140,78 +111,71 @@ def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
     )
 
 
-def _hints(query: InfeasibleQuery, cases: Sequence[Case], best: Case, smallest_bytes: float) -> Iterator[str]:
-    inputs = query.inputs
+def _smallest_limit(inputs: Inputs, best: Case, smallest_bytes: float, some: Sequence[Case]) -> str:
+    """Return a hint with the smallest memory limit; it names the schedules of the cases `some`, if there are any."""
     devices = pluralize(inputs.devices, "device")
     side_by_side = f"{pluralize(best.replicas, 'replica')}, " if inputs.replicas != 1 else ""
     if best.cluster.tensor_parallel > 1:
         side_by_side += f"{best.cluster.tensor_parallel} GPUs per layer, "
     limit = f"{_mem_option(inputs, smallest_bytes)} ({side_by_side}M = {best.micro_batches})"
-    if len(cases) == len(query.cases):
-        yield f"with {devices} the smallest `--mem` is {limit}"
-    else:
-        titles = " or ".join(dict.fromkeys(case.schedule.title for case in cases))
-        yield f"under {titles}, {devices} need at least `--mem` {limit}"
-    counts = query.balance is None
-    if counts and len(set(inputs.memory_bytes)) == 1:
-        count = _fewest_devices(query, cases)
+    if not some:
+        return f"with {devices} the smallest `--mem` is {limit}"
+    titles = " or ".join(dict.fromkeys(case.schedule.title for case in some))
+    return f"under {titles}, {devices} need at least `--mem` {limit}"
+
+
+def _hints(profile: Profile, request: Request, cases: Sequence[Case]) -> Iterator[str]:
+    """Yield changes with which a plan fits: more devices, other options, another schedule, another optimizer."""
+    inputs = request.inputs
+    if request.balance is None and len(set(inputs.memory_bytes)) == 1:
+        count = _fewest_devices(profile, request, cases)
         if count is not None:
             yield f"`--devices {count[0]}` fits in {format_bytes(inputs.memory_bytes[0])} (M = {count[1]})"
-    yield from _other_choices(query)
-    yield from _other_schedules(query)
-    for name, profile in _other_optimizers(query.profile):
-        if _any_fits(query, profile, inputs, query.micro_batches):
+    if request.micro_batches is not None:
+        others = _known_cases(profile, replace(request, micro_batches=None))
+        more = min((case.micro_batches for case in others if _fits(case)), default=None)
+        if more is not None:
+            yield f"M = {more} fits: leave `--micro-batches` out"
+    if inputs.recompute not in ("auto", "layers") and _any_fits(profile, _changed(request, recompute="auto")):
+        yield "`--recompute auto` fits"
+    sharded = _changed(request, shard_optimizer=True)
+    if inputs.replicas != 1 and inputs != sharded.inputs and _any_fits(profile, sharded):
+        yield "`--shard-optimizer` fits, for engines that can divide the optimizer among replicas"
+    yield from _other_schedules(profile, request)
+    for name, other in _other_optimizers(profile):
+        if _any_fits(other, request):
             yield f"with {name} as optimizer a plan fits: profile with `--optimizer {name}`"
             break
 
 
-def _fewest_devices(query: InfeasibleQuery, cases: Sequence[Case]) -> tuple[int, int] | None:
+def _fewest_devices(profile: Profile, request: Request, cases: Sequence[Case]) -> tuple[int, int] | None:
     """Return the smallest number of devices with which a plan fits, and its M; None if there is no such number."""
-    count = min(filter(None, map(_smallest_count, cases)), default=None)
-    if count is None or query.inputs.replicas:
+    count, inputs = min(filter(None, map(_smallest_count, cases)), default=None), request.inputs
+    if count is None or inputs.replicas:
         return count
     # More devices also allow more replicas, whose micro-batches may be smaller.
-    inputs = query.inputs
-    more = replace(inputs, devices=count[0], memory_bytes=inputs.memory_bytes[:1] * count[0], speeds=(), links=())
-    cases = _with_known_moments(query.cases_for(query.profile, more, query.micro_batches))
-    return min(filter(None, map(_smallest_count, cases)), default=None)
+    more = _changed(request, devices=count[0], memory_bytes=inputs.memory_bytes[:1] * count[0], speeds=(), links=())
+    return min(filter(None, map(_smallest_count, _known_cases(profile, more))), default=None)
 
 
-def _other_choices(query: InfeasibleQuery) -> Iterator[str]:
-    inputs = query.inputs
-    if query.micro_batches is not None:
-        cases = _with_known_moments(query.cases_for(query.profile, inputs, None))
-        more = min((case.micro_batches for case in cases if _fits(case)), default=None)
-        if more is not None:
-            yield f"M = {more} fits: leave `--micro-batches` out"
-    if inputs.recompute not in ("auto", "layers"):
-        free = replace(inputs, recompute="auto")
-        if _any_fits(query, query.profile, free, query.micro_batches):
-            yield "`--recompute auto` fits"
-    sharded = replace(inputs, shard_optimizer=True)
-    if inputs.replicas != 1 and inputs != sharded and _any_fits(query, query.profile, sharded, query.micro_batches):
-        yield "`--shard-optimizer` fits, for engines that can divide the optimizer among replicas"
-
-
-def _other_schedules(query: InfeasibleQuery) -> Iterator[str]:
-    inputs = query.inputs
-    if query.balance is not None and any(schedule.is_chunked for schedule in query.schedules):
+def _other_schedules(profile: Profile, request: Request) -> Iterator[str]:
+    if request.balance is not None and any(schedule.is_chunked for schedule in request.schedules):
         return  # the cuts are for several stages per device
-    names = {schedule.name for schedule in query.schedules}
+    names = {schedule.name for schedule in request.schedules}
     # No schedule with known memory needs less than 1F1B.
     known: tuple[Schedule, ...] = (
         (ONE_FORWARD_ONE_BACKWARD, GPIPE) if ONE_FORWARD_ONE_BACKWARD.name not in names else ()
     )
     for schedule in known:
-        other = replace(inputs, schedule=schedule.name, chunks=1)
-        if schedule.name not in names and _any_fits(query, query.profile, other, query.micro_batches):
+        other = _changed(request, schedule=schedule.name, chunks=1)
+        if schedule.name not in names and _any_fits(profile, other):
             yield f"`--schedule {schedule.name}` fits"
             return
-    if query.balance is not None:
+    if request.balance is not None:
         return  # the cuts are for one stage per device
     for schedule in SPLITTING:
-        other = replace(inputs, schedule=schedule.name, chunks=0)
-        if schedule.name not in names and _measured_fits(query.cases_for(query.profile, other, query.micro_batches)):
+        other = _changed(request, schedule=schedule.name, chunks=0)
+        if schedule.name not in names and _measured_fits(_cases_of(profile, other)):
             yield f"`--schedule {schedule.name}` fits"
             return
 
@@ -223,12 +187,29 @@ def _measured_fits(cases: Sequence[Case]) -> bool:
     return any(_least_over_bytes_found(case) <= 0 for case in able)
 
 
-def _any_fits(query: InfeasibleQuery, profile: Profile, inputs: Inputs, micro_batches: int | None) -> bool:
-    return any(map(_fits, _with_known_moments(query.cases_for(profile, inputs, micro_batches))))
+def _changed(request: Request, **inputs: Any) -> Request:
+    """Return the request with other values of some inputs."""
+    return replace(request, inputs=replace(request.inputs, **inputs))
+
+
+def _cases_of(profile: Profile, request: Request) -> list[Case]:
+    """Return the cases of a request; empty if the given cuts or rules leave no case."""
+    try:
+        return cases_of(profile, request)
+    except UsageError:
+        return []
+
+
+def _known_cases(profile: Profile, request: Request) -> list[Case]:
+    return _with_known_moments(_cases_of(profile, request))
 
 
 def _with_known_moments(cases: Sequence[Case]) -> list[Case]:
     return [case for case in cases if case.schedule.has_known_moments]
+
+
+def _any_fits(profile: Profile, request: Request) -> bool:
+    return any(map(_fits, _known_cases(profile, request)))
 
 
 def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
@@ -320,18 +301,18 @@ def _smallest_count(case: Case) -> tuple[int, int] | None:
     return None
 
 
-def _reason(query: InfeasibleQuery, case: Case) -> str:
+def _reason(request: Request, case: Case) -> str:
     """Return the reason, in words, why a case does not fit; the case is the one that comes closest to fitting."""
     costs, m = case.costs, case.micro_batches
     reserve = case.cluster.reserve_bytes
     limits = [limit + reserve for limit in case.limits_bytes]
-    width = costs.num_layers if query.balance is not None else 1
+    width = costs.num_layers if request.balance is not None else 1
     need = _needs(case, width, 0) + reserve
-    if query.balance is not None:
-        ends = np.cumsum(query.balance)
+    if request.balance is not None:
+        ends = np.cumsum(request.balance)
         over = [
             float(need[end, width - count]) - limit
-            for end, count, limit in zip(ends, query.balance, limits, strict=False)
+            for end, count, limit in zip(ends, request.balance, limits, strict=False)
         ]
         stage = int(np.argmax(over))
         total = format_bytes(over[stage] + limits[stage])
@@ -341,7 +322,7 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
     if np.isfinite(single[worst]) and single[worst] > max(limits):
         over_bytes = format_bytes(single[worst] - max(limits))
         return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {over_bytes} over'
-    if query.inputs.together or query.inputs.apart:
+    if request.inputs.together or request.inputs.apart:
         return f"no cuts that satisfy `--together` and `--apart` fit (M = {m})"
     cannot = f"every layer fits alone, but {pluralize(case.num_devices, 'stage')} cannot hold them all"
     if len(set(limits)) == 1:
