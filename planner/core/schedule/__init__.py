@@ -32,8 +32,7 @@ from planner.core.schedule.table import orders_as_csv, orders_from_csv
 from planner.core.schedule.v_half import VHalf
 from planner.core.schedule.v_min import VMin
 from planner.core.schedule.validity import check_orders
-from planner.core.schedule.zb_h1 import ZBH1
-from planner.core.schedule.zb_h2 import ZBH2
+from planner.core.schedule.zb_h import ZBH1, ZBH2
 from planner.core.schedule.zbv import ZBV
 from planner.core.values.plan import ScheduleName
 

@@ -21,7 +21,8 @@ from itertools import accumulate, count
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from planner.core.schedule.base import Action, Schedule
+from planner.core.schedule.base import Action
+from planner.core.schedule.halves import VSchedule
 from planner.core.schedule.kinds import KINDS, Flow, Letter
 from planner.core.schedule.program import needed_message
 from planner.core.values.placement import stages_on
@@ -52,14 +53,8 @@ class BuildingBlock(NamedTuple):
     """I of the device's first stage."""
 
 
-class BuildingBlockSchedule(Schedule):
+class BuildingBlockSchedule(VSchedule):
     """Schedule that repeats a building block; each device has two stages, placed as a V."""
-
-    torch_name = ""
-    is_chunked = True
-    exact_chunks = 2
-    placement = "v"
-    splits_backward = True
 
     @abstractmethod
     def block(self, device: int, num_devices: int) -> BuildingBlock:

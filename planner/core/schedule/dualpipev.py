@@ -9,14 +9,11 @@ first, then the backward. Most backwards are whole. Split backwards are used whi
 """
 
 from planner.core.errors import UsageError
-from planner.core.schedule.base import Action, Schedule
-from planner.core.schedule.halves import OrderBuilder
-
-_DOWN, _UP = 0, 1
-"""Chunks of a device: its stage on the way down the V, and its stage on the way up."""
+from planner.core.schedule.base import Action
+from planner.core.schedule.halves import DOWN, UP, OrderBuilder, VSchedule
 
 
-class DualPipeV(Schedule):
+class DualPipeV(VSchedule):
     """Schedule with two stages per device, placed as a V.
 
     A device alternates forwards of one of its stages with backwards of the other stage.
@@ -25,30 +22,26 @@ class DualPipeV(Schedule):
     name = "dualpipev"
     title = "DualPipeV"
     torch_name = "DualPipeV"
-    is_chunked = True
-    exact_chunks = 2
-    placement = "v"
-    splits_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the action order of torch's schedule. Passes that torch overlaps are run one after the other."""
         behind = num_devices - 1 - device
         row = OrderBuilder(self.stages_on(device, num_devices, chunks), micro_batches)
         for _ in range(2 * behind):
-            row.forward(_DOWN)
+            row.forward(DOWN)
         for _ in range(device + 1):
-            row.forward(_DOWN)
-            row.forward(_UP)
+            row.forward(DOWN)
+            row.forward(UP)
         for _ in range(behind):
-            row.input_backward(_UP)
+            row.input_backward(UP)
             row.weight_backward()
-            row.forward(_UP)
+            row.forward(UP)
         for _ in range(micro_batches - 2 * num_devices + device + 1):
-            _pair(row, _DOWN, _UP)
-            _pair(row, _UP, _DOWN)
+            _pair(row, DOWN, UP)
+            _pair(row, UP, DOWN)
         for _ in range(behind):
-            row.backward(_UP)
-            _pair(row, _UP, _DOWN)
+            row.backward(UP)
+            _pair(row, UP, DOWN)
         self._drain(row, device, behind)
         return tuple(row.actions)
 
@@ -77,14 +70,14 @@ class DualPipeV(Schedule):
         """Add the backwards after the last forward; the last ones are split, so that W passes fill idle time."""
         whole = device + 1
         for place in range(2 * (device + 1)):
-            chunk = _DOWN if place % 2 else _UP
+            chunk = DOWN if place % 2 else UP
             if place < whole:
                 row.backward(chunk)
             else:
                 row.input_backward(chunk)
         for _ in range(behind):
             row.weight_backward()
-            row.input_backward(_DOWN)
+            row.input_backward(DOWN)
         for _ in range(device + 1):
             row.weight_backward()
 

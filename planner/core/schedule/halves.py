@@ -1,8 +1,8 @@
-"""Helpers for schedules with split backwards: I runs as early as possible, and W fills idle time."""
+"""Parts of schedules with split backwards: I runs as early as possible, and W fills idle time."""
 
 from collections.abc import Sequence
 
-from planner.core.schedule.base import Action
+from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.kinds import Letter
 
 
@@ -30,6 +30,20 @@ def alternating_order(
         if place >= lag:
             actions.append(weights[place - lag])
     return (*actions, *weights[max(0, len(backwards) - lag) :])
+
+
+DOWN, UP = 0, 1
+"""Chunks of a device in a V: its stage on the way down, and its stage on the way up."""
+
+
+class VSchedule(Schedule):
+    """Schedule with split backwards and two stages per device, placed as a V."""
+
+    torch_name = ""
+    is_chunked = True
+    exact_chunks = 2
+    placement = "v"
+    splits_backward = True
 
 
 class OrderBuilder:

@@ -9,23 +9,16 @@ first device under 1F1B. Without transfers and with F = I = W on all stages, no 
 last action, if M is at least 2K-1. The orders equal those of torch's `ScheduleZBVZeroBubble`.
 """
 
-from planner.core.schedule.base import Action, Schedule
-from planner.core.schedule.halves import OrderBuilder
-
-_DOWN, _UP = 0, 1
-"""Chunks of a device: its stage on the way down the V, and its stage on the way up."""
+from planner.core.schedule.base import Action
+from planner.core.schedule.halves import DOWN, UP, OrderBuilder, VSchedule
 
 
-class ZBV(Schedule):
+class ZBV(VSchedule):
     """Zero-bubble schedule with two stages per device, placed as a V."""
 
     name = "zbv"
     title = "ZB-V"
     torch_name = "ZBVZeroBubble"
-    is_chunked = True
-    exact_chunks = 2
-    placement = "v"
-    splits_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return warm-up passes of both stages, then F, I, W of each stage in turn, then the remaining I and W passes.
@@ -35,22 +28,22 @@ class ZBV(Schedule):
         behind = num_devices - device
         row = OrderBuilder(self.stages_on(device, num_devices, chunks), micro_batches)
         for _ in range(2 * behind - 1):
-            row.forward(_DOWN)
+            row.forward(DOWN)
         for _ in range(device):
-            row.forward(_UP)
-            row.forward(_DOWN)
+            row.forward(UP)
+            row.forward(DOWN)
         for _ in range(behind):
-            _pass(row, _UP)
+            _pass(row, UP)
         for _ in range(max(num_devices - 1, micro_batches - num_devices)):
-            _pass(row, _DOWN)
-            _pass(row, _UP)
+            _pass(row, DOWN)
+            _pass(row, UP)
         for _ in range(device):
-            row.input_backward(_DOWN)
-            row.input_backward(_UP)
+            row.input_backward(DOWN)
+            row.input_backward(UP)
         for _ in range(behind):
-            row.input_backward(_DOWN)
-            row.weight_backward(_DOWN)
-        for chunk in (_UP, _DOWN):
+            row.input_backward(DOWN)
+            row.weight_backward(DOWN)
+        for chunk in (UP, DOWN):
             for _ in range(device):
                 row.weight_backward(chunk)
         return tuple(row.actions)

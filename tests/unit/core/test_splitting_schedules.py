@@ -1,6 +1,7 @@
 """Schedules with backwards in halves: complete, without deadlock, with the bubbles and the memory of their papers."""
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, product, takewhile
@@ -85,10 +86,11 @@ def idle(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_lists_in_the_documentation_are_true(name: str) -> None:
-    """The example at the top of every module."""
-    text = inspect.getdoc(inspect.getmodule(SCHEDULES[name])) or ""
-    drawn = [line.split(": ")[1] for line in text.splitlines() if line.startswith("    device ")]
-    micro_batches = int(text.split("M = ")[1].split(",")[0].split()[0])
+    """The example in the docstring of the class or of its module."""
+    schedule = type(SCHEDULES[name])
+    text = f"{inspect.getdoc(schedule)}\n{inspect.getdoc(inspect.getmodule(schedule))}"
+    drawn = re.findall(r"(?m)^ *device \d: (.*)$", text)
+    micro_batches = int(re.findall(r"M = (\d+)", text)[0])
     rows = SCHEDULES[name].actions(len(drawn), micro_batches, chunks_of(name))
     assert [as_text(row) for row in rows] == drawn
 

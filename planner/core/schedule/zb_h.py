@@ -1,0 +1,53 @@
+"""ZB-H1 and ZB-H2: Qi et al. 2023 (Zero Bubble Pipeline Parallelism, arXiv:2401.10241), section 2.
+
+Both are 1F1B with deferred weight gradients; later stages defer more. Input gradients reach the first stage sooner, and
+the deferred W passes fill the end of the step. Under ZB-H1, stage i, counted from 0, stores K-i micro-batches before
+their I and i more before their W. The sum, K, is what the first stage stores under 1F1B.
+
+ZB-H2 has about twice as many warm-up forwards and twice as many deferred W passes. Stage i stores 2(K-i)-1
+micro-batches before their I and 2i more before their W. If F = I = W and M is at least 2K-1, a device is idle only
+before its first and after its last action.
+"""
+
+from typing import ClassVar
+
+from planner.core.schedule.base import Action, Schedule
+from planner.core.schedule.halves import alternating_order
+
+
+class ZBH1(Schedule):
+    """1F1B with split backwards, which needs no more memory than 1F1B.
+
+    K = 2, M = 3
+    device 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+    device 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    """
+
+    name = "zb-h1"
+    title = "ZB-H1"
+    torch_name = ""
+    splits_backward = True
+    deferred: ClassVar[int] = 1
+    """Warm-up forwards for each later stage, and deferred W passes for each earlier stage."""
+
+    def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
+        """Return the order of 1F1B with split backwards, more warm-up forwards, and deferred W passes."""
+        return alternating_order(
+            [Action(device, "F", i) for i in range(micro_batches)],
+            [Action(device, "I", i) for i in range(micro_batches)],
+            warm_up=self.deferred * (num_devices - 1 - device),
+            lag=self.deferred * device,
+        )
+
+
+class ZBH2(ZBH1):
+    """1F1B with split backwards and about twice as many warm-up forwards.
+
+    K = 2, M = 4
+    device 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    device 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3
+    """
+
+    name = "zb-h2"
+    title = "ZB-H2"
+    deferred = 2
