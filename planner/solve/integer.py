@@ -33,12 +33,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from planner.core.cost.arrays import BoolArray, FloatArray
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import SolverError
 from planner.core.extras import check_installed, importing, without_output
 from planner.solve.answer import Answer
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.space.arrays import BoolArray, FloatArray
 from planner.solve.space.case import Case
 from planner.solve.space.problem import StageArrays
 from planner.solve.space.tables import max_stage_layers

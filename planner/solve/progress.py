@@ -13,10 +13,10 @@ from math import inf
 
 import numpy as np
 
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.partition import Partition
 from planner.solve.answer import SAME, Answer
 from planner.solve.deadline import Deadline, OutOfTimeError
-from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 

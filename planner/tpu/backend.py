@@ -222,10 +222,10 @@ def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
         if kept and not narrow
     }
     found: list[dict[int, bool]] = [{} for _ in compiled]
-    for storage, (origin, place) in enumerate(zip(storages.origin, storages.place, strict=True)):
-        if storages.kept[storage] and origin >= 0:
-            array = compiled[origin].output_kinds[place]
-            found[origin][place] = array.loop_bytes < array.bytes and storage not in wide
+    for storage in storages.storages:
+        if storage.kept and storage.origin >= 0:
+            array = compiled[storage.origin].output_kinds[storage.place]
+            found[storage.origin][storage.place] = array.loop_bytes < array.bytes and storage not in wide
     return found
 
 

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.core.cost.chain_costs import FloatArray, sums_before
+from planner.core.cost.arrays import FloatArray
+from planner.core.cost.chain_costs import sums_before
 from planner.core.cost.layer_memory import BACKWARD, FORWARD
 from planner.core.cost.moments import BACKWARDS, FORWARDS
 from planner.core.cost.parts import Parts, PartSize, all_parts, running_part

@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.workload import Workload
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from planner.core.cost.parts import Parts
     from planner.core.cost.stages import Stages, StageWindow
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 BUCKET_BYTES = 4 * 2**20
 """Approximate size in bytes of a message with small gradients to other replicas; larger gradients need no copy."""
@@ -274,7 +272,7 @@ class ChainCosts:
         return self.composed_halves()
 
     @property
-    def has_backward(self) -> NDArray[np.bool_]:
+    def has_backward(self) -> BoolArray:
         """Mask of layers with a backward: the layer or an earlier one has trained parameters; shape (L,).
 
         Layers without a backward, and stages that end with one, are never recomputed. If no layer has gradients, the
@@ -292,4 +290,10 @@ class ChainCosts:
 def sums_before(per_layer: FloatArray) -> FloatArray:
     """Return prefix sums of shape (L+1,): entry i is the sum of `per_layer` over layers 0 to i - 1."""
     sums: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
+    return sums
+
+
+def sums_after(per_layer: FloatArray) -> FloatArray:
+    """Return suffix sums of shape (L,): entry i is the sum of `per_layer` over layers i + 1 to L - 1."""
+    sums: FloatArray = per_layer.sum() - np.cumsum(per_layer)
     return sums

@@ -13,8 +13,8 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import ChainCosts, LayerState, Relays, Storages
 from planner.core.cost.size_costs import SizeCosts, additive_costs, exact_costs
 from planner.core.cost.storages import CrossingStorages
@@ -23,8 +23,6 @@ from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
 from planner.core.extensions import load
 from planner.core.values.profile import MemoryDetail, Profile
-
-FloatArray = NDArray[np.float64]
 
 
 def covers_size(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -> bool:
@@ -88,10 +86,13 @@ class CostTable:
         weighted = [(self._at(n), weight) for n, weight in self._weights(micro_batch_size, extrapolate=extrapolate)]
         blended = {
             name: _blend([(getattr(costs, name), weight) for costs, weight in weighted])
-            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "memory_model")
+            for name in ("gradients", "boundaries", "levels", "memory_model")
         }
+        forward_us, backward_us = self.times_at(micro_batch_size, extrapolate=extrapolate)
         return ChainCosts(
             micro_batch_size=micro_batch_size,
+            forward_us=forward_us,
+            backward_us=backward_us,
             exact=self._exact,
             composed_halves=cache(lambda: _blend([(costs.halves(), weight) for costs, weight in weighted])),
             halves_assumed=self.halves_assumed,

@@ -20,19 +20,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import ManyLevels, StageLevels, least_levels
+from planner.core.cost.layer_memory import StageLevels, least_levels
 from planner.core.cost.memory import window_of_stage
 from planner.core.cost.moments import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
 from planner.core.cost.parts import PartSize, shared_parts_of
 from planner.core.cost.stages import stages_in, with_recomputed_layers
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 _MUCH: Final = 2.0**48
 """Bytes above any real size, yet small enough that sums with it are exact to one byte."""
@@ -252,7 +249,7 @@ def least_totals_by_layers(
     columns = slice(int(firsts[0]), stop)
     stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
     saved, levels = least_levels(costs, firsts, columns)
-    return shared_parts_of(with_recomputed_layers(stages, ManyLevels(saved, *levels)), "layers").totals(stages.shape)
+    return shared_parts_of(with_recomputed_layers(stages, StageLevels(saved, *levels)), "layers").totals(stages.shape)
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:

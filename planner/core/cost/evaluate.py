@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import ChunkMemory, SharedBytes, chunk_memory, chunk_memory_at_peak, shared_bytes
@@ -26,15 +26,13 @@ from planner.core.cost.stage_time import (
     shared_gradient_bytes,
     split_backward_times,
 )
-from planner.core.cost.step_time import gpipe_step
+from planner.core.cost.step_time import gpipe_step_us
 from planner.core.cost.width import profile_of_plan
 from planner.core.cost.workload import training_run
 from planner.core.schedule import Action
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Inputs, Plan, Predicted, SolverReport, Stage, StageMemory
 from planner.core.values.profile import GENERATOR, Profile
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +149,7 @@ class Evaluation:
     def pipeline_us(self) -> float:
         """Time of a step in microseconds without all-reduces and optimizer: by a formula for GPipe, else simulated."""
         if self.partition.schedule_object.has_closed_form:
-            return gpipe_step(self.stage_times, micro_batches=self.partition.micro_batches).step_us
+            return gpipe_step_us(self.stage_times, self.partition.micro_batches)
         if self._splits_backward:
             return period_us(self.actions, self.stage_times, [0.0] * self.partition.num_devices)
         return last_end_us(self.actions, self.stage_times)

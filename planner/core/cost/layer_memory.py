@@ -27,16 +27,14 @@ Sizes are rounded to whole bytes before they are added, so that sums do not depe
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ChainCosts, sums_before
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
+from planner.core.cost.chain_costs import ChainCosts, sums_after, sums_before
 from planner.core.cost.passing import RelayedTensors
 from planner.core.cost.waiting import Backward, waiting_in
-
-FloatArray = NDArray[np.float64]
 
 KEEP, RECOMPUTE = 0, 1
 """First index of many arrays, the decision for a layer: keep its saved tensors, or recompute them."""
@@ -68,23 +66,18 @@ class Pending(NamedTuple):
     """Bytes that the creating layer leaves unsaved: entry 0 if that layer is not recomputed, entry 1 if it is."""
 
 
-class StageLevels(NamedTuple):
+Bytes = TypeVar("Bytes", float, FloatArray)
+"""Bytes of one stage, or an array for several stages or choices of recomputed layers."""
+
+
+class StageLevels(NamedTuple, Generic[Bytes]):
     """Bytes that a micro-batch saves in a stage with single recomputed layers, and highest memory during its passes."""
 
-    saved: float
-    forward: float
-    first_backward: float
-    backward: float
+    saved: Bytes
+    forward: Bytes
+    first_backward: Bytes
+    backward: Bytes
     """Highest memory of a later backward. Without exact records, the three peaks are equal: transient memory."""
-
-
-class ManyLevels(NamedTuple):
-    """`StageLevels` for N choices of recomputed layers at once: arrays of shape (N,)."""
-
-    saved: FloatArray
-    forward: FloatArray
-    first_backward: FloatArray
-    backward: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +98,7 @@ class StageLayers:
     """Bytes that each layer saves, without pending storages; shape and rows as in `peaks`."""
     pending: tuple[tuple[Pending, ...], ...]
     """For each layer of the stage, the storages that it creates and that later layers save only if recomputed."""
-    can_recompute: NDArray[np.bool_]
+    can_recompute: BoolArray
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
     """For each layer, bytes of the stage's copied input that no layer saves and that this or a later layer reads.
@@ -146,7 +139,7 @@ class StageLayers:
             passed=_passed(costs, unkept, first, end) * (copied[0] > 0),
         )
 
-    def levels(self, recomputed: Collection[int]) -> StageLevels:
+    def levels(self, recomputed: Collection[int]) -> StageLevels[float]:
         """Return saved bytes and peaks of the stage if the layers `recomputed` (indices in the chain) are recomputed.
 
         Complexity: O(end - first).
@@ -155,7 +148,7 @@ class StageLayers:
         is_recomputed[0, [n - self.first for n in recomputed]] = True
         return StageLevels(*(float(each[0]) for each in self.many_levels(is_recomputed)))
 
-    def many_levels(self, recomputed: NDArray[np.bool_]) -> ManyLevels:
+    def many_levels(self, recomputed: BoolArray) -> StageLevels[FloatArray]:
         """Return saved bytes and peaks of the stage for N choices of recomputed layers at once.
 
         Args:
@@ -184,7 +177,7 @@ class StageLayers:
             ]
         # The engine stores the output of the last layer.
         leaving = np.sum([size for _, size in pending], axis=0) if pending else np.zeros(num)
-        return ManyLevels(held + leaving + self.passed[-1], *highest)
+        return StageLevels(held + leaving + self.passed[-1], *highest)
 
 
 def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
@@ -202,7 +195,7 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     return dropped, np.maximum(dropped - kept, 0.0)
 
 
-def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> tuple[FloatArray, LayerPeaks]:
+def least_levels(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[FloatArray, LayerPeaks]:
     """Return saved bytes and peaks of stages, for lower bounds that hold for any choice of recomputed layers.
 
     To get a lower bound of the saved bytes, subtract the `most_savings` of all recomputed layers. To get a lower bound
@@ -271,17 +264,16 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     forward, first_backward, backward = (peak[stage] for peak in all_kept)
     rewritten = np.rint(costs.state.rewritten[stage])
     output, gradients = np.rint(costs.boundaries.output[stage]), np.rint(costs.gradients[stage])
-    later_bytes = gradients.sum() - np.cumsum(gradients)
     casts = np.rint(costs.state.casts[stage])
-    later_casts = casts.sum() - np.cumsum(casts)
     # The gradient of the stage's own output is counted with the engine's transfers.
     recomputing = np.append(np.rint(costs.boundaries.output_gradient[first : end - 1]), 0.0) + forward + rewritten
     own_output = output[-1] - gone_by
-    later = np.stack([own_copy + backward, copied + np.maximum(recomputing, backward)]) + later_casts
+    later = np.stack([own_copy + backward, copied + np.maximum(recomputing, backward)]) + sums_after(casts)
     later += waiting_in(costs, "later", first, end)
     later += own_output - counted_twice
     later[KEEP, -1] -= np.rint(costs.levels.end_twice[end - 1])
-    sooner = np.stack([own_copy + first_backward, copied + np.maximum(recomputing, first_backward)]) + later_bytes
+    sooner = np.stack([own_copy + first_backward, copied + np.maximum(recomputing, first_backward)])
+    sooner += sums_after(gradients)
     sooner += own_output - counted_twice + waiting_in(costs, "first", first, end)
     sooner[KEEP, -1] -= np.rint(costs.levels.end_twice_first[end - 1])
     if casts.any():

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import StageLayers, StageLevels
 from planner.core.cost.moments import Moment, Moments
@@ -22,8 +23,6 @@ from planner.core.cost.parts import Parts, parts_of
 from planner.core.cost.passing import is_simple
 from planner.core.cost.stages import Stages, stages_in, with_arrays, with_recomputed_layers
 from planner.core.values.plan import Recompute, StageMemory
-
-FloatArray = NDArray[np.float64]
 
 _MOST_AT_ONCE: Final = 1 << 17
 """Largest window, in stages, from which single stages are selected; this limits transient memory."""
@@ -100,7 +99,7 @@ def stage_memories(
     return memories
 
 
-def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Stages:
+def _single(window: Stages, rows: IntArray, columns: IntArray) -> Stages:
     """Return the stages at (rows[i], columns[i]) of a window, as a new window with one column and a row for each i."""
 
     def of(array: NDArray[Any]) -> NDArray[Any]:
@@ -162,7 +161,7 @@ def window_of_stage(
 
 def peak_bytes_of_stages(
     costs: ChainCosts,
-    firsts: NDArray[np.int64],
+    firsts: IntArray,
     columns: slice | int,
     moments: Moments,
     *,
@@ -218,9 +217,7 @@ class LinearMoment(NamedTuple):
     """Position in `LayerPeaks` of the peak that is added; None if none is added."""
 
 
-def linear_moments(
-    costs: ChainCosts, firsts: NDArray[np.int64], stop: int, moments: Moments
-) -> tuple[LinearMoment, ...]:
+def linear_moments(costs: ChainCosts, firsts: IntArray, stop: int, moments: Moments) -> tuple[LinearMoment, ...]:
     """Return the memory of stages that recompute single layers, as linear functions of saved bytes and peaks.
 
     Args:

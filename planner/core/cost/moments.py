@@ -44,11 +44,9 @@ from functools import lru_cache
 from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.core.cost.arrays import IntArray
 from planner.core.schedule import Action, Instruction, Letter, Schedule, instruction_lists
-
-IntArray = NDArray[np.int64]
 
 PartName = Literal[
     "gradients",

@@ -31,8 +31,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.core.cost.arrays import FloatArray
 from planner.core.cost.layer_memory import BACKWARD, FIRST_BACKWARD, FORWARD
 from planner.core.cost.moments import (
     BACKWARDS,
@@ -46,8 +46,6 @@ from planner.core.cost.moments import (
 )
 from planner.core.cost.stages import SplitBackwardMemory, Stages
 from planner.core.values.plan import ITEMS, Item, Recompute
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

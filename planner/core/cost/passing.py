@@ -6,16 +6,13 @@ output in one storage, unless a layer of the stage reads the tensor and adds to 
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.waiting import Backward, waiting_rows
 
 _BLOCK = 512
 """Number of last layers that are processed at once."""
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 
 class RelayedTensors:

@@ -14,11 +14,12 @@ events), arrays over partitions (`makespans`), or linear expressions (`device_sp
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from planner.core.cost.arrays import FloatArray
 from planner.core.cost.linear import Linear
 from planner.core.schedule import (
     KINDS,
@@ -31,7 +32,6 @@ from planner.core.schedule import (
     sending_stage,
 )
 
-FloatArray = NDArray[np.float64]
 Clock = TypeVar("Clock", float, FloatArray, Linear)
 
 _BLOCK = 1024
@@ -87,6 +87,15 @@ class Durations(NamedTuple, Generic[Clock]):
     """Durations of the last micro-batch's actions, by letter and then by stage."""
     sends: Sequence[Clock]
     blocking: Sequence[bool]
+
+
+_NAMES: Final[Mapping[str, tuple[str, str]]] = {
+    "F": ("forward_us", "forward_us"),
+    "B": ("backward_us", "last_backward_us"),
+    "I": ("input_backward_us", "last_input_backward_us"),
+    "W": ("weight_backward_us", "weight_backward_us"),
+}
+"""Fields of `StageTimes` with the durations of each kind of action, and of the last micro-batch's actions."""
 
 
 class DeviceSpans(NamedTuple, Generic[Clock]):
@@ -165,36 +174,23 @@ def early_allreduces_us(
 
 def makespans(
     actions: Sequence[Sequence[Action]],
+    times: Mapping[str, FloatArray],
     *,
-    forward_us: FloatArray,
-    backward_us: FloatArray,
-    last_backward_us: FloatArray,
-    send_us: FloatArray,
     blocking: ArrayLike = False,
-    input_backward_us: FloatArray | None = None,
-    last_input_backward_us: FloatArray | None = None,
-    weight_backward_us: FloatArray | None = None,
     own_us: FloatArray | None = None,
     sums_us: FloatArray | None = None,
 ) -> FloatArray:
     """Return the step times of N partitions of a chain, all with the same number of stages.
 
-    Arrays have shape (N, S) for S = K V stages in the order of the chain, unless stated otherwise. Their values are
-    those of the fields of `StageTimes` with the same names.
-
     Args:
         actions: Actions of each of the K devices, in order.
-        forward_us: Forward pass of a micro-batch.
-        backward_us: Backward pass of a micro-batch.
-        last_backward_us: Backward pass of the last micro-batch.
-        send_us: Transfer over the boundary after each stage; the last column is not read.
-        blocking: True if such a transfer keeps the receiver busy: shape (S,), or one value for all.
-        input_backward_us: Input-gradient pass (I). Required, like the next two, if the schedule splits backwards.
-        last_input_backward_us: I of the last micro-batch.
-        weight_backward_us: Weight-gradient pass (W).
+        times: Arrays by the names of the fields of `StageTimes`, shape (N, S) for S = K V stages in the order of the
+            chain. Times of split backwards may be missing if the schedule does not split backwards.
+        blocking: True if a transfer keeps the receiver busy: shape (S,), or one value for all.
         own_us: Time of all all-reduces and optimizer steps (U) of each device, shape (N, K). If given, periods are
             returned.
-        sums_us: Time of each stage's all-reduce; all-reduces that end early (`early_allreduces_us`) reduce `own_us`.
+        sums_us: Time of each stage's all-reduce, shape (N, S). All-reduces that end early (`early_allreduces_us`)
+            reduce `own_us`.
 
     Returns:
         Microseconds, shape (N,): bit for bit the results of `last_end_us`, or of `period_us` if `own_us` is given.
@@ -204,11 +200,8 @@ def makespans(
 
     Complexity: O(K V M) numpy operations per 1024 partitions.
     """
-    num_partitions, num_stages = forward_us.shape
-    every = {"F": forward_us, "B": backward_us, "I": input_backward_us, "W": weight_backward_us}
-    last = {**every, "B": last_backward_us, "I": last_input_backward_us}
-    there = [times for times in (*every.values(), *last.values(), send_us) if times is not None]
-    if {times.shape for times in there} != {forward_us.shape}:
+    num_partitions, num_stages = shape = times["forward_us"].shape
+    if any(each.shape != shape for each in times.values()):
         raise ValueError(f"times of {num_stages} stages of {num_partitions} partitions need arrays of one shape")
     blocks = np.broadcast_to(np.asarray(blocking, dtype=np.bool_), (num_stages,)).tolist()
     steps = _known_steps(tuple(map(tuple, actions)), num_stages)
@@ -216,14 +209,15 @@ def makespans(
     for first in range(0, num_partitions, _BLOCK):
         block = slice(first, min(first + _BLOCK, num_partitions))
 
-        def rows(times: FloatArray, block: slice = block) -> list[FloatArray]:
+        def rows(each: FloatArray, block: slice = block) -> list[FloatArray]:
             # One row per stage, so that the times of all partitions are contiguous in memory.
-            return list(np.ascontiguousarray(times[block].T, dtype=np.float64))
+            return list(np.ascontiguousarray(each[block].T, dtype=np.float64))
 
-        durations = {kind: rows(times) for kind, times in every.items() if times is not None}
-        last_durations = {kind: rows(times) for kind, times in last.items() if times is not None}
-        times = Durations(durations, last_durations, rows(send_us), blocks)
-        clocks = _carry(steps, len(actions), times, begin=np.zeros(block.stop - block.start), later_of=np.maximum)
+        durations, last = (
+            {letter: rows(times[names[n]]) for letter, names in _NAMES.items() if names[n] in times} for n in (0, 1)
+        )
+        of_block = Durations(durations, last, rows(times["send_us"]), blocks)
+        clocks = _carry(steps, len(actions), of_block, begin=np.zeros(block.stop - block.start), later_of=np.maximum)
         if own_us is None:
             ends[block] = np.max(clocks.ends, axis=0)
         else:
@@ -320,17 +314,9 @@ def _walk(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None
 ) -> "DeviceSpans[float]":
     """Return when each device begins and ends its step, as numbers; call `note` for every action and transfer."""
-    durations = {
-        "F": [stage.forward_us for stage in stages],
-        "B": [stage.backward_us for stage in stages],
-        "I": [stage.input_backward_us for stage in stages],
-        "W": [stage.weight_backward_us for stage in stages],
-    }
-    last = {
-        **durations,
-        "B": [stage.last_backward_us for stage in stages],
-        "I": [stage.last_input_backward_us for stage in stages],
-    }
+    durations, last = (
+        {letter: [getattr(stage, names[n]) for stage in stages] for letter, names in _NAMES.items()} for n in (0, 1)
+    )
     times = Durations(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
     steps = _steps_of(actions, len(stages))
     return _carry(steps, len(actions), times, begin=0.0, later_of=max, note=note)

@@ -11,21 +11,24 @@ from functools import cache, partial
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import Boundaries, LayerMemoryModel, MemoryLevels, SplitBackwardCosts
+from planner.core.cost.arrays import BoolArray, FloatArray
+from planner.core.cost.chain_costs import (
+    Boundaries,
+    LayerMemoryModel,
+    MemoryLevels,
+    SplitBackwardCosts,
+    sums_after,
+    sums_before,
+)
 from planner.core.cost.storages import Crossing, CrossingStorages, Relay, additive_crossing, writes_received
 from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SizeCosts:
-    """Costs of a chain that depend on the micro-batch size, at one of the profile's sizes."""
+    """Memory of a chain's layers, and times of their split backwards, at one of the profile's micro-batch sizes."""
 
-    forward_us: FloatArray
-    backward_us: FloatArray
     gradients: FloatArray
     boundaries: Boundaries
     levels: MemoryLevels
@@ -41,17 +44,13 @@ class SizeCosts:
 
 def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     """Return the costs from required fields of the layers, at the micro-batch size with index `n` in the profile."""
-    output = np.array([layer.output_bytes[n] for layer in layers], dtype=float)
-    saved = np.array([layer.saved_bytes[n] for layer in layers], dtype=float)
-    forward, backward = (
-        np.array([peaks[n] if peaks else 0 for peaks in by_layer], dtype=float)
-        for by_layer in ([x.forward_peak_bytes for x in layers], [x.backward_peak_bytes for x in layers])
-    )
+    output = _per_layer(layers, lambda layer: layer.output_bytes[n])
+    saved = _per_layer(layers, lambda layer: layer.saved_bytes[n])
+    forward = _per_layer(layers, lambda layer: layer.forward_peak_bytes[n] if layer.forward_peak_bytes else 0)
+    backward = _per_layer(layers, lambda layer: layer.backward_peak_bytes[n] if layer.backward_peak_bytes else 0)
     nothing = np.zeros(len(layers))
     gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
     return SizeCosts(
-        forward_us=_per_layer(layers, lambda layer: layer.forward_us[n]),
-        backward_us=_per_layer(layers, lambda layer: layer.backward_us[n]),
         gradients=gradients,
         boundaries=Boundaries(
             input=np.append(0.0, output[:-1]),
@@ -96,8 +95,6 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
     at_end = _held_at_end(boundaries, passing)
     return SizeCosts(
-        forward_us=_per_layer(layers, lambda layer: layer.forward_us[n]),
-        backward_us=_per_layer(layers, lambda layer: layer.backward_us[n]),
         gradients=gradients,
         boundaries=boundaries,
         levels=_exact_levels(layers, details, boundaries, saved=saved, gradients=gradients, at_end=at_end),
@@ -109,11 +106,11 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
 
 
 def _boundaries(
-    details: Sequence[MemoryDetail], crossing_bytes: FloatArray, unkept: FloatArray, writes: NDArray[np.bool_]
+    details: Sequence[MemoryDetail], crossing_bytes: FloatArray, unkept: FloatArray, writes: BoolArray
 ) -> Boundaries:
     # Tensors are sent one by one, even if they share a storage. A stage stores whole storages.
-    received = _sums([[tensor.bytes for tensor in detail.inputs] for detail in details])
-    gradients = _sums([[tensor.bytes for tensor in detail.inputs if tensor.carries] for detail in details])
+    received = np.array([sum(tensor.bytes for tensor in detail.inputs) for detail in details], float)
+    gradients = np.array([sum(each.bytes for each in detail.inputs if each.carries) for detail in details], float)
     output = np.append(np.maximum(crossing_bytes[:-1], received[1:]), crossing_bytes[-1])
     return Boundaries(
         input=received,
@@ -128,14 +125,6 @@ def _boundaries(
     )
 
 
-def _sums(sizes: Sequence[Sequence[int]]) -> FloatArray:
-    return np.array([sum(each) for each in sizes], dtype=float)
-
-
-def _sums_before(sizes: FloatArray) -> FloatArray:
-    return np.append(0.0, np.cumsum(sizes)[:-1])
-
-
 def _exact_levels(
     layers: Sequence[LayerProfile],
     details: Sequence[MemoryDetail],
@@ -145,8 +134,9 @@ def _exact_levels(
     gradients: FloatArray,
     at_end: FloatArray,
 ) -> MemoryLevels:
-    held = _sums_before(saved)
-    gradients_through, casts_through = np.cumsum(gradients), np.cumsum([float(layer.cast_bytes) for layer in layers])
+    held = sums_before(saved)[:-1]
+    gradients_through = np.cumsum(gradients)
+    casts_through = np.cumsum(_per_layer(layers, lambda layer: layer.cast_bytes))
 
     def peaks(peak: Callable[[MemoryDetail], int]) -> FloatArray:
         return np.array([peak(detail) for detail in details], dtype=float)
@@ -206,13 +196,11 @@ def _additive_halves(
     layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, transient: FloatArray, gradients: FloatArray
 ) -> SplitBackwardCosts:
     input_us, weight_us = _half_us(layers, n, gradients)
-    held = [
-        float(layer.weight_held_bytes[n] if layer.weight_held_bytes else saved[i]) for i, layer in enumerate(layers)
-    ]
+    held = [layer.weight_held_bytes[n] if layer.weight_held_bytes else saved[i] for i, layer in enumerate(layers)]
     return SplitBackwardCosts(
         input_us=input_us,
         weight_us=weight_us,
-        held=np.array(held),
+        held=np.array(held, float),
         weight_gradients=gradients,
         first_input=transient,
         input=transient,
@@ -242,16 +230,12 @@ def _exact_halves(
     held = of(lambda record: record.held_bytes) - batch
     # If the next layer keeps its input, which is this layer's output, it counts in the next layer.
     held_output = np.append(held_input[1:], 0.0)
-    saved_before, held_before = _sums_before(saved), _sums_before(held)
+    held_before = sums_before(held)[:-1]
     made_by_input = np.maximum(gradients - weight_gradients, 0.0)
-    casts = np.array([float(layer.cast_bytes) for layer in layers])
+    casts = _per_layer(layers, lambda layer: layer.cast_bytes)
 
-    # Sums over all later layers of the chain. `stages.py` subtracts the layers after a stage's end.
-    def sums_after(per_layer: FloatArray) -> FloatArray:
-        beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)
-        return beyond
-
-    base = saved_before + sums_after(held)
+    # `stages.py` subtracts the layers after a stage's end from the sums over all later layers of the chain.
+    base = sums_before(saved)[:-1] + sums_after(held)
     first, later = of(lambda r: r.first_input_peak_bytes), of(lambda r: r.input_peak_bytes)
     first_with_output = of(lambda r: r.output_first_input_peak_bytes, first + held_output)
     with_output = of(lambda r: r.output_input_peak_bytes, later + held_output)

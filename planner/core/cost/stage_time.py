@@ -17,15 +17,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts, TiedParameters, sums_before
 from planner.core.cost.simulate import StageTimes
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 Numbers = FloatArray | float
 
 CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
@@ -177,7 +176,7 @@ class ChainSums:
     backward_us: FloatArray
     optimizer_us: FloatArray
     gradient_bytes: FloatArray
-    has_backward: NDArray[np.bool_]
+    has_backward: BoolArray
     """True if a stage that ends at this cut has a backward."""
     crossing_bytes: FloatArray
     """Bytes sent over the cut for one micro-batch; 0 at both ends of the chain."""

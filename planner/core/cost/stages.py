@@ -12,15 +12,14 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageMemoryModel, bytes_field, sums_before
-from planner.core.cost.layer_memory import ManyLevels, StageLevels, cast_gradient_peaks, recomputed_levels
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
+from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageMemoryModel, bytes_field, sums_after, sums_before
+from planner.core.cost.layer_memory import StageLevels, cast_gradient_peaks, recomputed_levels
 from planner.core.cost.passing import NoRelayedTensors, RelayedTensors
 from planner.core.cost.waiting import Backward
 from planner.core.cost.weight_backward import weight_peaks
 from planner.core.values.plan import Item
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 _Record = TypeVar("_Record")
 
 
@@ -103,7 +102,7 @@ class Stages:
     """Gradient sent to the previous stage."""
     saved: FloatArray
     """Bytes saved by one micro-batch between its forward and its backward, without the received input."""
-    forward_only: NDArray[np.bool_]
+    forward_only: BoolArray
     """True if no layer up to the stage's end is trained: the stage has no backward and recomputes nothing."""
     peaks: StagePeaks
     message: FloatArray
@@ -136,7 +135,7 @@ def stages_in(
     return replace(stages, halves=window.halves(stages)) if in_halves else stages
 
 
-def with_recomputed_layers(stages: Stages, levels: StageLevels | ManyLevels) -> Stages:
+def with_recomputed_layers(stages: Stages, levels: StageLevels[Any]) -> Stages:
     """Return the stages in whole bytes, with saved bytes and peaks from `levels` of stages with recomputed layers."""
 
     def of_all(size: FloatArray | float) -> FloatArray:
@@ -219,17 +218,13 @@ class StageWindow:
         unsaved = edge.unsaved_output[self.last]
         forward_only = np.broadcast_to(~costs.has_backward[self.last], shape)
         crossing = np.where(is_last, 0.0, output)
-        gets_gradient, sends_gradient = (
-            ~(forward_only | is_last),
-            costs.has_backward[self.firsts - 1] & (self.firsts > 0),
-        )
+        gets_gradient = ~(forward_only | is_last)
+        sends_gradient = costs.has_backward[self.firsts - 1] & (self.firsts > 0)
         saved = self.sums(costs.levels.saved) + unsaved - passing.unkept + copied_input
         # Replicas sum zeros for parameters without a gradient.
         gradients = self._tied(costs.gradients, "gradients") + self.sums(costs.state.idle * (costs.bucket_bytes > 0))
         always = {item: self._tied(getattr(state, item), item) for item in ALWAYS}
         always["buffers"] = always["buffers"] + self.sums(costs.levels.attributes)
-        peaks = self._peaks(output)
-        first_message, message = self._message_peaks(peaks, gradients, output)
         batch = np.where(self.first == 0, edge.input[0], 0.0) + np.where(is_last, costs.target, 0.0)
         return Stages(
             micro_batches=micro_batches,
@@ -253,7 +248,7 @@ class StageWindow:
             input_gradient=np.where(sends_gradient, edge.input_gradient[self.firsts], 0.0)[:, None],
             saved=saved,
             forward_only=forward_only,
-            peaks=replace(peaks, first_message=first_message, message=message),
+            peaks=self._peaks(output, gradients) if costs.exact else self._transients(),
             message=np.minimum(costs.bucket_bytes, gradients) if costs.bucket_bytes else np.zeros((1, 1)),
             memory_model=None if costs.memory_model is None else costs.memory_model.in_stages(self, micro_batches),
             halves=None,
@@ -263,11 +258,6 @@ class StageWindow:
         """Return the memory of the stages with a split backward."""
         costs, halves = self.costs, self.costs.halves
         by_input = np.maximum(costs.gradients - halves.weight_gradients, 0.0)
-
-        def sums_after(per_layer: FloatArray) -> FloatArray:
-            beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)[self.last]
-            return beyond
-
         # If it was not measured, assume that all saved tensors and the received input are kept.
         held = stages.input + stages.saved if costs.halves_assumed else self.sums(halves.held)
         if not costs.exact:
@@ -281,18 +271,18 @@ class StageWindow:
                 first_weight=transient,
                 weight=transient,
             )
-        above = stages.output - sums_after(halves.held)
+        above: FloatArray = stages.output - sums_after(halves.held)[self.last]
 
         def highest_input(level: FloatArray, end_level: FloatArray) -> FloatArray:
             # Gradients of shared parameters wait in W, not in I.
             return self._highest_backward(level, level - end_level) + above
 
         assert isinstance(self.passing, RelayedTensors)
-        first_weight, weight = weight_peaks(costs, self.passing, self.firsts, self.columns)
+        first_weight, weight = weight_peaks(self, self.passing)
         return SplitBackwardMemory(
             held=held,
             gradients=self.sums(by_input),
-            first_input=highest_input(halves.first_input, halves.end_first_input) - sums_after(by_input),
+            first_input=highest_input(halves.first_input, halves.end_first_input) - sums_after(by_input)[self.last],
             input=highest_input(halves.input, halves.end_input),
             first_weight=first_weight,
             weight=weight,
@@ -333,29 +323,27 @@ class StageWindow:
         boundary = np.where(self.last > self.first, state.optimizer_boundary_peak[self.columns], 0.0)
         return self.highest(np.maximum(state.optimizer_peak[self.columns], boundary))
 
-    def _peaks(self, output: FloatArray) -> StagePeaks:
+    def _peaks(self, output: FloatArray, gradients: FloatArray) -> StagePeaks:
         costs, levels, edge, columns = self.costs, self.costs.levels, self.costs.boundaries, self.columns
         passing, casts = self.passing, self.costs.state.casts
-        if not costs.exact:
-            return self._transients()
         # Received tensors count as the stage's input, even if a later layer of the stage reads them.
         unkept = passing.received_input(passing.unkept, edge.unkept_input[columns])
         alive = passing.received_input(passing.all, edge.input_alive[columns])
-        later_casts = casts.sum() - np.cumsum(casts)[self.last]
-        backward = self._highest_backward(levels.backward, levels.end_twice, "later") - later_casts + output
-        later_gradients = costs.gradients.sum() - np.cumsum(costs.gradients)[self.last]
+        backward = self._highest_backward(levels.backward, levels.end_twice, "later")
+        backward = backward - sums_after(casts)[self.last] + output
         first_backward = self._highest_backward(levels.first_backward, levels.end_twice_first, "first")
-        first_backward = first_recomputed = first_backward - later_gradients + output
+        first_backward = first_recomputed = first_backward - sums_after(costs.gradients)[self.last] + output
         if casts.any():
             backward, first_recomputed = self._with_gradients_of_casts(backward, first_backward, output)
+        first_message, message = self._message_peaks(first_backward, backward, gradients, output)
         return StagePeaks(
             forward=self.highest(levels.forward[columns] - unkept) - self.saved_before,
             no_grad=self.highest(levels.no_grad[columns] - alive),
             first_backward=first_backward,
             first_recomputed=first_recomputed,
             backward=backward,
-            first_message=first_backward,
-            message=backward,
+            first_message=first_message,
+            message=message,
             transient=backward,
         )
 
@@ -394,7 +382,7 @@ class StageWindow:
         return np.maximum(backward, at_end), np.minimum(first_backward, recomputed)
 
     def _message_peaks(
-        self, peaks: StagePeaks, gradients: FloatArray, output: FloatArray
+        self, first_backward: FloatArray, backward: FloatArray, gradients: FloatArray, output: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
         """Return the highest memory of the first and of a later backward while gradients are sent to other replicas.
 
@@ -403,18 +391,17 @@ class StageWindow:
         bound.
         """
         costs, levels = self.costs, self.costs.levels
-        if not costs.exact or not costs.bucket_bytes or costs.state.casts.any():
-            return peaks.first_backward, peaks.backward
+        if not costs.bucket_bytes or costs.state.casts.any():
+            return first_backward, backward
         trained = np.flatnonzero(costs.gradients > 0)
         at = np.append(trained, costs.num_layers - 1)[np.searchsorted(trained, self.firsts)]
-        later_gradients = costs.gradients.sum() - np.cumsum(costs.gradients)[self.last]
-        first = levels.first_backward[at][:, None] - self.saved_before - later_gradients + output
+        first = levels.first_backward[at][:, None] - self.saved_before - sums_after(costs.gradients)[self.last] + output
         later = levels.backward[at][:, None] - self.saved_before + output
         for tie in costs.ties:
             waits = (at[:, None] == tie.first) & (self.last >= tie.second)
             later = later + np.where(waits, tie.gradient_bytes, 0.0)
         is_one = gradients <= costs.bucket_bytes
         return (
-            np.where(is_one, np.minimum(peaks.first_backward, first), peaks.first_backward),
-            np.where(is_one, np.minimum(peaks.backward, later), peaks.backward),
+            np.where(is_one, np.minimum(first_backward, first), first_backward),
+            np.where(is_one, np.minimum(backward, later), backward),
         )

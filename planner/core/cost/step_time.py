@@ -10,22 +10,8 @@ For the optimizer's step, see `planner.core.cost.stage_time`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from planner.core.cost.simulate import StageTimes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Times of the forward and backward parts of a step in microseconds, without the optimizer's step."""
-
-    forward_us: float
-    backward_us: float
-
-    @property
-    def step_us(self) -> float:
-        """Time from the first forward to the last backward."""
-        return self.forward_us + self.backward_us
 
 
 def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> float:
@@ -51,8 +37,8 @@ def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> floa
     return d
 
 
-def gpipe_step(stages: Sequence[StageTimes], *, micro_batches: int) -> StepTime:
-    """Return the step time of GPipe over `stages` with M micro-batches."""
+def gpipe_step_us(stages: Sequence[StageTimes], micro_batches: int) -> float:
+    """Return the time from the first forward to the last backward of GPipe with M micro-batches, in microseconds."""
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []  # collected from stage 0 to K-1, and run from K-1 to 0
     received_us = 0.0
@@ -64,7 +50,4 @@ def gpipe_step(stages: Sequence[StageTimes], *, micro_batches: int) -> StepTime:
             forward.append((stage.send_us, stage.send_us))
             backward.append((stage.send_us, stage.send_us))
         received_us = boundary_us
-    return StepTime(
-        forward_us=flow_shop_us(forward, micro_batches),
-        backward_us=flow_shop_us(backward[::-1], micro_batches),
-    )
+    return flow_shop_us(forward, micro_batches) + flow_shop_us(backward[::-1], micro_batches)

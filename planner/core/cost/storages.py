@@ -5,6 +5,7 @@ tensor in it. It counts once, at the layer that made it. Comparisons with real a
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from planner.core.values.profile import BoundaryTensor, LayerProfile, MemoryDetail
@@ -40,97 +41,107 @@ def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int,
     return outputs
 
 
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Storage that crosses boundaries, with the layers that make, save and receive it."""
+
+    origin: int
+    """Layer that makes the storage; -1 for the model's input."""
+    place: int
+    """Index among the storages that this layer makes."""
+    bytes: int
+    kept: bool
+    """True if any layer saves the storage."""
+    until: int
+    """Last layer that receives the storage."""
+    kept_by_reader: bool = False
+    relaying: dict[int, int] = field(default_factory=dict)
+    """Layers that pass on a tensor of the storage, with the bytes of its gradient."""
+
+
 class CrossingStorages:
-    """Table of the storages that cross boundaries, with the layers that make, save and receive each of them."""
+    """Table of the storages that cross boundaries."""
 
     def __init__(self, details: Sequence[MemoryDetail]) -> None:
         self.details = details
-        self.bytes: list[int] = []
-        self.origin: list[int] = []
-        self.place: list[int] = []
-        self.until: list[int] = []
-        self.kept: list[bool] = []
-        self.kept_by_reader: list[bool] = []
-        self.relaying: dict[int, dict[int, int]] = {}
-        """Layers that pass on a tensor of each storage, with the bytes of its gradient."""
-        self.crossing_after: list[set[int]] = []
-        self.received: list[list[int]] = []
+        self.storages: list[Storage] = []
+        self.crossing_after: list[set[Storage]] = []
+        """Storages that cross the boundary after each layer."""
+        self.received: list[list[Storage]] = []
+        """Storages of the input tensors of each layer."""
         crossing = [self._new(-1, place, tensor) for place, tensor in enumerate(details[0].inputs)]
         for layer, detail in enumerate(details):
             for storage in crossing:
-                self.until[storage] = layer
+                storage.until = layer
             for storage, tensor in zip(crossing, detail.inputs, strict=False):
-                self.kept[storage] |= tensor.kept
-                self.kept_by_reader[storage] |= tensor.kept
+                storage.kept |= tensor.kept
+                storage.kept_by_reader |= tensor.kept
             received, crossing = crossing, []
             self.received.append(received)
             for tensor in detail.outputs:
                 crossing.append(self._output(layer, tensor, received, crossing))
             self.crossing_after.append(set(crossing))
         for storage in crossing:
-            self.until[storage] = len(details)
+            storage.until = len(details)
 
-    def _new(self, origin: int, place: int, tensor: BoundaryTensor) -> int:
-        self.bytes.append(tensor.bytes)
-        self.origin.append(origin)
-        self.place.append(place)
-        self.until.append(origin)
-        self.kept.append(tensor.kept)
-        self.kept_by_reader.append(False)
-        return len(self.bytes) - 1
+    def _new(self, origin: int, place: int, tensor: BoundaryTensor) -> Storage:
+        storage = Storage(origin, place, tensor.bytes, tensor.kept, until=origin)
+        self.storages.append(storage)
+        return storage
 
-    def _output(self, layer: int, tensor: BoundaryTensor, received: list[int], before: list[int]) -> int:
+    def _output(self, layer: int, tensor: BoundaryTensor, received: list[Storage], before: list[Storage]) -> Storage:
         crossing = [*received, *before]
-        if 0 <= tensor.alias < len(crossing):
-            storage = crossing[tensor.alias]
-            self.kept[storage] |= tensor.kept
-            self.kept_by_reader[storage] |= tensor.kept and self.origin[storage] < layer
-            if tensor.relayed and tensor.carries:
-                # The gradient of a view has the size of the view, not of the storage.
-                given = self.details[layer].inputs
-                size = given[tensor.alias].bytes if tensor.alias < len(given) else self.bytes[storage]
-                self.relaying.setdefault(storage, {}).setdefault(layer, size)
-            return storage
-        return self._new(layer, len(before), tensor)
+        if not 0 <= tensor.alias < len(crossing):
+            return self._new(layer, len(before), tensor)
+        storage = crossing[tensor.alias]
+        storage.kept |= tensor.kept
+        storage.kept_by_reader |= tensor.kept and storage.origin < layer
+        if tensor.relayed and tensor.carries:
+            # The gradient of a view has the size of the view, not of the storage.
+            given = self.details[layer].inputs
+            size = given[tensor.alias].bytes if tensor.alias < len(given) else storage.bytes
+            storage.relaying.setdefault(layer, size)
+        return storage
 
     def saved(self) -> list[float]:
         """Return the bytes saved for backward, by layer. A saved storage counts at the layer that made it."""
         saved = [float(detail.internal_bytes) for detail in self.details]
-        for size, origin, kept in zip(self.bytes, self.origin, self.kept, strict=True):
-            if kept and origin >= 0:
-                saved[origin] += size
+        for storage in self.storages:
+            if storage.kept and storage.origin >= 0:
+                saved[storage.origin] += storage.bytes
         return saved
 
     def crossing(self) -> dict[tuple[int, int], Crossing]:
         """Return every storage by its maker: the layer that makes it, and its index among this layer's storages."""
         crossing = {}
-        for n, size in enumerate(self.bytes):
-            own = float(size)
-            by = (own, 0.0, 0.0) if self.kept_by_reader[n] else (0.0, own, 0.0) if self.kept[n] else (0.0, 0.0, own)
-            crossing[self.origin[n], self.place[n]] = Crossing(self.until[n], by)
+        for each in self.storages:
+            own = float(each.bytes)
+            by = (own, 0.0, 0.0) if each.kept_by_reader else (0.0, own, 0.0) if each.kept else (0.0, 0.0, own)
+            crossing[each.origin, each.place] = Crossing(each.until, by)
         return crossing
 
     def relays(self) -> dict[Relay, int]:
         """Return the tensors that layers pass on, with bytes of gradients; consecutive layers form one relay."""
         relays = {}
-        for n, sizes in self.relaying.items():
+        for each in self.storages:
+            sizes = each.relaying
             begins = [layer for layer in sizes if layer - 1 not in sizes]
             ends = [layer for layer in sizes if layer + 1 not in sizes]
             for first, last in zip(begins, ends, strict=True):
-                relays[Relay(self.origin[n], self.place[n], first, last)] = min(sizes[first], self.bytes[n])
+                relays[Relay(each.origin, each.place, first, last)] = min(sizes[first], each.bytes)
         return relays
 
     def passing(self) -> list[int]:
         """Return, for each layer, the bytes of storages from earlier layers that cross the boundary after it."""
-        return [sum([self.bytes[s] for s in each if self.origin[s] < n]) for n, each in enumerate(self.crossing_after)]
+        return [sum([s.bytes for s in each if s.origin < n]) for n, each in enumerate(self.crossing_after)]
 
     def bytes_after(self) -> list[int]:
         """Return the bytes that cross the boundary after each layer; a storage of several tensors counts once."""
-        return [sum([self.bytes[storage] for storage in each]) for each in self.crossing_after]
+        return [sum([storage.bytes for storage in each]) for each in self.crossing_after]
 
     def unkept_after(self) -> list[int]:
         """Return, for each layer, the bytes of storages that no layer saves and that cross the boundary after it."""
-        return [sum([self.bytes[s] for s in each if not self.kept[s]]) for each in self.crossing_after]
+        return [sum([storage.bytes for storage in each if not storage.kept]) for each in self.crossing_after]
 
 
 def writes_received(details: Sequence[MemoryDetail]) -> list[bool]:

@@ -16,20 +16,17 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 
 Backward = Literal["first", "later"]
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 
 class WaitingGradients(NamedTuple):
     """Bytes of gradients of shared parameters that wait, for the stages that begin with some of the first layers."""
 
-    rows: NDArray[np.bool_]
+    rows: BoolArray
     """True for the entries of `firsts` (the argument of `waiting_rows`) to which `bytes` applies; shape (firsts,)."""
     bytes: FloatArray
     """Bytes to add to the highest memory of a backward; shape (layers, ends): layer that runs, last layer of the stage.

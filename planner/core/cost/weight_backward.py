@@ -11,52 +11,41 @@ were recorded before all other operations, so that autograd processes them last.
 gradient of the parameter, which is twice as large.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ChainCosts, sums_before
+from planner.core.cost.arrays import FloatArray
+from planner.core.cost.chain_costs import ChainCosts, sums_after, sums_before
 from planner.core.cost.passing import RelayedTensors
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+if TYPE_CHECKING:
+    from planner.core.cost.stages import StageWindow
 
 
-def weight_peaks(
-    costs: ChainCosts, passing: RelayedTensors, firsts: IntArray, layers: IntArray
-) -> tuple[FloatArray, FloatArray]:
+def weight_peaks(window: "StageWindow", passing: RelayedTensors) -> tuple[FloatArray, FloatArray]:
     """Return the highest memory in the first W, including the gradients that it creates, and in a later W.
 
     Args:
-        costs: Costs of the chain.
-        passing: Tensors that the same stages receive and send on.
-        firsts: First layers.
-        layers: Consecutive last layers.
+        window: Stages.
+        passing: Tensors that these stages receive and send on.
 
     Returns:
-        Two arrays of bytes, shape (firsts, layers).
+        Two arrays of bytes, shape (firsts, columns).
     """
-    halves, casts, levels = costs.halves, costs.state.casts, weight_levels(costs)
-    first = _highest(passing, levels.first, levels.waiting, layers, is_first=True)
-    later = _highest(passing, halves.weight, casts, layers, is_first=False)
-    held_before = sums_before(halves.held)[firsts][:, None]
-    first, later = first - held_before, later - held_before
+    costs, columns, halves, casts = window.costs, window.columns, window.costs.halves, window.costs.state.casts
+    levels, held_before = weight_levels(costs), sums_before(halves.held)[window.firsts][:, None]
+    # Levels include gradients of all later layers of the chain.
+    first = passing.highest_weight_backward(levels.first[columns], "first")
+    first = first - sums_after(levels.waiting)[None, columns] - held_before
+    later = passing.highest_weight_backward(halves.weight[columns], "later")
+    later = later - sums_after(casts)[None, columns] - held_before
     if not casts.any():
         return first, later
-
-    def sums(per_layer: FloatArray) -> FloatArray:
-        through = sums_before(per_layer)
-        between: FloatArray = through[layers + 1][None, :] - through[firsts][:, None]
-        return between
-
-    def largest(per_layer: FloatArray) -> FloatArray:
-        inside = layers[None, :] >= firsts[:, None]
-        highest: FloatArray = np.maximum.accumulate(np.where(inside, per_layer[layers], 0.0), axis=1)
-        return highest
-
-    at_end = np.where(sums(casts) > 0, sums(casts) + largest(levels.turning), 0.0)
-    return np.maximum(first, sums(halves.weight_gradients) + largest(casts)), np.maximum(later, at_end)
+    waiting = window.sums(casts)
+    at_end = np.where(waiting > 0, waiting + window.highest(levels.turning[columns]), 0.0)
+    at_end_of_first = window.sums(halves.weight_gradients) + window.highest(casts[columns])
+    return np.maximum(first, at_end_of_first), np.maximum(later, at_end)
 
 
 class WeightLevels(NamedTuple):
@@ -78,21 +67,5 @@ def weight_levels(costs: ChainCosts) -> WeightLevels:
     # A parameter with a low-precision copy first has a gradient of the copy.
     waiting = casts + np.maximum(made - 2 * casts, 0.0) if casts.any() else made
     # At the end of W, no tensors are stored for W.
-    turning = np.maximum(halves.weight - sums_before(halves.held)[:-1] - _sums_after(casts) - casts, 0.0)
-    return WeightLevels(halves.first_weight - _sums_after(made) + _sums_after(waiting), waiting, turning)
-
-
-def _highest(
-    passing: RelayedTensors, levels: FloatArray, later_bytes: FloatArray, layers: IntArray, *, is_first: bool
-) -> FloatArray:
-    """Return the highest of `levels` over each stage's layers, minus the `later_bytes` of all layers after the stage.
-
-    `levels` include the `later_bytes` of all later layers of the chain.
-    """
-    highest = passing.highest_weight_backward(levels[layers], "first" if is_first else "later")
-    return highest - _sums_after(later_bytes)[None, layers]
-
-
-def _sums_after(per_layer: FloatArray) -> FloatArray:
-    beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)
-    return beyond
+    turning = np.maximum(halves.weight - sums_before(halves.held)[:-1] - sums_after(casts) - casts, 0.0)
+    return WeightLevels(halves.first_weight - sums_after(made) + sums_after(waiting), waiting, turning)

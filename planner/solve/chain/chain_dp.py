@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.solve.chain.recurrences import EarlierLayers, Recurrence
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.space.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.solve.space.prefixes import MOST_CANDIDATES, PrefixBounds
 from planner.solve.space.problem import ChainProblem, StageArrays
 

@@ -16,13 +16,13 @@ from math import inf
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.solve.answer import SAME, Answer
 from planner.solve.chain.chain_dp import LabelSearch
 from planner.solve.chain.gpipe import TableWidth
 from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.progress import BLOCK, Progress, simulated_answer
-from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator, move_one_cut
 from planner.solve.space.problem import ChainProblem

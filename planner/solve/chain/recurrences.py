@@ -51,8 +51,8 @@ from typing import Protocol
 
 import numpy as np
 
+from planner.core.cost.arrays import BoolArray, FloatArray
 from planner.core.cost.stage_time import extended_tail_us
-from planner.solve.space.arrays import BoolArray, FloatArray
 from planner.solve.space.prefixes import BoundKind
 from planner.solve.space.problem import Bottlenecks, StageArrays
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.extras import is_installed, without_output
 from planner.solve.chunks.linear_program import LinearProgram, RecomputeColumns
-from planner.solve.space.arrays import FloatArray, IntArray
 
 _SAFE = 1e-6
 """Relative amount by which the lower bound is lowered: several times the tolerances of HiGHS."""

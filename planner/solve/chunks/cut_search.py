@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from planner.core.cost.arrays import BoolArray, IntArray
 from planner.solve.chunks.descent import BATCH, ROWS, Candidate, Descent
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.progress import Progress
-from planner.solve.space.arrays import BoolArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 12

@@ -21,9 +21,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from planner.core.cost.arrays import IntArray
 from planner.solve.answer import SAME
 from planner.solve.progress import Progress
-from planner.solve.space.arrays import IntArray
 from planner.solve.space.partitions import Evaluator
 
 ROWS = 128

@@ -17,7 +17,7 @@ from itertools import product
 
 import numpy as np
 
-from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_COMBINATIONS = 81

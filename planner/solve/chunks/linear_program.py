@@ -29,10 +29,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.device_memory import most_shared_input_bytes
 from planner.core.cost.linear import Linear
 from planner.core.cost.simulate import Durations, device_spans
-from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _SCALED_STEP = 1000.0

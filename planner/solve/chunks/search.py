@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import sums_before
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
@@ -28,7 +29,6 @@ from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram, approximate_num_constraints
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.progress import BLOCK, Effort, Progress, simulated_answer
-from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, PrefixBounds

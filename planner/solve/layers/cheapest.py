@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import BoolArray, FloatArray, IndexArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import KEEP, RECOMPUTE, Pending, StageLayers
 from planner.core.cost.memory import linear_moments
 from planner.core.cost.moments import Moments
-from planner.solve.space.arrays import BoolArray, FloatArray, IndexArray, IntArray
 
 RELATIVE = 1e-12
 """Relative difference above which a time counts as shorter; sums in another order differ by less, by rounding."""

@@ -14,6 +14,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
@@ -21,7 +22,6 @@ from planner.solve.answer import SAME
 from planner.solve.chunks.descent import BATCH, Candidate, Descent
 from planner.solve.layers.devices import Recomputation, RecomputeSearch
 from planner.solve.progress import Progress
-from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 

@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import ChunkMemoryFunction, SharedBytes, chunk_memory_function, shared_bytes
 from planner.core.cost.layer_memory import StageLayers, most_savings
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.layers.cheapest import MemoryLimit, cheapest_within
 from planner.solve.layers.subsets import MOST_LAYERS, LayerSubsets
-from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_JOINTLY = 20_000

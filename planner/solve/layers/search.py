@@ -11,6 +11,7 @@ from math import comb, inf
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.partition import Partition
 from planner.solve.answer import Answer
 from planner.solve.chunks.search import (
@@ -26,7 +27,6 @@ from planner.solve.layers.cut_search import CutAndLayerSearch
 from planner.solve.layers.devices import RecomputeSearch
 from planner.solve.layers.joint import search_gpipe_by_layers, search_one_forward_one_backward_by_layers
 from planner.solve.progress import Progress, simulated_answer
-from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import max_stage_layers

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import least_levels, most_savings
 from planner.core.cost.memory import linear_moments
 from planner.core.cost.moments import Moments
 from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_layers
-from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.tables import fill_stage_tables
 
 _MOST_RATIOS = 64

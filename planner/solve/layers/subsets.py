@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import BoolArray, FloatArray
 from planner.core.cost.layer_memory import StageLayers
-from planner.solve.space.arrays import BoolArray, FloatArray
 
 MOST_LAYERS = 9
 """Largest number of layers of a stage whose subsets are listed."""

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from planner.core.cost.arrays import FloatArray
 from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS, WEIGHT_BACKWARDS
 from planner.core.cost.simulate import StageTimes
-from planner.solve.space.arrays import FloatArray
 
 
 class StageFootprint(NamedTuple):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray
 from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.cost.stage_time import BusyTimes, SplitBackwardTimes
 from planner.core.schedule import Action
@@ -28,7 +29,6 @@ from planner.solve.orders.list_scheduling import (
 )
 from planner.solve.orders.order_problem import OrderProblem
 from planner.solve.orders.period_bound import LeastTimes, least_windows_us
-from planner.solve.space.arrays import FloatArray
 
 Rows = tuple[tuple[Action, ...], ...]
 _Rows = Sequence[Sequence[Act]]

@@ -35,10 +35,10 @@ from math import comb, inf
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS
 from planner.core.cost.stage_time import BusyTimes, SplitBackwardTimes
 from planner.solve.chunks.search import all_cuts
-from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 

@@ -14,6 +14,7 @@ from math import inf
 
 import numpy as np
 
+from planner.core.cost.arrays import IntArray
 from planner.core.cost.partition import Partition
 from planner.core.cost.simulate import StageTimes
 from planner.core.errors import UsageError
@@ -26,7 +27,6 @@ from planner.solve.orders.order_problem import OrderProblem, footprint_of
 from planner.solve.orders.order_search import OrderSearch, SimulatedOrder, split_costs_nothing
 from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_us
 from planner.solve.progress import Progress, simulated_answer
-from planner.solve.space.arrays import IntArray
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 

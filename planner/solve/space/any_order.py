@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.solve.space.arrays import FloatArray
 
 if TYPE_CHECKING:
     from planner.solve.space.case import Case

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import CostsAtSize
 from planner.core.cost.moments import Moments, stage_moments
@@ -16,7 +17,6 @@ from planner.core.cost.stage_time import CHOICES, LAYERS, ChainSums
 from planner.core.schedule import LoadBounds, Schedule
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import RecomputePolicy
-from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.problem import ChainProblem, DeviceTable, LinkTimes
 from planner.solve.space.tables import NO_CHOICE, MemoryTable
 

@@ -3,11 +3,12 @@
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.device_memory import (
     ChunkMemoryFunction,
     chunk_memory_function,
@@ -25,7 +26,6 @@ from planner.core.cost.stage_time import CHOICES, BusyTimes, SplitBackwardTimes,
 from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule
 from planner.core.values.placement import device_of, stages_on
-from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.problem import LinkTimes
 from planner.solve.space.tables import allowed_choices, fill_stage_tables
@@ -122,19 +122,12 @@ class Evaluator:
             Step times in microseconds, shape (N,).
         """
         busy, crossing, own = self._times(cuts, choices, layers_us)
-        simulate = partial(
-            makespans,
-            self.actions,
-            forward_us=busy.forward_us,
-            backward_us=busy.backward_us,
-            last_backward_us=busy.last_backward_us,
-            send_us=crossing,
-            blocking=self.blocking,
-        )
+        times = {**busy._asdict(), "send_us": crossing}
         if self.case.schedule.splits_backward:
+            times |= self._half_times(busy, cuts)._asdict()
             sums = self.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:]) if self.case.replicas > 1 else None
-            return simulate(**self._half_times(busy, cuts)._asdict(), own_us=own, sums_us=sums)
-        pipeline = simulate()
+            return makespans(self.actions, times, blocking=self.blocking, own_us=own, sums_us=sums)
+        pipeline = makespans(self.actions, times, blocking=self.blocking)
         # The drain and fill of later stages hide the optimizer step of a device.
         return pipeline + optimizer_tail_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
 

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import FloatArray, IntArray
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.problem import ChainProblem, StageArrays
 
 MOST_CANDIDATES: Final = 1 << 20

@@ -6,9 +6,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from planner.core.cost.arrays import ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.core.cost.stage_time import ChainSums, hidden_us
 from planner.core.values.cluster import Link
-from planner.solve.space.arrays import ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.solve.space.tables import NO_CHOICE
 
 

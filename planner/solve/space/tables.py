@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.core.cost.arrays import ChoiceArray, FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts, sums_before
 from planner.core.cost.memory import peak_bytes_of_stages
 from planner.core.cost.moments import Moments
 from planner.core.cost.passing import is_simple
 from planner.core.cost.stage_time import CHOICES
 from planner.core.values.plan import RecomputePolicy
-from planner.solve.space.arrays import ChoiceArray, FloatArray, IntArray
 
 NO_CHOICE = -1
 """Value in place of an index into `CHOICES`: no recomputation makes the stage fit."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.core.cost.simulate import StageTimes, makespans, simulate
-from planner.core.cost.step_time import gpipe_step
+from planner.core.cost.step_time import gpipe_step_us
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import ScheduleName
@@ -37,13 +37,8 @@ def ends_of(schedule: ScheduleName, num_devices: int, micro_batches: int, chunks
     """Makespans with `TIMES`."""
     actions = SCHEDULES[schedule].actions(num_devices, micro_batches, chunks)
     forward, backward = (np.repeat(np.array(TIMES, dtype=float)[:, [n]], num_devices * chunks, axis=1) for n in (0, 1))
-    ends = makespans(
-        actions,
-        forward_us=forward,
-        backward_us=backward,
-        last_backward_us=backward,
-        send_us=np.zeros_like(forward),
-    )
+    times = {"forward_us": forward, "backward_us": backward, "last_backward_us": backward}
+    ends = makespans(actions, {**times, "send_us": np.zeros_like(forward)})
     assert (ends == ends.astype(int)).all()
     return [int(end) for end in ends]
 
@@ -53,7 +48,7 @@ def test_gpipe_has_the_papers_bubble_in_closed_form(num_stages: int) -> None:
     """Every M up to 64."""
     for micro_batches in range(1, MOST_MICRO_BATCHES + 1):
         for forward_us, backward_us in TIMES:
-            end = gpipe_step(equal_stages(forward_us, backward_us, num_stages), micro_batches=micro_batches).step_us
+            end = gpipe_step_us(equal_stages(forward_us, backward_us, num_stages), micro_batches)
             bubble = 1 - Fraction(micro_batches * (forward_us + backward_us)) / Fraction(end)
             assert bubble == ideal_bubble(num_stages, micro_batches)
 

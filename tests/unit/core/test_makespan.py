@@ -57,7 +57,7 @@ def test_equal_to_the_simulator(schedule: ScheduleName, chunks: int) -> None:
         num_stages = num_devices * chunks
         times = random_times(rng, 5, num_stages)
         blocking = rng.random(num_stages) < draw.choice([0.0, 0.5, 1.0])
-        found = makespans(actions, **times, blocking=blocking)
+        found = makespans(actions, times, blocking=blocking)
         expected = [simulated(actions, times, blocking, n) for n in range(5)]
         assert found.shape == (5,)
         np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -72,7 +72,7 @@ def test_one_flag_for_all_boundaries(*, blocking: bool) -> None:
     times = random_times(np.random.default_rng(1), 3, 4)
     times["send_us"][:, :-1] = 1.5
     expected = [simulated(actions, times, np.full(4, blocking), n) for n in range(3)]
-    np.testing.assert_allclose(makespans(actions, **times, blocking=blocking), expected, rtol=1e-12)
+    np.testing.assert_allclose(makespans(actions, times, blocking=blocking), expected, rtol=1e-12)
 
 
 def test_more_partitions_than_fit_in_one_block() -> None:
@@ -81,25 +81,25 @@ def test_more_partitions_than_fit_in_one_block() -> None:
     rng = np.random.default_rng(5)
     times = {name: rng.integers(0, 9, (2500, 4)) for name in random_times(rng, 1, 4)}
     before = {name: of.copy() for name, of in times.items()}
-    together = makespans(actions, **times)
+    together = makespans(actions, times)
     assert all((times[name] == of).all() for name, of in before.items())
     for n in (0, 1, 1023, 1024, 2047, 2048, 2499):
-        alone = makespans(actions, **{name: of[n : n + 1] for name, of in times.items()})
+        alone = makespans(actions, {name: of[n : n + 1] for name, of in times.items()})
         assert together[n] == alone[0] == simulated(actions, times, np.zeros(4, dtype=bool), n)
 
 
 def test_no_partitions_have_no_makespans() -> None:
     """N = 0."""
     times = {name: np.zeros((0, 2)) for name in random_times(np.random.default_rng(0), 1, 2)}
-    assert makespans(SCHEDULES["gpipe"].actions(2, 2), **times).shape == (0,)
+    assert makespans(SCHEDULES["gpipe"].actions(2, 2), times).shape == (0,)
 
 
 def test_what_cannot_run_is_refused_as_by_the_simulator() -> None:
     """Circles, stages that devices cannot share out, and arrays that do not belong together."""
     times = random_times(np.random.default_rng(0), 2, 2)
     with pytest.raises(ValueError, match=r"deadlock.*B0.*F0"):
-        makespans([[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]], **times)
+        makespans([[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]], times)
     with pytest.raises(ValueError, match="2 stages cannot be divided evenly among 3 devices"):
-        makespans(SCHEDULES["gpipe"].actions(3, 2), **times)
+        makespans(SCHEDULES["gpipe"].actions(3, 2), times)
     with pytest.raises(ValueError, match="one shape"):
-        makespans(SCHEDULES["gpipe"].actions(2, 2), **(times | {"send_us": np.zeros((2, 1))}))
+        makespans(SCHEDULES["gpipe"].actions(2, 2), times | {"send_us": np.zeros((2, 1))})

@@ -1,4 +1,4 @@
-"""Array types of the searches."""
+"""Array types of the cost model and of the searches."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,4 +8,4 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 IndexArray = NDArray[np.intp]
 ChoiceArray = NDArray[np.int8]
-"""Recomputation choices, as in `tables.py`."""
+"""Recomputation choices of stages, as in `planner.solve.space.tables`."""
