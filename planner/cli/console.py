@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
 
 from planner.core.errors import FileError, PlannerError
 from planner.core.values.printable import printable, printable_lines
@@ -19,6 +19,19 @@ _NOTE_EVERY_S = 10
 
 _Progress = Callable[[str, int, int], None]
 """Progress callback with the arguments task, done, total; a total of 0 means that the total is not known yet."""
+
+
+_ASCII: Final = str.maketrans("·→±\u00d7…≤≥◀─├┼│░▒▓█═▁▂▃▄▅▆▇▀▚▌", ".>~x~<><-++|,=%#~_,~:+*&'x!")
+
+
+def spell_in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Replace characters that a stream cannot encode by similar ASCII characters, or by escapes.
+
+    This is an error handler for `codecs.register_error`. Characters of pictures keep their width.
+    """
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate(_ASCII)
+    return text.encode("ascii", "backslashreplace").decode(), error.end
 
 
 class Console:

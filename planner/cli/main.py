@@ -1,5 +1,6 @@
 """`gpipe-plan`: assembly of the commands, and mapping of all outcomes to exit codes."""
 
+import codecs
 import io
 import sys
 import traceback
@@ -12,7 +13,7 @@ from typer.exceptions import TyperException
 
 from planner import __version__
 from planner.__main__ import main
-from planner.cli.console import ClosedStream, Console, discard_stream
+from planner.cli.console import ClosedStream, Console, discard_stream, spell_in_ascii
 from planner.cli.help import Commands, SectionedCommand, usage_error_of
 from planner.core.errors import ExitCode, PlannerError
 
@@ -99,9 +100,10 @@ def run(arguments: list[str]) -> int:
     console = Console()
     if sys.stdout is None:
         sys.stdout = cast("TextIO", ClosedStream())
+    codecs.register_error("gpipe-plan", spell_in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names may have characters that the terminal cannot show
+            stream.reconfigure(errors="gpipe-plan")
     if not arguments:
         arguments = ["--help"]
     try:

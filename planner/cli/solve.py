@@ -55,7 +55,6 @@ def solve(
     from planner.core.cost.evaluate import Evaluation
     from planner.core.judge.certainty import certainty_of, tight_findings
     from planner.show.terminal.plan import plan_text
-    from planner.show.terminal.rendering import printable_text
     from planner.solve.deadline import SearchObserver
 
     console = Console(quiet=quiet)
@@ -85,7 +84,7 @@ def solve(
         for finding in tight_findings(plan, certainty):
             console.warning(f"{finding.message}: {finding.hint}")
         for smaller in plans[1:]:
-            console.result(printable_text(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
+            console.result(_in_a_line(smaller, certainty_of(smaller, read)))
         _simpler(console, shown)
     _notes(console, plan, read, extrapolated=options.extrapolate)
     if not quiet and not is_stopped():

@@ -76,12 +76,9 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
         # The name of the schedule then only decides the placement of the stages.
         parallelism["pipeline_parallel_schedule_csv"] = SCHEDULE_FILE
         beside[SCHEDULE_FILE] = schedule_table(layout)
+    sharded = ["FSDP also divides parameters among replicas: less memory, more transfers"]
     notes = [
-        *(
-            ["FSDP also divides parameters among replicas: less memory, more transfers"]
-            if plan.divides_optimizer
-            else []
-        ),
+        *(sharded if plan.divides_optimizer else []),
         *layout.split_backward_notes(),
         *layout.recompute_notes("torchtitan recomputes layers, equally on all stages: set `activation_checkpoint`"),
         # No option for sequence parallelism, because torchtitan uses it by default.

@@ -23,7 +23,7 @@ _TEXT, _NUMBER = _LOOK.format("left"), _LOOK.format("right")
 _COLUMNS = ("stage", "layers", "recompute", "forward", "backward", "memory", "limit")
 
 
-_PLAIN = Style(width=120, unicode=True, color=False, wrap=False)
+_PLAIN = Style(width=120, color=False, wrap=False)
 _TEXTS: Mapping[type, Callable[[Any, Style], str]] = {
     Comparison: plans_text,
     Profile: profile_text,

@@ -69,7 +69,7 @@ def test_a_schedule_is_one_class_and_its_place_in_the_table(monkeypatch: pytest.
     assert [stage.memory.total for stage in plan.stages] == [stage.memory.total for stage in gpipe.stages]
     assert gpipe.predicted.step_us - plan.predicted.step_us == 20  # of one micro-batch's forward on one stage
     assert plan.solver.status == "optimal"
-    style = Style(width=100, unicode=True, color=False, wrap=True)
+    style = Style(width=100, color=False, wrap=True)
     assert plan_text(plan, (), style).startswith("GPipe, reversed, 2 stages")
     emitted = emit_native(plan, profile, folder=".", profile_folder=".")
     assert f"schedule: {Reversed.name}\n" in emitted.balance

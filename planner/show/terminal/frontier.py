@@ -23,12 +23,12 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
     view = frontier_table(plan)
     unneeded = [] if several else ["replicas"]
     unneeded += [] if len({p.schedule for p in plan.frontier if p.fits}) > 1 else ["schedule"]
-    view = fit_columns(_with_marks(view.without(*unneeded), style), style)
-    room = style.columns - width_of(view, style) - GAP
-    bars = _bars(plan, min(room, _LONGEST_BAR), style) if room >= _SHORTEST_BAR else ()
+    view = fit_columns(_with_marks(view.without(*unneeded)), style)
+    room = style.columns - width_of(view) - GAP
+    bars = _bars(plan, min(room, _LONGEST_BAR)) if room >= _SHORTEST_BAR else ()
     view = Table(columns=(*view.columns, *bars))
     title = f"the best plan for each number of micro-batches{' and replicas' if several else ''}"
-    return [heading(title), terminal_table(view, style), _legend(view, style)]
+    return [heading(title), terminal_table(view), _legend(view, style)]
 
 
 def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
@@ -36,23 +36,23 @@ def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
     if not plan.schedules:
         return []
     view = fit_columns(schedules_table(plan), style)
-    shown = terminal_table(view, style, {"schedule": (f" {style.glyphs.mark}", "")})
+    shown = terminal_table(view, {"schedule": (" ◀", "")})
     words = untried_words(plan)
-    remarks = [f"{style.glyphs.mark} this plan; others from a short search", *([words] if words else [])]
+    remarks = ["◀ this plan; others from a short search", *([words] if words else [])]
     said = [wrap_items(remark.split(), style, gap=" ") for remark in remarks]
     return [heading("best plan of each schedule"), shown, *said]
 
 
-def _with_marks(view: Table, style: Style) -> Table:
+def _with_marks(view: Table) -> Table:
     # The column becomes left-aligned text. Numbers are padded first, so that digits are aligned despite the marks.
     choice = view.column("micro_batches")
     width = max(map(len, choice.texts()))
-    marks = [f" {style.glyphs.mark}" if row in choice.marked else "" for row in range(len(choice.values))]
+    marks = [" ◀" if row in choice.marked else "" for row in range(len(choice.values))]
     texts = (f"{text:>{width}}{mark}" for text, mark in zip(choice.texts(), marks, strict=True))
     return view.with_texts("micro_batches", texts, "text").with_titles(micro_batches=choice.title.rjust(width))
 
 
-def _bars(plan: Plan, room: int, style: Style) -> tuple[Column, ...]:
+def _bars(plan: Plan, room: int) -> tuple[Column, ...]:
     times_us = [point.step_us for point in plan.frontier if point.fits]
     if min(times_us, default=0.0) <= 0:
         return ()
@@ -60,9 +60,7 @@ def _bars(plan: Plan, room: int, style: Style) -> tuple[Column, ...]:
 
     def bar(step_us: float) -> str:
         length = round(step_us * scale)
-        if length <= room:
-            return style.glyphs.bar * length
-        return style.glyphs.bar * (room - len(style.glyphs.arrow)) + style.glyphs.arrow
+        return "█" * length if length <= room else "█" * (room - 1) + "→"
 
     values = tuple(bar(point.step_us) if point.fits else "" for point in plan.frontier)
     return (Column(name="bars", title="", values=values),)
@@ -71,7 +69,7 @@ def _bars(plan: Plan, room: int, style: Style) -> tuple[Column, ...]:
 def _legend(view: Table, style: Style) -> RenderableType:
     items = ["M micro-batches of b samples"]
     if view.column("micro_batches").marked:
-        items.append(f"{style.glyphs.mark} this plan")
+        items.append("◀ this plan")
     if view.columns[-1].name == "bars":
-        items.append(f"{style.glyphs.bar * 2} step")
+        items.append("██ step")
     return wrap_items(items, style, gap="   ")

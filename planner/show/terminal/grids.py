@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.box import SIMPLE, Box
+from rich.box import SIMPLE
 from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
@@ -11,7 +11,6 @@ from rich.text import Text
 from planner.show.terminal.style import Style
 
 _FACTS_GAP = 2
-_ASCII_BOX = Box(str(SIMPLE).replace("─", "-"), ascii=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,19 +40,15 @@ def facts_table(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
     return drawn
 
 
-def rich_table(columns: Sequence[TextColumn], rows: Iterable[Sequence[str | Text] | None], style: Style) -> Table:
+def rich_table(columns: Sequence[TextColumn], rows: Iterable[Sequence[str | Text] | None]) -> Table:
     """Return a table with a line below its header, and above its footer if it has one.
 
     Args:
         columns: Headers, footers and alignment of the columns.
         rows: Cells of each row; None leaves a gap between rows.
-        style: Style of the output.
-
-    Returns:
-        The table.
     """
     drawn = Table(
-        box=SIMPLE if style.unicode else _ASCII_BOX,
+        box=SIMPLE,
         show_edge=False,
         show_footer=any(column.footer for column in columns),
         pad_edge=False,

@@ -1,9 +1,10 @@
 """Measured links between devices, as a table."""
 
 from planner.core.values.links import Links
+from planner.core.values.printable import printable
 from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
 from planner.show.terminal.grids import TextColumn, rich_table
-from planner.show.terminal.rendering import BLANK, heading, printable_text, render, wrap_items
+from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING
 
@@ -29,7 +30,7 @@ def links_text(links: Links, style: Style) -> str:
     return render(
         style,
         heading(f"{pluralize(len(links.boundaries), 'link')} between neighbors"),
-        wrap_items((printable_text(item, style) for item in machine), style, gap=f" {style.glyphs.dot} "),
+        wrap_items((printable(item) for item in machine), style, gap=" · "),
         BLANK,
-        rich_table(columns, rows, style),
+        rich_table(columns, rows),
     )

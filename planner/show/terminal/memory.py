@@ -32,6 +32,9 @@ _COLORS = {
     "working": 71,
     "reserve": 242,
 }
+_FILLS = "█▓▒▀▚░▄▌·"
+"""Fill of each component of memory, in the order of `StageMemory.items()`."""
+
 _NEW = 132
 """Color of a component that has none in `_COLORS`."""
 
@@ -54,43 +57,43 @@ def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[Rende
     need, limit = max(n.total_bytes for n in needs), max(n.limit_bytes for n in needs)
     to_limits = need >= limit * _ENOUGH_TO_SEE
     margin = max(len(n.label) for n in needs)
-    numbers = _numbers(needs, style)
+    numbers = _numbers(needs)
     room = style.columns - margin - max(number.cell_len for number in numbers) - 4
     scale = room / max(1, need, limit if to_limits else 0)
     title = heading(f"memory per {row_noun(len(devices[0]))}")
     if not to_limits:
         title.append(f", bars scaled to the largest peak ({format_bytes(need)}), far below the limits", "not bold")
     rows = [
-        Text.assemble(n.label.ljust(margin), " ", _bar(n, scale, room, style), "  ", number)
+        Text.assemble(n.label.ljust(margin), " ", _bar(n, scale, room), "  ", number)
         for n, number in zip(needs, numbers, strict=True)
     ]
     return [title, *rows, _legend(needs, style)]
 
 
-def _numbers(needs: Sequence[DeviceMemory], style: Style) -> list[Text]:
+def _numbers(needs: Sequence[DeviceMemory]) -> list[Text]:
     texts = [(format_bytes(n.total_bytes), format_bytes(n.limit_bytes), n.share) for n in needs]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
     for need, row in zip(needs, texts, strict=True):
         total, limit, share = (text.rjust(width) for text, width in zip(row, widths, strict=True))
         over = (" ! OVER", "bold red") if need.is_over else ""
-        lines.append(Text.assemble(f"{total} of {limit} {style.glyphs.dot} {share}", over))
+        lines.append(Text.assemble(f"{total} of {limit} · {share}", over))
     return lines
 
 
-def _bar(need: DeviceMemory, scale: float, room: int, style: Style) -> Text:
+def _bar(need: DeviceMemory, scale: float, room: int) -> Text:
     # Edges are rounded, not widths, so that bars of equal memory end in the same column.
     bar = Text()
     edge = 0
     for name, size in need.memory.items():
         edge += size
         end = min(room, _rounded(edge * scale))
-        bar.append(_fill(name, style) * (end - len(bar)), _look(name))
+        bar.append(_fill(name) * (end - len(bar)), _look(name))
     bar.append(" " * (room + 1 - len(bar)))
     if need.limit_bytes * scale >= room + 0.5:
         return bar
     column = _rounded(need.limit_bytes * scale)
-    mark = Text(style.glyphs.cap, style="bold red" if need.is_over else "bold")
+    mark = Text("│", style="bold red" if need.is_over else "bold")
     return Text.assemble(bar[:column], mark, bar[column + 1 :])
 
 
@@ -100,12 +103,12 @@ def _legend(needs: Sequence[DeviceMemory], style: Style) -> Text:
     items: list[Text | str] = [f"{nearest.label}:"]
     for kind in present_components(needs):
         words = f" {component_title(kind)} {format_bytes(sizes[kind])}"
-        items.append(Text.assemble((_fill(kind, style), _look(kind)), words))
+        items.append(Text.assemble((_fill(kind), _look(kind)), words))
     return wrap_items(items, style, indent="  ") if len(items) > 1 else Text()
 
 
-def _fill(name: str, style: Style) -> str:
-    return style.glyphs.memory[COMPONENTS.index(name) % len(style.glyphs.memory)]
+def _fill(name: str) -> str:
+    return _FILLS[COMPONENTS.index(name) % len(_FILLS)]
 
 
 def _look(name: str) -> str:

@@ -14,6 +14,7 @@ from planner.show.views.memory_over_time import memory_over_time
 from planner.show.views.numbers import row_noun
 
 _ENOUGH_TO_SEE = 0.25
+_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def memory_over_time_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
@@ -46,13 +47,12 @@ def memory_over_time_parts(plan: Plan, step: Step, style: Style) -> list[Rendera
     rows: list[RenderableType] = [title]
     for device, held in enumerate(memory_over_time(step, columns=columns, end_us=step.pipeline_us)):
         row = Text(f"{called} {device}".ljust(margin))
-        row.append("".join(_level(size, full[device], style) for size in held), "color(172)")
+        row.append("".join(_level(size, full[device]) for size in held), "color(172)")
         share = share_of_limit(needs[device], limits[device]).rjust(BUBBLE_COLUMNS)
         rows.append(row.append(share, "bold red" if needs[device] > limits[device] else ""))
     return rows
 
 
-def _level(size: int, full: int, style: Style) -> str:
-    levels = style.glyphs.levels
+def _level(size: int, full: int) -> str:
     # Rounding down: a bar has full height only if the memory reaches the limit.
-    return levels[min(len(levels) - 1, size * (len(levels) - 1) // full)]
+    return _LEVELS[min(len(_LEVELS) - 1, size * (len(_LEVELS) - 1) // full)]

@@ -9,13 +9,14 @@ from planner.core.cost.simulate import Event
 from planner.core.judge.certainty import Certainty
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Insight, Noise, Plan, WhatIf
+from planner.core.values.printable import printable
 from planner.core.values.units import format_bytes, format_us, pluralize
 from planner.show.step import Step
 from planner.show.terminal.frontier import frontier_parts, schedules_parts
 from planner.show.terminal.grids import facts_table
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.memory_over_time import memory_over_time_parts
-from planner.show.terminal.rendering import BLANK, heading, printable_text, render, wrap_items
+from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.stages import recomputed_layers, stages_table
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
@@ -48,10 +49,10 @@ def plan_text(
     Returns:
         The text.
     """
-    first: list[RenderableType] = [heading(printable_text(headline(plan), style))]
-    first += [*_figures(plan, certainty, style), Text(_status(plan, style))]
+    first: list[RenderableType] = [heading(printable(headline(plan)))]
+    first += [*_figures(plan, certainty, style), Text(_status(plan))]
     if certainty is not None:
-        reasons = printable_text(accuracy_words(certainty, plus_minus=style.glyphs.plus_minus), style)
+        reasons = printable(accuracy_words(certainty))
         first.append(wrap_items(reasons.split(), style, gap=" "))
     sections = [first, *_sections(plan, events, style, step)]
     parts = [part for section in sections if section for part in (*section, BLANK)]
@@ -81,17 +82,16 @@ def _figures(plan: Plan, certainty: Certainty | None, style: Style) -> list[Text
         f"imbalance {predicted.imbalance:.2f}",
         f"recompute {percent(predicted.recompute_share)}",
     ]
-    gap = f" {style.glyphs.dot} "
     lines = [[step, speed, *shares]]
     if certainty is not None:
         lines = [[step, speed, f"peak {peak_words(plan, certainty)}", fit_words(plan, certainty)], shares]
     lines += [throughput_words(plan, certainty), training_words(plan, certainty)]
-    return [wrap_items(words, style, gap=gap) for words in lines if words]
+    return [wrap_items(words, style, gap=" · ") for words in lines if words]
 
 
-def _status(plan: Plan, style: Style) -> str:
+def _status(plan: Plan) -> str:
     solver = plan.solver
-    method = printable_text(method_name(solver.method), style)
+    method = printable(method_name(solver.method))
     if solver.status == "optimal":
         return f"optimal: {claim_words(plan)} ({method})"
     if solver.status == "feasible":
@@ -143,19 +143,16 @@ def insight_parts(plan: Plan, style: Style) -> list[RenderableType]:
     insight = plan.insight
     if insight is None:
         return []
-    return [heading("why this plan"), facts_table(list(_facts(plan, insight, style)), style)]
+    return [heading("why this plan"), facts_table(list(_facts(plan, insight)), style)]
 
 
-def _facts(plan: Plan, insight: Insight, style: Style) -> Iterator[tuple[str, str]]:
-    yield "bottleneck", printable_text(insight.pace, style)
+def _facts(plan: Plan, insight: Insight) -> Iterator[tuple[str, str]]:
+    yield "bottleneck", printable(insight.pace)
     yield "tightest", _tightest(plan, insight)
     for n, what_if in enumerate(insight.what_if):
-        yield (
-            "" if n else "what if",
-            f"{printable_text(what_if.change, style)}: {_gain(what_if, plan.predicted.step_us)}",
-        )
+        yield "" if n else "what if", f"{printable(what_if.change)}: {_gain(what_if, plan.predicted.step_us)}"
     if insight.noise is not None:
-        yield "noise", _noise(insight.noise, style)
+        yield "noise", _noise(insight.noise)
 
 
 def _tightest(plan: Plan, insight: Insight) -> str:
@@ -173,9 +170,9 @@ def _gain(what_if: WhatIf, step_us: float) -> str:
     return f"{format_us(what_if.step_us)}, {percent(abs(faster))} {'faster' if faster > 0 else 'slower'}"
 
 
-def _noise(noise: Noise, style: Style) -> str:
+def _noise(noise: Noise) -> str:
     return (
-        f"with measurement noise of {style.glyphs.plus_minus}{percent(noise.spread)}: in {noise.draws} random profiles "
+        f"with measurement noise of ±{percent(noise.spread)}: in {noise.draws} random profiles "
         f"this plan was at most {percent(noise.worst_regret)} slower than the best one (mean "
         f"{percent(noise.mean_regret)}); the same cuts and M were best in {percent(noise.same_plan, decimals=0)}"
     )

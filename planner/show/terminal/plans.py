@@ -6,9 +6,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.judge.difference import ComparedPlan, Comparison, Difference
+from planner.core.values.printable import printable
 from planner.core.values.sweep import Sweep
 from planner.core.values.units import exact_bytes_option
-from planner.show.terminal.rendering import BLANK, heading, printable_text, render
+from planner.show.terminal.rendering import BLANK, heading, render
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import fit_columns, terminal_table
 from planner.show.views.comparison import best_cluster_lines, comparison_table, difference_table, sweep_table
@@ -19,12 +20,12 @@ _LONGEST_BAR = 40
 
 def plans_text(comparison: Comparison, style: Style) -> str:
     """Return a table of all plans, a chart of samples per second, and for two plans the differences of their stages."""
-    shown = terminal_table(fit_columns(comparison_table(comparison), style), style)
+    shown = terminal_table(fit_columns(comparison_table(comparison), style))
     parts: list[RenderableType] = [shown, BLANK, *_chart(comparison.plans, style)]
     notes = [row.path for row in comparison.plans if not row.recomputed]
     if notes:
         said = f"numbers are as stored, because the profile is missing: {', '.join(notes)}"
-        parts += [BLANK, Text(printable_text(said, style))]
+        parts += [BLANK, Text(printable(said))]
     if comparison.difference is not None:
         parts += [BLANK, *difference_parts(comparison.difference, style)]
     return render(style, *parts)
@@ -32,23 +33,23 @@ def plans_text(comparison: Comparison, style: Style) -> str:
 
 def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
     most = max(row.plan.predicted.samples_per_s for row in plans) or 1.0
-    labels = [printable_text(row.path, style) for row in plans]
+    labels = [printable(row.path) for row in plans]
     width = max(map(len, labels))
     room = min(_LONGEST_BAR, max(8, style.columns - width - 14))
     lines = [heading("samples per second")]
     for label, row in zip(labels, plans, strict=True):
         per_s = row.plan.predicted.samples_per_s
-        bar = style.glyphs.bar * max(1, round(per_s / most * room))
+        bar = "█" * max(1, round(per_s / most * room))
         lines.append(Text(f"{label:<{width}}  {bar:<{room}}  {rate(per_s)}"))
     return list(lines)
 
 
 def difference_parts(difference: Difference, style: Style) -> list[RenderableType]:
     """Return a title and a table of the memory and time of each stage, in an earlier plan (before) and now."""
-    title = heading(printable_text(f"against {difference.against}", style))
+    title = heading(printable(f"against {difference.against}"))
     if not difference.recomputed:
         title.append(", whose numbers are as stored, because its profile is missing", "not bold")
-    return [title, terminal_table(fit_columns(difference_table(difference), style), style)]
+    return [title, terminal_table(fit_columns(difference_table(difference), style))]
 
 
 _SHADES = (153, 117, 75, 33, 27)
@@ -59,7 +60,7 @@ _DARK_FROM = 3
 
 def sweep_text(sweep: Sweep, style: Style) -> str:
     """Return a sweep as text: a table of its cells, a heat map, and the smallest, fastest and cheapest cluster."""
-    cells = terminal_table(fit_columns(sweep_table(sweep), style), style)
+    cells = terminal_table(fit_columns(sweep_table(sweep), style))
     return render(style, cells, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_cluster_lines(sweep)))
 
 
@@ -89,5 +90,5 @@ def _square(value: float | None, style: Style, *, least: float, most: float, wid
     if style.color:
         ink = "color(231)" if shade >= _DARK_FROM else "color(16)"
         return Text.assemble("  ", (f"{rate(value):>{width - 2}}", f"{ink} on color({_SHADES[shade]})"))
-    fill = style.glyphs.shades[min(shade, len(style.glyphs.shades) - 1)]
+    fill = "·░▒▓█"[shade]
     return Text(f"{fill + ' ' + rate(value):>{width}}")

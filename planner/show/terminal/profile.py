@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.core.cost.width import widths_of
+from planner.core.values.printable import printable
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.core.values.units import format_bytes, pluralize
 from planner.show.terminal.grids import TextColumn, rich_table
-from planner.show.terminal.rendering import BLANK, heading, printable_text, render, wrap_items
+from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING, TimeScale, format_count, layer_range, percent
 
@@ -39,7 +40,7 @@ def profile_text(profile: Profile, style: Style) -> str:
     Successive layers with the same costs, of which one was measured, share a row, such as `block_0 … block_7 (8)`. The
     row has the costs of one of these layers.
     """
-    title = printable_text(profile.model.source, style) or "profile"
+    title = printable(profile.model.source) or "profile"
     size = _largest(profile)
     caption = f"one micro-batch of {profile.micro_batch_sizes[size]}; rows of several layers give the costs of each"
     return render(
@@ -65,29 +66,28 @@ def _reserve(device: Device) -> str:
 
 def _facts(profile: Profile, style: Style) -> list[Text]:
     device, environment = profile.device, profile.environment
-    gap = f" {style.glyphs.dot} "
     model = [
         pluralize(len(profile.layers), "layer"),
         f"shared by {', '.join(map(str, widths_of(profile)))} GPUs" if max(widths_of(profile)) > 1 else "",
         f"{profile.model.parameters:,} parameters" if profile.model.parameters else "",
-        printable_text(f"optimizer {profile.optimizer}", style) if profile.optimizer else "",
-        *(printable_text(f"{name}={value}", style) for name, value in profile.model.settings.items()),
+        printable(f"optimizer {profile.optimizer}") if profile.optimizer else "",
+        *(printable(f"{name}={value}") for name, value in profile.model.settings.items()),
     ]
     machine = [
-        printable_text(f"{device.kind} {device.name}".strip(), style),
+        printable(f"{device.kind} {device.name}".strip()),
         format_bytes(device.memory_bytes) if device.memory_bytes else "",
         device.how,
         _reserve(device),
-        printable_text(environment.dtype, style),
-        printable_text(f"torch {environment.torch}", style) if environment.torch else "",
+        printable(environment.dtype),
+        printable(f"torch {environment.torch}") if environment.torch else "",
         pluralize(environment.threads, "thread"),
     ]
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
     return [
-        wrap_items(filter(None, model), style, gap=gap),
-        wrap_items(filter(None, machine), style, gap=gap),
+        wrap_items(filter(None, model), style, gap=" · "),
+        wrap_items(filter(None, machine), style, gap=" · "),
         Text(f"micro-batch sizes {sizes}"),
-        *([] if profile.proof is None else [wrap_items([printable_text(str(profile.proof), style)], style, gap=gap)]),
+        *([] if profile.proof is None else [wrap_items([printable(str(profile.proof))], style, gap=" · ")]),
     ]
 
 
@@ -100,9 +100,9 @@ def _layer_table(profile: Profile, style: Style) -> Table:
     rows = []
     for group in _alike(profile.layers):
         first, last = group[0], group[-1]
-        name = printable_text(layer_range(first.name, last.name, len(group) if len(group) > 1 else None), style)
+        name = printable(layer_range(first.name, last.name, len(group) if len(group) > 1 else None))
         rows.append([name, *(figure.text(figure.of(first)) for figure in figures)])
-    return rich_table(columns, rows, style)
+    return rich_table(columns, rows)
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[list[LayerProfile]]:
@@ -156,19 +156,16 @@ def _us_per_sample(profile: Profile, size: int, layer: LayerProfile) -> float:
 
 
 def _notes(profile: Profile, style: Style) -> list[Text]:
-    notes = [
-        wrap_items([head, *(printable_text(name, style) for name in names)], style, gap=" ")
-        for head, names in _ties(profile, style)
-    ]
+    notes = [wrap_items([head, *(printable(name) for name in names)], style, gap=" ") for head, names in _ties(profile)]
     spreads = [(spread, x.name, n) for x in profile.layers for n, spread in enumerate(x.spread)]
     if spreads and max(spreads)[0] > 0:
         spread, name, n = max(spreads)
-        at = f"{printable_text(name, style)} at micro-batch size {profile.micro_batch_sizes[n]}"
-        notes.append(Text(f"least certain time: {at}, {style.glyphs.plus_minus}{percent(spread)}", style="dim"))
+        at = f"{printable(name)} at micro-batch size {profile.micro_batch_sizes[n]}"
+        notes.append(Text(f"least certain time: {at}, ±{percent(spread)}", style="dim"))
     return notes
 
 
-def _ties(profile: Profile, style: Style) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _ties(profile: Profile) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield groups of layers that share parameters, each as a title and the names of the layers.
 
     If all layers of a group share parameters with each other, they are yielded once. Otherwise each layer is yielded
@@ -182,4 +179,4 @@ def _ties(profile: Profile, style: Style) -> Iterator[tuple[str, tuple[str, ...]
         if len(layers) > 1:
             yield f"{len(layers)} layers share parameters:", tuple(layer.name for layer in layers)
         else:
-            yield f"{printable_text(layers[0].name, style)} shares", layers[0].tied
+            yield f"{printable(layers[0].name)} shares", layers[0].tied

@@ -1,7 +1,7 @@
 """Conversion of rich's renderables to lines of text. Only this module uses rich's layout and colors.
 
-Text from files (names of layers and devices, messages) must pass through `printable_text` first. Otherwise a terminal
-would obey escape codes in it, and a stream could be unable to encode it.
+Text from files (names of layers and devices, messages) must pass through `printable` first. Otherwise a terminal would
+obey escape codes in it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,21 +12,11 @@ from rich.console import Console, Group, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from planner.core.values.printable import printable
 from planner.show.terminal.style import Style
 
 BLANK = Text("")
 
 _ENDLESS = 1_000_000
-_ASCII_SPELLING = str.maketrans({"…": "...", "\u00d7": "x", "·": "|", "→": "->", "≤": "<=", "≥": ">=", "\u2013": "-"})
-
-
-def printable_text(text: str, style: Style) -> str:
-    """Return `text` with control characters escaped, and with ASCII instead of characters that cannot be printed."""
-    shown = printable(text)
-    if style.unicode:
-        return shown
-    return shown.translate(_ASCII_SPELLING).encode("ascii", "backslashreplace").decode("ascii")
 
 
 def heading(text: str) -> Text:

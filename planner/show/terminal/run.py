@@ -14,10 +14,11 @@ from rich.text import Text
 from planner.core.judge.calibration import timed_steps_us
 from planner.core.judge.verification import ComparedFigure, Quantity, Verification, compared_figures
 from planner.core.values.plan import Plan
+from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
 from planner.show.terminal.grids import TextColumn, rich_table
-from planner.show.terminal.rendering import BLANK, heading, printable_text, render, wrap_items
+from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import terminal_table
 from planner.show.views.measured import (
@@ -83,14 +84,14 @@ def comparison_text(plan: Plan, report: RunReport, style: Style) -> str:
 def _facts(report: RunReport, style: Style) -> Text:
     device, environment = report.device, report.environment
     facts = [
-        printable_text(f"{device.kind} {device.name}".strip(), style),
-        printable_text(environment.dtype, style),
-        printable_text(f"torch {environment.torch}", style) if environment.torch else "",
+        printable(f"{device.kind} {device.name}".strip()),
+        printable(environment.dtype),
+        printable(f"torch {environment.torch}") if environment.torch else "",
         "" if report.seed is None else f"seed {report.seed}",
     ]
     if report.losses:
-        facts.append(f"loss {report.losses[0]:.4g} {style.glyphs.arrow} {report.losses[-1]:.4g}")
-    return wrap_items(filter(None, facts), style, gap=f" {style.glyphs.dot} ")
+        facts.append(f"loss {report.losses[0]:.4g} → {report.losses[-1]:.4g}")
+    return wrap_items(filter(None, facts), style, gap=" · ")
 
 
 def _steps(report: RunReport, style: Style) -> Text:
@@ -118,7 +119,7 @@ def _measured(report: RunReport, style: Style) -> list[RenderableType]:
     """Return a table of each stage's measured times and memory; waiting times are left out if all are zero."""
     view = run_table(report)
     view = view.without(*(name for name in WAITING if not any(view.column(name).values)))
-    parts: list[RenderableType] = [terminal_table(view, style)]
+    parts: list[RenderableType] = [terminal_table(view)]
     if any(column.per == "step" for column in view.columns):
         said = "transfer and idle are per step; other times are per micro-batch"
         parts.append(wrap_items(said.split(), style, gap=" "))
@@ -131,12 +132,12 @@ def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableT
         # The bubble is in the same group of rows as the step time.
         rows += [None] if quantity not in ("step_us", "bubble") else []
         rows += _compared(tuple(group), plan)
-    return [_table(rows, style), *_notes(plan, report, style)]
+    return [_table(rows), *_notes(plan, report, style)]
 
 
-def _table(rows: Sequence[_Row | None], style: Style, *more: TextColumn) -> Table:
+def _table(rows: Sequence[_Row | None], *more: TextColumn) -> Table:
     columns = [TextColumn(header="", number=False), *(TextColumn(header=name) for name in HEADERS), *more]
-    return rich_table(columns, rows, style)
+    return rich_table(columns, rows)
 
 
 def _compared(rows: Sequence[ComparedFigure], plan: Plan) -> Iterator[_Row]:
@@ -178,7 +179,7 @@ def verification_text(verification: Verification, style: Style) -> str:
         rows += map(_judged, group)
     said = [*verification.notes, *([] if verification.proof is None else [str(verification.proof)])]
     notes = [wrap_items(note.split(), style, gap=" ") for note in said]
-    shown = _table(rows, style, TextColumn(header=""))
+    shown = _table(rows, TextColumn(header=""))
     return render(style, shown, *notes, BLANK, _calibrated(verification, style), _answer(verification, style))
 
 

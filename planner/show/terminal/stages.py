@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.core.values.plan import Plan, Stage
-from planner.show.terminal.rendering import printable_text, wrap_items
+from planner.core.values.printable import printable
+from planner.show.terminal.rendering import wrap_items
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import terminal_table
 from planner.show.views.numbers import layer_range
@@ -35,12 +36,12 @@ def stages_table(plan: Plan, style: Style) -> Table:
     view = stage_table(plan).pick(*names)
     if plan.chunks > 1:
         view = view.with_titles(memory="part of\npeak")
-    return terminal_table(view, style, {"stage": (f" {style.glyphs.mark}", ""), "share": (" !", "bold red")})
+    return terminal_table(view, {"stage": (" ◀", ""), "share": (" !", "bold red")})
 
 
 def recomputed_layers(stage: Stage, style: Style) -> Text:
     """Return a text of at most a few lines that names the single layers that a stage recomputes."""
-    names = _names(stage, style)
+    names = _names(stage)
 
     def text(count: int) -> Text:
         left = len(names) - count
@@ -57,17 +58,17 @@ def recomputed_layers(stage: Stage, style: Style) -> Text:
     return text(max(1, bisect_right(range(1, len(names)), _MOST_LINES, key=lines)))
 
 
-def _names(stage: Stage, style: Style) -> list[str]:
+def _names(stage: Stage) -> list[str]:
     """Return the names of a stage's recomputed layers; consecutive numbers are joined, as `block_4 … block_6 (3)`."""
     names = stage.recomputed
     if len(names) == stage.layers:
-        return [printable_text(layer_range(stage.first, stage.last, stage.layers), style)]
+        return [printable(layer_range(stage.first, stage.last, stage.layers))]
     counting = groupby(enumerate(map(_numbered, names)), key=lambda item: (*item[1][::2], item[1][1] - item[0]))
     texts: list[str] = []
     for _, group in counting:
         run = [names[place] for place, _ in group]
         texts += [layer_range(run[0], run[-1], len(run))] if len(run) > 2 else run
-    return [printable_text(name, style) for name in texts]
+    return [printable(name) for name in texts]
 
 
 def _numbered(name: str) -> tuple[str, int, str]:

@@ -12,56 +12,11 @@ _PIPE_WIDTH: Final = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Glyphs:
-    """Characters for pictures, besides letters and digits; the defaults are Unicode characters."""
-
-    dot: str = "·"
-    arrow: str = "→"
-    plus_minus: str = "±"
-    mark: str = "◀"
-    """Mark of one row in a table: the slowest stage, or the chosen plan."""
-    bar: str = "█"
-    rule: str = "─"
-    origin: str = "├"
-    tick: str = "┼"
-    cap: str = "│"
-    boxes: tuple[str, ...] = ("░▒", "▓█", "▓█", "─═")
-    """Fills of boxes for each kind of action; chunks of a device use the characters of a fill in turn. A backward and
-    an input-gradient pass have the same fill, but different letters."""
-    shades: str = "·░▒▓█"
-    """Five shades of the heat map, from light to dark."""
-    levels: str = "▁▂▃▄▅▆▇█"
-    """Eight bars for memory over time, from low to high."""
-    memory: str = "█▓▒▀▚░▄▌·"
-    """Fill of each component of memory, in the order of `StageMemory.items()`."""
-
-
-UNICODE: Final = Glyphs()
-ASCII: Final = Glyphs(
-    dot="|",
-    arrow="->",
-    plus_minus="+/-",
-    mark="<",
-    bar="=",
-    rule="-",
-    origin="+",
-    tick="+",
-    cap="|",
-    boxes=("-=", "#%", "#%", ".:"),
-    shades=".:=%#",
-    levels="_.-:=+*#",
-    memory="#=%bc:~*.",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
     """Width, characters and colors of the text that is written to a stream."""
 
     width: int
     """Width of the stream in columns; pictures have this width, or `MIN_WIDTH` if that is larger."""
-    unicode: bool
-    """True if block and line characters may be used; otherwise all output is ASCII."""
     color: bool
     """True if ANSI codes may be used."""
     wrap: bool = True
@@ -71,10 +26,6 @@ class Style:
     def columns(self) -> int:
         """Width of layouts in columns, at least `MIN_WIDTH`."""
         return max(self.width, MIN_WIDTH)
-
-    @property
-    def glyphs(self) -> Glyphs:
-        return UNICODE if self.unicode else ASCII
 
     def has_room_for(self, columns: int) -> bool:
         """Return True if a table of this width fits."""
@@ -93,7 +44,6 @@ def style_for(stream: TextIO, environ: Mapping[str, str] | None = None) -> Style
     fits = terminal or env.get("COLUMNS", "").strip("0").isdecimal()
     return Style(
         width=_columns(stream, env) if fits else _PIPE_WIDTH,
-        unicode=_encodes_blocks(stream),
         color=_wants_color(env, terminal=terminal),
         wrap=fits,
     )
@@ -117,14 +67,3 @@ def _wants_color(env: Mapping[str, str], *, terminal: bool) -> bool:
     if env.get("FORCE_COLOR"):
         return True
     return terminal and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
-
-
-def _encodes_blocks(stream: TextIO) -> bool:
-    # All characters are tested: code page 437, for example, has the blocks, but no ellipsis. A StringIO has no
-    # encoding and accepts all characters.
-    every = "".join("".join(getattr(UNICODE, name)) for name in Glyphs.__slots__)
-    try:
-        f"{every}…\u00d7".encode(stream.encoding or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True

@@ -6,8 +6,8 @@ from rich.cells import cell_len
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from planner.core.values.printable import printable
 from planner.show.terminal import grids
-from planner.show.terminal.rendering import printable_text
 from planner.show.terminal.style import Style
 from planner.show.views.table import Column, Table
 
@@ -15,38 +15,34 @@ GAP = 2
 """Number of spaces between columns."""
 
 
-def terminal_table(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> RichTable:
+def terminal_table(view: Table, marks: Mapping[str, tuple[str, str]] | None = None) -> RichTable:
     """Return a table of values as a table for the terminal.
 
     Args:
         view: The table of values.
-        style: Style of the output.
         marks: For each column name, the suffix and the color of marked values.
-
-    Returns:
-        The table for the terminal.
     """
     columns = [grids.TextColumn(header=_header(column, view), number=column.unit != "text") for column in view.columns]
-    rows = list(zip(*(_cells(column, view, style, marks or {}) for column in view.columns), strict=True))
+    rows = list(zip(*(_cells(column, view, marks) for column in view.columns), strict=True))
     lines: list[tuple[Text, ...] | None] = []
     for number, row in enumerate(rows):
         lines += [None] if view.group and number and number % view.group == 0 else []
         lines.append(row)
-    return grids.rich_table(columns, lines, style)
+    return grids.rich_table(columns, lines)
 
 
 def fit_columns(view: Table, style: Style) -> Table:
     """Return the table without its least important columns, so that the others fit into the width of the terminal."""
     shown = view
-    while not style.has_room_for(width_of(shown, style)) and any(column.drop for column in shown.columns):
+    while not style.has_room_for(width_of(shown)) and any(column.drop for column in shown.columns):
         shown = shown.without(max(shown.columns, key=lambda column: column.drop).name)
     return shown
 
 
-def width_of(view: Table, style: Style) -> int:
+def width_of(view: Table) -> int:
     """Return the width of the table in the terminal, in characters."""
     widths = (
-        max(map(cell_len, (*_header(column, view).split("\n"), *(cell.plain for cell in _cells(column, view, style)))))
+        max(map(cell_len, (*_header(column, view).split("\n"), *(cell.plain for cell in _cells(column, view)))))
         for column in view.columns
     )
     return sum(widths) + GAP * (len(view.columns) - 1)
@@ -56,12 +52,10 @@ def _header(column: Column, view: Table) -> str:
     return f"{column.title}\n{view.scales()[column.per].unit}" if column.per else column.title
 
 
-def _cells(column: Column, view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> list[Text]:
+def _cells(column: Column, view: Table, marks: Mapping[str, tuple[str, str]] | None = None) -> list[Text]:
     mark, look = (marks or {}).get(column.name, ("", ""))
     texts = column.texts(view.scales().get(column.per))
     return [
-        Text(f"{printable_text(text, style)}{mark}", style=look)
-        if row in column.marked
-        else Text(printable_text(text, style))
+        Text(f"{printable(text)}{mark}", style=look) if row in column.marked else Text(printable(text))
         for row, text in enumerate(texts)
     ]

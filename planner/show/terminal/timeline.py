@@ -22,12 +22,16 @@ from planner.core.cost.simulate import Event
 from planner.core.schedule.kinds import KINDS, WEIGHT_BACKWARD, ActionKind
 from planner.core.values.units import format_us
 from planner.show.terminal.rendering import heading, wrap_items
-from planner.show.terminal.style import Glyphs, Style
+from planner.show.terminal.style import Style
 from planner.show.views.numbers import percent, row_noun, time_ticks
 from planner.show.views.spans import BUBBLE_WORDS, HUES, REDONE, bubble_of
 
 _BY_LETTER: Mapping[str, ActionKind] = {kind.letter: kind for kind in KINDS.values()}
 """Kinds of action by letter, which is the kind of an event; all other events are transfers."""
+
+_FILLS = ("░▒", "▓█", "▓█", "─═")
+"""Fills of boxes for each kind of action; chunks of a device use the characters of a fill in turn. A backward and an
+input-gradient pass have the same fill, but different letters."""
 
 _MIN_TICK_COLUMNS = 10
 _REMARK = " with any recomputation"
@@ -102,13 +106,11 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
         title.append(", which overlaps with the next step", "not bold")
     devices = [boxes_of(computing, device, scale, num_devices) for device in range(num_devices)]
     rows = [
-        Text(f"{called} {device}".ljust(margin)).append_text(
-            _row(boxes, scale, style.glyphs, _bubble(computing, device))
-        )
+        Text(f"{called} {device}".ljust(margin)).append_text(_row(boxes, scale, _bubble(computing, device)))
         for device, boxes in enumerate(devices)
     ]
     legend = _legend(style, idle=idle_share(computing, num_devices), boxes=list(chain(*devices)), chunks=chunks)
-    return [title, *rows, *_axis(scale, margin, style.glyphs), legend]
+    return [title, *rows, *_axis(scale, margin), legend]
 
 
 def boxes_of(events: Sequence[Event], device: int, scale: AxisScale, num_devices: int) -> list[TimelineBox]:
@@ -150,18 +152,18 @@ def _bubble(events: Sequence[Event], device: int) -> str:
     return percent(share).rjust(BUBBLE_COLUMNS)
 
 
-def _row(boxes: Sequence[TimelineBox], scale: AxisScale, glyphs: Glyphs, bubble: str) -> Text:
+def _row(boxes: Sequence[TimelineBox], scale: AxisScale, bubble: str) -> Text:
     row = Text()
     for box in boxes:
         row.append(" " * (box.start - len(row)))
         label = _label(box)
         row.append(label, _look(box, _BY_LETTER[box.kind].terminal_ink, bold=True))
-        row.append(_fill(box, glyphs) * (box.end - box.start - len(label)), _look(box))
+        row.append(_fill(box) * (box.end - box.start - len(label)), _look(box))
     return row.append(" " * (scale.columns - len(row)) + bubble)
 
 
-def _fill(box: TimelineBox, glyphs: Glyphs) -> str:
-    fills = glyphs.boxes[list(_BY_LETTER).index(box.kind)]
+def _fill(box: TimelineBox) -> str:
+    fills = _FILLS[list(_BY_LETTER).index(box.kind)]
     return fills[(box.chunk or 0) % len(fills)]
 
 
@@ -189,13 +191,13 @@ def _look(box: TimelineBox, ink: int | None = None, *, bold: bool = False) -> st
     return f"{'bold ' if bold else ''}color({paper if ink is None else ink}) on color({paper})"
 
 
-def _axis(scale: AxisScale, margin: int, glyphs: Glyphs) -> list[Text]:
+def _axis(scale: AxisScale, margin: int) -> list[Text]:
     unit, ticks = time_ticks(scale.total_us, scale.columns / _MIN_TICK_COLUMNS)
-    line = [glyphs.rule] * scale.columns
+    line = ["─"] * scale.columns
     labels = [" "] * scale.columns
     for tick in ticks:
         column = min(scale.column(tick.time_us), scale.columns - 1)
-        line[column] = glyphs.tick if tick.time_us else glyphs.origin
+        line[column] = "┼" if tick.time_us else "├"
         first = max(0, min(column - (len(tick.label) - 1) // 2, scale.columns - len(tick.label)))
         labels[first : first + len(tick.label)] = tick.label
     return [
@@ -207,11 +209,10 @@ def _axis(scale: AxisScale, margin: int, glyphs: Glyphs) -> list[Text]:
 def _legend(style: Style, *, idle: float, boxes: Sequence[TimelineBox], chunks: int) -> Text:
     kinds = [kind for kind in KINDS.values() if any(box.kind == kind.letter for box in boxes)]
     samples: list[Text | str] = [
-        Text.assemble(_sample(kind, 0, style.glyphs), f" {kind.label}{_REMARK if kind.label in REDONE else ''}")
-        for kind in kinds
+        Text.assemble(_sample(kind, 0), f" {kind.label}{_REMARK if kind.label in REDONE else ''}") for kind in kinds
     ]
     samples += [
-        Text.assemble(*(_sample(kind, chunk, style.glyphs) for kind in kinds), f" chunk {chunk}")
+        Text.assemble(*(_sample(kind, chunk) for kind in kinds), f" chunk {chunk}")
         for chunk in range(1, min(chunks, HUES))
     ]
     if any(map(_has_number, boxes)):
@@ -222,7 +223,7 @@ def _legend(style: Style, *, idle: float, boxes: Sequence[TimelineBox], chunks: 
     return wrap_items([*samples, *said], style, gap="   ")
 
 
-def _sample(kind: ActionKind, chunk: int, glyphs: Glyphs) -> Text:
+def _sample(kind: ActionKind, chunk: int) -> Text:
     box = TimelineBox(kind=kind.letter, micro_batch=0, start=0, end=3, room=3, chunk=chunk)
     sample = Text(kind.letter, style=_look(box, kind.terminal_ink, bold=True))
-    return sample.append(_fill(box, glyphs) * 2, _look(box))
+    return sample.append(_fill(box) * 2, _look(box))

@@ -9,9 +9,10 @@ from rich.text import Text
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding, Rule
 from planner.core.values.findings import rule as rule_of
+from planner.core.values.printable import printable
 from planner.core.values.units import pluralize
 from planner.show.terminal.memory import memory_parts
-from planner.show.terminal.rendering import BLANK, heading, printable_text, render
+from planner.show.terminal.rendering import BLANK, heading, render
 from planner.show.terminal.style import Style
 
 _COLOR_OF_ANSWER = {"fits": "bold green", "tight": "bold yellow"}
@@ -27,9 +28,9 @@ def verdict_text(verdict: Verdict, style: Style) -> str:
     """
     parts: list[RenderableType] = []
     for finding in verdict.findings:
-        parts += [*_finding(finding, style), BLANK]
+        parts += [*_finding(finding), BLANK]
     if verdict.would_fit:
-        lines = [Text("what would fit:"), *(Text(f"      {printable_text(line, style)}") for line in verdict.would_fit)]
+        lines = [Text("what would fit:"), *(Text(f"      {printable(line)}") for line in verdict.would_fit)]
         parts += [*lines, BLANK]
     if verdict.difference is not None:
         from planner.show.terminal.plans import difference_parts  # noqa: PLC0415 - tables, which few verdicts have
@@ -40,11 +41,11 @@ def verdict_text(verdict: Verdict, style: Style) -> str:
     return render(style, *parts, _answer(verdict))
 
 
-def _finding(finding: Finding, style: Style) -> Iterator[RenderableType]:
+def _finding(finding: Finding) -> Iterator[RenderableType]:
     code = Text(f"{finding.code} {finding.severity}:", style=_COLORS[finding.severity])
-    yield Text.assemble(code, f" {printable_text(finding.message, style)}")
+    yield Text.assemble(code, f" {printable(finding.message)}")
     if finding.hint:
-        yield _indented(f"hint: {finding.hint}", 6, style)
+        yield _indented(f"hint: {finding.hint}", 6)
 
 
 def verdict_words(verdict: Verdict) -> str:
@@ -75,12 +76,12 @@ def rules_text(rules: Sequence[Rule], style: Style) -> str:
     """Return for each kind of finding its code, then its meaning, importance and remedy."""
     parts: list[RenderableType] = []
     for rule in rules:
-        parts.append(heading(printable_text(f"{rule.code} ({rule.severity}): {rule.title}", style)))
+        parts.append(heading(printable(f"{rule.code} ({rule.severity}): {rule.title}")))
         for title, text in (("meaning", rule.meaning), ("why", rule.why), ("what to do", rule.remedy)):
-            parts.append(_indented(f"{title}: {text}", 2, style))
+            parts.append(_indented(f"{title}: {text}", 2))
         parts.append(BLANK)
     return render(style, *parts[:-1])
 
 
-def _indented(text: str, columns: int, style: Style) -> Padding:
-    return Padding(Text(printable_text(text, style)), (0, 0, 0, columns), expand=False)
+def _indented(text: str, columns: int) -> Padding:
+    return Padding(Text(printable(text)), (0, 0, 0, columns), expand=False)

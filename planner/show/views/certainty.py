@@ -93,7 +93,7 @@ def peak_words(plan: Plan, certainty: Certainty | None) -> str:
     return f"{_ending(size, end)} {unit} (at most {_ending(most, end, ceil)})"
 
 
-def accuracy_words(certainty: Certainty, *, plus_minus: str = "±") -> str:
+def accuracy_words(certainty: Certainty) -> str:
     """Return one line that says from which earlier predictions the error ranges come."""
     words = [f"accuracy: {certainty.source}"]
     if certainty.step_ratio is None:
@@ -102,7 +102,7 @@ def accuracy_words(certainty: Certainty, *, plus_minus: str = "±") -> str:
         least, most = (_signed(ratio) for ratio in certainty.step_ratio)
         words.append(f"earlier step predictions were off by {least} to {most}")
     if certainty.sampling:
-        words.append(f"layer times vary by {plus_minus}{percent(certainty.sampling)}")
+        words.append(f"layer times vary by ±{percent(certainty.sampling)}")
     if certainty.peak_ratio is None:
         words.append("no similar peak was measured")
     else:

@@ -83,7 +83,7 @@ def test_a_device_that_is_not_here_has_a_reserve() -> None:
     """An allowance for context and libraries, stated in the profile and the default of `solve`."""
     profile = estimated(loaded_model(blocks, words, loss_fn=to_word), 2)
     assert profile.device.reserve_bytes == ASSUMED_RESERVE_BYTES == 10**9
-    assert "reserve 954 MiB, assumed" in profile_text(profile, Style(width=100, unicode=True, color=False))
+    assert "reserve 954 MiB, assumed" in profile_text(profile, Style(width=100, color=False))
     request = request_of(
         profile, ProfileReference(path="", digest=""), SolverOptions(devices=2, batch=2, schedule="gpipe")
     )

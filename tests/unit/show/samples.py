@@ -44,8 +44,8 @@ LONG_NAME = "encoder.layers.11.self_attention.output_projection.dropout.with.a.v
 AWKWARD = ("[bold]stem[/bold]", "block.0", "block.1", "block.2", "größe\x1b[31m", LONG_NAME)
 
 
-def style(width: int = 84, *, unicode: bool = True, color: bool = False, wrap: bool = True) -> Style:
-    return Style(width=width, unicode=unicode, color=color, wrap=wrap)
+def style(width: int = 84, *, color: bool = False, wrap: bool = True) -> Style:
+    return Style(width=width, color=color, wrap=wrap)
 
 
 def memory_text(stages: Sequence[Stage], how: Style, *, num_devices: int | None = None) -> str:

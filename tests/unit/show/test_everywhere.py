@@ -1,11 +1,13 @@
 """What holds of every text, whatever it shows."""
 
+import codecs
 import subprocess
 import sys
 
 import pytest
 from rich.cells import cell_len
 
+from planner.cli.console import spell_in_ascii
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text
 from planner.show.terminal.run import comparison_text, run_text
@@ -18,10 +20,9 @@ ESCAPE = "\x1b"
 @pytest.mark.slow
 @ALL
 @pytest.mark.parametrize("width", [60, 76, 84, 96, 120])
-@pytest.mark.parametrize("unicode", [True, False])
-def test_never_wider_than_the_terminal(show, width, unicode):
+def test_never_wider_than_the_terminal(show, width):
     """On a terminal no line exceeds its width, long layer names included."""
-    lines = show(style(width, unicode=unicode)).splitlines()
+    lines = show(style(width)).splitlines()
     assert max(map(cell_len, lines)) <= width
 
 
@@ -43,9 +44,10 @@ def test_no_trailing_blanks(show, color):
 
 
 @ALL
-def test_ascii_is_ascii(show):
-    """Without unicode even foreign names, ellipses and fills are ASCII."""
-    show(style(unicode=False)).encode("ascii")
+def test_signs_have_ascii_spellings(show):
+    """On a stream that cannot encode them, only foreign letters of names become escapes."""
+    codecs.register_error("spelled", spell_in_ascii)
+    assert "\\u" not in show(style()).encode("ascii", "spelled").decode()
 
 
 @ALL

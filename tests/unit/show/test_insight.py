@@ -36,14 +36,14 @@ def test_it_comes_last():
     assert text.index("memory per stage") < text.index("the best plan for each") < text.index("why this plan")
 
 
-def test_narrow_and_ascii():
+def test_narrow():
     """Long sentences go on below themselves."""
-    lines = section(explained(), style(60, unicode=False)).splitlines()
+    lines = section(explained(), style(60)).splitlines()
     assert all(
         line[:12].strip() in ("why this pla", "why this plan", "bottleneck", "tightest", "what if", "noise", "")
         for line in lines
     )
-    assert lines[-4].startswith("noise       with measurement noise of +/-2.1 %: in 20 random")
+    assert lines[-4].startswith("noise       with measurement noise of ±2.1 %: in 20 random")
 
 
 def test_without_noise_and_questions():

@@ -1,6 +1,9 @@
 """Memory bars: to scale, the cap marked, too much said in words."""
 
-from planner.show.terminal.style import ASCII, UNICODE
+import codecs
+
+from planner.cli.console import spell_in_ascii
+from planner.show.terminal.memory import _FILLS
 from planner.show.views.memory import COMPONENTS
 from tests.unit.show.samples import MIB, memory_text, stage, style
 
@@ -12,10 +15,10 @@ def bars(text):
 
 
 def test_every_kind_has_its_fill():
-    """No two kinds of memory look the same, in either set of characters."""
-    for glyphs in (UNICODE, ASCII):
-        assert len(glyphs.memory) == len(COMPONENTS) == len(set(glyphs.memory))
-        assert glyphs.cap not in glyphs.memory
+    """No two kinds of memory look the same, in ASCII neither, nor like the cap."""
+    codecs.register_error("spelled", spell_in_ascii)
+    for fills in ("│" + _FILLS, ("│" + _FILLS).encode("ascii", "spelled").decode()):
+        assert len(fills) == 1 + len(COMPONENTS) == len(set(fills))
 
 
 def test_numbers_beside_the_bar():

@@ -12,8 +12,8 @@ from planner.show.terminal.style import style_for
 class Terminal(io.TextIOWrapper):
     """A terminal that has no file descriptor to ask."""
 
-    def __init__(self, encoding="utf-8"):
-        super().__init__(io.BytesIO(), encoding=encoding)
+    def __init__(self):
+        super().__init__(io.BytesIO())
 
     def isatty(self):
         return True
@@ -23,7 +23,7 @@ def test_pipe():
     """A pipe is wide, its tables are never cut, and it has no colour."""
     for columns in ("", "0", "many"):
         style = style_for(io.StringIO(), {"COLUMNS": columns, "TERM": "xterm"})
-        assert (style.width, style.wrap, style.color, style.unicode) == (120, False, False, True)
+        assert (style.width, style.wrap, style.color) == (120, False, False)
 
 
 def test_columns_count_in_a_pipe():
@@ -54,14 +54,6 @@ def test_forced_colour_in_a_pipe():
     style = style_for(io.StringIO(), {"FORCE_COLOR": "1"})
     assert style.color
     assert not style.wrap
-
-
-@pytest.mark.parametrize(
-    ("encoding", "unicode"), [("utf-8", True), ("ascii", False), ("latin-1", False), ("cp437", False)]
-)
-def test_characters_follow_the_encoding(encoding, unicode):
-    """Block characters are used where all of them can be written."""
-    assert style_for(Terminal(encoding), {}).unicode is unicode
 
 
 def test_width_without_a_terminal_size():

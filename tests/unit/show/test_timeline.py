@@ -115,8 +115,8 @@ def test_chunks_without_room_for_their_number():
     assert all(re.fullmatch(r"( *([FB]\d)[░▒▓█]+)+", row) for row in rows(text))
     assert "number: micro-batch " in text
     chunks = interleaved(1, 1, 3)
-    (row,) = rows(timeline_text(chunks, 1, style(9 + 60 + 7, unicode=False)))
-    assert [fill for fill, _ in re.findall(r"((\W)\2)\2*", row)] == ["--", "==", "--", "##", "%%", "##"]
+    (row,) = rows(timeline_text(chunks, 1, style(9 + 60 + 7)))
+    assert [fill for fill, _ in re.findall(r"((\W)\2)\2*", row)] == ["░░", "▒▒", "░░", "▓▓", "██", "▓▓"]
 
 
 def test_chunks_have_hues_of_their_own_in_colour():
@@ -128,13 +128,6 @@ def test_chunks_have_hues_of_their_own_in_colour():
     assert "F▒▒B██ chunk 1" in timeline_text(interleaved(2, 2, 2), 2, style(120))
     many = timeline_text(interleaved(1, 2, 6), 1, style(240, color=True))
     assert "F1.5" in many
-
-
-def test_ascii_picture():
-    """In ASCII forward and backward differ by letter and by fill."""
-    drawn = rows(timeline_text(equal_stages(2, 2), 2, style(62 + 7, unicode=False)))
-    assert drawn[0].startswith("F0----F1----  ")
-    assert drawn[0].endswith("  B0##########B1##########")
 
 
 def test_no_room_for_numbers():
@@ -187,11 +180,10 @@ def test_the_bubble_of_a_device_stands_behind_its_row():
     assert "bubble, from a row's first box to its last" in text
 
 
-@pytest.mark.parametrize("unicode", [True, False])
-def test_halves_and_chunks_are_told_apart(unicode):
+def test_halves_and_chunks_are_told_apart():
     """A backward's halves on two chunks of a V have fills of their own, without colour, and every kind its legend."""
     planned = in_a_v()
-    text = timeline_text(events_of(planned), 3, style(240, unicode=unicode))
+    text = timeline_text(events_of(planned), 3, style(240))
     fills = {(kind, chunk): fill for kind, chunk, fill in re.findall(r"([FIW])\d\.([01])(\S)", text)}
     assert len(fills) == len(set(fills.values())) == 6
     assert "input backward with any recomputation" in text
