@@ -105,7 +105,8 @@ def test_a_run_that_is_over_is_judged(here: Path, capsys: Capsys, monkeypatch: p
     assert f"next: {again}\n" in not_as_planned.err
     assert again.endswith("--calibration calibration.yaml -o plans/plan.yaml")
     assert call(capsys, *shlex.split(again)[1:]).code == 0
-    assert files.read_plan("plans/plan.yaml").inputs.compute == pytest.approx(1.5, rel=1e-3)
+    # The stages take some hundreds of microseconds in all, and files round each time to a tenth of one.
+    assert files.read_plan("plans/plan.yaml").inputs.compute == pytest.approx(1.5, rel=3e-3)
     assert planner.verify(plan, profile=profile, run=run).again == ""
 
     batch = plan.inputs.batch
