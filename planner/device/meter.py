@@ -71,3 +71,13 @@ def recorded_allocations() -> Iterator[list[int]]:
         sizes.extend(
             int(event.cpu_memory_usage()) for events in threads for event in events if event.kind() == "memory_alloc"
         )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if the error or one of its causes is that a device or the machine ran out of memory."""
+    while error is not None:
+        # Torch's CPU allocator has no error class of its own.
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False

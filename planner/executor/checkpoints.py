@@ -217,11 +217,7 @@ class Checkpoints:
     # Private methods: saving
 
     def _stored(self) -> RankState:
-        """Return the state and the tensors that this rank stores in a checkpoint.
-
-        Raises:
-            UsageError: Some state contains an object that JSON and tensors cannot represent.
-        """
+        """Return the state and the tensors that this rank stores in a checkpoint."""
         pipeline = self._pipeline
         names, of_device = pipeline.first_names, kind_of(pipeline.device).generator
         tensors: dict[str, Tensor] = {}

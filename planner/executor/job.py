@@ -59,9 +59,6 @@ def job_of(
         watch: Watch of this process; None if other ranks need not be watched.
         check_nan: Whether to check that every output and gradient is finite, not only the loss.
 
-    Returns:
-        The job.
-
     Raises:
         UsageError: The plan needs another number of processes, or the device is missing.
     """
@@ -92,9 +89,6 @@ def load_planned(balance: Balance, folder: Path) -> LoadedModel:
     Args:
         balance: The balance configuration.
         folder: Folder of the balance configuration; the model's path is relative to it.
-
-    Returns:
-        The loaded model.
     """
     path, colon, entry = balance.model.source.rpartition(":")
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"

@@ -84,7 +84,9 @@ class Pipeline:
         self._is_joined = False
         try:
             seed_process(seed)  # before the model file is imported, because the import may build the model
-            self.model, structure = built or (load_planned(job.balance, _folder_of(balance_path)), None)
+            # The model's path in a balance configuration is relative to the configuration's folder.
+            folder = Path() if isinstance(balance_path, Balance) else Path(balance_path).parent
+            self.model, structure = built or (load_planned(job.balance, folder), None)
             with self._recorder.paused():  # a thread of gloo may be the last to release memory of joining
                 self._is_joined = join_process_group(job, timeout_s)
             groups = ProcessGroups.of(job.place)
@@ -320,8 +322,3 @@ class Pipeline:
         self._recorder.close()
         if self._is_joined:
             dist.destroy_process_group()
-
-
-def _folder_of(balance: str | Path | Balance) -> Path:
-    """Return the folder to which the model's path in a balance configuration is relative."""
-    return Path() if isinstance(balance, Balance) else Path(balance).parent

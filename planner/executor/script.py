@@ -54,9 +54,6 @@ def arguments(description: str | None, *, steps: int, seed: int) -> ScriptArgume
         description: Description for `--help`.
         steps: Default of `--steps`.
         seed: Default of `--seed`.
-
-    Returns:
-        The arguments.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -138,9 +135,6 @@ def checkpoints(
         optimizer: Optimizer of this stage's parameters.
         stateful: Further objects to save and restore by name, such as a learning-rate schedule. Each has `state_dict`
             and `load_state_dict`.
-
-    Returns:
-        The checkpoints.
     """
     return Checkpoints(
         pipeline,

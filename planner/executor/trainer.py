@@ -102,9 +102,6 @@ class Trainer:
             batch: This rank's part of the batch.
             metrics: Function that returns numbers by name for an output and a target; None for the loss only.
             outputs: Whether to return the model's outputs as well.
-
-        Returns:
-            Loss, metrics, and outputs if requested.
         """
         parts = self._mini_batches.parts_of_any_size(batch)
         observed = OutputObserver(metrics, keeps_outputs=outputs)

@@ -36,9 +36,6 @@ def forward_context(precision: Precision, device: torch.device, *, keep: bool = 
         precision: Precision of the model.
         device: Device of the layers.
         keep: Whether autocast caches its copies of weights; otherwise each use of a weight makes a new copy.
-
-    Returns:
-        A context manager.
     """
     dtype = _AUTOCAST.get(precision)
     if dtype is None:

@@ -130,9 +130,6 @@ def chain_of(
             None, all outputs are sent.
         uncut: Names of layers after which the model is not cut.
 
-    Returns:
-        The chain.
-
     Raises:
         ModelError: The model is empty, has parameters without a shape, fails when it runs, or cannot be cut anywhere.
     """
@@ -229,9 +226,6 @@ def chain_digest(chain: Chain, settings: dict[str, Setting], precision: Precisio
         chain: The chain.
         settings: Settings that the model was built with.
         precision: Precision that the model runs in.
-
-    Returns:
-        The digest.
     """
     content: dict[str, Any] = {"settings": settings, "layers": [_described(layer) for layer in chain.layers]}
     if chain.outline is not None:

@@ -121,9 +121,6 @@ def absent_ghost(like: Tensor, device: torch.device, origin: str) -> AbsentGhost
         like: Tensor with the shape, strides and dtype of the ghost.
         device: Device that the ghost reports.
         origin: Name of the parameter, or of the module that returned the tensor.
-
-    Returns:
-        The ghost.
     """
     ghost: AbsentGhost = Tensor._make_wrapper_subclass(
         AbsentGhost, like.shape, strides=like.stride(), dtype=like.dtype, device=device
@@ -192,9 +189,6 @@ def zeros_without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
         device: Device of the tensor.
-
-    Returns:
-        An expanded tensor.
     """
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 

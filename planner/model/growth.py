@@ -95,9 +95,6 @@ def cut_errors(
         cuts: For every cut: its time, the name of the layer before it, and the indices of the tensors that cross it.
         shapes: Shapes by index of the tensor, from `shapes_in_both`.
         varying: Calls that call other modules for another batch size.
-
-    Returns:
-        Errors by cut.
     """
     refusals: dict[int, ModelError] = {}
     for cut, name, values in cuts:

@@ -141,9 +141,6 @@ def load_model(
         granularity: `coarse` for about one layer per block, `fine` for parts of blocks; no effect on a Sequential.
         uncut: Names of layers that no stage may end with.
 
-    Returns:
-        The loaded model.
-
     Raises:
         FileError: The file does not exist, or is no Python file.
         ModelError: The file fails when it is imported, or defines no model.
@@ -174,9 +171,6 @@ def load_object(
         inputs: Shapes as in the `--input` option, if there is no `example_batch`.
         optimizer: Name of an optimizer.
         granularity: `coarse` for about one layer per block, `fine` for parts of blocks; no effect on a Sequential.
-
-    Returns:
-        The loaded model.
 
     Raises:
         ModelError: `model` is not an `nn.Module`, or its inputs are unknown.

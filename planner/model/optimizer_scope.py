@@ -120,11 +120,7 @@ def _stepped(
     steps: Sequence[tuple[float, float]],
     device: torch.device,
 ) -> dict[int, list[Tensor]]:
-    """Update some parameters of the sample; return, by index, each parameter, its gradients and its optimizer state.
-
-    Raises:
-        ModelError: `step()` draws random numbers, needs a closure, or fails.
-    """
+    """Update some parameters of the sample; return, by index, each parameter, its gradients and its optimizer state."""
     tensors = {n: nn.Parameter(_random(sample[n], n).to(device)) for n in part}
     optimizer = whole.build_for((sample[n], tensor) for n, tensor in tensors.items())
     results: dict[int, list[Tensor]] = {n: [tensor] for n, tensor in tensors.items()}
@@ -153,11 +149,7 @@ def _stepped(
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Call `optimizer.step()` and convert its errors.
-
-    Raises:
-        ModelError: `step()` needs a closure, or fails.
-    """
+    """Call `optimizer.step()` and convert its errors."""
     name = type(optimizer).__name__
     try:
         optimizer.step()

@@ -113,9 +113,6 @@ class Outline:
         Args:
             values: Indices of tensors in `Recording.values`.
             tensors: The same tensors in the batch.
-
-        Returns:
-            Number of samples.
         """
         for value, tensor in zip(values, tensors, strict=True):
             # Only a dimension that grows with the batch determines the size; those of a common mask are constant.
@@ -160,9 +157,6 @@ def outline_of(
         loss_of: Function from a number of samples to a function that computes the loss from the model's output. If it
             is None, all outputs count as read by the loss.
         uncut: Names of layers after which the model is not cut.
-
-    Returns:
-        The outline.
 
     Raises:
         ModelError: The model cannot be cut anywhere, or its code depends on the batch size.
@@ -275,11 +269,7 @@ def _prevented(problems: Sequence[str], num_tried: int) -> str:
 
 
 def _without(errors: dict[int, ModelError], chosen: Sequence[int], problems: list[str]) -> list[int]:
-    """Return the chosen cuts without errors, and add the messages of all errors to `problems`.
-
-    Raises:
-        ModelError: Every chosen cut has an error; the first one is raised.
-    """
+    """Return the chosen cuts without errors, and add the messages of all errors to `problems`."""
     sound = [cut for cut in chosen if cut not in errors]
     if errors and not sound:
         raise next(iter(errors.values()))

@@ -52,9 +52,6 @@ def reload_model(source: str, model: Model, precision: Precision, *, optimizer: 
         precision: Precision in which the model runs.
         optimizer: Name of an optimizer; empty or `build_optimizer` for the one that the file builds.
 
-    Returns:
-        The loaded model.
-
     Raises:
         FileError: The file does not exist.
         ModelError: The model cannot be loaded.

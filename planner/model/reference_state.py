@@ -93,9 +93,6 @@ def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> 
         loaded: Functions of the model file.
         model: Instance that is trained.
         loss: Loss of the step.
-
-    Returns:
-        The state.
     """
     gradients = {f"gradient:{name}": p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     return ReferenceState(
@@ -116,9 +113,6 @@ def state_after_update(model: nn.Module, loss: float, optimizer: torch.optim.Opt
         model: Instance that is trained.
         loss: Loss of the step.
         optimizer: Optimizer of the instance.
-
-    Returns:
-        The state.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     tensors, groups = optimizer_state(optimizer, named)

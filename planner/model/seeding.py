@@ -20,9 +20,6 @@ def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
         step: Index of the step since the start of training.
         layer: Index of the layer in the whole model's chain.
         micro_batch: Index of the micro-batch in the step's mini-batch.
-
-    Returns:
-        A 64-bit seed.
     """
     return _next(_of_layer(seed, step, layer), micro_batch)
 

@@ -83,9 +83,6 @@ def shorten_model(loaded: LoadedModel, skipped: Sequence[SkippedModule], *, lean
         loaded: The model.
         skipped: Modules that are skipped.
         lean: Whether parameters are built on the meta device (`planner.model.lean`).
-
-    Returns:
-        The shortened model.
     """
 
     def build() -> nn.Module:

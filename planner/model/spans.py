@@ -46,9 +46,6 @@ def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set
         recording: One forward.
         time: 0 for the inputs, `END` for the outputs, or the time of a cut.
         crossing: Indices of the tensors that cross the cut; not used for inputs and outputs.
-
-    Returns:
-        Numbers of the storages.
     """
     if time == 0:
         return {recording.values[leaf.number][0] for leaf in recording.inputs if isinstance(leaf, TensorLeaf)}
@@ -66,9 +63,6 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
         recording: One forward.
         span: Begin and end of the layer.
         storages: Numbers of the storages.
-
-    Returns:
-        True if an operator writes into one of them.
     """
     inside = (operator for operator in recording.operators if span[0] <= operator.time < span[1])
     return any(recording.flow.nodes[version]["storage"] in storages for o in inside for version in o.writes)

@@ -154,9 +154,6 @@ class SplitBackward:
             function: Function of torch.
             args: Positional arguments of the function.
             kwargs: Keyword arguments of the function.
-
-        Returns:
-            Result of the function.
         """
         # Most products have no trained weight. For speed, this cheap test comes first.
         use = (

@@ -57,9 +57,6 @@ class StateOwner:
             path: Path of the module.
             module: The module.
             elsewhere: Names of the module's tensors that belong to other layers.
-
-        Returns:
-            The module as an owner of state.
         """
         plain = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
         tensors = tuple(name for name, value in plain if value is None or isinstance(value, Tensor))

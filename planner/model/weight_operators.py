@@ -152,9 +152,6 @@ def weight_argument(function: Callable[..., Any], args: Sequence[Any], kwargs: M
         function: Function of torch, a key of `OPERATORS`.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-
-    Returns:
-        The weight.
     """
     names, place, _ = OPERATORS[function]
     return args[place] if place < len(args) else kwargs.get(names[place])
@@ -169,9 +166,6 @@ def weight_operator_call(
         function: Function of torch, a key of `OPERATORS`.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-
-    Returns:
-        The operator and its operands.
     """
     names, _, make = OPERATORS[function]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -81,9 +81,6 @@ def make_layer_inputs(
         received: Traced input of the layer.
         before: Outputs of the previous layer.
         own_storages: Storages of the previous layer's parameters and buffers, which must not be overwritten.
-
-    Returns:
-        Inputs of the layer.
     """
     outputs = before if len(before) == len(received.values) else [None] * len(received.values)
     values = [_entering(value, output, own_storages) for value, output in zip(received.values, outputs, strict=True)]

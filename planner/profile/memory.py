@@ -38,9 +38,6 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
         meter: Meter of the device.
         buffer_bytes: Bytes of the layer's buffers before its first run, at any micro-batch size.
 
-    Returns:
-        Memory of the layer.
-
     Raises:
         ModelError: The layer has sparse gradients.
     """
@@ -87,9 +84,6 @@ def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
         unit: Layer to measure.
         received: Input of the layer.
         meter: Meter of the device.
-
-    Returns:
-        Bytes of autocast's copies of the layer's weights.
     """
     values = received.non_leaves()
     with unit.weight_cast_cache():

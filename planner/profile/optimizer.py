@@ -56,11 +56,7 @@ def measure_optimizer(
         repeats: Number of timed updates.
         between_bytes: Bytes that training accesses between two updates of this layer, which evict it from the cache.
         idle: Names of parameters without gradients.
-
-    Returns:
-        State, transient memory and time.
     """
-    build = _in_place(whole, module, stands_for or module)
     trained = trained_parameters(module)
     if not trained:
         return OptimizerCost()
@@ -71,7 +67,8 @@ def measure_optimizer(
     for copy in (copy for p, copy in zip(trained, copies, strict=True) if id(p) not in without):
         # Gradients are not zeros, with which AdamW on a CPU takes twice as long and which training does not have.
         copy.grad = 1e-3 * torch.randn_like(copy)
-    optimizer = build(zip(trained, copies, strict=True))
+    own = dict(zip(module.parameters(), (stands_for or module).parameters(), strict=True))
+    optimizer = whole.build_for((own[p], copy) for p, copy in zip(trained, copies, strict=True))
     if all(copy.grad is None for copy in copies):
         return OptimizerCost(state_bytes=_states(optimizer, copies, trained))
     evicting = torch.empty(min(between_bytes, CACHE_BYTES) // 4, device=copies[0].device)
@@ -107,14 +104,6 @@ def has_additive_peaks(module: nn.Module, whole: ModelOptimizer, *, meter: Meter
     return thrice > 1.25 * twice > 0
 
 
-def _in_place(
-    whole: ModelOptimizer, module: nn.Module, stands_for: nn.Module
-) -> Callable[[Copies], torch.optim.Optimizer]:
-    """Return a function that builds the optimizer for copies of parameters, as if they belonged to `stands_for`."""
-    place = {id(p): at for p, at in zip(module.parameters(), stands_for.parameters(), strict=True)}
-    return lambda copies: whole.build_for((place[id(p)], copy) for p, copy in copies)
-
-
 def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn.Parameter]:
     """Return the trained parameters of a module, without those whose names are in `idle`."""
     return [p for name, p in module.named_parameters() if p.requires_grad and name not in idle]
@@ -129,9 +118,6 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
         modules: Module of every layer.
         digests: Digest of every layer.
         whole: Optimizer of the whole model.
-
-    Returns:
-        Indices of layers.
     """
     options = {id(p): group.cost_options for group in whole.groups() for p in group.parameters}
     first: dict[tuple[str | None, ...], int] = {}
@@ -155,9 +141,6 @@ def optimizer_boundary_peaks(
         whole: Optimizer of the whole model, which determines the order of parameters.
         device: Device on which the optimizer runs.
         meter: Meter of the device.
-
-    Returns:
-        Bytes for each layer.
     """
     groups, found = whole.groups(), dict[tuple[object, ...], int]()
     places = {id(p): (g, n) for g, group in enumerate(groups) for n, p in enumerate(group.parameters)}
@@ -238,11 +221,7 @@ def _share(parameters: Sequence[Tensor]) -> float:
 
 def _part(parameter: Tensor, share: float) -> Tensor:
     """Return the first rows of a parameter, a fraction `share` of all, to measure them instead of the whole."""
-    return parameter[: _rows(parameter, share)] if parameter.dim() else parameter
-
-
-def _rows(parameter: Tensor, share: float) -> int:
-    return max(1, int(share * len(parameter))) if parameter.dim() else 1
+    return parameter[: max(1, int(share * len(parameter)))] if parameter.dim() else parameter
 
 
 def _whole_bytes(state: Tensor, part: Tensor, parameter: Tensor) -> int:

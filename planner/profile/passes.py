@@ -104,9 +104,6 @@ def forward_of(
         received: Structure of the inputs, and targets of the loss.
         outputs: List to which the function appends the outputs of the layer.
         statistics: Collector of the layers' batch normalization statistics.
-
-    Returns:
-        The function.
     """
 
     def run() -> None:

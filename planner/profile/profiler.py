@@ -41,9 +41,6 @@ def profile_model(
         warn: Function that is called with warnings for the user.
         note: Function that is called with notes about defaults.
 
-    Returns:
-        The profile.
-
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
         UsageError: The device is unknown or not on this machine.

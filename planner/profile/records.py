@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
@@ -11,12 +12,14 @@ from planner.core.errors import MeasurementError
 from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.device.kinds import kind_of
 from planner.device.machine import release_freed_memory
-from planner.device.meter import Meter
+from planner.device.meter import Meter, is_out_of_memory
 from planner.model.refusals import TooFewSamplesError, explain_refusals
 from planner.profile.memory import measure_memory
 from planner.profile.split_memory import measure_split_memory
 from planner.profile.task import ProfilingTask
 from planner.profile.units import Key, Unit, UnitInput, trace_units
+
+_Figure = TypeVar("_Figure", int, float)
 
 _MEMORY_PASSES = 10
 """Approximate duration of a memory measurement, divided by that of a timed pass."""
@@ -68,7 +71,7 @@ class UnitRecords:
         """Names of the units to measure, by digest."""
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
-    def measure_distinct(self, figure: Callable[[Unit, UnitInput], int]) -> dict[str, int]:
+    def measure_distinct(self, figure: Callable[[Unit, UnitInput], _Figure]) -> dict[str, _Figure]:
         """Return `figure(unit, input)` for every distinct unit at the smallest micro-batch size, by digest."""
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
@@ -101,7 +104,7 @@ def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> UnitRecords:
             task.warn(f"micro-batch size {size} is left out: {error.message}")
             continue
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             failed = True
         if failed:
@@ -174,13 +177,3 @@ def _end_at(task: ProfilingTask, device: torch.device, fitting: Sequence[int], s
         sizes = ",".join(map(str, fitting))
         raise MeasurementError(f"out of memory at micro-batch size {size}", hint=f"use `--batch-sizes {sizes}`")
     task.warn(f"out of memory at micro-batch size {size}: sizes up to {fitting[-1]} are measured")
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if the error or one of its causes is that the device or the machine ran out of memory."""
-    while error is not None:
-        # Torch's CPU allocator has no error class of its own.
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            return True
-        error = error.__cause__
-    return False

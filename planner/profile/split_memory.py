@@ -36,9 +36,6 @@ def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> Split
         unit: Layer to measure.
         received: Input of the layer.
         meter: Meter of the device.
-
-    Returns:
-        Memory of the layer with a split backward.
     """
     subject = _MeasuredUnit(unit=unit, received=received, meter=meter)
     with unit.weight_cast_cache(), subject.split.weight_cast_cache():

@@ -190,25 +190,18 @@ def layers_exceeding_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
 
 
-def statistics_us(
-    units: Mapping[str, Unit], inputs: Mapping[Key, UnitInput], *, size: int, clock: Clock, repeats: int
-) -> dict[str, float]:
-    """Return the time that updating running statistics of batch normalization takes in a step, for each unit.
+def statistics_us(unit: Unit, received: UnitInput, *, clock: Clock, repeats: int) -> float:
+    """Return the time that updating running statistics of batch normalization takes in a step of a unit.
 
     Args:
-        units: Units by digest.
-        inputs: Inputs of the units.
-        size: Micro-batch size of the inputs to use; the time does not depend on it.
+        unit: The unit.
+        received: Input of the unit, of any micro-batch size.
         clock: Clock of the device.
         repeats: Number of timed updates.
 
     Returns:
-        Microseconds by digest; 0 for units without batch normalization.
+        Microseconds; 0 without batch normalization.
     """
-    return {digest: _statistics_us(unit, inputs[digest, size], clock, repeats) for digest, unit in units.items()}
-
-
-def _statistics_us(unit: Unit, received: UnitInput, clock: Clock, repeats: int) -> float:
     if not any(isinstance(module, _BatchNorm) for module in unit.module.modules()):
         return 0.0
     times = []

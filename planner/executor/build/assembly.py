@@ -202,9 +202,6 @@ def make_stage_module(
         loss_fn: Loss function on the last stage; None on other stages.
         statistics: Batch normalization statistics for all stages of this process.
 
-    Returns:
-        The module.
-
     Raises:
         ModelError: A layer cannot be trained in micro-batches.
     """

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,9 +123,6 @@ def build_stages(
         stages: Ranges of the stages.
         seed: Seed of the initial values.
         device: Device of the layers.
-
-    Returns:
-        The layers of each stage.
     """
 
     def wanted(model: nn.Module) -> list[Tensor]:
@@ -170,9 +167,6 @@ def chain_of_instance(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Ch
         chain: Chain of one instance.
         loaded: The model file.
         model: Another instance.
-
-    Returns:
-        Chain of `model`.
     """
     return loaded.chain(model) if chain.outline is None else chain_from_outline(chain.outline, model)
 
@@ -184,9 +178,6 @@ def needed_names(chain: Chain, first: int, end: int) -> frozenset[str]:
         chain: The chain.
         first: Index of the first layer.
         end: Index after the last layer.
-
-    Returns:
-        Names in the whole model.
     """
     if chain.outline is not None:
         return frozenset[str]().union(*chain.outline.holds[first:end])
@@ -223,19 +214,27 @@ def _emptied(tensor: Tensor) -> Tensor:
     return empty
 
 
-def _with_its_parameters(tensor: Tensor, held_ids: Collection[int], device: torch.device) -> Tensor:
-    """Return `tensor` on `device`, or a placeholder if it was computed from parameters other than `held_ids`."""
-    nodes, seen = [tensor.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
+def leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the `id()` of every leaf tensor into which a backward of `tensors` accumulates a gradient."""
+    tensors = list(tensors)
+    leaves = {id(tensor) for tensor in tensors if tensor.is_leaf}
+    waiting, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
+    while waiting:
+        node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in held_ids:
-            return absent_ghost(tensor, device, "a tensor computed from parameters of another stage")
-        nodes.extend(above for above, _ in node.next_functions)
-    return tensor.to(device)
+        leaves |= set() if variable is None else {id(variable)}
+        waiting += [below for below, _ in node.next_functions]
+    return leaves
+
+
+def _with_its_parameters(tensor: Tensor, held_ids: Collection[int], device: torch.device) -> Tensor:
+    """Return `tensor` on `device`, or a placeholder if it was computed from parameters other than `held_ids`."""
+    if tensor.is_leaf or leaves_behind([tensor]) <= set(held_ids):
+        return tensor.to(device)
+    return absent_ghost(tensor, device, "a tensor computed from parameters of another stage")
 
 
 def _instances(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:

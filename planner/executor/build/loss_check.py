@@ -23,6 +23,7 @@ from planner.core.errors import ModelError
 from planner.core.values.profile import CountedLabels
 from planner.core.values.units import pluralize
 from planner.device.machine import available_bytes
+from planner.executor.build.building import leaves_behind
 from planner.executor.run.losses import loss_counts
 from planner.executor.run.parts import micro_batches_of
 from planner.executor.run.random_state import keeping_random_state
@@ -135,11 +136,7 @@ def _budget_bytes() -> int:
 
 
 def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
-    """Return the memory of a forward without gradients, in bytes; refuse a loss that reads parameters.
-
-    Raises:
-        ModelError: `loss_fn` reads parameters of the model.
-    """
+    """Return the memory of a forward without gradients, in bytes; refuse a loss that reads parameters."""
     parameter_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
     try:
         with _as_built(model, loaded), as_ghosts(model):
@@ -167,7 +164,7 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
     """
     leaves, nest = flatten(output)
     cut = [_cut_off(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    read = _leaves_behind(_fresh_loss(loaded)(unflatten(cut, nest), targets))
+    read = leaves_behind(tensors_in(_fresh_loss(loaded)(unflatten(cut, nest), targets)))
     names = [name for name, parameter in model.named_parameters() if id(parameter) in read]
     if names:
         more = f" and {pluralize(len(names) - 1, 'other')}" if len(names) > 1 else ""
@@ -199,22 +196,6 @@ def _fresh_loss(loaded: LoadedModel) -> Any:
     evaluation mode may have another form, so they need a new instance.
     """
     return copy.copy(loaded.loss_fn) if loaded.loss_fn is loaded.default_loss else loaded.loss_fn
-
-
-def _leaves_behind(loss: Any) -> set[int]:
-    """Return the `id()` of every leaf tensor into which the backward of `loss` accumulates a gradient."""
-    waiting = [tensor.grad_fn for tensor in tensors_in(loss)]
-    leaves = {id(tensor) for tensor in tensors_in(loss) if tensor.is_leaf}
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        leaves |= set() if variable is None else {id(variable)}
-        waiting += [below for below, _ in node.next_functions]
-    return leaves
 
 
 def _compared(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:

@@ -52,9 +52,6 @@ def build_only(
         wanted: Function that returns the wanted tensors of a built model.
         seed: Seed of the initial values.
 
-    Returns:
-        The model.
-
     Raises:
         BuildError: The model's construction reads values, is not the same each time, or draws a number of random
             numbers that depends on values.

@@ -34,9 +34,6 @@ def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         where: Path of the value in the state, such as "others['schedule']".
         tensors: Dict to which the tensors in `value` are added, each under its path.
 
-    Returns:
-        The JSON value.
-
     Raises:
         UsageError: The value contains an object of another type.
     """

@@ -108,9 +108,6 @@ def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[s
         state: State of the rank, as JSON value.
         tensors: Tensors by name, for which `is_storable` is true.
 
-    Returns:
-        The entry for `checkpoint.json`.
-
     Raises:
         ValueError: The state is too large.
     """

@@ -67,9 +67,6 @@ def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
     Args:
         cache: File of the stored cost.
         warn: Called with a message if other programs run during the measurement.
-
-    Returns:
-        The cost.
     """
     machine = {"cpu": cpu_name(), "torch": str(torch.__version__), "gpipe-plan": __version__}
     # If the file is missing or damaged, the cost is measured again.
@@ -183,9 +180,6 @@ def empty_step(
         group: Processes of the pipeline, in order; by default all processes.
         timer: Called with every forward and backward; by default, these are not timed.
         leaves_cache: Whether layers write more memory than the cache holds.
-
-    Returns:
-        The function.
     """
     is_last = index == num_stages - 1
     crossing = Boundary.of(torch.empty(1, size, device="meta", requires_grad=index > 0))

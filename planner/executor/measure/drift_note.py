@@ -22,9 +22,6 @@ def drift_note(
         report: Measurements of the run.
         num_here: Number of the run's processes on this machine, which share its cores.
         advice: Function that returns advice and the commands to replan, one per line.
-
-    Returns:
-        Text for stderr.
     """
     is_crowded = report.device.kind == "cpu" and crowding(num_here, balance.threads, usable_cores())
     drift = deviating_figures(balance, report, are_times_judged=not is_crowded)

@@ -97,31 +97,15 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 
 
 def _over_gloo(index: int, one: Group, both: Group) -> list[float]:
-    """Return the time of a transfer of one micro-batch for each message size; valid on the sender only."""
-    overhead_us = _overhead_us_of(_step_us(0, 1, _SIZES[0] // 4, one)) if index == 0 else 0.0
-    return [_transfer_us_of(_step_us(index, 2, size // 4, both), overhead_us) for size in _SIZES]
-
-
-def _overhead_us_of(alone_us: float) -> float:
-    """Return the executor's time per forward or backward of a micro-batch.
-
-    Args:
-        alone_us: Time of a step of one stage that computes nothing.
-    """
-    return alone_us / (2 * MICRO_BATCHES)
-
-
-def _transfer_us_of(both_us: float, overhead_us: float) -> float:
-    """Return the time of the transfer of one micro-batch; at least 0.
+    """Return the time of a transfer of one micro-batch for each message size; valid on the sender only.
 
     Two stages that compute nothing take 2 (o + M (o + t)) for a step, because a transfer keeps the receiver busy. Here
-    o is `overhead_us`, t the transfer, M the number of micro-batches.
-
-    Args:
-        both_us: Time of a step of two stages that compute nothing.
-        overhead_us: The executor's time per forward or backward of a micro-batch.
+    o is the executor's time per forward or backward, t the transfer, M the number of micro-batches.
     """
-    return max(0.0, (both_us / 2 - overhead_us) / MICRO_BATCHES - overhead_us)
+    alone_us = _step_us(0, 1, _SIZES[0] // 4, one) if index == 0 else 0.0
+    overhead_us = alone_us / (2 * MICRO_BATCHES)
+    steps_us = (_step_us(index, 2, size // 4, both) for size in _SIZES)
+    return [max(0.0, (step_us / 2 - overhead_us) / MICRO_BATCHES - overhead_us) for step_us in steps_us]
 
 
 def _step_us(index: int, num_stages: int, size: int, group: Group) -> float:

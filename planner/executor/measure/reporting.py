@@ -98,9 +98,6 @@ def steps_report(
         losses: Loss of every step.
         samples: Number of samples of every step, over all replicas.
         step_us: Time of every step in microseconds.
-
-    Returns:
-        The report.
     """
     return RunReport(
         generator=Generator(name="gpipe-plan", version=__version__),

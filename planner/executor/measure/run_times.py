@@ -115,9 +115,6 @@ def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
 
     Args:
         processes: Actions of each process, by rank, on the same clock.
-
-    Returns:
-        The times in which processes did not compute.
     """
     rows = {rank: _computing(spans) for rank, spans in processes.items()}
     ready = {(_flow(s), s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
@@ -210,9 +207,6 @@ def add_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) 
         report: Report of the run.
         runs: Recordings of all processes, on the same clock.
         overlaps: Whether transfers overlap with computation.
-
-    Returns:
-        The completed report.
     """
     waiting: dict[int, MeanWaits] = {}
     for replica in sorted({run.replica for run in runs}):

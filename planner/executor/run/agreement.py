@@ -20,6 +20,7 @@ from planner.core.errors import TrainingError
 from planner.core.values.units import pluralize
 from planner.executor.run.placement import ProcessGroups, ProcessPlace
 from planner.executor.run.relay import transfer
+from planner.executor.run.transfers import wait_for_all
 from planner.executor.watch.position import ANY, Position
 
 Phase = Literal["step", "evaluation", "evaluation with metrics", "checkpoint", "end"]
@@ -117,8 +118,7 @@ class Agreement:
 
     def finish(self) -> None:
         """Wait until the next rank has received this rank's last message."""
-        for work in self._sending:
-            work.wait()
+        wait_for_all(self._sending)
         self._sending = []
 
     def _compare_along_pipeline(self, begun: _Begun) -> None:
@@ -126,8 +126,7 @@ class Agreement:
         self._position.set_activity(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
         if place.position > 0:
             previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
-            for work in transfer(dist.irecv, self._received, previous, group):
-                work.wait()
+            wait_for_all(transfer(dist.irecv, self._received, previous, group))
             received = _Begun.read(self._received.tolist())
             if received != _Begun.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)

@@ -63,9 +63,6 @@ def example_mini_batch(model: LoadedModel, batch: int, *, seed: int, step: int) 
         batch: Number of samples.
         seed: Seed of the run.
         step: Index of the step.
-
-    Returns:
-        The mini-batch.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * 1_000_003 + step)

@@ -31,9 +31,6 @@ def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source
         targets: Targets of every micro-batch.
         source: File of the model, for messages.
 
-    Returns:
-        Number of items of every micro-batch.
-
     Raises:
         ModelError: A result is negative, infinite or not a number.
     """
@@ -64,9 +61,6 @@ def weigh_losses(
         parts: Parts of a mini-batch.
         counts: Number of items that the loss of each micro-batch averages over; empty without the last stage.
         total: Sum of the counts of all replicas. Weights are counts divided by this sum.
-
-    Returns:
-        Triples of part, index and weights.
     """
     weights = weights_of(counts, total)
     firsts = accumulate((part.micro_batches for part in parts), initial=0)

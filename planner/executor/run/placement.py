@@ -64,9 +64,6 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
         rank: Rank of the process.
         num_processes: Number of processes of the job.
 
-    Returns:
-        The position.
-
     Raises:
         UsageError: The plan needs another number of processes.
     """

@@ -45,9 +45,6 @@ def run_recomputed(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any
             output each time.
         layer: Properties of the layer.
         value: Input of the layer.
-
-    Returns:
-        Output of the layer.
     """
     received, rebuild = split_tensors(value)
     # Without a backward there is nothing to recompute.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.executor.run.placement import ProcessGroups, ProcessPlace
+from planner.executor.run.transfers import wait_for_all
 
 
 class MetricsRelay:
@@ -43,8 +44,8 @@ class MetricsRelay:
                 dist.all_reduce(numbers, group=self._groups.replicas)
         else:
             numbers = torch.empty(num_values, dtype=torch.float64, device=self._device)
-            for work in transfer(dist.irecv, numbers, self._rank_at(place.position - onwards), self._groups.pipeline):
-                work.wait()
+            sender = self._rank_at(place.position - onwards)
+            wait_for_all(transfer(dist.irecv, numbers, sender, self._groups.pipeline))
         if 0 <= place.position + onwards < place.num_devices:
             self._wait()  # The previous step's send must finish before its buffer is released.
             to = self._rank_at(place.position + onwards)
@@ -70,8 +71,7 @@ class MetricsRelay:
 
     def _wait(self) -> None:
         if self._sent is not None:
-            for work in self._sent[0]:
-                work.wait()
+            wait_for_all(self._sent[0])
 
 
 def transfer(

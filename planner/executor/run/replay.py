@@ -340,11 +340,7 @@ class _Clones:
 
 @contextmanager
 def _explained_resizing() -> Iterator[None]:
-    """Replace torch's error about resizing a tensor that has a lazy clone by an explanation.
-
-    Raises:
-        ModelError: Code in the block resizes a buffer of a recomputed layer.
-    """
+    """Replace torch's error about resizing a tensor that has a lazy clone by an explanation."""
     try:
         yield
     except RuntimeError as error:

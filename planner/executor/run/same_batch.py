@@ -34,9 +34,6 @@ def digest_of_batch(batch: Batch, place: ProcessPlace, *, is_whole: bool) -> Bat
         batch: The mini-batch, or the replica's part.
         place: Position of this process in the job.
         is_whole: Whether `batch` is the whole mini-batch.
-
-    Returns:
-        The digests.
     """
     replica = None if is_whole else place.replica
     if not (place.is_first or place.is_last):

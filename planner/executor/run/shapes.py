@@ -133,9 +133,6 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
         precision: Precision of the layers.
         device: Device of the layers; autocast has different rules on the CPU and on CUDA.
 
-    Returns:
-        The shapes.
-
     Raises:
         ModelError: A layer does not fit its input, or cannot be trained in micro-batches.
     """

@@ -128,7 +128,7 @@ class StageModule(nn.Module):
         self.seen: Callable[[int, Any], None] | None = None
         """Callback on the last stage, called with the index and output of every micro-batch, as the loss function gets
         it."""
-        self.timed_recomputation: Callable[[Callable[[], Any]], Any] = _called
+        self.timed_recomputation: Callable[[Callable[[], Any]], Any] = lambda work: work()
         """Function that calls the layers, and records the time if the call is a recomputation."""
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -275,10 +275,6 @@ def _with_graph(result: Any, anchor: Tensor) -> Any:
     place = next(n for n, output in enumerate(outputs) if output.is_floating_point())
     outputs[place] = outputs[place] + anchor
     return outputs[0] if isinstance(result, Tensor) else tuple(outputs)
-
-
-def _called(work: Callable[[], Any]) -> Any:
-    return work()
 
 
 def _named_modules(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:

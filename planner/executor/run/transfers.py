@@ -10,7 +10,7 @@ Only `isend`, `irecv` and their handles are used. Both processes of a pair begin
 order, as gloo and NCCL require. NCCL runs the transfers of a pair one after another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ class Transfers:
         if message in self._in_place:
             return self._in_place.pop(message)
         coming = self._coming.pop(message)
-        _wait(coming.works)
+        wait_for_all(coming.works)
         return coming.buffers
 
     def hand_over(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
@@ -92,7 +92,7 @@ class Transfers:
         """Wait until the output of a forward is sent, and release its tensors."""
         sent = self._outputs.pop(message, None)
         if sent is not None:
-            _wait(sent.works)
+            wait_for_all(sent.works)
 
     def send_gradient(self, tensors: Sequence[Tensor], shapes: Sequence[Tensor], rank: int) -> None:
         """Begin to send gradients in the layout of the receiver's buffers; then wait until the previous ones are sent.
@@ -105,14 +105,14 @@ class Transfers:
         before = self._gradient
         self._gradient = self._send([match_layout(x, shape) for x, shape in zip(tensors, shapes, strict=True)], rank)
         if before is not None:
-            _wait(before.works)
+            wait_for_all(before.works)
 
     def finish(self) -> None:
         """Wait at the end of a step until all tensors are sent."""
         for message in list(self._outputs):
             self.release_output(message)
         if self._gradient is not None:
-            _wait(self._gradient.works)
+            wait_for_all(self._gradient.works)
         self._gradient = None
 
     def _send(self, tensors: Sequence[Tensor], rank: int) -> _Sent:
@@ -121,6 +121,7 @@ class Transfers:
         return _Sent(flat, tuple(filter(None, works)))
 
 
-def _wait(works: Sequence[dist.Work]) -> None:
+def wait_for_all(works: Iterable[dist.Work]) -> None:
+    """Wait until transfers have ended."""
     for work in works:
         work.wait()

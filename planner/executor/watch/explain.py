@@ -13,6 +13,7 @@ import torch.distributed as dist
 from planner.core.errors import PlannerError, TrainingError
 from planner.core.values.units import format_bytes
 from planner.device.kinds import accelerator_in_use
+from planner.device.meter import is_out_of_memory
 from planner.executor.watch.position import Position
 
 MOST_NAMED = 3
@@ -25,7 +26,7 @@ def error_for_exception(error: BaseException, position: Position) -> PlannerErro
     while root.__cause__ is not None:  # the engine wraps errors of stages
         root = root.__cause__
     who = position.name or "this rank"
-    if _is_out_of_memory(root):
+    if is_out_of_memory(root):
         return _out_of_memory(root, who, position)
     if isinstance(root, SystemExit):
         return TrainingError(
@@ -123,12 +124,6 @@ def _out_of_memory(error: BaseException, who: str, position: Position) -> Planne
         hint="solve again with less memory (`--mem`), a larger reserve (`--reserve`), more micro-batches or "
         "`--recompute always`; other programs on the device also take memory",
     )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # on the CPU
 
 
 def _frames(error: BaseException) -> str:

@@ -115,9 +115,6 @@ class Watch:
         Args:
             steps: Number of steps done.
             steps_ahead: Number of steps between announcement and stop; more than 1 if ranks may be ahead of the first.
-
-        Returns:
-            Number of the signal, or 0.
         """
         if self._store is None:
             return self._signal
