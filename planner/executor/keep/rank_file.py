@@ -8,7 +8,7 @@
 another checkpoint is refused when it is opened, and a damaged tensor when it is read. Under another plan, a rank reads
 only some tensors of a file; other tensors are not checked.
 
-This module writes the file itself, because the package `safetensors` refuses tensors that share memory.
+This module writes the file tensor by tensor, so that written bytes can be counted during the write.
 """
 
 import hashlib

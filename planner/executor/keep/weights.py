@@ -5,6 +5,7 @@ Names are those of the model's state dict. A tied tensor has several names, and 
 
 import os
 import stat
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ from planner.model.ghosts import memory_key
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """Types between which weights are cast, as in torch's `load_state_dict`."""
+
+_BYTES_PER_NAME, _BYTES_BESIDE = 2**13, 2**20
+"""Upper bounds on the descriptions of tensors in a `torch.save` file, in bytes: for each tensor, and in addition.
+
+The description of a tensor takes about 130 bytes, but scripts store other values as well.
+"""
 
 _NESTED = ("model", "state_dict", "model_state_dict")
 """Keys under which training scripts store the state dict."""
@@ -55,7 +62,7 @@ def load_weights(
         UsageError: Names are missing or unexpected, shapes differ, or a type cannot be cast.
     """
     path = source if isinstance(source, str) else source.folder
-    stored = _opened(source) if isinstance(source, str) else source
+    stored = _opened(source, num_names=len(names)) if isinstance(source, str) else source
     _check_names(path, stored, names)
     # A tied tensor may have another name in the file: both are mapped to its first name.
     name_there = {names[name]: name for name in stored}
@@ -152,8 +159,8 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
         raise FileError(f"cannot be written: {error}", path=path) from error
 
 
-def _opened(path: str) -> Mapping[str, Tensor]:
-    """Return the tensors in a file or checkpoint, mapped into memory."""
+def _opened(path: str, *, num_names: int) -> Mapping[str, Tensor]:
+    """Return the tensors in a file or checkpoint, mapped into memory; the model's state dict has `num_names` names."""
     if Path(path).is_dir():
         return StoredCheckpoint(Path(path))
     if not Path(path).is_file():
@@ -161,7 +168,24 @@ def _opened(path: str) -> Mapping[str, Tensor]:
     if path.endswith(".safetensors"):
         with reading_errors(path, ""):
             return load_file(path)
+    _check_size(path, num_names)
     return _opened_file(path)
+
+
+def _check_size(path: str, num_names: int) -> None:
+    """Refuse a file that describes far more than `num_names` tensors; torch reads 10,000 names per second."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
+    except (OSError, zipfile.BadZipFile):
+        return  # `torch.load` reports the error
+    most = _BYTES_BESIDE + num_names * _BYTES_PER_NAME
+    if size > most:
+        raise FileError(
+            f"describes its tensors in {size} bytes; a model with {num_names} tensors needs at most {most}",
+            path=path,
+            hint="save the state dict alone: `torch.save(model.state_dict(), path)`",
+        )
 
 
 def _opened_file(path: str) -> dict[str, Tensor]:

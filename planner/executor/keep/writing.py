@@ -1,5 +1,6 @@
 """Writer of one checkpoint: every rank writes its file, and the first rank writes the index."""
 
+import io
 import json
 import os
 import shutil
@@ -16,6 +17,9 @@ from planner.executor.keep.index import file_name
 from planner.executor.keep.rank_file import FileEntry, write_rank_file
 from planner.executor.keep.saved import NotWrittenError
 from planner.executor.watch.position import STORE, Position
+
+_SYNCED_BYTES = 2**28
+"""Bytes between two syncs of a file, since data in the page cache may take minutes to write."""
 
 
 class RankState(NamedTuple):
@@ -43,7 +47,7 @@ class CheckpointWriter:
         folder: New folder for the checkpoint; it is removed if a rank cannot write its part.
         exchange: Exchange of values between all ranks.
         in_thread: Whether to write in a thread, from a copy of the tensors in host memory.
-        position: Record of what this rank does.
+        position: Record of what this rank does, to which written bytes are reported.
         rank: Rank of this process.
         publish: Function that completes the checkpoint when all files are written; called on the first rank.
     """
@@ -96,7 +100,8 @@ class CheckpointWriter:
         """Write this rank's file; return the file's entry and names, or the problem, for the first rank."""
         try:
             self._folder.mkdir(exist_ok=True)
-            with (self._folder / file_name(self._rank)).open("wb") as file:
+            counted = _CountedFile(self._folder / file_name(self._rank), self._position)
+            with io.BufferedWriter(counted) as file:
                 entry = write_rank_file(file, stored.state, stored.tensors)
                 file.flush()
                 os.fsync(file.fileno())
@@ -120,3 +125,22 @@ class CheckpointWriter:
             # Remove the folder before other ranks get the result, because they may then write a new one of this name.
             shutil.rmtree(self._folder, ignore_errors=True)
         return problem
+
+
+class _CountedFile(io.FileIO):
+    """File to write that is synced every `_SYNCED_BYTES`, and whose bytes are counted in the rank's position."""
+
+    def __init__(self, path: Path, position: Position) -> None:
+        super().__init__(path, "wb")
+        self._position = position
+        self._unsynced_bytes = 0
+
+    def write(self, data: Any, /) -> int:
+        """Write at most `_SYNCED_BYTES` of the data, and return the number of bytes written."""
+        count = super().write(memoryview(data).cast("B")[:_SYNCED_BYTES])
+        self._unsynced_bytes += count
+        if self._unsynced_bytes >= _SYNCED_BYTES:
+            os.fdatasync(self.fileno())
+            self._unsynced_bytes = 0
+        self._position.written_bytes += count
+        return count

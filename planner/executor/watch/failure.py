@@ -13,8 +13,11 @@ Keys of the store:
     failure     rank that claimed the failure
     quit        position of a rank that left the script with exit code 0
     asked       signal that a rank other than the first one got
-    stop        step after which all ranks stop, and the signal; read after every step
-    news        set with each of `failure`, `quit` and `asked`: the only key that is read with every beat
+    stopping    set by the first rank to make the other ranks check `stop` after every step
+    ready       number of ranks that check `stop` after every step
+    stop        step after which all ranks stop, and the signal
+    news        set with each of `failure`, `quit`, `asked` and `stopping`: the only key that is read with every beat
+    written     bytes of checkpoints that all ranks have written
 """
 
 import json
@@ -41,6 +44,8 @@ from planner.executor.watch.liveness import Liveness
 from planner.executor.watch.position import ANY, STORE, Position
 from planner.executor.watch.store import holds_store, job_store, rank_and_world_size
 
+_FEW_RANKS = 64
+"""Largest number of ranks at which all ranks always check `stop` after every step, so that they can stop at once."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -51,8 +56,7 @@ class StoppedBySignal(SystemExit):
 class Watch:
     """Watch of one rank, active inside a `with` block from before the model is built until the end of the script.
 
-    A rank that waits for another one for more than `timeout_s` seconds reports that the job hangs. Checkpoints may take
-    longer.
+    A rank that waits for another one for more than `timeout_s` seconds reports that the job hangs.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -65,8 +69,11 @@ class Watch:
         self._signalled = 0.0
         self._asked = 0
         """Signal that another rank got; known on the first rank only."""
+        self._is_small = self._world <= _FEW_RANKS
         self._has_passed_on = False
-        """True once this rank has told the first rank about its signal."""
+        """True once this rank has announced (first rank) or requested (other ranks) that the job stops."""
+        self._is_stopping = False
+        """True once this rank checks `stop` after every step."""
         self._quit: dict[str, Any] | None = None
         self._stop: tuple[int, int] | None = None
         self._over = threading.Event()
@@ -78,6 +85,8 @@ class Watch:
         self._handlers: SignalHandlers | None = None
         self._process = os.getpid()
         self._has_left = False
+        self._written_bytes = self._written_by_all_bytes = 0
+        """Bytes of checkpoints that this rank has reported, and the sum over all ranks when it was last read."""
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -119,14 +128,14 @@ class Watch:
         if self._store is None:
             return self._signal
         if self._rank == 0:
-            # Announce only once. A second signal ends the job at once.
+            # Announce only once, and only when every rank checks `stop`. A second signal ends the job at once.
             number = self._signal or self._asked
-            if self._stop is None and number:
+            if self._stop is None and number and (self._is_small or self._store.add("ready", 0) == self._world - 1):
                 self._stop = (steps + steps_ahead, number)
                 what = f"{signal.Signals(number).name}: stopping after {self._stop[0]} steps, with a checkpoint"
                 print(f"{what}; a second signal stops at once, without a checkpoint", flush=True)
                 self._store.set("stop", json.dumps(self._stop))
-        elif self._stop is None and self._store.check(["stop"]):
+        elif (self._is_small or self._is_stopping) and self._stop is None and self._store.check(["stop"]):
             self._stop = tuple(json.loads(self._store.get("stop")))
         return self._stop[1] if self._stop is not None and steps >= self._stop[0] else 0
 
@@ -320,12 +329,12 @@ class Watch:
     def _look(self, store: Any, liveness: Liveness) -> None:
         if store.check(["news"]):
             self._read_news(store)
-        if self._rank > 0 and self._signal and self.saves_on_stop and not self._has_passed_on:
+        if (self._signal or self._asked) and self.saves_on_stop and not self._has_passed_on:
             self._pass_on(store, liveness)
+        self._follow_writing(store, liveness)
         # A long computation is not a failure, so only a rank that waits may report one.
         waited_s = self.position.idle_s if self.position.waits_for is not None else 0.0
-        # A slow disk is no failure either: ranks that wait for a checkpoint report only ranks without signs of life.
-        if waited_s > self._timeout_s and self.position.waits_for != STORE:
+        if waited_s > self._timeout_s:
             self._tell(self._hanging(liveness))
         if waited_s > liveness.silent_s and self._quit is not None:
             self._tell(explain.error_after_exit(self._quit, self.position))
@@ -340,20 +349,39 @@ class Watch:
                 self._leave(128 + self._signal)
 
     def _pass_on(self, store: Any, liveness: Liveness) -> None:
-        """Tell the first rank about a signal, because a scheduler may send the signal to only one rank."""
-        if time.monotonic() - self._signalled < liveness.beat_s / 2:
-            return  # the first rank has probably got the signal, too, and will announce the stop
-        store.set("asked", str(self._signal))
-        store.set("news", "")
+        """Tell other ranks that the job stops, because a scheduler may send the signal to only one rank."""
+        if self._rank == 0:
+            store.set("stopping", "")
+        elif not self._is_stopping:
+            if time.monotonic() - self._signalled < liveness.beat_s / 2:
+                return  # the first rank has probably got the signal, too, and will announce the stop
+            store.set("asked", str(self._signal))
         self._has_passed_on = True
+        store.set("news", "")
 
     def _read_news(self, store: Any) -> None:
         if store.check(["failure"]):
             self._leave_quietly(ExitCode.ERROR)
         if self._quit is None and store.check(["quit"]):
             self._quit = json.loads(store.get("quit"))
-        if self._rank == 0 and not self._asked and store.check(["asked"]):
-            self._asked = int(store.get("asked"))
+        if self._rank == 0:
+            if not self._asked and store.check(["asked"]):
+                self._asked = int(store.get("asked"))
+        elif not self._is_stopping and store.check(["stopping"]):
+            self._is_stopping = True  # before the first rank reads `ready`
+            store.add("ready", 1)
+
+    def _follow_writing(self, store: Any, liveness: Liveness) -> None:
+        """Add this rank's written bytes to the sum of all ranks; if the sum has grown, restart the clock of a wait."""
+        written = self.position.written_bytes - self._written_bytes
+        late_s = min(liveness.silent_s, self._timeout_s / 2)
+        if not written and (self.position.waits_for is None or self.position.idle_s < late_s):
+            return
+        self._written_bytes += written
+        by_all = store.add("written", written)
+        if by_all != self._written_by_all_bytes:
+            self._written_by_all_bytes = by_all
+            self.position.restart_clock()
 
     def _hanging(self, liveness: Liveness) -> PlannerError | None:
         silent = self._silent(liveness)

@@ -26,6 +26,8 @@ class Position:
         self.predicted_bytes: dict[int, int] = {}
         """Peak memory that the plan predicts for each stage; empty if unknown."""
         self.step = 0
+        self.written_bytes = 0
+        """Bytes of checkpoints that this rank has written so far."""
         self._now: tuple[str, int | None, int | None] = ("at the start", None, None)
         self._since = time.monotonic()
 
@@ -41,9 +43,13 @@ class Position:
         self._now = (doing, stage, waits_for)
         self._since = time.monotonic()
 
+    def restart_clock(self) -> None:
+        """Restart the clock of `idle_s`, because the awaited rank makes progress."""
+        self._since = time.monotonic()
+
     @property
     def idle_s(self) -> float:
-        """Seconds since the activity began."""
+        """Seconds since the activity began, or since `restart_clock`."""
         return time.monotonic() - self._since
 
     @property

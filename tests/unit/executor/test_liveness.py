@@ -191,16 +191,28 @@ def test_a_message_names_the_three_ranks_that_wait_longest() -> None:
     assert message.endswith("; 997 others")
 
 
-@pytest.mark.parametrize("of", [0, 2])
-def test_all_ranks_stop_after_the_same_step(watches: Watches, of: int) -> None:
-    """A scheduler may send the signal to any of them; the first rank learns of it with a beat."""
+def test_all_ranks_stop_after_the_same_step(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large job the first rank decides when all look for the decision; before, no step costs an operation."""
+    monkeypatch.setattr(failure, "_FEW_RANKS", 2)
     store = CountingStore()
     ranks = [(w, Liveness(store, r, 3)) for r, w in enumerate(watches(3, store))]
     for watch, _ in ranks:
         watch.saves_on_stop = True
-    ranks[of][0]._note_signal(signal.SIGTERM)
-    ranks[of][0]._signalled -= 1.0
-    beat(ranks, store)
-    beat(ranks, store)
+    before = store.count
     assert [watch.stops_after(1) for watch, _ in ranks] == [0, 0, 0]
-    assert [watch.stops_after(2) for watch, _ in ranks] == [signal.SIGTERM] * 3
+    assert store.count == before
+    ranks[2][0]._note_signal(signal.SIGTERM)  # a scheduler may send it to one process
+    ranks[2][0]._signalled -= 1.0
+    beat(ranks, store)
+    assert ranks[0][0].stops_after(2) == 0
+    beat(ranks, store)
+    assert [watch.stops_after(3) for watch, _ in ranks] == [0, 0, 0]
+    assert [watch.stops_after(4) for watch, _ in ranks] == [signal.SIGTERM] * 3
+
+
+def test_a_small_job_stops_after_the_next_step(watches: Watches) -> None:
+    """Its ranks look for the decision after every step, and need no beat to hear of it."""
+    ranks = watches(3, CountingStore())
+    ranks[0]._note_signal(signal.SIGTERM)
+    assert [watch.stops_after(1) for watch in ranks] == [0, 0, 0]
+    assert [watch.stops_after(2) for watch in ranks] == [signal.SIGTERM] * 3

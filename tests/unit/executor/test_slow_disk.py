@@ -13,24 +13,28 @@ pytestmark = pytest.mark.slow
 TWO = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(2, 3))
 
 SLOW = """
-import time
+import sys, time
 from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep import writing
 from planner.executor.watch.failure import Watch
 
-write_rank_file = writing.write_rank_file
+class Slow(writing._CountedFile):
+    left = 5
 
-def write_slowly(*arguments):
-    time.sleep(5)
-    return write_rank_file(*arguments)
+    def write(self, data):
+        if Slow.left:
+            time.sleep(float(sys.argv[1]))
+        Slow.left = max(0, Slow.left - 1)
+        return super().write(memoryview(data)[:500])
 
 with Watch(2.0) as watch:
     pipeline = Pipeline("balance.yaml", watch=watch, timeout_s=2.0)
     if pipeline.rank == 0:
-        writing.write_rank_file = write_slowly
+        writing._CountedFile = Slow
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     saved = Checkpoints(pipeline, optimizer, folder="saved", steps=1)
+    saved._is_async = sys.argv[2] == "thread"
     for inputs, targets in pipeline.batches(1):
         with pipeline.step(inputs, targets):
             optimizer.step()
@@ -39,14 +43,26 @@ with Watch(2.0) as watch:
 """
 
 
-def test_a_checkpoint_may_take_longer_than_the_time_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["here", "thread"])
+def test_a_checkpoint_may_take_longer_than_the_time_limit(tmp_path: Path, how: str) -> None:
     """A rank that waits for another rank's slow disk does not take the job for hanging."""
     write_balance(TWO, tmp_path / "balance.yaml")
     (tmp_path / "worker.py").write_text(SLOW)
-    with Job(2, ["worker.py"], tmp_path) as job:
+    with Job(2, ["worker.py", "1.0", how], tmp_path) as job:
         done = job.ended()
     assert done.codes == (0, 0), done.err
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-00000001"]
+
+
+def test_a_disk_that_hangs_is_named(tmp_path: Path) -> None:
+    """Without progress in bytes the rank that writes is the one that holds up the others."""
+    write_balance(TWO, tmp_path / "balance.yaml")
+    (tmp_path / "worker.py").write_text(SLOW)
+    with Job(2, ["worker.py", "60", "here"], tmp_path) as job:
+        done = job.ended()
+    assert done.codes == (2, 2), done
+    (error,) = done.errors
+    assert "stage 0 (layers 0 to 1) has been in writing a checkpoint of step 0 for " in error
 
 
 KILLED = """
@@ -56,10 +72,14 @@ from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep import writing
 from planner.executor.watch.failure import Watch
 
+class Deadly(writing._CountedFile):
+    def write(self, data):
+        os.kill(os.getpid(), signal.SIGKILL)
+
 with Watch(60.0) as watch:
     pipeline = Pipeline("balance.yaml", watch=watch, timeout_s=60.0)
     if pipeline.rank == 1:
-        writing.write_rank_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        writing._CountedFile = Deadly
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     saved = Checkpoints(pipeline, optimizer, folder="saved", steps=1)
     for inputs, targets in pipeline.batches(1):

@@ -1,5 +1,6 @@
 """Weights of the whole model from every kind of file, and what does not fit."""
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,15 @@ def test_values_that_are_no_numbers_are_refused(kind: str, tmp_path: Path) -> No
         load_into_linear(saved({"0.weight": large}, kind, tmp_path / "large"))
     infinite = torch.full((2, 3), -torch.inf)
     assert torch.equal(load_into_linear(saved({"0.weight": infinite}, kind, tmp_path / "infinite"))[0], infinite)
+
+
+def test_a_file_of_far_more_tensors_than_the_model_has_is_refused_at_once(tmp_path: Path) -> None:
+    """Reading 100,000 names takes torch ten seconds, before one can be missing."""
+    path = tmp_path / "weights.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("weights/data.pkl", bytes(2**21))
+    with pytest.raises(FileError, match="describes its tensors in 2097152 bytes; a model with 1 tensors needs at most"):
+        load_into_linear(str(path))
 
 
 def saved(state: dict[str, Tensor], kind: str, folder: Path) -> str:
