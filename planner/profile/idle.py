@@ -24,11 +24,10 @@ def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, froz
     No names are returned for layers that read values, because other values may use other parameters (of experts).
     Parameters that any layer with this digest shares with another layer are left out: they may get a gradient there.
     """
-    found = {digest: frozenset[str]() for digest in records.distinct}
-    if not task.lean:
-        return found
-    for digest, unit in records.distinct.items():
-        found[digest] = _without_gradient(unit, records.inputs[digest, records.sizes[0]])
+    found = {
+        digest: _without_gradient(unit, records.inputs[digest, records.sizes[0]])
+        for digest, unit in records.distinct.items()
+    }
     tied = tied_parameters(task.chain.layers)
     for layer, unit in zip(task.chain.layers, records.units, strict=True):
         names = zip(

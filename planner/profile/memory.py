@@ -85,10 +85,10 @@ def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
         received: Input of the layer.
         meter: Meter of the device.
     """
-    values = received.non_leaves()
     with unit.weight_cast_cache():
-        # The outputs are dropped within the measurement, so that at its end only the copies are left.
-        return max(0, meter.measure(lambda: unit.run(values, received)).end_bytes)
+        # Inputs and outputs are dropped within the measurement, so that at its end only the copies are left. An input
+        # into which the layer writes would keep the layer's graph.
+        return max(0, meter.measure(lambda: unit.run(received.non_leaves(), received)).end_bytes)
 
 
 def start_backward(outputs: Sequence[Any]) -> Tensor | None:

@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch.nn.utils.prune as pruning
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from planner.core.cost.costs import costs_at
 from planner.core.values.profile import BoundaryTensor
+from planner.device.meter import CpuMeter
+from planner.profile.memory import measure_casts
+from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, memory_of, profile_of_model
 
 B, N = 4, 1024
@@ -372,6 +376,22 @@ def test_a_table_in_an_attribute_is_recorded() -> None:
     layer.cache = SimpleNamespace(rows=[torch.ones(25)])
     record = memory_of(layer, given())
     assert (record.attribute_bytes, record.renewed_bytes) == (300, 0)
+
+
+class AddsToInput(nn.Module):
+    """A layer that adds to its input in place."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Of the same shape."""
+        value += value.sigmoid()
+        return value
+
+
+def test_activations_are_no_copies_of_weights() -> None:
+    """Not even if the input, which outlives the layer's forward, gets the graph of the layer."""
+    unit = Unit(name="layer", module=AddsToInput(), loss_fn=None, digest="")
+    leaves, nest = tree_flatten(given())
+    assert measure_casts(unit, UnitInput(tuple(leaves), nest, None), CpuMeter()) == 0
 
 
 def test_targets_are_counted_at_the_loss() -> None:

@@ -109,12 +109,14 @@ def test_a_parameter_without_gradient_has_the_state_that_the_optimizer_gives_it(
 
 
 def test_a_layer_that_asks_for_values_may_use_all_parameters_in_the_next_step() -> None:
-    """The state of its unused head counts: other values would use it."""
+    """The state of its unused head counts: other values would use it. An earlier layer's unused head does not count."""
     loaded = loaded_model(
-        lambda: nn.Sequential(WithUnusedHead(asks=True), nn.ReLU()), 16, build_optimizer=OPTIMIZERS["adam"]
+        lambda: nn.Sequential(WithUnusedHead(), WithUnusedHead(asks=True)), 16, build_optimizer=OPTIMIZERS["adam"]
     )
-    layer = profile_of_model(loaded).layers[0]
-    assert layer.optimizer_bytes >= 2 * layer.parameter_bytes
+    first, asking = profile_of_model(loaded).layers
+    assert first.idle_bytes == first.parameter_bytes - 4 * 16 * 17 > 0
+    assert asking.idle_bytes == 0
+    assert asking.optimizer_bytes >= 2 * asking.parameter_bytes
 
 
 class Heads(nn.Module):
