@@ -94,7 +94,7 @@ KINDS = (
             *("lstm", "gru", "gpt2-lora", "densenet121", "efficientnet_b0", "mixtral", "moe-aux-loss", "moe-routed"),
             *("fcos", "detr", "two-towers", "siamese", "top-residual", "spectral-norm", "tiny-mlp", "mamba"),
             *("pruned", "repeated", "penalty", "nllb-moe", "jetmoe", "detector", "canine", "zamba2"),
-            *("paligemma", "vq-vae"),
+            *("paligemma", "vq-vae", "vits"),
         )
     ),
 )
