@@ -21,6 +21,7 @@ from planner.solve.methods import (
     NEARBY,
     CaseKey,
     SearchedCases,
+    has_linear_program,
     improve_nearest,
     is_improved,
     least_case_us,
@@ -39,8 +40,14 @@ _MOST_ACTIONS_OF_CASE: Final = 200_000
 _NEAREST_SCHEDULES: Final = 2
 """Number of schedules in the second pass over several widths."""
 
-_FIRST_EFFORT: Final = 3
-"""Divisor of the effort of each schedule in the first pass over widths, and of searched schedules in the second."""
+_FIRST_EFFORT: Final = 5
+"""Divisor of the effort of each schedule in the first pass over widths."""
+
+_SHORT_EFFORT: Final = 6
+"""Divisor of the effort of each schedule with the width, replicas and M of the first pass's best plan."""
+
+_ORDERS_EFFORT: Final = 3
+"""Divisor of the effort of searched schedules in the last pass over widths."""
 
 MOST_WORK: Final = 20_000
 """Largest number of layers times devices for which further requests are solved for hints."""
@@ -234,8 +241,7 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
 
     A quick search under 1F1B ranks combinations of width, replicas and M. Under each schedule, the most promising
     combinations come first and get most of the schedule's effort. When it is spent, the remaining combinations count
-    with their lower bounds. If the schedule is `auto`, the most promising schedules then get more effort, with the
-    width and the replicas of the best plan.
+    with their lower bounds. If the schedule is `auto`, `_improved_schedules` then improves the best plan.
     """
     is_open = request.inputs.schedule == "auto" and request.actions is not None
     quick = quick_answers(cases, deadline, upper_us=upper_us) if is_open else []
@@ -247,18 +253,45 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
     quickly = {CaseKey.of(answer.case): answer for answer in quick}
     first = first._replace(best=first.best or found, answers=_faster_answers(quickly, first.answers))
-    best = first.best
-    if best is None or not is_open or not request.searches_on:
-        return first
-    width, replicas, _ = shape_of(best.case)
-    names = [*_nearest_schedules(first.answers.values()), SEARCHED.name]
-    for name in dict.fromkeys(names):
-        own = [case for case in cases if case.schedule.name == name and shape_of(case)[:2] == (width, replicas)]
+    is_improvable = first.best is not None and is_open and request.searches_on
+    return _improved_schedules(cases, first, request, deadline, ranks=ranks) if is_improvable else first
+
+
+def _improved_schedules(
+    cases: Sequence[Case],
+    first: SearchedCases,
+    request: Request,
+    deadline: Deadline,
+    *,
+    ranks: Mapping[tuple[int, int, int], float],
+) -> SearchedCases:
+    """Return the result after searches under each schedule with the width and the replicas of the best plan.
+
+    Without bubbles, fewer micro-batches are faster, so the first pass may spend the effort of a schedule on them. Here
+    every schedule gets a short search with the M of the best plan. The schedules that are then the fastest get a longer
+    one.
+    """
+    best, answers, actions = first.best, first.answers, request.actions or 0
+    assert best is not None
+
+    def search(name: ScheduleName, own: Sequence[Case], upper_us: float, effort: int) -> SearchedCases:
         named = replace(request, inputs=replace(request.inputs, schedule=name), searches_on=False)
-        budget = {name: (request.actions or 0) // (_FIRST_EFFORT if name == SEARCHED.name else 1)}
-        again = search_cases(own, named, deadline, upper_us=best.step_us, ranks=ranks, budget=budget)
-        best = again.best or best
-    return first._replace(best=best)
+        own_first = {**ranks, shape: 0.0}
+        return search_cases(own, named, deadline, upper_us=upper_us, ranks=own_first, budget={name: effort})
+
+    shape = shape_of(best.case)
+    alike = [case for case in cases if shape_of(case) == shape and has_linear_program(case.schedule)]
+    for name in dict.fromkeys(case.schedule.name for case in alike):
+        own = [case for case in alike if case.schedule.name == name]
+        again = search(name, own, best.step_us * NEARBY, actions // _SHORT_EFFORT)
+        answers = _faster_answers(answers, again.answers)
+        best = again.best if again.best is not None and again.best.step_us < best.step_us else best
+    for name in dict.fromkeys([*_nearest_schedules(answers.values()), SEARCHED.name]):
+        own = [case for case in cases if case.schedule.name == name and shape_of(case)[:2] == shape[:2]]
+        effort = actions // _ORDERS_EFFORT if name == SEARCHED.name else actions
+        again = search(name, own, best.step_us, effort)
+        best, answers = again.best or best, _faster_answers(answers, again.answers)
+    return first._replace(best=best, answers=answers)
 
 
 def _nearest_schedules(answers: Iterable[Answer]) -> dict[ScheduleName, float]:

@@ -13,8 +13,11 @@ from planner.solve.space.case import Case
 _FAR: Final = 1.3
 """Ratio of a case's lower bound to the fastest step time found, from which the case is skipped."""
 
-_QUICK_ACTIONS: Final = 2_000
-"""Number of actions simulated per case."""
+_TABLE_ACTIONS: Final = 2_000
+"""Effort per case to compute tables, in simulated actions."""
+
+_SIMULATIONS: Final = 4
+"""Number of simulated steps per case: enough to order the actions, and to simulate one batch of partitions."""
 
 
 def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:
@@ -38,7 +41,8 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
         if case.bound_us >= min(near_us, upper_us):
             continue
         try:
-            short = replace(deadline.share(0.1), most_actions=_QUICK_ACTIONS)
+            actions = 2 * case.num_devices * case.micro_batches
+            short = replace(deadline.share(0.1), most_actions=_TABLE_ACTIONS + _SIMULATIONS * actions)
             answer = search_one_forward_one_backward(case, upper_us=min(near_us, upper_us), deadline=short)
         except OutOfTimeError:
             continue

@@ -1,9 +1,10 @@
 """Comparison of schedules: the best plan that a short search finds under each schedule."""
 
+from dataclasses import replace
 from math import inf
 from typing import Final
 
-from planner.core.schedule import SCHEDULES, SEARCHED
+from planner.core.schedule import SCHEDULES, SEARCHED, schedule_of
 from planner.core.values.plan import FrontierPoint, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve.cases import cases_of
@@ -12,8 +13,8 @@ from planner.solve.questions.insight import point_of
 from planner.solve.request import Request, fix_widths
 from planner.solve.search import MOST_WORK, plan_under
 
-_ACTIONS: Final = 30_000
-"""Number of actions simulated per schedule: some tenths of a second."""
+_ACTIONS: Final = 60_000
+"""Number of actions simulated per schedule: at most some tenths of a second."""
 
 
 def trade_off_of(
@@ -61,7 +62,23 @@ def trade_off_of(
 
 
 def _point(profile: Profile, request: Request, plan: Plan, name: ScheduleName) -> FrontierPoint:
-    best = plan if name == plan.schedule else plan_under({name}, profile, request, upper_us=inf)
+    best = plan if name == plan.schedule else _plan_under(name, profile, request, plan.micro_batches)
     if best is None:
         return FrontierPoint(micro_batches=0, micro_batch_size=0, schedule=name, fits=False)
     return point_of(best)
+
+
+def _plan_under(name: ScheduleName, profile: Profile, request: Request, usual: int) -> Plan | None:
+    """Return the best plan found under a schedule, or None.
+
+    Schedules with long searches get the M `usual` first, because the effort for one value of M is too small if a short
+    search is divided among all of them.
+    """
+    schedule = schedule_of(name)
+    requests = [replace(request, micro_batches=usual), request]
+    if schedule.has_closed_form or schedule.is_one_forward_one_backward:
+        requests = [request]
+    elif schedule.is_to_be_made:
+        requests = requests[:1]
+    found = (plan_under({name}, profile, each, upper_us=inf) for each in requests)
+    return next((plan for plan in found if plan is not None), None)
