@@ -7,7 +7,7 @@ import typer
 from planner.api.option import values_of
 from planner.api.options.checking import CheckOptions
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, PlanFile, Quiet, check_format
+from planner.cli.options import PlanFile, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.errors import ExitCode
 
@@ -26,7 +26,6 @@ def check(
     ] = "text",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Check if a plan still fits. Exit code 0: it fits; 1: it does not, or the profile changed; 2: error.
 

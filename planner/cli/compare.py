@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, OrMarkdown, Quiet, check_format
+from planner.cli.options import OrMarkdown, Quiet, check_format
 
 
 def compare(
@@ -13,7 +13,6 @@ def compare(
     format_: OrMarkdown = "text",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Compare plans, for example for other memory limits, devices or schedules."""
     from planner import api, files

@@ -1,7 +1,5 @@
 """Output of commands: results to stdout, everything else to stderr."""
 
-import errno
-import io
 import os
 import sys
 import time
@@ -87,23 +85,37 @@ class Console:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[_Progress]:
-        """Yield a progress callback that shows a bar on a terminal, otherwise a line every ten seconds."""
+        """Yield a progress callback. It shows a bar on a terminal, otherwise a line every ten seconds.
+
+        Nothing is shown before the first call.
+        """
+        with ExitStack() as begun:
+            shown: list[_Progress] = []
+
+            def show(item: str, done: int, total: int) -> None:
+                if not shown:
+                    shown.append(self._begin(title, begun))
+                shown[0](item, done, total)
+
+            yield show
+
+    def _begin(self, title: str, begun: ExitStack) -> _Progress:
         if self._quiet or not sys.stderr.isatty():
             self.note(f"{title} …")
-            yield self._noting(title)
-            return
+            return self._noting(title)
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         columns = (
             TextColumn("{task.fields[title]}", markup=False),
             BarColumn(),
+            TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[item]}", markup=False),
         )
-        with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
-            task = bar.add_task("", title=title, item="", total=None)
-            yield lambda item, done, total: bar.update(task, item=printable(item), completed=done, total=total or None)
+        bar = begun.enter_context(Progress(*columns, console=RichConsole(stderr=True), transient=True))
+        task = bar.add_task("", title=title, item="", total=None)
+        return lambda item, done, total: bar.update(task, item=printable(item), completed=done, total=total or None)
 
     def _noting(self, title: str) -> _Progress:
         """Return a callback that prints the progress in a line, at most every ten seconds."""
@@ -118,51 +130,11 @@ class Console:
 
         return note
 
-    @contextmanager
-    def live_text(self, title: str) -> Iterator[Callable[[str], None]]:
-        """Yield a function that shows a text: on a terminal with the elapsed time, otherwise every ten seconds."""
-        if self._quiet or not sys.stderr.isatty():
-            note = self._noting(title)
-            yield lambda text: note(text, 0, 0)
-            return
-        from rich.console import Console as RichConsole
-        from rich.progress import Progress, TextColumn, TimeElapsedColumn
-
-        columns = (
-            TextColumn("{task.fields[title]}", markup=False),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[item]}", markup=False),
-        )
-        with Progress(*columns, console=RichConsole(stderr=True), transient=True) as line:
-            task = line.add_task("", title=title, item="", total=None)
-            yield lambda text: line.update(task, item=printable(text))
-
-    @contextmanager
-    def later_progress(self, title: str) -> Iterator[_Progress]:
-        """Yield a progress callback like that of `progress`; its bar begins at the first call, below earlier output."""
-        with ExitStack() as begun:
-            shown: list[_Progress] = []
-
-            def show(item: str, done: int, total: int) -> None:
-                if not shown:
-                    shown.append(begun.enter_context(self.progress(title)))
-                shown[0](item, done, total)
-
-            yield show
-
 
 def discard_stream(stream: TextIO) -> None:
     """Discard the rest of a stream whose reader has closed it; otherwise Python reports an error at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-class ClosedStream(io.TextIOBase):
-    """Standard stream that was closed before the start: writing raises an error."""
-
-    def write(self, text: str, /) -> int:  # noqa: ARG002 - as in the base class
-        """Raise the error of writing to a closed descriptor."""
-        raise OSError(errno.EBADF, "it is closed")
 
 
 def style_for_stdout() -> "Style":

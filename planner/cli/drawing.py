@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner import files
-from planner.api.reading import profile_for
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import check_format
 from planner.core.cost.evaluate import Evaluation
@@ -57,7 +56,8 @@ def show_file(
     console = Console(quiet=quiet)
     as_json = check_format(format_)
     value = files.read(file)
-    to_stdout = [option for option, path in outputs.items() if path == "-"]
+    wanted = {option: path for option, path in outputs.items() if path is not None}
+    to_stdout = [option for option, path in wanted.items() if path == "-"]
     if len(to_stdout) > 1 or (to_stdout and as_json):
         taken = " and ".join([*to_stdout, *(["--format json"] if as_json else [])])
         raise UsageError(f"{taken} all go to standard output", hint="name a file")
@@ -65,16 +65,18 @@ def show_file(
         raise _refusal(value, file)
     if run is not None and not isinstance(value, Plan):
         raise UsageError(f"`--run` needs a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
-    wanted = {option: path for option, path in outputs.items() if path is not None}
     also_read = (files.profile_path(value, file, profile) if isinstance(value, Plan) else profile, plan, run, file)
     files.check_outputs(wanted, also_read)
     for path in wanted.values():
         files.check_writable(path)
     shown, report = _plan_and_report(value, file, plan, run, console=console)
-    if isinstance(value, Plan) and (wanted or not as_json):
-        shown = _as_profiled(value, file, profile_for(value, file, profile).profile, console)
-    text = files.json_text(value) if as_json else _text(value, shown, report, file=file, profile=profile)
-    drawn = _drawn(value, shown, report, wanted, place=plan or file, profile=profile, console=console)
+    needs_profile = bool(wanted) or (isinstance(value, Plan) and not as_json)
+    source = None
+    if shown is not None and needs_profile:
+        place = plan or file
+        shown, source = _with_profile(value, shown, place, profile=profile, wanted=wanted, console=console)
+    text = files.json_text(value) if as_json else _text(value, shown, report, source)
+    drawn = _drawn(value, shown, report, source, wanted=wanted) if wanted else {}
     for option, path in wanted.items():
         files.write_text(path, drawn[option])
     if not to_stdout:
@@ -105,7 +107,22 @@ def _plan_and_report(
     return value, report
 
 
-def _text(value: _Shown, plan: Plan | None, report: RunReport | None, *, file: str, profile: str | None) -> str:
+def _with_profile(
+    value: _Shown, plan: Plan, place: str, *, profile: str | None, wanted: Collection[str], console: Console
+) -> tuple[Plan, Profile | None]:
+    """Return the plan recomputed from its profile, and the profile; `place` is the path of the plan.
+
+    Without its profile, the HTML report of a run has the plan as stored.
+    """
+    path = files.profile_path(plan, place, profile)
+    if isinstance(value, RunReport) and profile is None and set(wanted) == {"--html"} and not Path(path).exists():
+        console.warning(f"{path} does not exist: the report has no timeline and no layers")
+        return plan, None
+    source = files.read_profile(path)
+    return _as_profiled(plan, place, source, console), source
+
+
+def _text(value: _Shown, plan: Plan | None, report: RunReport | None, source: Profile | None) -> str:
     style = style_for_stdout()
     if isinstance(value, Profile):
         return profile_text(value, style)
@@ -114,9 +131,9 @@ def _text(value: _Shown, plan: Plan | None, report: RunReport | None, *, file: s
     if isinstance(value, RunReport):
         return run_text(value, plan, style)
     assert plan is not None
-    source = profile_for(value, file, profile).profile
-    certainty = certainty_of(plan, source)
+    assert source is not None
     evaluation = Evaluation.of(plan, source)
+    certainty = certainty_of(plan, source)
     text = plan_text(plan, evaluation.events, style, step=simulated_step(evaluation), certainty=certainty)
     return text if report is None else f"{text}\n\n{comparison_text(plan, report, style)}"
 
@@ -144,18 +161,9 @@ def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> P
 
 
 def _drawn(
-    value: _Shown,
-    plan: Plan | None,
-    report: RunReport | None,
-    wanted: Collection[str],
-    *,
-    place: str,
-    profile: str | None,
-    console: Console,
+    value: _Shown, plan: Plan | None, report: RunReport | None, source: Profile | None, *, wanted: Collection[str]
 ) -> dict[str, str]:
-    """Return the text of every requested file by option; `place` is the path of the plan."""
-    if not wanted:
-        return {}
+    """Return the text of every requested file by option."""
     from planner.show.html import plan_html, profile_html, run_html
     from planner.show.svg import timeline_svg
     from planner.show.trace import trace_json
@@ -171,20 +179,12 @@ def _drawn(
             return {"--html": profile_html(value)}
         assert report is not None  # only run reports are shown without a plan
         return {"--html": run_html(report)}
-    path = files.profile_path(plan, place, profile)
-    if report is not None and profile is None and not pictures and not Path(path).exists():
-        # As in the terminal, a run report can be shown without a profile.
-        console.warning(f"{path} does not exist: the report has no timeline and no layers")
-        return {"--html": plan_html(plan, None, None, report, digest=decisions_digest(plan))}
-    measured = files.read_profile(path)
-    if report is not None:
-        plan = _as_profiled(plan, place, measured, console)
-    step = simulated_step(Evaluation.of(plan, measured))
+    step = None if source is None else simulated_step(Evaluation.of(plan, source))
     title = f"{schedule_of(plan.schedule).title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
     makers = {"--svg": timeline_svg, "--trace": trace_json}
-    drawn = {option: makers[option](step, title) for option in pictures}
+    drawn = {} if step is None else {option: makers[option](step, title) for option in pictures}
     if "--html" in wanted:
-        drawn["--html"] = plan_html(plan, measured, step, report, digest=decisions_digest(plan))
+        drawn["--html"] = plan_html(plan, source, step, report, digest=decisions_digest(plan))
     return drawn
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from planner.api.options.emitting import EmitOptions
 from planner.cli.console import Console
-from planner.cli.options import Debug, PlanFile, Quiet
+from planner.cli.options import PlanFile, Quiet
 from planner.cli.records import with_options
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ def emit(
     plan: PlanFile = "plan.yaml",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Write balance.yaml and train.py, or the plan in another engine's format."""
     from planner.api.emitting import emit_files

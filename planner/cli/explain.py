@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, OrMarkdown, Quiet, check_format
+from planner.cli.options import OrMarkdown, Quiet, check_format
 
 
 def explain(
@@ -15,7 +15,6 @@ def explain(
     format_: OrMarkdown = "text",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Explain findings of `gpipe-plan check`: meaning, importance and remedy."""
     from planner import files

@@ -5,7 +5,7 @@ from dataclasses import replace
 from planner.api.option import values_of
 from planner.api.options.exploring import ExploreOptions
 from planner.cli.console import Console
-from planner.cli.options import Debug, Format, Output, PlanFile, Quiet, check_format
+from planner.cli.options import Format, Output, PlanFile, Quiet, check_format
 from planner.cli.records import with_options
 
 
@@ -17,7 +17,6 @@ def explore(
     format_: Format = "text",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Write an interactive report with adjustable cuts, schedule and memory limits."""
     from planner import api, files

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.console import Console
-from planner.cli.options import Debug, Format, Quiet, check_format
+from planner.cli.options import Format, Quiet, check_format
 
 
 def export(
@@ -19,7 +19,6 @@ def export(
     format_: Format = "text",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Write the weights of a checkpoint as one state dict of the unpartitioned model."""
     from planner import api, files

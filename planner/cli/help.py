@@ -64,6 +64,8 @@ class SectionedCommand(_AsTyped, TyperCommand):
                 sections.setdefault(title, []).append(record)
             else:
                 last.append(record)
+        # `planner.cli.main` reads this flag of all commands.
+        last.insert(-1, ("--debug", "Show the traceback of errors."))
         sections["Options"] = last
         for title, records in sections.items():
             if records:

@@ -6,18 +6,15 @@ import sys
 import traceback
 from collections.abc import Collection
 from importlib import import_module
-from typing import Annotated, TextIO, cast
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from planner import __version__
-from planner.__main__ import main
-from planner.cli.console import ClosedStream, Console, discard_stream, spell_in_ascii
+from planner.cli.console import Console, discard_stream, spell_in_ascii
 from planner.cli.help import Commands, SectionedCommand, usage_error_of
-from planner.core.errors import ExitCode, PlannerError
-
-__all__ = ["app_for", "main", "run"]  # `main` for scripts that an earlier version installed
+from planner.core.errors import ExitCode, FileError, PlannerError
 
 _HELP = """Plan pipeline-parallel training: cut a model into stages, and a batch into micro-batches.
 
@@ -99,18 +96,18 @@ def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; print errors to stderr, with a traceback only for `--debug`."""
     console = Console()
     if sys.stdout is None:
-        sys.stdout = cast("TextIO", ClosedStream())
+        console.error(FileError("is closed", path="standard output"))
+        return ExitCode.ERROR
     codecs.register_error("gpipe-plan", spell_in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="gpipe-plan")
-    if not arguments:
-        arguments = ["--help"]
+    debug = "--debug" in arguments
+    arguments = [word for word in arguments if word != "--debug"] or ["--help"]
     try:
         code = _code_of(arguments)
     except PlannerError as error:
-        code = _code_after(console, error, error.exit_code)
-        _debug(arguments)
+        code = _code_after(console, error, error.exit_code, debug=debug)
     except TyperException as error:
         console.error(usage_error_of(error, arguments[0] if arguments[0] in _COMMANDS else ""))
         code = ExitCode.ERROR
@@ -122,8 +119,7 @@ def run(arguments: list[str]) -> int:
         console.interrupted()
         code = ExitCode.INTERRUPTED
     except Exception as error:
-        code = _code_after(console, _explained(error), ExitCode.ERROR)
-        _debug(arguments)
+        code = _code_after(console, _explained(error), ExitCode.ERROR, debug=debug)
     return int(code or 0)
 
 
@@ -134,13 +130,15 @@ def _code_of(arguments: list[str]) -> int | None:
     return code
 
 
-def _code_after(console: Console, error: PlannerError, code: int) -> int:
+def _code_after(console: Console, error: PlannerError, code: int, *, debug: bool) -> int:
     if _is_interrupt(error):
         console.interrupted()
         return ExitCode.INTERRUPTED
     if isinstance(error.__cause__, OSError):
         discard_stream(sys.stdout)  # it may be full; the unwritten rest would fail again at exit
     console.error(error)
+    if debug:
+        traceback.print_exc()
     return code
 
 
@@ -174,8 +172,3 @@ def _explained(error: Exception) -> PlannerError:
         )
     explained.__cause__ = error
     return explained
-
-
-def _debug(arguments: list[str]) -> None:
-    if "--debug" in arguments:
-        traceback.print_exc()

@@ -15,7 +15,6 @@ ProfileFiles = Annotated[
 ]
 Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Output file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")]
 Format = Annotated[str, typer.Option("--format", metavar="text|json", help="Format of what is printed.")]
 OrMarkdown = Annotated[str, typer.Option("--format", metavar="text|json|markdown", help="Format of what is printed.")]
 

@@ -12,7 +12,7 @@ import typer
 from planner.api.option import values_of
 from planner.api.options.profiling import ProfileOptions
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, Format, Output, Quiet, check_format
+from planner.cli.options import Format, Output, Quiet, check_format
 from planner.cli.records import with_options
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ def profile(
     options: ProfileOptions,
     format_: Format = "text",
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Measure time and memory of every layer, at several micro-batch sizes."""
     from planner.api.profiling import profile_header
@@ -57,7 +56,7 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
     # Output of the user's code is not part of the result.
     with (
         contextlib.redirect_stdout(sys.stderr),
-        console.later_progress(f"profiling {model or options.preset or options.from_formula}") as progress,
+        console.progress(f"profiling {model or options.preset or options.from_formula}") as progress,
     ):
         reporting = replace(
             options, progress=progress, note=lambda text: console.note(f"note: {text}"), warn=console.warning

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, Format, Output, Quiet, check_format
+from planner.cli.options import Format, Output, Quiet, check_format
 from planner.core.errors import ExitCode, UsageError
 from planner.core.values.devices import TORCH_KINDS
 
@@ -25,7 +25,6 @@ def profile_links(
     format_: Format = "text",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Measure latency and bandwidth between neighboring processes; start it with torchrun."""
     from planner import files

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.console import Console
-from planner.cli.options import Debug, Quiet, check_format
+from planner.cli.options import Quiet, check_format
 from planner.core.errors import UsageError
 
 _KINDS = ("profile", "plan", "balance", "run", "links", "calibration")
@@ -16,7 +16,6 @@ def schema(
     format_: Annotated[str, typer.Option("--format", metavar="json", help="Output format.")] = "json",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Print the JSON Schema of a kind of file."""
     import json

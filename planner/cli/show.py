@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.cli.options import Debug, Format, Quiet
+from planner.cli.options import Format, Quiet
 
 
 def _read(metavar: str, help_: str) -> Any:
@@ -28,7 +28,6 @@ def show(
     format_: Format = "text",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Show tables and pictures of a file: stages, memory, timeline."""
     from planner.cli.drawing import show_file

@@ -10,7 +10,7 @@ from planner.api.option import values_of
 from planner.api.options.solving import SolveOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.interrupt import stopped_by_interrupt
-from planner.cli.options import Debug, Format, Output, ProfileFiles, Quiet, check_format
+from planner.cli.options import Format, Output, ProfileFiles, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.schedule import SCHEDULES, schedule_of
 from planner.core.values.cluster import Link
@@ -38,7 +38,6 @@ def solve(
     format_: Format = "text",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Find the fastest plan that fits: cuts, micro-batches, schedule and recomputation."""
     from planner import files
@@ -65,7 +64,8 @@ def solve(
     )
     paths = plan_paths(output, () if options.devices is None else device_counts(options.devices))
     began_s = time.monotonic()
-    with console.live_text("solving") as show, stopped_by_interrupt() as is_stopped:
+    with console.progress("solving") as show, stopped_by_interrupt() as is_stopped:
+        show("", 0, 0)
         watch = SearchObserver(is_stopped=is_stopped, on_plan=_Best(show).update)
         plans = _plans(source, replace(options, watch=watch))
     plan = plans[0]
@@ -116,7 +116,7 @@ def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":
 class _Best:
     """Text about the best plan found so far, shown during a search."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str, int, int], None]) -> None:
         self._show, self._step_us, self._text = show, inf, ""
 
     def update(self, step_us: float, schedule: "ScheduleName", least_us: float) -> None:
@@ -127,7 +127,7 @@ class _Best:
             self._step_us = step_us
             gap = percent(max(0.0, 1 - least_us / step_us)) if step_us else percent(0.0)
             self._text = f"best step {format_us(step_us)}, {schedule_of(schedule).title}, gap at most {gap}"
-        self._show(self._text)
+        self._show(self._text, 0, 0)
 
 
 def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:

@@ -7,7 +7,7 @@ import typer
 from planner.api.option import values_of
 from planner.api.options.solving import SweepOptions
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, OrMarkdown, ProfileFile, Quiet, check_format
+from planner.cli.options import OrMarkdown, ProfileFile, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.errors import ExitCode
 
@@ -19,7 +19,6 @@ def sweep(
     format_: OrMarkdown = "text",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Find the best plan for every number of devices and memory limit. Exit code 1: no plan fits."""
     from planner import api, files

@@ -8,7 +8,7 @@ import typer
 from planner.api.option import values_of
 from planner.api.options.verifying import VerifyOptions
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, Format, PlanFile, Quiet, check_format
+from planner.cli.options import Format, PlanFile, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.errors import ExitCode
 
@@ -23,7 +23,6 @@ def verify(
     format_: Format = "text",
     *,
     quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Run a plan and compare it with its prediction. Exit code 0: they agree; 1: they differ; 2: error.
 
@@ -35,7 +34,7 @@ def verify(
 
     console = Console(quiet=quiet)
     as_json = check_format(format_)
-    with console.later_progress(f"{'running' if options.run is None else 'judging'} {plan}") as progress:
+    with console.progress(f"{'running' if options.run is None else 'judging'} {plan}") as progress:
         verification = api.verify(plan, **values_of(replace(options, calibration=calibration, progress=progress)))
     console.result(files.json_text(verification) if as_json else verification_text(verification, style_for_stdout()))
     console.note(f"wrote {calibration}")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner import files
-from planner.cli.main import main
+from planner.__main__ import main
 from planner.core.values.plan import Inputs, ProfileReference
 from planner.core.values.profile import Model
 from planner.solve import Request, solve
