@@ -43,6 +43,9 @@ _EITHER = (True, False)
 _TRY_ACTIONS = 60
 """Fixed effort to make one order, in actions; for small pipelines it is most of the effort."""
 
+_CHECK_ORDERS = 1
+"""Number of orders that can be made in the time of one check by the exact memory model."""
+
 _LOOKAHEAD = (3, 8, 20)
 """Values of `lookahead` to try with known orders."""
 
@@ -52,7 +55,7 @@ _RULES_SHARE, _PATIENCE_SHARE = 0.3, 0.3
 _MERGE_SHARE = 0.2
 """Probability that a change of the order merges or splits backwards, if split backwards take longer than whole ones."""
 
-_WORSE = 1.5e-4
+_WORSE = 5e-4
 """Initial threshold: largest relative difference to the best step time of an order from which the search continues."""
 
 _PLACES = (-12, -9, -6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6, 9, 12)
@@ -82,6 +85,8 @@ class OrderSearch:
         self._shapes = _in_flight(problem), later, _until_back(problem)
         self._least_us = least_period_us(problem) * (1 + 1e-9)
         self.best: SimulatedOrder | None = None
+        self._is_exact = False
+        """True if orders are made without a memory limit, so that the exact model must check each of them."""
         self.spent = 0
         """Number of actions scheduled or simulated so far."""
 
@@ -114,6 +119,21 @@ class OrderSearch:
             self._threshold_accepting(self.best.rows, rules, rules_us, most_actions)
         return self.best
 
+    def improve(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
+        """Return the best order found near an order that fits, while simulating at most `most_actions` actions.
+
+        If the approximate memory forbids the order, or makes it slower, only the exact memory model decides.
+        """
+        self._simulate(rows)
+        act_rows = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
+        near = follow_order(self._problem, act_rows, lookahead=_LOOKAHEAD[0], patience=inf)
+        if near is not None and near.period_us <= self._limit_us * (1 + SAME):
+            return self.search(most_actions)
+        self._problem = replace(self._problem, limits_bytes=(inf,) * len(self._problem.limits_bytes))
+        self._is_exact = True
+        self._threshold_accepting(act_rows, self._make_rules(_Tuning()), inf, most_actions)
+        return self.best
+
     def _threshold_accepting(self, rows: _Rows, rules: DispatchRules, rules_us: float, most_actions: int) -> None:
         """Change the order or the rules step by step; at first, also continue from slightly slower orders.
 
@@ -128,7 +148,7 @@ class OrderSearch:
         rng = random.Random(0)  # noqa: S311 - a fixed seed: the same plan every time
         whole, merges = most_actions - self.spent, not split_costs_nothing(self._problem)
         while self.spent < most_actions and not self._is_proven():
-            is_by_rules = rng.random() < _RULES_SHARE
+            is_by_rules = not self._is_exact and rng.random() < _RULES_SHARE
             changed = _change_rules(rules, rng) if is_by_rules else rules
             # An order that takes longer than this limit would be dropped, so its simulation may stop.
             limit_us = self._limit_us * (1 + SAME + _WORSE * max(0.0, (most_actions - self.spent) / whole))
@@ -145,7 +165,9 @@ class OrderSearch:
             if is_by_rules and (is_better or found.period_us <= rules_us * (1 + SAME)):
                 rules, rules_us = changed, found.period_us
             left = max(0.0, (most_actions - self.spent) / whole)
-            if found.period_us <= self._limit_us * (1 + SAME + _WORSE * left):
+            if found.period_us <= self._limit_us * (1 + SAME + _WORSE * left) and (
+                is_better or not self._is_exact or self._fits_exactly(found.actions())
+            ):
                 rows = found.rows
 
     def _try_all_orders(self, most_actions: int) -> bool:
@@ -206,10 +228,15 @@ class OrderSearch:
 
     def _simulate(self, rows: Rows) -> bool:
         found_us = period_us(rows, self._problem.times, self._problem.own_us)
-        if (self.best is not None and found_us >= self.best.period_us) or not self._fits(rows):
+        if (self.best is not None and found_us >= self.best.period_us) or not self._fits_exactly(rows):
             return False
         self.best = SimulatedOrder(rows=rows, period_us=found_us)
         return True
+
+    def _fits_exactly(self, rows: Rows) -> bool:
+        """Return True if the order fits according to the exact memory model; this takes as long as several orders."""
+        self.spent += _CHECK_ORDERS * 3 * len(self._problem.times) * self._problem.micro_batches
+        return self._fits(rows)
 
 
 class _Tuning(NamedTuple):

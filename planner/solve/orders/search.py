@@ -40,7 +40,7 @@ _ROUNDS = 6
 _SHARE = 6
 """Divisor of the effort left; one search for cuts, or for an order, may use the quotient."""
 
-_SHARE_FROM_BEST = 3
+_SHARE_FROM_BEST = 2
 """Divisor of the effort left for one search for an order, if the search starts from the best plan."""
 
 _OF_BOUND = 4
@@ -89,12 +89,15 @@ class _JointSearch:
         self._progress, self._evaluator = progress, evaluator
         self._named = _named_schedules(evaluator)
         self._known_orders = [named.actions for named in self._named]
+        self._start: Rows | None = None
+        """Order of the plan from which the search starts."""
         self._order_share = _SHARE
         self._kinds: tuple[bool, ...] = (False, True)
 
     def improve(self, start: Partition) -> None:
         """Search from the partition and the action orders of a good plan."""
-        self._known_orders.insert(0, start.actions())
+        self._start = start.actions()
+        self._known_orders.insert(0, self._start)
         self._order_share = _SHARE_FROM_BEST
         self._kinds = (not start.schedule_object.splits_backward,)
         self._alternate(cuts_and_choices(start))
@@ -121,6 +124,7 @@ class _JointSearch:
             found = self._find_order(partition)
             if found is None:
                 break
+            self._start = None if self._start is None else found.rows
             under_order = self._evaluator.with_schedule(ListedSchedule(found.rows))
             cuts, choices = partition
             self._progress.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
@@ -162,7 +166,8 @@ class _JointSearch:
             if is_whole and best is not None and split_costs_nothing(problem):
                 break
             search = OrderSearch(problem, fits, self._known_orders)
-            found = search.search(max(0, effort.left) // self._order_share)
+            most = max(0, effort.left) // self._order_share
+            found = search.search(most) if self._start is None else search.improve(self._start, most)
             effort.spent += search.spent
             if found is not None and (best is None or found.period_us < best.period_us):
                 best = found

@@ -112,10 +112,10 @@ def test_its_effort_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = 0
     real = partitions.makespans
 
-    def counting(actions, **times):  # type: ignore[no-untyped-def]
+    def counting(actions, times, **more):  # type: ignore[no-untyped-def]
         nonlocal simulated
         simulated += -(-len(times["forward_us"]) // 1024) * sum(map(len, actions))
-        return real(actions, **times)
+        return real(actions, times, **more)
 
     monkeypatch.setattr(partitions, "makespans", counting)
     profile = random_profile(1, 40)

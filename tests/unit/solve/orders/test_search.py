@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from planner.core.values.cluster import Link
 from planner.solve import Request, search, solve
 from planner.solve.cases import cases_of
 from planner.solve.deadline import NEVER
 from planner.solve.methods import SearchedCases, search_for
+from planner.solve.orders.order_search import OrderSearch
 from planner.solve.orders.search import search_orders
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import inputs_of
@@ -56,3 +58,28 @@ def test_the_best_plan_under_a_named_schedule_gets_its_own_orders(monkeypatch: p
     assert plan.schedule == "search"
     monkeypatch.setattr(search, "_with_own_orders", lambda searched, *_: searched)
     assert plan.predicted.step_us < solve(profile, request).predicted.step_us
+
+
+def test_orders_close_to_the_memory_limit_are_checked_by_the_exact_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The approximate memory forbids the order of the best named schedule, so a search that relies on it is slower."""
+    work, output = [100.0 * 0.95**n for n in range(10)], [60_000 // 2**n for n in range(10)]
+    layers = [
+        layer(
+            f"l{n}",
+            forward_us=work[n],
+            backward_us=2 * work[n],
+            backward_input_us=(1.04 * work[n],),
+            backward_weight_us=(work[n],),
+            output_bytes=output[n],
+            saved_bytes=3 * output[n],
+            weight_held_bytes=(2 * output[n],),
+            parameter_bytes=8 * 2**n,
+        )
+        for n in range(10)
+    ]
+    profile = chain(*layers)
+    inputs = replace(inputs_of(3, 3, memory_bytes=400_000), link=Link(bytes_per_s=25e9, latency_us=1.0))
+    request = Request(inputs=replace(inputs, schedule="auto", chunks=0), micro_batches=3)
+    best_us = solve(profile, request).predicted.step_us
+    monkeypatch.setattr(OrderSearch, "improve", lambda self, _, most_actions: self.search(most_actions))
+    assert best_us < 0.95 * solve(profile, request).predicted.step_us
