@@ -20,12 +20,23 @@ from planner.core.values.profile import Device, Profile
 from planner.core.values.rates import Rates, rates_of, usual_precision
 from planner.core.values.sustained import sustained_rate
 from planner.profile.formula.costs import DeviceRates, transformer_profile
-from planner.profile.formula.families import shape_from_config
+from planner.profile.formula.families import FAMILIES, shape_from_config
 from planner.profile.formula.layers import ElementBytes, Execution
 from planner.profile.formula.shapes import Experts, Transformer, gpt_shape, with_mtp
 
 _GPT: Final = "transformer"
 """Name of the formula for the GPT of the papers, with learned positions and biases."""
+
+_KEYS: Final = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+    "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
+"""Key of a Hugging Face configuration for each option that gives a size."""
 
 _ESTIMATE: Final = "estimate:"
 _SHAPE_OPTIONS: Final = tuple(of.name for of in fields(ShapeOptions))
@@ -54,15 +65,18 @@ _LIMITS: Final = {
     "layers": ("layer", 10_000),
     "hidden": ("channel", 2**20),
     "heads": ("head", 2**16),
+    "key_value_heads": ("head", 2**16),
     "sequence": ("token", 2**26),
     "vocabulary": ("word", 2**26),
     "feed_forward": ("channel", 2**22),
+    "experts": ("expert", 2**16),
+    "experts_per_token": ("expert", 2**16),
     "expert_parallel": ("group", 2**16),
 }
 """Noun for messages, and largest allowed value, by option."""
 
 _NEEDED: Final = ("layers", "hidden", "heads", "sequence", "vocabulary")
-"""Options that are needed without a configuration."""
+"""Options that every formula needs without a configuration."""
 
 
 def profile_by_formula(options: ProfileOptions, configuration: Configuration | None = None) -> Profile:
@@ -157,23 +171,47 @@ def _configured(configuration: Configuration, options: ProfileOptions) -> Transf
 
 
 def _shape(options: ProfileOptions) -> Transformer:
-    """Return the shape of the GPT that options such as `--layers` and `--hidden` describe."""
-    if options.from_formula != _GPT:
-        raise UsageError(
-            f"`--from-formula {options.from_formula}` needs a config.json or a `--preset`",
-            hint=f"`--from-formula {_GPT}` takes the sizes of a GPT from options: `--layers`, `--hidden`, …",
-        )
-    sizes: dict[str, int] = {name: getattr(options, name) for name in _NEEDED}
-    missing = [f"`{_spelled(name)}`" for name in _NEEDED if getattr(options, name) is None]
+    """Return the shape of the model that options such as `--layers` and `--hidden` describe."""
+    family = texts.choice("--from-formula", str(options.from_formula), (_GPT, *FAMILIES))
+    _check_complete(family, options)
+    if family == _GPT:
+        return _gpt(options)
+    content = {key: getattr(options, name) for name, key in _KEYS.items() if getattr(options, name) is not None}
+    if options.feed_forward is not None:
+        content |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner"), options.feed_forward)
+    content |= {"tie_word_embeddings": True} if options.tied else {}
+    content["max_position_embeddings"] = options.sequence
+    content.setdefault("num_key_value_heads", options.heads)
+    assert options.sequence is not None
+    source = f"--from-formula {family}"
+    shape = shape_from_config({**content, "model_type": family}, options.sequence, source=source, note=options.note)
+    if options.experts is not None and not any(isinstance(block.feed_forward, Experts) for block in shape.blocks):
+        raise UsageError(f"`--experts`: the formula `{family}` has no experts", hint="`mixtral` and `qwen3_moe` have")
+    return shape
+
+
+def _check_complete(family: str, options: ProfileOptions) -> None:
+    """Raise UsageError that lists all missing options of the formula."""
+    names = list(_NEEDED)
+    names += ["feed_forward"] if family not in (_GPT, "gpt2") else []
+    names += ["experts", "experts_per_token"] if family in ("mixtral", "qwen3_moe") else []
+    missing = [f"`{_spelled(name)}`" for name in names if getattr(options, name) is None]
     if options.rate is None and not options.device.startswith(_ESTIMATE):
         missing.append("`--device estimate:h100` or `--rate`")
     if missing:
         *others, last = missing
         listed = f"{', '.join(others)} and {last}" if others else last
         raise UsageError(
-            f"`--from-formula {_GPT}` needs {listed}",
+            f"`--from-formula {family}` needs {listed}",
             hint="or take the sizes from a configuration: `gpipe-plan profile config.json`, `--preset llama-3-70b`",
         )
+
+
+def _gpt(options: ProfileOptions) -> Transformer:
+    for name in ("key_value_heads", "experts", "experts_per_token"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"`{_spelled(name)}`: the formula `{_GPT}` has none", hint="use `--from-formula llama`")
+    sizes: dict[str, int] = {name: getattr(options, name) for name in _NEEDED}
     if sizes["hidden"] % sizes["heads"]:
         raise UsageError(
             f"`--hidden {sizes['hidden']} --heads {sizes['heads']}` do not divide evenly",

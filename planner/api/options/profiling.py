@@ -18,15 +18,18 @@ _FORMULA: Final = "Formula instead of a model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeOptions:
-    """Sizes of a GPT for `profile --from-formula transformer`; a config.json contains those of other models."""
+    """Sizes of a model for `profile --from-formula`; a config.json contains all of them."""
 
     layers: Annotated[int | None, Option("32", "Number of blocks between embedding and head.", _FORMULA)] = None
     hidden: Annotated[int | None, Option("3072", "Model width.", _FORMULA)] = None
     heads: Annotated[int | None, Option("24", "Number of attention heads.", _FORMULA)] = None
+    key_value_heads: Annotated[int | None, Option("8", "Number of key-value heads; default: --heads.", _FORMULA)] = None
     vocabulary: Annotated[int | None, Option("32000", "Vocabulary size.", _FORMULA)] = None
     feed_forward: Annotated[
         int | None, Option("12288", "Feed-forward width; default: 4 times --hidden, as in GPT.", _FORMULA)
     ] = None
+    experts: Annotated[int | None, Option("8", "Number of experts of a block.", _FORMULA)] = None
+    experts_per_token: Annotated[int | None, Option("2", "Number of experts that a token uses.", _FORMULA)] = None
     tied: Annotated[bool, Option("", "Share the head's weights with the embedding.", _FORMULA)] = False
 
 
@@ -37,8 +40,8 @@ class FormulaOptions(ShapeOptions):
     from_formula: Annotated[
         str | None,
         Option(
-            "transformer|auto|never",
-            "Formula to use: transformer (GPT of given sizes), or by the config.json; never: build and measure it.",
+            "transformer|llama|…|auto|never",
+            "Formula to use; auto: by the config.json; never: build the model and measure it.",
             _FORMULA,
         ),
     ] = None

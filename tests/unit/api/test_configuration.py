@@ -225,6 +225,17 @@ def test_blocks_that_predict_further_tokens_use_the_head_again(tmp_path: Path) -
     assert further.layers[-2].parameter_bytes / 4 == block + 2 * 64**2 + 3 * 64
 
 
+def test_a_formula_by_name_is_that_of_its_configuration(tmp_path: Path) -> None:
+    """`--from-formula llama` with sizes, and a file with the same sizes."""
+    sizes = {"layers": 4, "hidden": 64, "heads": 4, "key_value_heads": 2, "feed_forward": 128, "vocabulary": 100}
+    asked = {"device": "estimate:h100", "dtype": "bf16", "batch_sizes": 1}
+    named = planner.profile(from_formula="llama", sequence=32, **sizes, **asked)
+    assert named.layers == of(tmp_path, dtype="bf16").layers
+    assert named.layers == of(tmp_path, dtype="bf16", from_formula="auto").layers
+    routed = planner.profile(from_formula="mixtral", sequence=32, experts=8, experts_per_token=2, **sizes, **asked)
+    assert routed.layers == of(tmp_path, ROUTED, dtype="bf16").layers
+
+
 @pytest.mark.parametrize(
     ("content", "options", "told"),
     [
@@ -322,8 +333,8 @@ def test_without_its_packages_no_model_is_built(monkeypatch: pytest.MonkeyPatch,
 def test_all_missing_options_are_in_one_message() -> None:
     """Sizes and device together."""
     with pytest.raises(UsageError) as refused:
-        planner.profile(from_formula="transformer", layers=4, hidden=64)
-    for name in ("heads", "sequence", "vocabulary", "device"):
+        planner.profile(from_formula="mixtral", layers=4, hidden=64)
+    for name in ("heads", "sequence", "vocabulary", "feed-forward", "experts", "experts-per-token", "device"):
         assert f"`--{name}" in refused.value.message
     assert "--layers" not in refused.value.message
 

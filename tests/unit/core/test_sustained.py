@@ -1,39 +1,16 @@
 """Rates of published runs: by chip and kind of model, with the error range of such predictions."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from planner import api
 from planner.core.judge.certainty import STEPS, certainty_of
 from planner.core.values.devices import ACCELERATORS
-from planner.core.values.profile import Profile
 from planner.core.values.sustained import SUSTAINED, sustained_rate
 
 DENSE = {"from_formula": "transformer", "layers": 4, "hidden": 64, "heads": 4, "sequence": 64, "vocabulary": 100}
-EXPERTS = {
-    "model_type": "mixtral",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 100,
-    "intermediate_size": 64,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
-"""A config.json of a mixture of experts."""
-
-
-def profile_of(shape: dict, folder: Path, **options: Any) -> Profile:
-    """A profile by formula, of sizes or of a configuration that is written to `folder`."""
-    if "model_type" in shape:
-        (folder / "config.json").write_text(json.dumps(shape))
-        shape = {"model": folder, "sequence": 64}
-    return api.profile(**shape, batch_sizes="1", **options)
+EXPERTS = {**DENSE, "from_formula": "mixtral", "feed_forward": 64, "experts": 4, "experts_per_token": 2}
 
 
 def test_rates_are_of_known_devices() -> None:
@@ -63,20 +40,18 @@ def test_a_kind_without_runs_has_another_kinds_rate_and_no_range() -> None:
         (DENSE, "v100", {}, "peak"),
     ],
 )
-def test_a_prediction_has_the_errors_of_its_rate(
-    shape: dict, device: str, more: dict, kind: str | None, tmp_path: Path
-) -> None:
+def test_a_prediction_has_the_errors_of_its_rate(shape: dict, device: str, more: dict, kind: str | None) -> None:
     """Steps at the rate of published runs are off as these are from each other."""
-    profile = profile_of(shape, tmp_path, device=f"estimate:{device}", **more)
+    profile = api.profile(**shape, device=f"estimate:{device}", batch_sizes="1", **more)
     plan = api.solve(profile, devices=2, batch=4, schedule="gpipe")
     errors = None if kind is None else (STEPS[kind].least, STEPS[kind].most)
     assert certainty_of(plan, profile).step_ratio == errors
 
 
-def test_the_accuracy_says_that_exchanged_tokens_have_no_time_of_their_own(tmp_path: Path) -> None:
+def test_the_accuracy_says_that_exchanged_tokens_have_no_time_of_their_own() -> None:
     """If experts are divided among replicas."""
     alone, divided = (
-        profile_of(EXPERTS, tmp_path, device="estimate:h100", expert_parallel=groups) for groups in (1, 2)
+        api.profile(**EXPERTS, device="estimate:h100", batch_sizes="1", expert_parallel=groups) for groups in (1, 2)
     )
     plan = api.solve(divided, devices=4, batch=4, replicas=2)
     assert certainty_of(plan, divided).source.endswith("without more time to exchange tokens of experts")
