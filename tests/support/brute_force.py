@@ -233,14 +233,8 @@ class Block:
     def step_us(self) -> FloatArray:
         """Simulated, with the optimizers' steps; shape (N,)."""
         forward, backward, last, alone, sends = self._times
-        pipeline = makespans(
-            self.actions,
-            forward_us=forward,
-            backward_us=backward,
-            last_backward_us=last,
-            send_us=sends,
-            blocking=self._links[1],
-        )
+        times = {"forward_us": forward, "backward_us": backward, "last_backward_us": last, "send_us": sends}
+        pipeline = makespans(self.actions, times, blocking=self._links[1])
         cluster, costs, num = self.inputs.cluster, self.tables.costs, self.num_devices
         own = np.zeros((len(self.cuts), num))
         hidden = np.zeros(len(self.cuts))
