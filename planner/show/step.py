@@ -4,7 +4,7 @@ Pictures and traces show these spans. Their times come from the simulator. Memor
 step as the peak (`planner.core.cost.moments`), so the highest value is the plan's peak.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple, cast
@@ -19,6 +19,7 @@ from planner.core.cost.partition import Partition
 from planner.core.cost.parts import parts_of
 from planner.core.cost.simulate import Event, StageTimes
 from planner.core.schedule import KINDS, Letter, sending_stage
+from planner.core.schedule.kinds import ActionKind
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -29,9 +30,11 @@ SpanKind = str
 Sends overlap with computation. A `receive` is over a blocking link and keeps the device busy.
 """
 
-_BACKWARDS: Final = {kind.label for kind in KINDS.values() if kind.direction < 0}
-"""Kinds of spans that may include recomputation."""
-_LABELS: Final = {kind.label for kind in KINDS.values()}
+BY_LABEL: Final[Mapping[str, ActionKind]] = {kind.label: kind for kind in KINDS.values()}
+"""Kinds of action by label; spans have the label as their kind."""
+
+REDONE: Final = frozenset(kind.label for kind in KINDS.values() if kind.direction < 0)
+"""Labels of the kinds of action that may include recomputation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +130,13 @@ def _spans(event: Event, times: Sequence[StageTimes], partition: Partition) -> I
         micro_batch=event.micro_batch,
         start_us=event.start_us,
         end_us=event.end_us,
-        recompute_us=again if kind in _BACKWARDS else 0.0,
+        recompute_us=again if kind in REDONE else 0.0,
     )
 
 
 def _optimizer_spans(spans: Sequence[Span], evaluation: Evaluation) -> Iterator[Span]:
     # The spans of a device are sorted by time, so the last one of a device remains.
-    last_backward = {span.device: span.end_us for span in spans if span.kind in _LABELS}
+    last_backward = {span.device: span.end_us for span in spans if span.kind in BY_LABEL}
     for device, own_us in enumerate(evaluation.updates_us.tolist()):
         end_us = last_backward[device]
         if own_us > 0:
@@ -143,7 +146,7 @@ def _optimizer_spans(spans: Sequence[Span], evaluation: Evaluation) -> Iterator[
 def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[MemoryLevel, ...], ...]:
     computing: list[list[Span]] = [[] for _ in range(evaluation.partition.num_devices)]
     for span in spans:
-        if span.kind in _LABELS:
+        if span.kind in BY_LABEL:
             computing[span.device].append(span)
     levels = []
     for device, counts in enumerate(part_counts(evaluation.actions)):

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from string import Template
 
 from planner.show.markup import element, escape_text, number
-from planner.show.step import Span, Step
+from planner.show.step import BY_LABEL, Span, Step
 from planner.show.views.numbers import percent, row_noun, time_ticks
 from planner.show.views.spans import (
     BUBBLE_WORDS,
-    BY_LABEL,
     bubbles_of,
     ink_rules,
     kind_rules,

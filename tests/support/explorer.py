@@ -24,7 +24,7 @@ from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePo
 from planner.core.values.profile import LayerProfile, Profile, SplitMemory
 from planner.show.explore import ExplorerRequest
 from planner.show.explore.data import page_data
-from planner.show.explore.page import figures_script
+from planner.show.html.assets import read_asset
 from tests.support.chains import random_profile, with_programs
 
 __all__ = ["NODE", "Case", "answers_of", "edits_of", "figures_of", "plan_of_edit", "question", "reached"]
@@ -87,7 +87,10 @@ def reached(case: Case, edit: Edit, moves: Sequence[tuple[int, int]], folder: Pa
 def _run(script: str, asked: object, folder: Path) -> Any:
     assert NODE is not None
     path = folder / "figures.js"
-    path.write_text(figures_script() + script, encoding="utf-8")
+    # The scripts that need no elements of the page.
+    scripts = ("tables.js", "evaluate.js", "units.js", "command.js")
+    figures = "\n".join(read_asset(name, "planner.show.explore") for name in scripts)
+    path.write_text(figures + script, encoding="utf-8")
     done = subprocess.run(
         [NODE, path], input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False
     )

@@ -29,7 +29,7 @@ def explore_html(request: ExplorerRequest) -> str:
     sections = (_handles(request, data), _timeline(), _memory(), _stages(), _command())
     links = [element("a", escape_text(section.title), href=f"#{section.anchor}") for section in sections]
     return Template(read_asset("explore.html.txt", __package__)).substitute(
-        title=escape_text(headline(plan, of=" of ", by=", ")),
+        title=escape_text(headline(plan)),
         lead=escape_text(
             "; ".join(filter(None, (profile.model.source, not_measured_warning(plan.inputs.profile.how), _BEGIN)))
         ),
@@ -42,11 +42,6 @@ def explore_html(request: ExplorerRequest) -> str:
         sections="".join(map(section_markup, sections)),
         version=escape_text(__version__),
     )
-
-
-def figures_script() -> str:
-    """Return the scripts that compute the figures and commands of an edited plan; they need no page elements."""
-    return "\n".join(read_asset(name, __package__) for name in _SCRIPTS[:-2])
 
 
 def page_script() -> str:

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, details, figure, line, note, values_table
-from planner.show.markup import element, escape_text, number
+from planner.show.html.parts import Section, chart_point, chart_text, details, figure, line, note, values_table
+from planner.show.markup import element
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.plan import frontier_table, has_several_replicas
 from planner.show.views.table import Table
@@ -82,24 +82,17 @@ def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str]
             parts += _point(x, y(of(point)), names[n], value=value, chosen=is_chosen, labelled=labelled or is_chosen)
         else:
             tip = f"M = {names[n]}: no plan fits"
-            parts.append(_text(x, 124, "\u00d7", "middle", look="unfit", tip=tip))
+            parts.append(chart_text(x, 124, "\u00d7", "middle", look="unfit", tip=tip))
         if n % every == 0 or chosen[n]:
-            parts.append(_text(x, 145, names[n], "middle", look="chosen" if chosen[n] else None))
+            parts.append(chart_text(x, 145, names[n], "middle", look="chosen" if chosen[n] else None))
     return figure(title, *parts, height=150.0, label=f"{title} over M")
 
 
 def _point(x: float, y: float, name: str, *, value: str, chosen: bool, labelled: bool) -> list[str]:
     tip = f"M = {name}: {value}"
     side = "start" if x < 15 else "end" if x > 85 else "middle"
-    written = [_text(x, max(11, y - 9), value, side, look="chosen" if chosen else None)] if labelled else []
-    if chosen:
-        return [_text(x, y + 5, "◆", "middle", look="mark", tip=tip), *written]
-    return [element("circle", element("title", escape_text(tip)), cx=f"{number(x)}%", cy=y, r=3.5), *written]
-
-
-def _text(x: float, y: float, text: str, anchor: str, *, look: str | None = None, tip: str = "") -> str:
-    inner = (element("title", escape_text(tip)) if tip else "") + escape_text(text)
-    return element("text", inner, class_=look, x=f"{number(x)}%", y=y, text_anchor=anchor)
+    written = [chart_text(x, max(11, y - 9), value, side, look="chosen" if chosen else None)] if labelled else []
+    return [chart_point(x, y, tip, chosen=chosen), *written]
 
 
 def _numbers(shown: Table, names: Sequence[str], points: Sequence[FrontierPoint]) -> str:

@@ -60,7 +60,7 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
         _provenance(plan, profile, digest),
     ]
     return _page(
-        title=headline(plan, of=" of ", by=", "),
+        title=headline(plan),
         lead="; ".join(filter(None, (*lead, accuracy_words(certainty) if certainty else ""))),
         figures=_marked(_figures(plan, certainty), plan.inputs.profile.how),
         sections=sections,

@@ -119,6 +119,28 @@ def line(look: str, x: tuple[float, float], y: tuple[float, float]) -> str:
     return element("line", class_=look, x1=begin, x2=end, y1=y[0], y2=y[1])
 
 
+def chart_text(x: float, y: float, text: str, anchor: str, *, look: str | None = None, tip: str = "") -> str:
+    """Return a text of a chart.
+
+    Args:
+        x: Horizontal position in percent of the width.
+        y: Position of the baseline, in pixels.
+        text: The text.
+        anchor: Part of the text that is at `x`: `start`, `middle` or `end`.
+        look: Style class.
+        tip: Tooltip; empty for none.
+    """
+    inner = (element("title", escape_text(tip)) if tip else "") + escape_text(text)
+    return element("text", inner, class_=look, x=f"{number(x)}%", y=y, text_anchor=anchor)
+
+
+def chart_point(x: float, y: float, tip: str, *, chosen: bool) -> str:
+    """Return a point of a chart, with a tooltip; the plan's own point (`chosen`) is a diamond, others are circles."""
+    if chosen:
+        return chart_text(x, y + 5, "◆", "middle", look="mark", tip=tip)
+    return element("circle", element("title", escape_text(tip)), cx=f"{number(x)}%", cy=y, r=3.5)
+
+
 def note(text: str) -> str:
     """Return a paragraph with a remark."""
     return element("p", escape_text(text), class_="note")

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes
-from planner.show.html.parts import Section, figure, line, note, values_table
-from planner.show.markup import element, escape_text, number
+from planner.show.html.parts import Section, chart_point, chart_text, figure, line, note, values_table
 from planner.show.views.numbers import percent
 from planner.show.views.plan import schedules_table, untried_words
 
@@ -44,7 +43,7 @@ def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
         return _BOTTOM - size / top * (_BOTTOM - _TOP)
 
     parts = [line("axis", (_LEFT, 100), (_BOTTOM, _BOTTOM)), line("axis", (_LEFT, _LEFT), (_TOP, _BOTTOM))]
-    parts += [_text(x(share), _BOTTOM + 15, percent(share), "middle") for share in (0.0, widest)]
+    parts += [chart_text(x(share), _BOTTOM + 15, percent(share), "middle") for share in (0.0, widest)]
     title = "bubble (right) and peak of the fullest device (up)"
     if limit <= top:
         parts.append(line("limit", (_LEFT, 100), (y(limit), y(limit))))
@@ -55,8 +54,8 @@ def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
         name, name_at = schedule_of(point.schedule).title, _free(point_at, written)
         written.append(name_at)
         tip = f"{name}: bubble {percent(point.bubble)}, {format_bytes(point.peak_bytes)}"
-        parts += _point(point_at, tip, chosen=point.schedule == plan.schedule)
-        parts.append(_text(point_at[0] + 1.2, name_at[1] + 4, name, "start"))
+        parts.append(chart_point(*point_at, tip, chosen=point.schedule == plan.schedule))
+        parts.append(chart_text(point_at[0] + 1.2, name_at[1] + 4, name, "start"))
     return figure(title, *parts, height=_BOTTOM + 22, label=f"{title} of {len(points)} schedules")
 
 
@@ -67,15 +66,3 @@ def _free(position: tuple[float, float], written: Sequence[tuple[float, float]])
         if abs(other_x - x) < 20 and abs(other_y - y) < _LINE:
             y = other_y + _LINE
     return x, y
-
-
-def _point(position: tuple[float, float], tip: str, *, chosen: bool) -> list[str]:
-    x, y = position
-    if chosen:
-        return [_text(x, y + 5, "◆", "middle", look="mark", tip=tip)]
-    return [element("circle", element("title", escape_text(tip)), cx=f"{number(x)}%", cy=y, r=3.5)]
-
-
-def _text(x: float, y: float, text: str, anchor: str, *, look: str | None = None, tip: str = "") -> str:
-    inner = (element("title", escape_text(tip)) if tip else "") + escape_text(text)
-    return element("text", inner, class_=look, x=f"{number(x)}%", y=y, text_anchor=anchor)

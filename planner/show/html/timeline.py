@@ -8,10 +8,10 @@ from planner.core.values.printable import printable
 from planner.core.values.units import format_us
 from planner.show.html.parts import Section, legend, note
 from planner.show.markup import element
-from planner.show.step import Span, Step
+from planner.show.step import BY_LABEL, REDONE, Span, Step
 from planner.show.svg import has_lanes, legend_kinds, timeline_svg
 from planner.show.views.numbers import layer_range, percent, row_noun
-from planner.show.views.spans import BUBBLE_WORDS, BY_LABEL, REDONE, bubbles_of, recompute_look
+from planner.show.views.spans import BUBBLE_WORDS, bubbles_of, recompute_look
 
 _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
 """Kinds of spans; in the data for the script, a kind is encoded as its index in this list."""

@@ -21,10 +21,11 @@ from rich.text import Text
 from planner.core.cost.simulate import Event
 from planner.core.schedule.kinds import KINDS, WEIGHT_BACKWARD, ActionKind
 from planner.core.values.units import format_us
+from planner.show.step import REDONE
 from planner.show.terminal.rendering import heading, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import percent, row_noun, time_ticks
-from planner.show.views.spans import BUBBLE_WORDS, HUES, REDONE, bubble_of
+from planner.show.views.spans import BUBBLE_WORDS, HUES, bubble_of
 
 _BY_LETTER: Mapping[str, ActionKind] = {kind.letter: kind for kind in KINDS.values()}
 """Kinds of action by letter, which is the kind of an event; all other events are transfers."""

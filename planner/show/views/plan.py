@@ -14,20 +14,12 @@ from planner.show.views.numbers import layer_range, percent
 from planner.show.views.table import Column, Table, Value, column, table
 
 
-def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
-    """Return schedule, number of stages and micro-batches in one line.
-
-    Args:
-        plan: The plan.
-        of: Text between the numbers of devices and of chunks.
-        by: Text before the number of micro-batches.
-
-    Returns:
-        The line.
-    """
+def headline(plan: Plan) -> str:
+    """Return schedule, number of stages and micro-batches in one line."""
+    by = " \u00d7 "
     shape = pluralize(plan.num_devices, "stage")
     if plan.chunks > 1:
-        shape = f"{pluralize(plan.num_devices, 'device')}{of}{plan.chunks} chunks"
+        shape = f"{pluralize(plan.num_devices, 'device')}{by}{plan.chunks} chunks"
     if plan.tensor_parallel > 1:
         shape, by = shape_in_gpus(plan), ", "
     elif plan.replicas > 1:

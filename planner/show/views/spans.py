@@ -5,22 +5,16 @@ hue distinguishes chunks (`f0`). `r` and `s` are transfers, `o` is the optimizer
 which is drawn over its backward.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 from planner.core.schedule.kinds import KINDS, ActionKind
-from planner.show.step import Span, Step
-
-BY_LABEL: Final[Mapping[str, ActionKind]] = {kind.label: kind for kind in KINDS.values()}
-"""Kinds of action by label; spans have the label as their kind."""
+from planner.show.step import BY_LABEL, Span, Step
 
 HUES: Final = min(len(kind.paper) for kind in KINDS.values())
 """Number of hues per kind of action; chunks use them in turn."""
 
-
 BUBBLE_WORDS: Final = "bubble, from a row's first box to its last"
-REDONE: Final = frozenset(kind.label for kind in KINDS.values() if kind.direction < 0)
-"""Labels of the kinds of action that may include recomputation."""
 
 
 def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:

@@ -11,7 +11,7 @@ from planner.show.terminal.tables import fit_columns, width_of
 from planner.show.views.comparison import comparison_table
 from planner.show.views.measured import pipeline_words, run_table
 from planner.show.views.numbers import percent
-from planner.show.views.plan import headline, stage_table
+from planner.show.views.plan import stage_table
 from planner.show.views.table import column, table
 from tests.unit.show.samples import interleaved, plan, report, style
 
@@ -68,7 +68,6 @@ def test_a_notebook_knows_chunks_and_replicas():
     """Its title is the one of the terminal."""
     assert "3 devices × 2 chunks × 6 micro-batches" in plan_html(interleaved())  # noqa: RUF001 - as shown
     assert "2 replicas of 2 stages" in plan_html(plan((3, 3), replicas=2))
-    assert headline(plan((3, 3), replicas=2), by=", ").startswith("GPipe, 2 replicas of 2 stages, 4 micro-batches")
 
 
 def test_stages_of_replicas_are_told_apart():
