@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from planner import files
 from planner.api import texts
-from planner.api.headroom import headroom_of
+from planner.api.defaults import headroom_of
 from planner.api.keywords import on_plan
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.checking import CheckOptions

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner import files
 from planner.api import texts
-from planner.api.batch import default_batch
+from planner.api.defaults import default_batch
 from planner.api.options.solving import SolverOptions
 from planner.api.texts import File
 from planner.core.errors import UsageError

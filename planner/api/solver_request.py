@@ -3,8 +3,7 @@
 from typing import cast
 
 from planner.api import texts
-from planner.api.batch import default_batch
-from planner.api.headroom import headroom_of
+from planner.api.defaults import default_batch, headroom_of
 from planner.api.options.solving import SolverOptions, recorded_values
 from planner.api.reading import calibration_of, cuts_of, links_of
 from planner.api.schedule_file import check_cuts, listed_schedule_of, schedule_file_path, with_order_counts

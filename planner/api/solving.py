@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from planner import files
 from planner.api import texts
-from planner.api.batch import default_batch_note
-from planner.api.headroom import AUTO, headroom_of
+from planner.api.defaults import AUTO, default_batch_note, headroom_of
 from planner.api.keywords import on_profile
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions

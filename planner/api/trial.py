@@ -14,8 +14,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.device.machine import usable_cores
-from planner.emit.native import emit_native
-from planner.emit.processes import child_environment
+from planner.emit.native import child_environment, emit_native
 from planner.files import read_run
 
 _STOP_S = 30

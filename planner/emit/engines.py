@@ -17,7 +17,7 @@ from planner.emit.device_map import emit_device_map
 from planner.emit.launch import LAUNCHERS, check_launcher, job_of
 from planner.emit.layout import EngineFile, Layout, refuse_sharing
 from planner.emit.megatron import emit_megatron
-from planner.emit.native import InputPaths, RepeatOptions, emit_native, no_options
+from planner.emit.native import InputPaths, RepeatOptions, emit_native
 from planner.emit.schedule_csv import emit_schedule_csv
 from planner.emit.signature import refuse_other
 from planner.emit.split_spec import emit_split_spec
@@ -85,7 +85,7 @@ def write_emitted(
     smaller: Sequence[Plan] = (),
     launch: str | None = None,
     nodes: Nodes | None = None,
-    repeat_options: RepeatOptions = no_options,
+    repeat_options: RepeatOptions | None = None,
     say: Callable[[str], None],
 ) -> EmitResult:
     """Write the files with which `engine` runs `plan` to a folder.

@@ -1,8 +1,8 @@
 """Emitter of `balance.yaml` and `train.py` for the bundled executor."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -26,11 +26,6 @@ To change it, edit the plan and emit again. train.py rejects a model with other 
 
 RepeatOptions = Callable[[Inputs, Device], tuple[str, ...]]
 """Function that returns the `solve` options of a plan's request."""
-
-
-def no_options(_inputs: Inputs, _device: Device) -> tuple[str, ...]:
-    """Return no options, so that the emitted files contain no command to replan."""
-    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +102,7 @@ def emit_native(
     profile_folder: str,
     smaller: Sequence[Plan] = (),
     input_paths: InputPaths = InputPaths(),
-    repeat_options: RepeatOptions = no_options,
+    repeat_options: RepeatOptions | None = None,
 ) -> NativeFiles:
     """Return the balance configuration and the training script of a plan.
 
@@ -118,7 +113,7 @@ def emit_native(
         profile_folder: Folder of the profile, to which the model's path is relative.
         smaller: Plans for fewer processes. The script chooses the plan for the number of started processes.
         input_paths: Paths of plans and profile, which the command to replan contains.
-        repeat_options: Function that returns the `solve` options of a plan's request.
+        repeat_options: Function that returns the `solve` options of a plan's request, for the command to replan.
 
     Returns:
         Texts of the files.
@@ -130,10 +125,19 @@ def emit_native(
     refuse_sharing("native", plan)
     layout = Layout.of(plan, profile)
     source = relocate_source(profile.model.source, profile_folder, folder)
-    check_source(profile)
-    planned = partial(
-        prediction_for_run, profile, repeat_options=repeat_options, profile_path=input_paths.profile, folder=folder
-    )
+    from_here = str(Path(folder, "balance.yaml"))
+
+    def planned(of: Plan, path: str) -> RunPrediction:
+        paths = {"plan": reference_path(path, from_here), "profile": reference_path(input_paths.profile, from_here)}
+        return RunPrediction(
+            step_us=of.predicted.step_us,
+            reserve_bytes=of.inputs.reserve_bytes,
+            device="" if training_kind(profile.device.kind) == profile.device.kind else profile.device.kind,
+            solve=() if repeat_options is None else repeat_options(of.inputs, profile.device),
+            # A file from standard input has no path, so that the default name is used.
+            **{name: at for name, at in paths.items() if at != "-"},
+        )
+
     where = input_paths.smaller or ("-",) * len(smaller)
     balances = (
         replace(_balance(Layout.of(other, profile), profile, source), planned=planned(other, path))
@@ -209,7 +213,13 @@ def emit_from_template(
     Raises:
         UsageError: The profile names no model.
     """
-    check_source(profile)
+    if not profile.model.source:
+        if "formula" not in profile.model.settings:
+            raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
+        raise UsageError(
+            "the profile was estimated by a formula, so there is no model that a script could train",
+            hint="for other engines: `--format megatron` or `--format torchtitan`; for a script, profile a model.py",
+        )
     balance = replace(_balance(layout, profile, source), smaller=smaller, planned=planned)
     text = _script(template, script.as_posix(), layout, balance, **more)
     return NativeFiles(
@@ -220,18 +230,6 @@ def emit_from_template(
         use=use,
         plans=(balance,),
     )
-
-
-def check_source(profile: Profile) -> None:
-    """Raise UsageError if the profile names no model file."""
-    if profile.model.source:
-        return
-    if "formula" in profile.model.settings:
-        raise UsageError(
-            "the profile was estimated by a formula, so there is no model that a script could train",
-            hint="for other engines: `--format megatron` or `--format torchtitan`; for a script, profile a model.py",
-        )
-    raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
 
 
 def decisions_digest(plan: Plan) -> str:
@@ -245,40 +243,6 @@ def decisions_digest(plan: Plan) -> str:
         **({"order": plan.order} if plan.order else {}),
     }
     return digest_of(decided)
-
-
-def prediction_for_run(
-    profile: Profile,
-    plan: Plan,
-    path: str,
-    *,
-    repeat_options: RepeatOptions,
-    profile_path: str,
-    folder: str,
-) -> RunPrediction:
-    """Return the predictions of the plan at `path`, with paths relative to `folder`.
-
-    Args:
-        profile: Profile of the plan.
-        plan: The plan.
-        path: Path of the plan.
-        repeat_options: Function that returns the `solve` options of a plan's request.
-        profile_path: Path of the profile.
-        folder: Folder of the balance configuration.
-
-    Returns:
-        The predictions, and how to replan.
-    """
-    from_here = str(Path(folder, "balance.yaml"))
-    where = {"plan": reference_path(path, from_here), "profile": reference_path(profile_path, from_here)}
-    return RunPrediction(
-        step_us=plan.predicted.step_us,
-        reserve_bytes=plan.inputs.reserve_bytes,
-        device="" if training_kind(profile.device.kind) == profile.device.kind else profile.device.kind,
-        solve=repeat_options(plan.inputs, profile.device),
-        # A file from standard input has no path, so that the default name is used.
-        **{name: at for name, at in where.items() if at != "-"},
-    )
 
 
 def _balance(layout: Layout, profile: Profile, source: str) -> Balance:
@@ -397,3 +361,10 @@ def escape_for_docstring(text: str) -> str:
 
 def _escaped(character: str) -> str:
     return '\\"' if character == '"' else character.encode("unicode_escape").decode()
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """Return this process's environment for a child process, plus `more`, with this copy of `planner` on its path."""
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, **more}

@@ -15,13 +15,14 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
 from planner.core.values.rates import Rates
+from planner.files import parse_json
 from planner.profile.units import Unit, UnitInput
 from planner.tpu.extra import package_versions
 from planner.tpu.optimizers import OptimizerRule
@@ -62,11 +63,11 @@ class Compiler:
     Args:
         chip: The chip, such as `v2`; empty for the attached device.
         rates: Compute and memory rates of the chip, for times that the compiler does not estimate.
-        folder: Folder of the cache; None for no cache. Results of an attached device are not cached.
+        folder: Folder of the cache. Results of an attached device are not cached.
         repeats: Number of timed runs of each executable on an attached device.
     """
 
-    def __init__(self, chip: str, rates: Rates, folder: Path | None, repeats: int = 10) -> None:
+    def __init__(self, chip: str, rates: Rates, folder: Path, repeats: int = 10) -> None:
         self._chip, self._rates, self._folder, self._repeats = chip, rates, folder, repeats
 
     def compile_layers(self, jobs: Sequence[tuple[Unit, UnitInput]]) -> Iterator[tuple[int, CompiledLayer]]:
@@ -138,11 +139,11 @@ class Compiler:
             works: For each job, the function that compiles it.
         """
         paths = list(map(self._path, described))
-        missing: dict[Path | int, list[int]] = {}
+        missing: dict[Path, list[int]] = {}
         for n, path in enumerate(paths):
-            remembered = _remembered(kind, path)
+            remembered = _remembered(kind, path) if self._chip else None
             if remembered is None:
-                missing.setdefault(n if path is None else path, []).append(n)
+                missing.setdefault(path, []).append(n)
             else:
                 yield n, remembered
         places, problems = list(missing.values()), dict[str, Exception]()
@@ -151,14 +152,13 @@ class Compiler:
             if isinstance(outcome, Exception):
                 problems |= {names[n]: outcome for n in places[place]}
                 continue
-            _remember(paths[places[place][0]], outcome)
+            if self._chip:
+                _remember(paths[places[place][0]], outcome)
             yield from ((n, outcome) for n in places[place])
         _raise_first(problems)
 
-    def _path(self, described: list[Any]) -> Path | None:
-        """Return the path of the cached result of a job with this description; None if results are not cached."""
-        if self._folder is None or not self._chip:
-            return None
+    def _path(self, described: list[Any]) -> Path:
+        """Return the path of the cached result of a job with this description."""
         decisive = [_REVISION, self._chip, *described, package_versions()]
         digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
         return self._folder / f"{digest.hexdigest()[:32]}.json"
@@ -227,27 +227,14 @@ def _run_job(place: int) -> tuple[int, Any]:
         return place, _WorkerError(f"{type(error).__name__}: {first}", traceback.format_exc())
 
 
-def _remembered(kind: type[_Found], path: Path | None) -> _Found | None:
-    if path is None:
-        return None
+def _remembered(kind: type[_Found], path: Path) -> _Found | None:
     # A broken file is ignored: the job is compiled again.
-    with suppress(OSError, ValueError, TypeError):
-        kinds, values = get_type_hints(kind), json.loads(path.read_text(encoding="utf-8"))
-        return kind(**{name: _restored(kinds[name], value) for name, value in values.items()})
+    with suppress(OSError, ValueError):
+        return parse_json(kind, path.read_bytes())
     return None
 
 
-def _restored(kind: Any, value: Any) -> Any:
-    """Restore a number, or a tuple of numbers or dataclasses, from JSON."""
-    if not isinstance(value, list):
-        return value
-    make: Any = get_args(kind)[0]
-    return tuple(make(**each) if isinstance(each, dict) else each for each in value)
-
-
-def _remember(path: Path | None, outcome: Any) -> None:
-    if path is None:
-        return
+def _remember(path: Path, outcome: Any) -> None:
     with suppress(OSError):  # on a full disk, only the time of another compilation is lost
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")

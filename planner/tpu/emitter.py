@@ -19,8 +19,7 @@ from planner.core.values.plan import Plan, StageMemory
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
 from planner.emit.layout import Layout
-from planner.emit.native import NativeFiles, emit_from_template
-from planner.emit.processes import child_environment
+from planner.emit.native import NativeFiles, child_environment, emit_from_template
 from planner.files import relocate_source
 from planner.tpu.extra import chip_of_device
 from planner.tpu.program_memory import program_memory

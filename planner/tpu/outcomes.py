@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from planner.core.values.profile import ArrayKind, BoundaryTensor, MemoryDetail, ProgramMemory
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLayer:
     """Compiled layer at one micro-batch size; sizes are bytes of device memory, padding included."""
 
@@ -116,7 +116,7 @@ def merge_equal(arrays: Iterable[ArrayKind]) -> tuple[ArrayKind, ...]:
     return tuple(replace(array, count=count) for array, count in Counter(arrays).items())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
     """Compiled optimizer step over the parameters of one layer."""
 

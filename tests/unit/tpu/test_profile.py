@@ -245,7 +245,9 @@ def test_layers_with_dropout_are_compiled() -> None:
     assert [layer.output_bytes for layer in profile.layers[:2]] == [(4 * 8 * 128,)] * 2
 
 
-def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """`--debug` prints it as the cause: what comes from another process is text."""
     loaded = perceptron()
     chain, lean = find_chain(loaded, torch.device("cpu"))
@@ -256,7 +258,7 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
 
     monkeypatch.setattr(tpu, "unit_function", fails_here)
     monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
-    compiler = Compiler("v2", rates_of("tpu:v2"), None)
+    compiler = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     work = partial(compiler._compiled_unit, units[0], inputs[units[0].digest, 8])
     ((_, problem),) = tpu._worked_off([work], num_workers=1)
     assert pickle.loads(pickle.dumps(problem)).args == problem.args
@@ -266,12 +268,12 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
 
 
 @pytest.mark.slow
-def test_an_attached_device_is_timed() -> None:
+def test_an_attached_device_is_timed(tmp_path: Path) -> None:
     """The same programs, run: here on JAX's CPU."""
     loaded = perceptron()
     chain, lean = find_chain(loaded, torch.device("cpu"))
     units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
-    compiler = Compiler("", rates_of("tpu:v2"), None, repeats=3)
+    compiler = Compiler("", rates_of("tpu:v2"), tmp_path, repeats=3)
     found = dict(compiler.compile_layers([(unit, inputs[unit.digest, 8]) for unit in units]))
     assert all(layer.forward_us > 0 and layer.backward_us > 0 for layer in found.values())
     assert [array.bytes for array in found[0].made_kinds] == [4 * 8 * 512]
