@@ -277,7 +277,7 @@ FAMILIES: Final[Mapping[str, Shape]] = {
     "mixtral": _Llama(full_every=0, experts="mixtral"),
     "qwen2_moe": _Llama(qkv_bias="qkv_bias", experts="qwen2"),
     "qwen3_moe": replace(_BIASED, normalized_keys=True, experts="qwen3"),
-    "gpt_oss": replace(_BIASED, full_every=2, experts="gpt_oss", sinks=True),
+    "gpt_oss": replace(_GEMMA, full_every=2, experts="gpt_oss", sinks=True),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "t5": _t5,
