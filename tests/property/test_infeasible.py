@@ -1,4 +1,4 @@
-"""Where nothing fits, what the error says would fit does, and one step less does not: by brute force."""
+"""Hints of infeasible requests compared with brute force: what they suggest fits, and one step less does not."""
 
 import re
 from dataclasses import replace
@@ -33,19 +33,19 @@ EVERYTHING = Features(
 )
 
 
-def explained(problem: Problem) -> bool:
-    """Whether the problem is infeasible; if so, everything that its error says is true."""
+def check_infeasible(problem: Problem) -> bool:
+    """Check everything that the error says if the problem is infeasible. Return True if it is."""
     fits = problem.space.any_fits()
     error = _error(problem)
     assert (error is None) == fits
     if error is None:
         return False
     assert re.search(r"-\d|inf|nan", error.message) is None, error.message
-    _caps_are_true(problem, error.hint)
-    _cap_without_chunks_is_true(problem, error.hint)
-    _device_counts_are_true(problem, error.hint)
-    _options_are_true(problem, error.hint)
-    _optimizers_are_true(problem, error.hint)
+    _check_limits(problem, error.hint)
+    _check_limit_without_chunks(problem, error.hint)
+    _check_device_counts(problem, error.hint)
+    _check_options(problem, error.hint)
+    _check_optimizers(problem, error.hint)
     return True
 
 
@@ -58,21 +58,21 @@ def _error(problem: Problem) -> InfeasibleError | None:
 
 
 def _space(problem: Problem, **changes: Any) -> Space:
-    """All plans for the same question with other inputs."""
+    """Return all plans for the same request with changed inputs."""
     return Space(problem.profile, replace(problem.inputs, **changes), micro_batches=problem.micro_batches)
 
 
-def _exact(problem: Problem) -> bool:
-    """Whether everything that would fit must be named; where chunks share devices, silence is allowed, not untruth."""
+def _names_everything(problem: Problem) -> bool:
+    """Return True if hints must name everything that fits; where chunks share devices, they may omit it."""
     return problem.inputs.schedule in ("gpipe", "1f1b")
 
 
-def _caps_are_true(problem: Problem, hint: str) -> None:
-    """The cap that is named is the smallest one, rounded up to what `--mem` shows of it, and holds with its M and R."""
+def _check_limits(problem: Problem, hint: str) -> None:
+    """Check that the suggested limit is the smallest, rounded up as `--mem` prints it, with its M and replicas."""
     smallest = problem.space.smallest_cap_bytes()
     named = CAP.search(hint)
     if named is None:
-        assert not (_exact(problem) and smallest < float("inf")), hint
+        assert not (_names_everything(problem) and smallest < float("inf")), hint
         return
     cap = parse_bytes(named[2])
     assert int(named[1]) == problem.inputs.devices
@@ -84,8 +84,8 @@ def _caps_are_true(problem: Problem, hint: str) -> None:
     assert not problem.space.under(less).any_fits()
 
 
-def _cap_without_chunks_is_true(problem: Problem, hint: str) -> None:
-    """The smallest cap of all plans that are not interleaved."""
+def _check_limit_without_chunks(problem: Problem, hint: str) -> None:
+    """Check the smallest limit of all plans that are not interleaved."""
     named = CAP_WITHOUT_CHUNKS.search(hint)
     if named is None:
         return
@@ -96,8 +96,8 @@ def _cap_without_chunks_is_true(problem: Problem, hint: str) -> None:
     assert smallest <= cap < smallest + (1 if cap < 1000 else 10), f"{hint}, but the smallest is {smallest}"
 
 
-def _device_counts_are_true(problem: Problem, hint: str) -> None:
-    """The number of devices that is named fits with its M, and no smaller one does."""
+def _check_device_counts(problem: Problem, hint: str) -> None:
+    """Check that the suggested number of devices fits with its M, and that no smaller one does."""
     named = DEVICES.search(hint)
     inputs = problem.inputs
     if named is None:
@@ -110,26 +110,26 @@ def _device_counts_are_true(problem: Problem, hint: str) -> None:
     assert space.only(micro_batches=int(named[2])).any_fits(), hint
 
 
-def _options_are_true(problem: Problem, hint: str) -> None:
-    """Another M, recomputation or schedule is named exactly if it fits."""
+def _check_options(problem: Problem, hint: str) -> None:
+    """Check that another M, recomputation or schedule is suggested exactly if it fits."""
     inputs = problem.inputs
     if problem.micro_batches is not None:
         every = Space(problem.profile, inputs)
         fitting = {block.micro_batches for block in every.blocks if block.fits(every.caps).any()}
         named = COUNT.search(hint)
-        if _exact(problem) or named is not None:
+        if _names_everything(problem) or named is not None:
             assert (None if named is None else int(named[1])) == min(fitting, default=None), hint
     if inputs.recompute != "auto":
         advised, fits = "`--recompute auto` fits" in hint, _space(problem, recompute="auto").any_fits()
         assert advised <= fits, hint
-        assert advised == fits or not _exact(problem), hint
+        assert advised == fits or not _names_everything(problem), hint
     advised = "`--schedule 1f1b` fits" in hint
     if inputs.schedule == "gpipe" or advised:
         assert advised == _space(problem, schedule="1f1b", chunks=1).any_fits(), hint
 
 
-def _optimizers_are_true(problem: Problem, hint: str) -> None:
-    """With the optimizer that is named it fits."""
+def _check_optimizers(problem: Problem, hint: str) -> None:
+    """Check that the suggested optimizer makes a plan fit."""
     named = OPTIMIZER.search(hint)
     if named is None:
         return
@@ -148,12 +148,12 @@ def _with_optimizer(profile: Profile, *, copies: int) -> Profile:
 
 
 @pytest.mark.parametrize(("replicas", "cap", "batch"), [(0, 3, 2), (2, 3, 2), (2, 4, 6), (2, 6, 4)])
-def test_devices_of_all_replicas_are_counted(replicas: int, cap: int, batch: int) -> None:
-    """Three layers of a byte of parameters and one of gradients; micro-batches of one sample make replicas tempting."""
+def test_suggested_device_count_includes_all_replicas(replicas: int, cap: int, batch: int) -> None:
+    """Micro-batches of one sample make replicas attractive here."""
     profile = profile_of([0.0] * 3, parameter_bytes=1)
     inputs = replace(inputs_of(2, batch, memory_bytes=cap), replicas=replicas)
     problem = Problem(profile, inputs, None, Space(profile, inputs))
-    assert explained(problem)
+    assert check_infeasible(problem)
     error = _error(problem)
     assert error is not None
     assert DEVICES.search(error.hint) is not None
@@ -170,15 +170,14 @@ def test_devices_of_all_replicas_are_counted(replicas: int, cap: int, batch: int
         pytest.param(EVERYTHING, 80, id="everything"),
     ],
 )
-def test_what_an_infeasible_problem_is_told_is_true(features: Features, count: int) -> None:
-    """Smallest cap, number of devices, M, recomputation, schedule and optimizer, in all of many random problems."""
+def test_hints_of_infeasible_requests_are_true(features: Features, count: int) -> None:
     infeasible = 0
 
     @settings(max_examples=count, deadline=None, suppress_health_check=SLOW)
     @given(problems(features))
     def true(problem: Problem) -> None:
         nonlocal infeasible
-        infeasible += explained(problem)
+        infeasible += check_infeasible(problem)
 
     true()
     assert infeasible >= count // 4

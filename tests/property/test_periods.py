@@ -1,4 +1,4 @@
-"""The predicted time from step to step, against several steps that are simulated in a row."""
+"""The predicted period of steps, compared with a simulation of several steps in a row."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ TIMES = st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, 8.0])
 
 @st.composite
 def stages(draw: st.DrawFn, count: int, *, blocking: bool) -> list[StageTimes]:
-    """Times of stages whose boundaries all block, or some do."""
+    """Draw stage times and links; all, some or no links block."""
     found = []
     for _ in range(count):
         forward, i, w, again = draw(TIMES) + 1.0, draw(TIMES), draw(TIMES), draw(TIMES)
@@ -36,8 +36,8 @@ def stages(draw: st.DrawFn, count: int, *, blocking: bool) -> list[StageTimes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=lambda schedule: schedule.name)
-def test_steps_do_not_follow_each_other_later_than_predicted(schedule: Schedule, blocking: bool) -> None:  # noqa: FBT001
-    """Whatever the times, the links and the work between two steps; schedules with whole backwards also in halves."""
+def test_simulated_period_is_at_most_the_predicted_one(schedule: Schedule, blocking: bool) -> None:  # noqa: FBT001
+    """Schedules with whole backwards are also tried with split backwards."""
 
     @settings(max_examples=40, deadline=None)
     @given(st.data())

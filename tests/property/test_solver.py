@@ -1,4 +1,4 @@
-"""The solver against brute force, and the closed form against the simulator, on random problems."""
+"""Solver compared with brute force, and closed form compared with simulator, on random problems."""
 
 from collections import Counter
 
@@ -32,13 +32,13 @@ LAYERS_1F1B = Features(policies=("layers",), schedules=("1f1b",), most_layers=5,
 
 
 def examples(count: int) -> settings:
-    """So many, however long the oracle takes for one of them."""
+    """Return settings for `count` examples without a time limit for brute force."""
     slow = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
     return settings(max_examples=count, deadline=None, suppress_health_check=slow)
 
 
-def compared(problem: Problem, *, actions: int | None = MOST_ACTIONS_OF_AUTO) -> Plan | None:
-    """The solver's plan, found to be as good as it says; None where there is none, and brute force has none either."""
+def check_plan(problem: Problem, *, actions: int | None = MOST_ACTIONS_OF_AUTO) -> Plan | None:
+    """Solve, compare with brute force, and return the plan; None if neither finds one."""
     space = problem.space
     best = space.best()
     request = Request(inputs=problem.inputs, micro_batches=problem.micro_batches, actions=actions)
@@ -57,12 +57,12 @@ def compared(problem: Problem, *, actions: int | None = MOST_ACTIONS_OF_AUTO) ->
         assert solver.lower_bound_us <= best.step_us * (1 + EQUAL)
         assert best.step_us <= found * (1 + EQUAL)
         assert solver.gap == pytest.approx(1 - solver.lower_bound_us / found)
-    honest(problem, plan)
+    check_prediction(problem, plan)
     return plan
 
 
-def honest(problem: Problem, plan: Plan) -> None:
-    """`check` accepts the plan, tight or not, and the simulator takes as long as the plan says."""
+def check_prediction(problem: Problem, plan: Plan) -> None:
+    """Check that `check` accepts the plan and that the simulator agrees with its step time."""
     verdict = judge(plan, problem.profile, profile_digest=plan.inputs.profile.digest)
     assert (verdict.fits, [each for each in verdict.findings if each.code != "GP103"]) == (True, [])
     evaluation = Evaluation.of(plan, problem.profile)
@@ -70,8 +70,8 @@ def honest(problem: Problem, plan: Plan) -> None:
     assert plan.predicted.step_us == pytest.approx(simulated + evaluation.optimizer_us, rel=EQUAL)
 
 
-def first_by_rank(problem: Problem, plan: Plan) -> None:
-    """No plan of the same M and R that is as fast has a lower peak, then moves less, then is evener."""
+def check_rank(problem: Problem, plan: Plan) -> None:
+    """Check that no equally fast plan of the same M and R has a lower peak, moves less, or is evener, in this order."""
     partition = Partition.of(plan, [layer.name for layer in problem.profile.layers])
     space = problem.space
     wanted = space.first_by_rank(partition, plan.predicted.step_us)
@@ -84,22 +84,21 @@ def first_by_rank(problem: Problem, plan: Plan) -> None:
 @examples(250)
 @given(problems(GPIPE))
 def test_gpipe_equals_brute_force(problem: Problem) -> None:
-    """Step time, and of equally fast plans the lowest peak; "infeasible" only where brute force finds nothing."""
-    plan = compared(problem)
+    plan = check_plan(problem)
     if plan is not None:
         assert plan.solver.status == "optimal"
-        first_by_rank(problem, plan)
+        check_rank(problem, plan)
 
 
 @pytest.mark.slow
 @examples(200)
 @given(problems(UNLIKE))
 def test_gpipe_on_unlike_devices_equals_brute_force(problem: Problem) -> None:
-    """Caps and speeds that differ, and other links between nodes than within."""
-    plan = compared(problem)
+    """Devices differ in memory limit and speed, and links within nodes from links between them."""
+    plan = check_plan(problem)
     if plan is not None:
         assert plan.solver.status == "optimal"
-        first_by_rank(problem, plan)
+        check_rank(problem, plan)
 
 
 @pytest.mark.slow
@@ -113,13 +112,13 @@ def test_gpipe_on_unlike_devices_equals_brute_force(problem: Problem) -> None:
         pytest.param(Features(links=True, schedules=("interleaved",), chunks=(2,)), id="interleaved"),
     ],
 )
-def test_links_that_differ_one_by_one_equal_brute_force(features: Features) -> None:
-    """A link for every boundary: as many as there are, or one more than is needed."""
+def test_different_links_equal_brute_force(features: Features) -> None:
+    """Each boundary has its own link; the list has as many links as needed, or one more."""
 
     @examples(50)
     @given(problems(features))
     def equal(problem: Problem) -> None:
-        compared(problem)
+        check_plan(problem)
 
     equal()
 
@@ -128,22 +127,20 @@ def test_links_that_differ_one_by_one_equal_brute_force(features: Features) -> N
 @examples(100)
 @given(problems(REPLICAS))
 def test_replicas_equal_brute_force(problem: Problem) -> None:
-    """A given number of them or any, with an all-reduce that costs nothing, little or much."""
-    plan = compared(problem)
+    plan = check_plan(problem)
     if plan is not None:
         assert plan.solver.status == "optimal"
-        first_by_rank(problem, plan)
+        check_rank(problem, plan)
 
 
 @pytest.mark.slow
 @examples(150)
 @given(problems(RULES))
-def test_rules_and_tied_layers_equal_brute_force(problem: Problem) -> None:
-    """Layers that belong together, must be apart, or share parameters."""
-    plan = compared(problem)
+def test_placement_rules_and_tied_layers_equal_brute_force(problem: Problem) -> None:
+    plan = check_plan(problem)
     if plan is not None:
         assert plan.solver.status == "optimal"
-        first_by_rank(problem, plan)
+        check_rank(problem, plan)
 
 
 @pytest.mark.slow
@@ -158,18 +155,15 @@ def test_rules_and_tied_layers_equal_brute_force(problem: Problem) -> None:
     ],
 )
 def test_simulated_schedules_equal_brute_force(features: Features, count: int) -> None:
-    """1F1B, interleaved with chunks given or chosen, and the fastest of all schedules; nearly always proven.
-
-    Where the schedule is left open, effort is bounded unless asked otherwise: then a plan need not be proven.
-    """
+    """Schedule `auto` has bounded effort by default, so only nearly all of its plans are proven optimal."""
     statuses: Counter[str] = Counter()
 
     @examples(count)
     @given(problems(features))
     def equal(problem: Problem) -> None:
         if problem.inputs.schedule == "auto":
-            compared(problem)
-        plan = compared(problem, actions=None)
+            check_plan(problem)
+        plan = check_plan(problem, actions=None)
         statuses[plan.solver.status if plan is not None else "infeasible"] += 1
 
     equal()
@@ -185,13 +179,13 @@ def test_simulated_schedules_equal_brute_force(features: Features, count: int) -
         pytest.param(LAYERS_1F1B, 30, id="1f1b"),
     ],
 )
-def test_layers_recomputed_one_by_one_equal_brute_force(features: Features, count: int) -> None:
-    """Every subset of the layers of every stage; what is not proven has a true gap."""
+def test_recomputation_of_single_layers_equals_brute_force(features: Features, count: int) -> None:
+    """Brute force tries every subset of each stage's layers. Plans that are not proven optimal have a true gap."""
 
     @examples(count)
     @given(problems(features))
     def equal(problem: Problem) -> None:
-        compared(problem)
+        check_plan(problem)
 
     equal()
 
@@ -200,7 +194,6 @@ def test_layers_recomputed_one_by_one_equal_brute_force(features: Features, coun
 @examples(40)
 @given(problems(Features(unlike=True, rules=True)))
 def test_the_integer_program_equals_brute_force(problem: Problem) -> None:
-    """A second road to the same step time."""
     best = problem.space.best()
     request = Request(inputs=problem.inputs, micro_batches=problem.micro_batches, solver="milp")
     if best is None:
@@ -209,14 +202,14 @@ def test_the_integer_program_equals_brute_force(problem: Problem) -> None:
         return
     plan = solve(problem.profile, request)
     assert plan.predicted.step_us == pytest.approx(best.step_us, rel=EQUAL)
-    honest(problem, plan)
+    check_prediction(problem, plan)
 
 
 @pytest.mark.slow
 @examples(100)
 @given(st.data())
-def test_the_oracle_is_the_cost_model(data: st.DataObject) -> None:
-    """Any plan of any problem: its arrays hold the step time and peaks that the cost model computes for it alone."""
+def test_brute_force_uses_the_cost_model(data: st.DataObject) -> None:
+    """The arrays of brute force have the step time and peaks that the cost model computes for each plan."""
     features = data.draw(st.sampled_from([UNLIKE, REPLICAS, INTERLEAVED_UNLIKE, EVERYTHING, LAYERS]))
     space = data.draw(problems(features)).space
     for block in space.blocks[:: max(1, len(space.blocks) // 6)]:

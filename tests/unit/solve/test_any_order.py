@@ -1,4 +1,4 @@
-"""The bound for every action order: whole layers, and the least recomputation that memory leaves."""
+"""Lower bound for every action order: whole layers, and the least recomputation that memory requires."""
 
 from dataclasses import replace
 
@@ -20,13 +20,13 @@ GIGABYTE = 10**9
 
 
 def case_of(profile: Profile, inputs: Inputs) -> Case:
-    """The case of a searched schedule with one chunk."""
+    """Return the case of a searched schedule with one chunk."""
     request = Request(inputs=replace(inputs, schedule="search", chunks=1), micro_batches=inputs.batch)
     return cases_of(profile, request)[0]
 
 
 def even_chain(num_layers: int) -> Profile:
-    """Layers with F = I = W = 1 us that save a gigabyte and hardly have parameters."""
+    """Return layers with F = I = W = 1 us that save a gigabyte and have few parameters."""
     layers = [
         LayerProfile(
             name=f"layer_{n}",
@@ -45,8 +45,8 @@ def even_chain(num_layers: int) -> Profile:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_stage_holds_what_its_layers_keep(*, exact: bool) -> None:
-    """Of random profiles: while a micro-batch waits, and while its forward or backward runs, without recomputation."""
+def test_stage_holds_at_least_the_saved_bytes_of_its_layers(*, exact: bool) -> None:
+    """Waiting micro-batches and running passes are checked, without recomputation."""
     num, places = 7, [PARTS.index(name) for name in ("held", "kept", *FORWARDS, *BACKWARDS, *INPUT_BACKWARDS)]
     for seed in range(20):
         evaluator = Evaluator(case_of(random_profile(seed, num, exact=exact), inputs_of(2, 4)), 2, width=num)
@@ -60,12 +60,11 @@ def test_a_stage_holds_what_its_layers_keep(*, exact: bool) -> None:
 
 
 @pytest.mark.parametrize(("num_layers", "most"), [(4, 2), (5, 3), (9, 5)])
-def test_a_device_has_whole_layers(num_layers: int, most: int) -> None:
-    """Of equal layers, one of two devices has half of them, rounded up."""
+def test_bound_assigns_whole_layers_to_devices(num_layers: int, most: int) -> None:
     assert least_us_in_any_order(case_of(even_chain(num_layers), inputs_of(2, 4))) == pytest.approx(4 * most * 3.0)
 
 
-def test_memory_requires_recomputation() -> None:
+def test_bound_includes_required_recomputation() -> None:
     """Of 8 layers on 2 devices that hold one layer's activations each, the first 3.27 are recomputed.
 
     Layer l stays 2 (8 - l) us for each of 16 micro-batches: 1,152 gigabytes times us in all. In T = 192 + 8 x us there
@@ -77,8 +76,7 @@ def test_memory_requires_recomputation() -> None:
     assert least_us_in_any_order(replace(case, policy="never")) == pytest.approx(1152 / 2, rel=1e-4)
 
 
-def test_the_bound_of_a_plan_counts_recomputation() -> None:
-    """Under a limit that makes every plan recompute, the lower bound is above the work, and below the plan."""
+def test_lower_bound_of_a_plan_includes_recomputation() -> None:
     inputs = replace(inputs_of(2, 16), memory_bytes=(2_200_000_000,) * 2, schedule="interleaved", chunks=4)
     plan = solve(even_chain(8), Request(inputs=inputs, micro_batches=16, searches_on=False))
     assert 192 * 1.03 < plan.solver.lower_bound_us <= plan.predicted.step_us

@@ -1,4 +1,4 @@
-"""The schedule left open: never slower than GPipe, with bounded effort, and GPipe where only that can do the rest."""
+"""Schedule `auto`: never slower than GPipe, with bounded effort, and GPipe where other options require it."""
 
 import inspect
 import random
@@ -39,25 +39,24 @@ WHERE = ProfileReference(path="profile.yaml", digest="sha256:0")
 
 
 def tight() -> Profile:
-    """Eight layers that keep 100 bytes of each micro-batch: GPipe must compute most of them again, 1F1B need not."""
+    """Return eight layers that save 100 bytes per micro-batch; GPipe must recompute most of them, 1F1B none."""
     return profile_of([10.0] * 8, [20.0] * 8, saved_bytes=100)
 
 
 def answer(profile: Profile, schedule: str, *, devices: int = 4, batch: int = 16, **more: object) -> Plan:
-    """The plan under a cap of 2000 bytes, unless another one is given."""
+    """Return the plan with a memory limit of 2000 bytes, unless another one is given."""
     mem = more.pop("mem", 2000)
     asked = SolverOptions(devices=devices, mem=mem, batch=batch, schedule=schedule, **more)  # type: ignore[arg-type]
     return solve(profile, request_of(profile, WHERE, asked))
 
 
-def test_it_is_what_is_asked_where_nothing_is() -> None:
-    """By either command, by the functions of the same name, and by what resolves their options."""
+def test_auto_is_the_default_schedule_everywhere() -> None:
     asked = (api.solve, api.sweep, SolverOptions, solve_command, sweep_command)
     assert {inspect.signature(one).parameters["schedule"].default for one in asked} == {DEFAULT_SCHEDULE} == {"auto"}
 
 
-def test_a_simpler_schedule_may_be_a_little_slower() -> None:
-    """`--simplest` takes the first schedule within its share; the lower bound stays that of all schedules."""
+def test_simplest_selects_the_first_schedule_within_its_share() -> None:
+    """The lower bound remains that of all schedules."""
     fastest = answer(tight(), "auto")
     plans = {share: answer(tight(), "auto", simplest=share) for share in ("5%", 0.2, 0.9)}
     assert [plan.schedule for plan in (fastest, *plans.values())] == ["interleaved", "interleaved", "1f1b", "gpipe"]
@@ -69,8 +68,7 @@ def test_a_simpler_schedule_may_be_a_little_slower() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_simplest_of_several_widths_and_of_single_layers(seed: int) -> None:
-    """The share holds for every way to search, and no simpler schedule within it is passed over."""
+def test_simplest_holds_with_replicas_and_single_layers(seed: int) -> None:
     profile = random_profile(seed, 8)
     for more in ({"replicas": "auto"}, {"recompute": "layers"}, {"replicas": 2}):
         fastest = answer(profile, "auto", mem=6000, **more).predicted.step_us
@@ -81,8 +79,7 @@ def test_the_simplest_of_several_widths_and_of_single_layers(seed: int) -> None:
                 assert answer(profile, name, mem=6000, **more).predicted.step_us > fastest * 1.1 * (1 - 1e-9)
 
 
-def test_where_memory_is_short_another_schedule_is_much_faster() -> None:
-    """GPipe recomputes; what keeps fewer micro-batches in flight does not have to."""
+def test_auto_avoids_recomputation_if_memory_is_scarce() -> None:
     gpipe, best = answer(tight(), "gpipe"), answer(tight(), "auto")
     assert gpipe.predicted.recompute_share > 0.1
     assert best.predicted.recompute_share == 0
@@ -92,8 +89,8 @@ def test_where_memory_is_short_another_schedule_is_much_faster() -> None:
 
 @pytest.mark.parametrize("actions", [0, 20_000, MOST_ACTIONS_OF_AUTO])
 @pytest.mark.parametrize("seed", range(6))
-def test_it_is_never_slower_than_gpipe_and_its_bound_is_below_all(seed: int, actions: int) -> None:
-    """However little effort there is for the others; the bound holds for what was not looked at, too."""
+def test_auto_is_never_slower_than_gpipe_and_its_bound_holds_for_all(seed: int, actions: int) -> None:
+    """This holds for any effort; the bound covers schedules that were not searched."""
     profile = random_profile(seed, 7, sizes=(1, 4))
     inputs = inputs_of(3, 4, memory_bytes=9000)
     found = solve(profile, Request(inputs=replace(inputs, schedule="auto", chunks=0), actions=actions))
@@ -107,8 +104,7 @@ def test_it_is_never_slower_than_gpipe_and_its_bound_is_below_all(seed: int, act
         assert found.predicted.step_us == pytest.approx(min(plan.predicted.step_us for plan in every))
 
 
-def test_its_effort_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forty layers on sixteen devices in up to 128 micro-batches: so many actions are simulated and no more."""
+def test_effort_of_auto_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = 0
     real = partitions.makespans
 
@@ -124,23 +120,22 @@ def test_its_effort_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < simulated <= 300_000  # of two schedules, and what was begun is done
 
 
-def test_what_only_gpipe_can_do_makes_it_gpipe() -> None:
-    """The plan says so, and claims nothing of other schedules; asked for by name, another one is refused."""
+def test_auto_is_gpipe_with_the_integer_program() -> None:
+    """Other named schedules are refused."""
     plan = answer(tight(), "auto", solver="milp")
     assert (plan.schedule, plan.inputs.schedule) == ("gpipe", "gpipe")
     with pytest.raises(UsageError, match="1f1b"):
         answer(tight(), "1f1b", solver="milp")
 
 
-def test_what_is_for_a_tpu_is_gpipe() -> None:
-    """The JAX program that trains there runs nothing else, but what is asked for is planned."""
+def test_auto_is_gpipe_for_tpus() -> None:
+    """The JAX executor runs only GPipe; other schedules can be planned by name."""
     profile = replace(tight(), device=Device(kind="tpu:v2", name="TPU v2", how="compiled"))
     assert answer(profile, "auto").inputs.schedule == "gpipe"
     assert answer(profile, "1f1b").inputs.schedule == "1f1b"
 
 
-def test_one_stage_on_each_device_is_not_tried_as_chunks() -> None:
-    """Cuts are for one stage on each device unless chunks are asked for: interleaved they would be a slower 1F1B."""
+def test_cuts_with_one_stage_per_device_are_not_tried_as_chunks() -> None:
     profile = tight()
     asked = {
         auto: SolverOptions(devices=4, mem=10**6, batch=16, balance="2,2,2,2", chunks=auto) for auto in ("auto", 2)
@@ -150,8 +145,7 @@ def test_one_stage_on_each_device_is_not_tried_as_chunks() -> None:
     assert {case.chunks for case in cases[2] if case.schedule.is_chunked} == {2}
 
 
-def test_what_another_schedule_would_give() -> None:
-    """The plan of the fastest of them, of whatever was asked for; the fastest has no better."""
+def test_faster_schedule_is_the_fastest_of_all() -> None:
     profile = tight()
     gpipe = answer(profile, "gpipe")
     other = faster_schedule(profile, gpipe)
@@ -165,8 +159,8 @@ def test_what_another_schedule_would_give() -> None:
     assert faster_schedule(profile, answer(profile, other.schedule)) is None
 
 
-def test_replicas_that_would_use_the_unused_devices() -> None:
-    """Only if devices are left over, one replica was requested, and replicas are faster."""
+def test_replicas_are_suggested_if_they_use_idle_devices() -> None:
+    """Replicas are suggested only if one replica was requested and they are faster."""
     profile = profile_of([10.0] * 8, [20.0] * 8)
     one = answer(profile, "gpipe", mem=UNLIMITED, link="1GB/s,100us")  # too slow for four devices
     assert one.num_gpus < 4
@@ -178,8 +172,7 @@ def test_replicas_that_would_use_the_unused_devices() -> None:
     assert plan_with_replicas(profile, answer(profile, "gpipe", mem=UNLIMITED)) is None
 
 
-def test_nothing_is_said_of_other_schedules_where_there_is_nothing_to_compare() -> None:
-    """A schedule left open, cuts that were given, a TPU, what is too large to look at."""
+def test_no_faster_schedule_is_reported_if_none_can_be_compared() -> None:
     profile = tight()
     tpu = replace(profile, device=Device(kind="tpu:v2", name="TPU v2", how="compiled"))
     gpipe = answer(profile, "gpipe")
@@ -190,7 +183,7 @@ def test_nothing_is_said_of_other_schedules_where_there_is_nothing_to_compare() 
 
 
 def uneven(seed: int) -> Profile:
-    """Sixteen layers of uneven times and activations, with measured split backwards."""
+    """Return sixteen layers of uneven times and activations, with measured split backwards."""
     rng, layers = random.Random(seed), []
     for n in range(16):
         forward_us, share = 100 * rng.lognormvariate(0, 0.5), rng.uniform(0.45, 0.6)
@@ -201,7 +194,7 @@ def uneven(seed: int) -> Profile:
 
 
 def narrower(inputs: Inputs) -> list[Inputs]:
-    """Every question for one schedule, number of replicas, number of chunks or recomputation policy."""
+    """Return the inputs restricted to one schedule, number of replicas, number of chunks or recomputation policy."""
     schedules = [replace(inputs, schedule=name) for name in (*SCHEDULES, SEARCHED.name)]
     replicas = [replace(inputs, replicas=count) for count in range(1, inputs.devices + 1)]
     chunks = [replace(inputs, schedule="interleaved", chunks=count) for count in range(2, MOST_CHUNKS + 1)]
@@ -212,8 +205,10 @@ def narrower(inputs: Inputs) -> list[Inputs]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cap", [UNLIMITED, 2500])
-def test_it_is_never_slower_than_any_narrower_question(monkeypatch: pytest.MonkeyPatch, seed: int, cap: int) -> None:
-    """Chains with uneven layers; a first pass of little effort, so that the second one must find the plans."""
+def test_auto_is_never_slower_than_a_more_restricted_request(
+    monkeypatch: pytest.MonkeyPatch, seed: int, cap: int
+) -> None:
+    """The first pass has little effort, so the second pass must find the plans."""
     for module in (search, methods):
         monkeypatch.setattr(module, "MOST_ACTIONS_OF_SEARCH", 300_000)
     profile = uneven(seed)
@@ -230,8 +225,7 @@ def test_it_is_never_slower_than_any_narrower_question(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("seed", range(3, 6))
 @pytest.mark.parametrize("cap", [UNLIMITED, 1700])
-def test_it_is_never_slower_than_any_schedule(monkeypatch: pytest.MonkeyPatch, seed: int, cap: int) -> None:
-    """Smaller pipelines with uneven layers, under every schedule."""
+def test_auto_is_never_slower_than_any_schedule(monkeypatch: pytest.MonkeyPatch, seed: int, cap: int) -> None:
     for module in (search, methods):
         monkeypatch.setattr(module, "MOST_ACTIONS_OF_SEARCH", 50_000)
     profile = uneven(seed)
@@ -246,8 +240,8 @@ def test_it_is_never_slower_than_any_schedule(monkeypatch: pytest.MonkeyPatch, s
     assert answered > 4
 
 
-def test_no_change_for_the_better_makes_a_plan_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search that misses the plan itself, which stays possible, does not count as a loss."""
+def test_what_if_changes_never_make_a_plan_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the search misses the plan, the plan itself remains possible."""
     profile = tight()
     request = Request(inputs=replace(inputs_of(4, 16, memory_bytes=2000), schedule="1f1b"), micro_batches=16)
     plan = solve(profile, request)
@@ -258,8 +252,7 @@ def test_no_change_for_the_better_makes_a_plan_slower(monkeypatch: pytest.Monkey
     assert all(change.step_us == plan.predicted.step_us for change in found)
 
 
-def test_more_chunks_are_left_out_once_they_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search for action orders ignores three chunks if two are slower than one."""
+def test_order_search_skips_more_chunks_if_fewer_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = replace(inputs_of(2, 4), schedule="search", chunks=0)
     cases = cases_of(uneven(0), request := Request(inputs=inputs, micro_batches=4, searches_on=False))
     cases = [case for case in cases if case.schedule.placement == "loop" and case.chunks < 4]
@@ -275,8 +268,8 @@ def test_more_chunks_are_left_out_once_they_are_slower(monkeypatch: pytest.Monke
     assert [key.chunks for key in tried] == [1, 2]
 
 
-def test_action_orders_are_searched_where_named_schedules_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of chunks with which all named schedules are far slower than the best one are left out, not bounded."""
+def test_order_search_skips_placements_whose_named_schedules_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skipped numbers of chunks have no lower bound."""
     searched: list[Case] = []
 
     def found(cases: list[Case], *_: object, **__: object) -> methods.SearchedCases:
@@ -294,8 +287,7 @@ def test_action_orders_are_searched_where_named_schedules_are_fast(monkeypatch: 
     assert plan.solver.lower_bound_us < plan.predicted.step_us
 
 
-def test_the_best_of_several_starts_comes_first() -> None:
-    """A descent with the effort for one start uses the fastest, wherever that is in the list."""
+def test_descent_starts_from_the_fastest_start() -> None:
     inputs = replace(inputs_of(4, 8), schedule="zbv", chunks=0)
     (case,) = cases_of(uneven(2), Request(inputs=inputs, micro_batches=8))
     evaluator = Evaluator(case, 4)
@@ -306,5 +298,5 @@ def test_the_best_of_several_starts_comes_first() -> None:
 
 
 def progress(case: Case) -> Progress:
-    """State of a search without results."""
+    """Return the state of a search without results."""
     return Progress(case=case, effort=Effort(None), deadline=NEVER, upper_us=inf)

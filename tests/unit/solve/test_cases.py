@@ -1,4 +1,4 @@
-"""A question that contradicts itself or the profile is refused before anything is searched."""
+"""Requests that contradict themselves or the profile: refused before the search."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support.profiles import inputs_of, profile_of
 
 
 def test_more_devices_than_layers_are_refused() -> None:
-    """Every stage needs a layer; the hint is the largest number that works, and it does."""
+    """The hint names the largest number of devices that works."""
     profile = profile_of([1.0] * 3)
     with pytest.raises(UsageError, match="4 devices for 3 layers") as refused:
         solve(profile, Request(inputs=inputs_of(4, 2)))
@@ -27,14 +27,12 @@ def test_more_devices_than_layers_are_refused() -> None:
 
 @pytest.mark.parametrize("micro_batches", [5, 7, 13, 24, 0, -1])
 def test_micro_batches_that_do_not_divide_the_batch_are_refused(micro_batches: int) -> None:
-    """With those that do."""
     with pytest.raises(UsageError, match=f"a batch of 12 cannot be split into {micro_batches} equal") as refused:
         solve(profile_of([1.0]), Request(inputs=inputs_of(1, 12), micro_batches=micro_batches))
     assert "1, 2, 3, 4, 6, 12" in refused.value.hint
 
 
-def test_a_batch_that_no_profiled_size_divides_is_refused() -> None:
-    """7 samples are micro-batches of 7 or 1; 2 to 4 were profiled."""
+def test_batch_without_a_profiled_micro_batch_size_is_refused() -> None:
     profile = random_profile(1, 3, sizes=(2, 4))
     with pytest.raises(UsageError, match="a batch of 7 gives micro-batches of 7, 1: none is within") as refused:
         solve(profile, Request(inputs=inputs_of(2, 7)))
@@ -44,8 +42,7 @@ def test_a_batch_that_no_profiled_size_divides_is_refused() -> None:
     assert solve(profile, Request(inputs=inputs_of(2, 7, extrapolate=True))).micro_batches in (1, 7)
 
 
-def test_fixed_micro_batches_of_a_size_that_was_not_profiled_are_refused() -> None:
-    """M = 8 of 8 samples is one sample each, below the profiled sizes."""
+def test_fixed_micro_batches_of_an_unprofiled_size_are_refused() -> None:
     with pytest.raises(UsageError, match="gives micro-batches of 1"):
         solve(random_profile(1, 3, sizes=(2, 4)), Request(inputs=inputs_of(2, 8), micro_batches=8))
 
@@ -63,16 +60,15 @@ def test_fixed_micro_batches_of_a_size_that_was_not_profiled_are_refused() -> No
         ((1, 1000), 1, False, (1,)),
     ],
 )
-def test_micro_batch_counts_are_divisors_whose_size_is_covered(
+def test_micro_batch_counts_are_divisors_with_profiled_sizes(
     sizes: tuple[int, ...], batch: int, *, extrapolate: bool, counts: tuple[int, ...]
 ) -> None:
-    """In rising order."""
     profile = random_profile(1, 2, sizes=sizes)
     assert micro_batch_counts(profile, Request(inputs=inputs_of(1, batch, extrapolate=extrapolate))) == counts
 
 
-def test_batch_normalization_is_told_the_size_of_micro_batches() -> None:
-    """Only of a model that has such layers, and only where the batch is split."""
+def test_note_on_micro_batch_size_for_batch_normalization() -> None:
+    """The note appears only if the batch is split."""
     profile = dataclasses.replace(random_profile(1, 2, sizes=(1, 16)), model=Model(batch_norm=True))
     notes: list[str] = []
     asked: dict[str, Any] = {"devices": 1, "mem": "8GB", "batch": 16, "note": notes.append}
@@ -82,8 +78,7 @@ def test_batch_normalization_is_told_the_size_of_micro_batches() -> None:
     assert ["micro-batches of 4 samples" in note for note in notes] == [True]
 
 
-def test_micro_batches_have_at_least_as_many_samples_as_asked() -> None:
-    """And a bound that no M can keep is refused."""
+def test_min_micro_batch_limits_the_number_of_micro_batches() -> None:
     profile = random_profile(1, 2, sizes=(1, 16))
     asked = Request(inputs=dataclasses.replace(inputs_of(1, 16), min_micro_batch=4))
     assert micro_batch_counts(profile, asked) == (1, 2, 4)
@@ -102,8 +97,7 @@ def test_micro_batches_have_at_least_as_many_samples_as_asked() -> None:
         ((1, 1, 3), "3 stages need 3 devices, there are 2"),
     ],
 )
-def test_a_wrong_balance_is_refused(balance: tuple[int, ...], said: str) -> None:
-    """A lost or doubled layer, an empty stage, too many stages."""
+def test_wrong_balance_is_refused(balance: tuple[int, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         solve(profile_of([1.0] * 5), Request(inputs=inputs_of(2, 4), balance=balance))
 
@@ -118,21 +112,19 @@ def test_a_wrong_balance_is_refused(balance: tuple[int, ...], said: str) -> None
     ],
     ids=["no device", "a cap too few", "a cap too many", "no cap"],
 )
-def test_devices_without_caps_and_caps_without_devices_are_refused(inputs: Inputs) -> None:
-    """One cap per device: neither an IndexError nor a plan for another number of devices than was asked."""
+def test_memory_limits_and_devices_must_match(inputs: Inputs) -> None:
     with pytest.raises(UsageError):
         solve(profile_of([1.0] * 5), Request(inputs=inputs))
 
 
 @pytest.mark.parametrize("batch", [0, -4])
-def test_a_batch_without_samples_is_refused(batch: int) -> None:
-    """Nothing to train on."""
+def test_batch_without_samples_is_refused(batch: int) -> None:
     with pytest.raises(UsageError, match=f"{batch}"):
         solve(profile_of([1.0] * 2), Request(inputs=inputs_of(1, batch)))
 
 
-def test_1f1b_is_planned_for_by_its_own_times() -> None:
-    """Cuts that are the best under GPipe take 8 % longer under 1F1B: they are not taken for it."""
+def test_cuts_for_1f1b_differ_from_cuts_for_gpipe() -> None:
+    """The best cuts under GPipe take 8 % longer under 1F1B."""
     profile = profile_of([30, 10, 10, 10], [20, 20, 20, 60])
     inputs = inputs_of(2, 32)
     one = solve(profile, Request(inputs=dataclasses.replace(inputs, schedule="1f1b")))
@@ -159,8 +151,7 @@ def test_1f1b_is_planned_for_by_its_own_times() -> None:
         ({"apart": (("tail", "layers.1"),)}, {}, '`--apart` names the layer "tail"'),
     ],
 )
-def test_what_cannot_be_asked_together_is_refused(changes: dict[str, Any], options: dict[str, Any], said: str) -> None:
-    """With what is in the way, on a chain of 5 layers, 2 devices and 4 samples."""
+def test_contradicting_options_are_refused(changes: dict[str, Any], options: dict[str, Any], said: str) -> None:
     inputs = dataclasses.replace(inputs_of(2, 4), **changes)
     with pytest.raises(UsageError, match=said):
         solve(profile_of([1.0] * 5), Request(inputs=inputs, **options))
@@ -176,21 +167,18 @@ def test_what_cannot_be_asked_together_is_refused(changes: dict[str, Any], optio
     ],
     ids=["speed 0", "speed below 0", "replicas below 0", "chunks below 0"],
 )
-def test_numbers_that_mean_nothing_are_refused(changes: dict[str, Any]) -> None:
-    """No division by zero, no message about a batch of -4."""
+def test_meaningless_numbers_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as refused:
         solve(profile_of([1.0] * 5), Request(inputs=dataclasses.replace(inputs_of(2, 4), **changes)))
     assert "batch of -" not in refused.value.message
 
 
-def test_a_group_of_no_layers_asks_for_nothing() -> None:
-    """Neither together nor apart."""
+def test_empty_groups_of_layers_have_no_effect() -> None:
     inputs = dataclasses.replace(inputs_of(2, 4), together=((),), apart=((),))
     assert solve(profile_of([1.0] * 5), Request(inputs=inputs)).balance in ((2, 3), (3, 2))
 
 
-def test_replicas_may_need_more_devices_than_layers() -> None:
-    """4 devices for 3 layers are two pipelines of two, or four of one."""
+def test_replicas_allow_more_devices_than_layers() -> None:
     profile = profile_of([1.0] * 3)
     for replicas in (0, 2, 4):
         plan = solve(profile, Request(inputs=dataclasses.replace(inputs_of(4, 4), replicas=replicas)))
@@ -198,22 +186,20 @@ def test_replicas_may_need_more_devices_than_layers() -> None:
         assert plan.replicas > 1
 
 
-def test_a_fixed_number_of_micro_batches_leaves_the_replicas_open() -> None:
-    """One sample was profiled, batch 2, M = 1: only two replicas of one sample each can be planned with."""
+def test_fixed_micro_batches_leave_the_replicas_open() -> None:
+    """Size 1 is profiled, so batch 2 with M = 1 needs two replicas."""
     inputs = dataclasses.replace(inputs_of(2, 2), replicas=0)
     plan = solve(profile_of([1.0] * 3), Request(inputs=inputs, micro_batches=1))
     assert (plan.replicas, plan.micro_batches, plan.micro_batch_size) == (2, 1, 1)
 
 
-def test_a_number_of_micro_batches_that_no_replicas_allow_is_refused_with_those_that_can_be() -> None:
-    """Batch 4 in three parts, whatever the number of replicas."""
+def test_micro_batches_that_no_number_of_replicas_allows_are_refused() -> None:
     inputs = dataclasses.replace(inputs_of(2, 4), replicas=0)
     with pytest.raises(UsageError, match="a batch of 4 cannot be split into 3 equal micro-batches"):
         solve(profile_of([1.0] * 3), Request(inputs=inputs, micro_batches=3))
 
 
-def test_a_size_between_two_profiled_ones_is_planned_with() -> None:
-    """Batch 6 with sizes 1 and 4: micro-batches of 1, 2 and 3 are covered, 6 is not."""
+def test_sizes_between_profiled_ones_are_used() -> None:
     profile = random_profile(2, 4, sizes=(1, 4))
     plan = solve(profile, Request(inputs=inputs_of(2, 6)))
     assert plan.micro_batch_size in (1, 2, 3)
@@ -221,24 +207,22 @@ def test_a_size_between_two_profiled_ones_is_planned_with() -> None:
     assert (forced.micro_batches, forced.micro_batch_size) == (2, 3)
 
 
-def test_a_prediction_beyond_the_profile_is_marked() -> None:
-    """The plan says that extrapolation was allowed, so that `check` does the same."""
+def test_plan_records_extrapolation() -> None:
+    """`check` then extrapolates too."""
     profile = random_profile(2, 4, sizes=(2, 4))
     plan = solve(profile, Request(inputs=inputs_of(2, 8, extrapolate=True), micro_batches=1))
     assert plan.micro_batch_size == 8
     assert plan.inputs.extrapolate is True
 
 
-def test_too_few_links_are_refused_with_how_to_measure_them() -> None:
-    """4 devices have 3 boundaries; with no links at all `link` counts."""
+def test_too_few_links_are_refused_with_the_command_to_measure_them() -> None:
     inputs = dataclasses.replace(inputs_of(4, 4), links=(Link(), Link()))
     with pytest.raises(UsageError, match="2 links between neighbors for 4 devices: 3 are needed") as refused:
         solve(profile_of([1.0] * 5), Request(inputs=inputs))
     assert "torchrun --nproc-per-node 4 -m planner profile-links" in refused.value.hint
 
 
-def test_equal_links_are_one_link() -> None:
-    """The same plan, whether every link is named or one for all."""
+def test_list_of_equal_links_gives_the_plan_of_one_link() -> None:
     profile = profile_of([10.0] * 6, [20.0] * 6, output_bytes=100)
     link = Link(latency_us=3.0, bytes_per_s=1e8)
     inputs = inputs_of(3, 6, link=link)
@@ -247,8 +231,7 @@ def test_equal_links_are_one_link() -> None:
     assert dataclasses.replace(each, inputs=one.inputs) == one
 
 
-def test_the_slow_link_is_where_little_crosses() -> None:
-    """1 kB crosses behind layer 3, 4 MB elsewhere: the cut that lies on the slow link is the one behind layer 3."""
+def test_slow_link_gets_the_smallest_transfer() -> None:
     profile = profile_of([1e4] * 6, [1e4] * 6)
     sizes = [1000 if n == 3 else 4_000_000 for n in range(6)]
     layers = tuple(dataclasses.replace(x, output_bytes=(s,)) for x, s in zip(profile.layers, sizes, strict=True))
@@ -259,8 +242,8 @@ def test_the_slow_link_is_where_little_crosses() -> None:
         assert sum(plan.balance[: boundary + 1]) == 4
 
 
-def test_halves_are_refused_where_programs_run_backwards_whole() -> None:
-    """What trains from a compiled profile runs no halves; left open, the schedule is another."""
+def test_zero_bubble_schedules_are_refused_for_compiled_profiles() -> None:
+    """Compiled executables run whole backwards."""
     profile = profile_of([1.0] * 4, [2.0] * 4)
     compiled = dataclasses.replace(profile, device=dataclasses.replace(profile.device, kind="tpu:v2", how="compiled"))
     asked = dataclasses.replace(inputs_of(2, 4), schedule="zb-h1")

@@ -1,4 +1,4 @@
-"""What the solver chooses, on chains where a simpler rule chooses worse; and that it chooses the same every time."""
+"""Choices of the solver on chains where simpler rules are worse, and determinism."""
 
 import dataclasses
 import os
@@ -26,13 +26,13 @@ from tests.support.profiles import inputs_of, profile_of
 
 
 def never_recomputed(balance: tuple[int, ...], micro_batches: int) -> Partition:
-    """Stages under GPipe."""
+    """Return a GPipe partition without recomputation."""
     recompute = ("never",) * len(balance)
     return Partition(schedule="gpipe", micro_batches=micro_batches, balance=balance, recompute=recompute)
 
 
 def fixed_cost_chain(fixed_us: float, sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)) -> Profile:
-    """16 equal layers: 100 us per sample and, whatever the size, `fixed_us` per micro-batch."""
+    """Return 16 equal layers: 100 us per sample plus `fixed_us` per micro-batch."""
     layers = [
         layer(
             f"h.{n}",
@@ -47,13 +47,13 @@ def fixed_cost_chain(fixed_us: float, sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 
 
 
 def step_with(profile: Profile, micro_batches: int | None) -> Any:
-    """The plan for four devices and 32 samples, with M given or chosen."""
+    """Return the plan for four devices and 32 samples, with M given or chosen."""
     return solve(profile, Request(inputs=inputs_of(4, 32), micro_batches=micro_batches))
 
 
 @pytest.mark.parametrize(("fixed_us", "lost"), [(100.0, 1.1), (500.0, 1.5), (2000.0, 2.5)])
-def test_the_largest_number_of_micro_batches_is_not_the_best(fixed_us: float, lost: float) -> None:
-    """With a fixed cost per layer and micro-batch, the ideal bubble's advice (largest M) is costly (findings 1.4)."""
+def test_largest_m_is_not_chosen_if_micro_batches_have_a_fixed_cost(fixed_us: float, lost: float) -> None:
+    """The smallest ideal bubble has the largest M, which is slower here."""
     profile = fixed_cost_chain(fixed_us)
     chosen = step_with(profile, None)
     all_steps = {m: step_with(profile, m).predicted.step_us for m in (1, 2, 4, 8, 16, 32)}
@@ -64,13 +64,15 @@ def test_the_largest_number_of_micro_batches_is_not_the_best(fixed_us: float, lo
     assert all_steps[1] > chosen.predicted.step_us
 
 
-def test_without_fixed_cost_the_largest_number_of_micro_batches_is_the_best() -> None:
-    """Then only the bubble is left to shrink."""
+def test_largest_m_is_chosen_without_fixed_cost() -> None:
     assert step_with(fixed_cost_chain(0.0), None).micro_batches == 32
 
 
-def test_a_frozen_backbone_is_not_cut_by_forward_plus_backward() -> None:
-    """12 layers with forward alone, 4 with backward too: min-max of F+B cuts 12 | 4, more than 1.1 times slower."""
+def test_frozen_backbone_is_not_cut_by_the_sum_of_forward_and_backward() -> None:
+    """12 layers have only a forward, 4 also a backward.
+
+    The min-max partition of F + B is 12 + 4, and more than 1.1 times slower.
+    """
     profile = profile_of([1.0] * 16, [0.0] * 12 + [2.0] * 4)
     inputs = inputs_of(2, 64)
     plan = solve(profile, Request(inputs=inputs))
@@ -86,8 +88,7 @@ def test_a_frozen_backbone_is_not_cut_by_forward_plus_backward() -> None:
     assert plan.predicted.step_us == min(time((n, 16 - n)) for n in range(1, 16))
 
 
-def test_fewer_stages_are_taken_when_links_are_slow() -> None:
-    """A cut that costs more than it saves is not made, though four devices are there; fast links use all four."""
+def test_slow_links_lead_to_fewer_stages() -> None:
     profile = profile_of([10.0] * 8, [20.0] * 8, output_bytes=1000)
     fast, slow, slowest = (
         solve(profile, Request(inputs=inputs_of(4, 16, link=link, recompute="never")))
@@ -100,8 +101,7 @@ def test_fewer_stages_are_taken_when_links_are_slow() -> None:
     assert best_step_us(profile, slow.inputs) == pytest.approx(slow.predicted.step_us, rel=1e-12)
 
 
-def test_a_cut_avoids_the_wide_boundary() -> None:
-    """The even cut crosses 1 MB over a slow link, its neighbours 1 kB: one of those is taken."""
+def test_cut_avoids_a_boundary_with_large_transfers() -> None:
     layers = [
         layer(str(n), forward_us=10.0, backward_us=20.0, output_bytes=10**6 if n == 3 else 1000) for n in range(8)
     ]
@@ -112,7 +112,7 @@ def test_a_cut_avoids_the_wide_boundary() -> None:
 
 
 def recompute_chain() -> Profile:
-    """The first two layers save 1000 bytes per micro-batch, the last two 10; times equal."""
+    """Return four equal layers; the first two save 1000 bytes per micro-batch, the last two 10."""
     return chain(
         *(
             layer(str(n), forward_us=10.0, backward_us=20.0, output_bytes=1, saved_bytes=1000 if n < 2 else 10)
@@ -121,8 +121,7 @@ def recompute_chain() -> Profile:
     )
 
 
-def test_recomputation_is_chosen_stage_by_stage() -> None:
-    """Only the stage that does not fit pays for it, which is faster than recomputing everywhere."""
+def test_recomputation_is_chosen_for_each_stage() -> None:
     plan = solve(recompute_chain(), Request(inputs=inputs_of(2, 8, memory_bytes=5000)))
     assert [stage.recompute for stage in plan.stages] == ["except-last", "never"]
     everywhere = solve(recompute_chain(), Request(inputs=inputs_of(2, 8, memory_bytes=5000, recompute="always")))
@@ -131,15 +130,13 @@ def test_recomputation_is_chosen_stage_by_stage() -> None:
     assert plan.predicted.recompute_share > 0
 
 
-def test_nothing_is_recomputed_where_everything_fits() -> None:
-    """`auto` is not a wish to recompute."""
+def test_auto_recomputes_nothing_if_everything_fits() -> None:
     plan = solve(recompute_chain(), Request(inputs=inputs_of(2, 8)))
     assert {stage.recompute for stage in plan.stages} == {"never"}
     assert plan.predicted.recompute_share == 0
 
 
-def test_the_cheapest_recomputation_that_fits_is_taken() -> None:
-    """As the cap falls: never, then all but the last, then always. Each is judged again and fits."""
+def test_cheapest_recomputation_that_fits_is_chosen() -> None:
     chosen = []
     for cap in (8 * 1000, 3000, 1050):
         inputs = inputs_of(1, 8, memory_bytes=cap)
@@ -151,8 +148,7 @@ def test_the_cheapest_recomputation_that_fits_is_taken() -> None:
     assert chosen == ["never", "except-last", "always"]
 
 
-def test_unequal_caps_move_the_cut() -> None:
-    """The device with little memory gets few layers, wherever it stands; no stage exceeds its own cap."""
+def test_device_with_less_memory_gets_fewer_layers() -> None:
     profile = profile_of([10.0] * 8, [20.0] * 8, parameter_bytes=100)
     cuts = []
     for caps in ((400, 10_000, 10_000), (10_000, 400, 10_000), (10_000, 10_000, 400)):
@@ -163,8 +159,7 @@ def test_unequal_caps_move_the_cut() -> None:
     assert cuts == [(2, 3, 3), (3, 2, 3), (3, 3, 2)]
 
 
-def test_unequal_caps_equal_brute_force() -> None:
-    """On 12 chains with caps between far too small and plenty, free or blocking links."""
+def test_unequal_memory_limits_equal_brute_force() -> None:
     feasible = 0
     for seed in range(12):
         profile = random_profile(seed, 5)
@@ -180,10 +175,10 @@ def test_unequal_caps_equal_brute_force() -> None:
     assert feasible >= 6
 
 
-def test_the_optimizers_step_of_the_first_stage_counts() -> None:
-    """The even cut would put a long optimizer step into stage 0, where nothing hides it: the uneven one is faster.
+def test_optimizer_step_of_the_first_stage_affects_the_cut() -> None:
+    """No other stage's work hides the optimizer step of stage 0.
 
-    Behind stage 0, its backward and forward (10 + 10) hide a part of the step.
+    In stage 1, the backward and forward of stage 0 (10 + 10 us) hide a part of it.
     """
     profile = chain(
         layer("a", forward_us=10.0, backward_us=10.0),
@@ -198,8 +193,8 @@ def test_the_optimizers_step_of_the_first_stage_counts() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 11, 51, 89, 191, 196, 259, 347, 521, 547, 624, 1544, 1595, 1604])
-def test_the_search_finds_what_moving_single_cuts_does_not(seed: int) -> None:
-    """Chains on which local moves, or one label per cut, end up to 4 % above the optimum: against all 232 cuts."""
+def test_search_equals_brute_force_where_local_moves_fail(seed: int) -> None:
+    """Local moves, or one label per cut, are up to 4 % slower on these chains."""
     rng = random.Random(seed)
     forward = [rng.uniform(1, 20) for _ in range(12)]
     profile = profile_of(forward, [f * rng.uniform(0.2, 5) for f in forward])
@@ -210,8 +205,8 @@ def test_the_search_finds_what_moving_single_cuts_does_not(seed: int) -> None:
     assert solve(profile, Request(inputs=inputs)).predicted.step_us == pytest.approx(min(times), rel=1e-12)
 
 
-def test_a_given_balance_is_evaluated_not_searched() -> None:
-    """Status `given`, without certificate; M and recomputation are still chosen."""
+def test_given_balance_is_evaluated_without_search() -> None:
+    """M and recomputation are still chosen."""
     profile = fixed_cost_chain(500.0)
     free = solve(profile, Request(inputs=inputs_of(4, 32)))
     given = solve(profile, Request(inputs=inputs_of(4, 32), balance=(1, 5, 5, 5)))
@@ -229,8 +224,7 @@ def test_a_given_balance_is_evaluated_not_searched() -> None:
     assert [stage.recompute for stage in tight.stages] == ["except-last", "never"]
 
 
-def test_a_given_balance_may_leave_devices_idle() -> None:
-    """Two stages on four devices, if that is what was asked; also with unequal caps."""
+def test_given_balance_may_leave_devices_idle() -> None:
     profile = profile_of([10.0] * 6)
     for caps in (10**9, (10**9, 10**8, 10**7, 10**6)):
         plan = solve(profile, Request(inputs=inputs_of(4, 2, memory_bytes=caps), balance=(3, 3)))
@@ -239,8 +233,7 @@ def test_a_given_balance_may_leave_devices_idle() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_certificate_is_true(seed: int) -> None:
-    """`optimal` with gap 0 and the bound at the step time; no partition of any stage count is faster."""
+def test_optimal_plan_equals_brute_force_and_has_no_gap(seed: int) -> None:
     profile = random_profile(seed, 7)
     inputs = inputs_of(3, 4, link=Link(latency_us=1.0, bytes_per_s=5e7), recompute="never")
     plan = solve(profile, Request(inputs=inputs))
@@ -252,8 +245,7 @@ def test_the_certificate_is_true(seed: int) -> None:
     assert plan.predicted.step_us <= min(others) * (1 + 1e-12)
 
 
-def test_a_plan_records_what_was_asked() -> None:
-    """Inputs unchanged, every layer once, M·b = B."""
+def test_plan_records_its_inputs() -> None:
     inputs = inputs_of(3, 12, link=Link(latency_us=1.0), reserve_bytes=5, overhead_us=0.5, memory_bytes=10**6)
     profile = random_profile(3, 9, sizes=(1, 4, 12))
     plan = solve(profile, Request(inputs=inputs))
@@ -276,8 +268,8 @@ def _plans() -> str:
     return "\n".join(texts)
 
 
-def test_the_same_question_gets_the_same_bytes() -> None:
-    """Twice in this process, and in another one that hashes strings in another order."""
+def test_same_request_gives_the_same_bytes() -> None:
+    """The second process hashes strings in another order."""
     first = _plans()
     assert first == _plans()
     assert first.count("schema: gpipe-plan/plan/v1") == 4
@@ -303,7 +295,6 @@ def test_the_same_question_gets_the_same_bytes() -> None:
 
 
 def test_renaming_layers_does_not_change_the_cuts() -> None:
-    """Names are not costs."""
     profile = random_profile(9, 10)
     renamed = dataclasses.replace(
         profile, layers=tuple(dataclasses.replace(x, name=f"z{9 - n}") for n, x in enumerate(profile.layers))
@@ -313,8 +304,8 @@ def test_renaming_layers_does_not_change_the_cuts() -> None:
 
 
 @pytest.mark.nightly
-def test_an_exact_plan_is_cheaper_than_judging_a_few_thousand_cuts() -> None:
-    """40 layers on 8 devices have 18 million cuts; the plan takes less time than judging 3,000 of them one by one."""
+def test_solving_is_faster_than_evaluating_a_few_thousand_cuts() -> None:
+    """40 layers on 8 devices have 18 million cuts."""
     profile = random_profile(5, 40)
     inputs = inputs_of(8, 32)
     costs, cluster = costs_at(profile, 1), inputs.cluster
@@ -324,8 +315,7 @@ def test_an_exact_plan_is_cheaper_than_judging_a_few_thousand_cuts() -> None:
 
 
 @pytest.mark.nightly
-def test_twice_the_layers_cost_a_bounded_factor() -> None:
-    """From 60 to 120 layers at most 16 times the work: nothing exponential."""
+def test_time_to_solve_grows_polynomially() -> None:
     small, large = (random_profile(5, n) for n in (60, 120))
     inputs = inputs_of(8, 32)
     base = cpu_seconds(lambda: solve(small, Request(inputs=inputs)))

@@ -1,4 +1,4 @@
-"""An infeasible problem explains itself, and every way out that it names is one."""
+"""Errors and hints of infeasible requests: every suggestion works."""
 
 import dataclasses
 import random
@@ -29,7 +29,7 @@ FITS_M = re.compile(r"M = (\d+) fits")
 
 
 def infeasible(profile: Profile, request: Request) -> InfeasibleError:
-    """The error of a problem that has no plan."""
+    """Return the error of a problem without a plan."""
     with pytest.raises(InfeasibleError) as raised:
         solve(profile, request)
     assert raised.value.exit_code == 1
@@ -37,7 +37,7 @@ def infeasible(profile: Profile, request: Request) -> InfeasibleError:
 
 
 def feasible(profile: Profile, request: Request) -> bool:
-    """Whether there is a plan."""
+    """Return True if there is a plan."""
     try:
         solve(profile, request)
     except InfeasibleError:
@@ -45,8 +45,8 @@ def feasible(profile: Profile, request: Request) -> bool:
     return True
 
 
-def with_cap(request: Request, limit: int) -> Request:
-    """The same request with another cap on every device."""
+def with_limit(request: Request, limit: int) -> Request:
+    """Return the request with another memory limit on every device."""
     inputs = request.inputs
     return dataclasses.replace(
         request, inputs=dataclasses.replace(inputs, memory_bytes=(limit,) * len(inputs.memory_bytes))
@@ -54,17 +54,17 @@ def with_cap(request: Request, limit: int) -> Request:
 
 
 def with_inputs(request: Request, **changes: Any) -> Request:
-    """The same request with other inputs."""
+    """Return the request with other inputs."""
     return dataclasses.replace(request, inputs=dataclasses.replace(request.inputs, **changes))
 
 
-def asked(devices: int, batch: int, memory_bytes: int = UNLIMITED, **changes: Any) -> Inputs:
-    """Inputs with more options than `inputs_of` has."""
+def inputs_with(devices: int, batch: int, memory_bytes: int = UNLIMITED, **changes: Any) -> Inputs:
+    """Return inputs with more options than `inputs_of` has."""
     return dataclasses.replace(inputs_of(devices, batch, memory_bytes=memory_bytes), **changes)
 
 
 def gigabytes() -> Profile:
-    """A realistic chain: gigabytes of parameters and activations, at two sizes."""
+    """Return a realistic chain: gigabytes of parameters and activations, at two sizes."""
     layers = [
         layer(
             f"h.{n}",
@@ -85,10 +85,9 @@ def gigabytes() -> Profile:
 @pytest.mark.parametrize("recompute", ["auto", "never", "except-last", "always"])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("reserve", [0, 300_000_000])
-def test_the_smallest_cap_it_names_fits_and_a_percent_less_does_not(
+def test_suggested_limit_fits_and_one_percent_less_does_not(
     recompute: RecomputePolicy, devices: int, reserve: int
 ) -> None:
-    """With the very devices, policy and reserve that were asked for."""
     inputs = dataclasses.replace(inputs_of(devices, 8, memory_bytes=1000, reserve_bytes=reserve), recompute=recompute)
     request = Request(inputs=inputs)
     named = MEM.search(infeasible(gigabytes(), request).hint)
@@ -96,37 +95,34 @@ def test_the_smallest_cap_it_names_fits_and_a_percent_less_does_not(
     limit = parse_bytes(named[2])
     assert int(named[1]) == devices
     assert limit > 10**8 + reserve
-    assert feasible(gigabytes(), with_cap(request, limit))
-    assert not feasible(gigabytes(), with_cap(request, int(limit * 0.99)))
+    assert feasible(gigabytes(), with_limit(request, limit))
+    assert not feasible(gigabytes(), with_limit(request, int(limit * 0.99)))
     # The M that it names is one that fits there.
-    assert feasible(gigabytes(), dataclasses.replace(with_cap(request, limit), micro_batches=int(named[3])))
+    assert feasible(gigabytes(), dataclasses.replace(with_limit(request, limit), micro_batches=int(named[3])))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_smallest_cap_is_right_on_random_chains(seed: int) -> None:
-    """Additive and exact, in bytes small enough that every one counts."""
+def test_suggested_limit_is_exact_on_random_chains(seed: int) -> None:
     profile = random_profile(seed, 6, exact=seed % 2 == 0, sizes=(1, 2))
     request = Request(inputs=inputs_of(3, 4, memory_bytes=1, reserve_bytes=10))
     named = MEM.search(infeasible(profile, request).hint)
     assert named is not None
     limit = parse_bytes(named[2])
-    assert feasible(profile, with_cap(request, limit))
-    assert not feasible(profile, with_cap(request, int(limit * 0.99) - 1))
+    assert feasible(profile, with_limit(request, limit))
+    assert not feasible(profile, with_limit(request, int(limit * 0.99) - 1))
 
 
 @pytest.mark.parametrize("needed", [999, 1000, 9_999, 123_456, 10**9 + 1, 12_345_123_456_789, 2_345_678_901_234_567])
-def test_the_named_cap_is_rounded_up_never_down(needed: int) -> None:
-    """A layer of any size: what is printed, typed in again, holds it."""
+def test_suggested_limit_is_rounded_up(needed: int) -> None:
     profile = chain(layer("a", parameter_bytes=needed, gradient_bytes=0))
     request = Request(inputs=inputs_of(1, 1, memory_bytes=1))
     named = MEM.search(infeasible(profile, request).hint)
     assert named is not None
     assert needed <= parse_bytes(named[2]) <= needed * 1.01 + 10
-    assert feasible(profile, with_cap(request, parse_bytes(named[2])))
+    assert feasible(profile, with_limit(request, parse_bytes(named[2])))
 
 
-def test_the_smallest_number_of_devices_it_names_fits_and_one_less_does_not() -> None:
-    """In the cap that was asked for."""
+def test_suggested_number_of_devices_fits_and_one_less_does_not() -> None:
     request = Request(inputs=inputs_of(2, 8, memory_bytes=1_600_000_000))
     error = infeasible(gigabytes(), request)
     named = DEVICES.search(error.hint)
@@ -140,14 +136,12 @@ def test_the_smallest_number_of_devices_it_names_fits_and_one_less_does_not() ->
     assert feasible(gigabytes(), dataclasses.replace(fixed, micro_batches=int(named[2])))
 
 
-def test_no_number_of_devices_is_named_where_none_helps() -> None:
-    """A layer that fits nowhere stays so on a thousand devices."""
+def test_no_number_of_devices_is_suggested_if_none_helps() -> None:
     profile = chain(layer("small", parameter_bytes=1), layer("large", parameter_bytes=1000))
     assert "--devices" not in infeasible(profile, Request(inputs=inputs_of(1, 1, memory_bytes=500))).hint
 
 
-def test_a_layer_that_is_too_large_alone_is_named() -> None:
-    """With what it needs and how much that is over."""
+def test_error_names_a_layer_that_does_not_fit_alone() -> None:
     profile = chain(
         layer("h.0", parameter_bytes=100),
         layer("lm_head", parameter_bytes=1_000_000, saved_bytes=48_576),
@@ -159,8 +153,7 @@ def test_a_layer_that_is_too_large_alone_is_named() -> None:
     assert "no plan fits 1.00 MiB on each of 2 devices" in error.message
 
 
-def test_layers_that_fit_alone_but_not_together_are_told_so() -> None:
-    """Every layer fits, the evenest cut does not: how much it needs."""
+def test_error_reports_layers_that_fit_alone_but_not_together() -> None:
     profile = profile_of([1.0] * 6, parameter_bytes=100)  # 200 bytes each with gradients
     error = infeasible(profile, Request(inputs=inputs_of(2, 1, memory_bytes=500)))
     assert "every layer fits alone, but 2 stages cannot hold them all" in error.message
@@ -170,8 +163,7 @@ def test_layers_that_fit_alone_but_not_together_are_told_so() -> None:
 
 
 @pytest.mark.parametrize(("micro_batches", "limit", "named"), [(1, 2500, 2), (2, 1500, 4), (1, 700, 8)])
-def test_another_number_of_micro_batches_is_named_if_it_fits(micro_batches: int, limit: int, named: int) -> None:
-    """Fixed too small: smaller micro-batches need less. The smallest M that fits is named, and does fit."""
+def test_smallest_m_that_fits_is_suggested(micro_batches: int, limit: int, named: int) -> None:
     sizes = (1, 2, 4, 8)
     profile = chain(
         layer(
@@ -193,8 +185,7 @@ def test_another_number_of_micro_batches_is_named_if_it_fits(micro_batches: int,
     assert next(m for m in fits if fits[m]) == named
 
 
-def test_no_number_of_micro_batches_is_named_where_none_fits() -> None:
-    """Parameters do not shrink with the micro-batch."""
+def test_no_m_is_suggested_if_none_fits() -> None:
     profile = chain(
         layer(
             "a",
@@ -211,28 +202,26 @@ def test_no_number_of_micro_batches_is_named_where_none_fits() -> None:
 
 
 @pytest.mark.parametrize("policy", ["never", "except-last"])
-def test_recomputation_is_advised_only_where_it_helps(policy: RecomputePolicy) -> None:
-    """`--recompute auto` fits is said exactly if it does, on chains between tight and hopeless."""
+def test_recomputation_is_suggested_exactly_if_it_helps(policy: RecomputePolicy) -> None:
     advised = 0
     for seed in range(8):
         profile = random_profile(seed, 5)
         request = Request(inputs=dataclasses.replace(inputs_of(2, 8, memory_bytes=10**9), recompute=policy))
         free = Request(inputs=inputs_of(2, 8))
-        need = MEM.search(infeasible(profile, with_cap(request, 1)).hint)
-        least = MEM.search(infeasible(profile, with_cap(free, 1)).hint)
+        need = MEM.search(infeasible(profile, with_limit(request, 1)).hint)
+        least = MEM.search(infeasible(profile, with_limit(free, 1)).hint)
         assert need is not None
         assert least is not None
         for limit in (parse_bytes(need[2]) * 99 // 100, parse_bytes(least[2]), parse_bytes(least[2]) * 9 // 10):
-            if feasible(profile, with_cap(request, limit)):
+            if feasible(profile, with_limit(request, limit)):
                 continue
-            said = "`--recompute auto` fits" in infeasible(profile, with_cap(request, limit)).hint
-            assert said == feasible(profile, with_inputs(with_cap(request, limit), recompute="auto"))
+            said = "`--recompute auto` fits" in infeasible(profile, with_limit(request, limit)).hint
+            assert said == feasible(profile, with_inputs(with_limit(request, limit), recompute="auto"))
             advised += said
     assert advised >= 4
 
 
-def test_recomputation_is_not_advised_to_who_allows_it() -> None:
-    """`auto` has tried it; `always` is all there is."""
+def test_recomputation_is_not_suggested_if_already_allowed() -> None:
     policies: tuple[RecomputePolicy, ...] = ("auto", "always")
     for policy in policies:
         inputs = dataclasses.replace(inputs_of(2, 4, memory_bytes=5), recompute=policy)
@@ -241,8 +230,8 @@ def test_recomputation_is_not_advised_to_who_allows_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["never", "except-last", "always"])
-def test_another_schedule_is_advised_exactly_if_it_fits_with_what_was_asked(policy: RecomputePolicy) -> None:
-    """With the recomputation that was asked for, not with any."""
+def test_another_schedule_is_suggested_exactly_if_it_fits(policy: RecomputePolicy) -> None:
+    """The suggestion keeps the requested recomputation policy."""
     said = set()
     for seed in range(12):
         profile = random_profile(seed, 5)
@@ -251,7 +240,7 @@ def test_another_schedule_is_advised_exactly_if_it_fits_with_what_was_asked(poli
         freer = dataclasses.replace(other, recompute="auto")
         limits = [int(Space(profile, one).smallest_cap_bytes()) for one in (inputs, other, freer)]
         for limit in {limits[0] - 1, limits[1], limits[1] - 1, limits[2]} - set(range(limits[0], limits[0] + 10**6)):
-            request = with_cap(Request(inputs=inputs), limit)
+            request = with_limit(Request(inputs=inputs), limit)
             advised = "`--schedule 1f1b` fits" in infeasible(profile, request).hint
             assert advised == (limit >= limits[1])
             said.add(advised)
@@ -262,28 +251,27 @@ def test_another_schedule_is_advised_exactly_if_it_fits_with_what_was_asked(poli
 
 
 def uneven(**options: Any) -> Inputs:
-    """Two devices of 500 and 50 bytes."""
+    """Return inputs with two devices of 500 and 50 bytes."""
     return dataclasses.replace(inputs_of(2, 4, memory_bytes=(500, 50)), **options)
 
 
-def test_unequal_caps_are_listed() -> None:
-    """In pipeline order."""
+def test_error_lists_unequal_memory_limits() -> None:
     profile = profile_of([1.0] * 2, parameter_bytes=10_000)
     error = infeasible(profile, Request(inputs=uneven()))
     assert "no plan fits the memory limits 500 B, 50 B" in error.message
     assert 'layer "layers.0" alone needs' in error.message
 
 
-def test_nothing_is_over_by_less_than_nothing() -> None:
-    """Both layers would fit on two devices of 500 bytes, but the second has 50: the error names a true excess."""
+def test_reported_excess_is_positive() -> None:
+    """Both layers fit on devices of 500 bytes, but the second device has 50."""
     profile = profile_of([1.0] * 2, parameter_bytes=200)  # 400 bytes each with gradients
     error = infeasible(profile, Request(inputs=uneven()))
     assert re.search(r"-\d", error.message) is None
     assert re.search(r"[1-9]\d* B over", error.message)
 
 
-def test_advice_holds_for_the_caps_there_are() -> None:
-    """`--recompute auto` would fit twice 350 bytes, not 350 and 50: it is not advised."""
+def test_suggestions_consider_unequal_memory_limits() -> None:
+    """`--recompute auto` fits two devices of 150 bytes, but not 150 and 10."""
     profile = profile_of([1.0] * 2, saved_bytes=100)
     inputs = dataclasses.replace(uneven(recompute="never"), memory_bytes=(150, 10))
     assert not feasible(profile, Request(inputs=dataclasses.replace(inputs, recompute="auto")))
@@ -291,21 +279,20 @@ def test_advice_holds_for_the_caps_there_are() -> None:
     assert "--recompute" not in infeasible(profile, Request(inputs=inputs)).hint
 
 
-def test_a_smallest_cap_is_named_for_unequal_devices_too() -> None:
-    """One limit for all that would do."""
+def test_smallest_limit_is_suggested_for_unequal_devices() -> None:
     profile = profile_of([1.0] * 4, parameter_bytes=200)
     request = Request(inputs=uneven())
     named = MEM.search(infeasible(profile, request).hint)
     assert named is not None
-    assert feasible(profile, with_cap(request, parse_bytes(named[2])))
-    assert not feasible(profile, with_cap(request, parse_bytes(named[2]) * 99 // 100))
+    assert feasible(profile, with_limit(request, parse_bytes(named[2])))
+    assert not feasible(profile, with_limit(request, parse_bytes(named[2]) * 99 // 100))
 
 
 # ---- given cuts
 
 
-def test_given_cuts_that_do_not_fit_are_what_the_error_speaks_of() -> None:
-    """2 | 2 would fit in 1000 bytes, 1 | 3 was asked for and needs 1200: that stage is named, with its excess."""
+def test_error_reports_the_stage_of_given_cuts_that_does_not_fit() -> None:
+    """Other cuts (2 + 2) would fit."""
     profile = profile_of([1.0] * 4, parameter_bytes=200)  # 400 bytes each with gradients
     request = Request(inputs=inputs_of(2, 1, memory_bytes=1000), balance=(1, 3))
     error = infeasible(profile, request)
@@ -314,12 +301,11 @@ def test_given_cuts_that_do_not_fit_are_what_the_error_speaks_of() -> None:
     assert "200 B over" in error.message
 
 
-def test_the_smallest_cap_of_given_cuts_is_theirs() -> None:
-    """Typing in the cap that is named helps the request that was made, not another one."""
+def test_suggestions_for_given_cuts_keep_the_cuts() -> None:
     profile = profile_of([1.0] * 4, parameter_bytes=200)
     request = Request(inputs=inputs_of(2, 1, memory_bytes=1000), balance=(1, 3))
     for named in re.findall(r"smallest `--mem` is ([0-9.]+\w+)", infeasible(profile, request).hint):
-        assert feasible(profile, with_cap(request, parse_bytes(named)))
+        assert feasible(profile, with_limit(request, parse_bytes(named)))
     for count in re.findall(r"`--devices (\d+)` fits", infeasible(profile, request).hint):
         assert feasible(profile, with_inputs(request, devices=int(count), memory_bytes=(1000,) * int(count)))
 
@@ -327,15 +313,14 @@ def test_the_smallest_cap_of_given_cuts_is_theirs() -> None:
 @pytest.mark.parametrize(
     ("balance", "inputs"),
     [
-        ((2, 2, 2), asked(3, 4, memory_bytes=1500, schedule="1f1b")),
-        ((2, 2, 1, 1), asked(2, 4, memory_bytes=1500, schedule="interleaved", chunks=2)),
-        ((2, 2, 1, 1), asked(2, 4, memory_bytes=2300, schedule="interleaved", chunks=2)),
-        ((2, 2, 2), asked(6, 4, memory_bytes=1500, replicas=2)),
+        ((2, 2, 2), inputs_with(3, 4, memory_bytes=1500, schedule="1f1b")),
+        ((2, 2, 1, 1), inputs_with(2, 4, memory_bytes=1500, schedule="interleaved", chunks=2)),
+        ((2, 2, 1, 1), inputs_with(2, 4, memory_bytes=2300, schedule="interleaved", chunks=2)),
+        ((2, 2, 2), inputs_with(6, 4, memory_bytes=1500, replicas=2)),
     ],
     ids=["1f1b", "interleaved", "interleaved-looser", "replicas"],
 )
-def test_given_cuts_under_any_schedule_are_over_by_more_than_nothing(balance: tuple[int, ...], inputs: Inputs) -> None:
-    """Whatever they are in the way of: no excess below zero."""
+def test_excess_of_given_cuts_is_positive_under_every_schedule(balance: tuple[int, ...], inputs: Inputs) -> None:
     error = infeasible(random_profile(1, 6), Request(inputs=inputs, balance=balance))
     assert re.search(r"-\d|inf|nan", error.message) is None, error.message
 
@@ -343,21 +328,19 @@ def test_given_cuts_under_any_schedule_are_over_by_more_than_nothing(balance: tu
 @pytest.mark.parametrize(
     ("balance", "inputs"),
     [
-        ((2, 2, 2), asked(3, 2, schedule="1f1b")),
-        ((2, 2, 2), asked(4, 4, replicas=2)),
-        ((2, 2, 2), asked(2, 4, schedule="interleaved", chunks=2)),
+        ((2, 2, 2), inputs_with(3, 2, schedule="1f1b")),
+        ((2, 2, 2), inputs_with(4, 4, replicas=2)),
+        ((2, 2, 2), inputs_with(2, 4, schedule="interleaved", chunks=2)),
     ],
     ids=["1f1b with fewer micro-batches than stages", "more stages than a replica has devices", "odd chunks"],
 )
-def test_given_cuts_that_cannot_run_at_all_are_refused_for_that(balance: tuple[int, ...], inputs: Inputs) -> None:
-    """There is memory without end: it is not what is in the way, and no error says so."""
+def test_given_cuts_that_cannot_run_are_not_blamed_on_memory(balance: tuple[int, ...], inputs: Inputs) -> None:
     with pytest.raises((InfeasibleError, UsageError)) as refused:
         solve(random_profile(1, 6), Request(inputs=inputs, balance=balance))
     assert re.search(r" over\b|TiB", refused.value.message) is None, refused.value.message
 
 
-def test_layers_that_are_to_be_together_and_apart_are_not_a_matter_of_memory() -> None:
-    """No cap is blamed, nor any number of devices advised, where no cut keeps the rules."""
+def test_contradicting_placement_rules_are_not_blamed_on_memory() -> None:
     inputs = dataclasses.replace(
         inputs_of(2, 2), together=(("layers.1", "layers.2"),), apart=(("layers.1", "layers.2"),)
     )
@@ -370,9 +353,9 @@ def test_layers_that_are_to_be_together_and_apart_are_not_a_matter_of_memory() -
 
 
 def fitting_interleaved(seed: int) -> tuple[Profile, Inputs, Partition]:
-    """A chain whose plans are too many to try, and a plan that fits three devices exactly."""
+    """Return a chain with too many plans to try all, and a plan that fits three devices exactly."""
     profile = random_profile(seed, 14)
-    inputs = asked(3, 6, schedule="interleaved", chunks=2)
+    inputs = inputs_with(3, 6, schedule="interleaved", chunks=2)
     costs, rng, tried = costs_at(profile, 1), random.Random(seed), []
     for _ in range(300):
         cuts = [0, *sorted(rng.sample(range(1, 14), 5)), 14]
@@ -391,8 +374,7 @@ def fitting_interleaved(seed: int) -> tuple[Profile, Inputs, Partition]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_given_interleaved_cuts_that_fit_are_planned_with(seed: int) -> None:
-    """With M given too, recomputation alone is left: however many other cuts there are, it is found."""
+def test_given_interleaved_cuts_that_fit_are_planned(seed: int) -> None:
     profile, inputs, partition = fitting_interleaved(seed)
     plan = solve(profile, Request(inputs=inputs, micro_batches=6, balance=partition.balance))
     assert judge(plan, profile, profile_digest=inputs.profile.digest).fits
@@ -400,8 +382,8 @@ def test_given_interleaved_cuts_that_fit_are_planned_with(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_interleaved_is_called_infeasible_only_if_that_is_known(seed: int) -> None:
-    """A plan fits, though too many have to be tried: it is found, or the error does not claim that there is none."""
+def test_interleaved_is_infeasible_only_if_proven(seed: int) -> None:
+    """A plan fits, but there are too many to try all of them."""
     profile, inputs, _ = fitting_interleaved(seed)
     try:
         plan = solve(profile, Request(inputs=inputs))
@@ -416,8 +398,7 @@ def test_interleaved_is_called_infeasible_only_if_that_is_known(seed: int) -> No
 CASES: tuple[tuple[ScheduleName, int], ...] = (("gpipe", 0), ("gpipe", 70), ("1f1b", 0))
 
 
-def test_the_smallest_cap_is_that_of_the_best_cut() -> None:
-    """It is feasible, and a byte less is not; with and without a reserve, and under 1F1B, where stages differ."""
+def test_smallest_limit_is_that_of_the_best_cut() -> None:
     for seed in range(6):
         profile = random_profile(seed, 6, exact=seed % 2 == 0)
         for devices in (1, 2, 3):
@@ -425,7 +406,7 @@ def test_the_smallest_cap_is_that_of_the_best_cut() -> None:
                 inputs = dataclasses.replace(inputs_of(devices, 3, reserve_bytes=reserve), schedule=schedule)
                 (case,) = cases_of(profile, Request(inputs=inputs, micro_batches=3))
                 limit = smallest_limit_bytes(case)
-                request = with_cap(Request(inputs=inputs, micro_batches=3), int(limit))
+                request = with_limit(Request(inputs=inputs, micro_batches=3), int(limit))
                 assert limit == int(limit)
                 assert feasible(profile, request)
-                assert not feasible(profile, with_cap(request, int(limit) - 1))
+                assert not feasible(profile, with_limit(request, int(limit) - 1))

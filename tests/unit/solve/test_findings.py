@@ -1,4 +1,4 @@
-"""What the findings say a planner gains by planning for what runs: separate maxima, the right M, the right schedule."""
+"""Gains of planning for the actual schedule: separate maxima, the best M, the fastest schedule."""
 
 from dataclasses import replace
 
@@ -16,13 +16,13 @@ from tests.support.profiles import inputs_of, profile_of
 
 
 def under(profile: Profile, plan: Plan, schedule: ScheduleName) -> float:
-    """Step time of the plan's cuts, M and recomputation under another schedule."""
+    """Return the step time of the plan's cuts, M and recomputation under another schedule."""
     partition = replace(Partition.of(plan, [one.name for one in profile.layers]), schedule=schedule)
     return Evaluation(costs_at(profile, plan.micro_batch_size), partition, plan.inputs.cluster).step_us
 
 
-def test_the_chosen_number_of_micro_batches_beats_the_largest() -> None:
-    """0.5 ms that every layer costs for every micro-batch: M = 64 has the smallest bubble and loses more than 1.2x."""
+def test_chosen_m_is_faster_than_the_largest() -> None:
+    """Each layer costs 0.5 ms per micro-batch, so M = 64 has the smallest bubble but is over 1.2 times slower."""
     sizes = (1, 2, 4, 8, 16, 32, 64)
     layers = [
         layer(
@@ -42,8 +42,8 @@ def test_the_chosen_number_of_micro_batches_beats_the_largest() -> None:
     assert largest.predicted.step_us > 1.2 * chosen.predicted.step_us
 
 
-def test_a_frozen_backbone_is_cut_by_forward_and_backward_apart() -> None:
-    """64 layers, the first 40 without backward, K = 4, M = 16: every min-max partition of F+B loses more than 1.1x."""
+def test_min_max_cuts_of_a_frozen_backbone_are_slower() -> None:
+    """The first 40 of 64 layers have no backward."""
     forward, backward = [1.0] * 64, [0.0] * 40 + [2.0] * 24
     profile, inputs = profile_of(forward, backward), inputs_of(4, 16)
     plan = solve(profile, Request(inputs=inputs))
@@ -76,10 +76,10 @@ def test_a_frozen_backbone_is_cut_by_forward_and_backward_apart() -> None:
         ([30, 30, 30, 20, 20, 60, 30, 10], [10, 10, 10, 20, 80, 10, 40, 80], 3, 16, 1.03),
     ],
 )
-def test_cuts_for_one_schedule_are_not_those_for_the_other(
+def test_best_cuts_differ_between_gpipe_and_1f1b(
     forward: list[float], backward: list[float], devices: int, batch: int, lost: float
 ) -> None:
-    """GPipe waits for the largest forward and the largest backward, 1F1B for the largest pair of one stage."""
+    """GPipe waits for the largest forward and the largest backward, 1F1B for the largest sum of one stage."""
     profile, inputs = profile_of(forward, backward), inputs_of(devices, batch)
     gpipe = solve(profile, Request(inputs=inputs))
     other = solve(profile, Request(inputs=replace(inputs, schedule="1f1b")))
@@ -90,8 +90,7 @@ def test_cuts_for_one_schedule_are_not_those_for_the_other(
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_a_plan_for_one_schedule_is_never_better_under_the_other(devices: int) -> None:
-    """On AmoebaNet: neither plan beats the one that was made for the schedule."""
+def test_plan_for_one_schedule_is_never_faster_under_the_other(devices: int) -> None:
     profile, inputs = profile_of(AMOEBANET_FORWARD_MS, AMOEBANET_BACKWARD_MS), inputs_of(devices, 16)
     gpipe = solve(profile, Request(inputs=inputs))
     other = solve(profile, Request(inputs=replace(inputs, schedule="1f1b")))
@@ -99,8 +98,7 @@ def test_a_plan_for_one_schedule_is_never_better_under_the_other(devices: int) -
     assert under(profile, other, "gpipe") >= gpipe.predicted.step_us * (1 - 1e-9)
 
 
-def test_the_fastest_schedule_is_chosen_where_it_is_left_open() -> None:
-    """`auto` is as fast as the fastest of the three asked for one by one."""
+def test_auto_is_as_fast_as_the_fastest_schedule() -> None:
     profile = profile_of(AMOEBANET_FORWARD_MS[:8], AMOEBANET_BACKWARD_MS[:8])
     inputs = replace(inputs_of(3, 6), chunks=2)
     schedules: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved")

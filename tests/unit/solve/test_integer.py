@@ -1,6 +1,6 @@
-"""The integer program against the dynamic program, and what is said where its solver has no answer.
+"""Integer program compared with the dynamic program, and errors without an answer.
 
-tests/property/test_solver.py compares it with brute force.
+Property tests compare it with brute force.
 """
 
 import subprocess
@@ -36,15 +36,14 @@ def solved(inputs: Inputs, solver: str = "milp", seed: int = 4, **more: float) -
 @pytest.mark.parametrize("seed", [1, 4])
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_both_solvers_prove_the_same_step_time(question: str, seed: int) -> None:
-    """Each by itself, with nothing of the other's."""
     plans = [solved(QUESTIONS[question], solver, seed) for solver in ("dp", "milp")]
     assert [plan.solver.status for plan in plans] == ["optimal", "optimal"]
     assert plans[1].solver.method == "integer-programming"
     assert plans[1].predicted.step_us == pytest.approx(plans[0].predicted.step_us, rel=1e-9)
 
 
-def test_without_highs_cbc_solves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without either there is a remedy."""
+def test_cbc_replaces_missing_highs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without either solver, the error suggests a remedy."""
     highs = solved(QUESTIONS["unlike"])
     monkeypatch.setattr(pulp.HiGHS, "available", lambda _: False)
     assert solved(QUESTIONS["unlike"]).predicted.step_us == pytest.approx(highs.predicted.step_us, rel=1e-8)
@@ -53,8 +52,8 @@ def test_without_highs_cbc_solves_it(monkeypatch: pytest.MonkeyPatch) -> None:
         solved(QUESTIONS["unlike"])
 
 
-def test_out_of_time_cbc_is_not_believed_that_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped before it branches, it writes "Pre-processing says infeasible or unbounded" of feasible programs."""
+def test_infeasible_status_of_cbc_after_the_time_limit_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CBC that is stopped early may report feasible programs as infeasible."""
     monkeypatch.setattr(pulp.HiGHS, "available", lambda _: False)
     monkeypatch.setattr(
         pulp.PULP_CBC_CMD, "actualSolve", lambda _, program: program.assignStatus(pulp.LpStatusInfeasible)
@@ -63,22 +62,19 @@ def test_out_of_time_cbc_is_not_believed_that_there_is_no_plan(monkeypatch: pyte
         solved(QUESTIONS["alike"], time_limit_s=30.0)
 
 
-def test_a_program_that_contradicts_the_cost_model_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that was stated wrong would else be taken for a proof."""
+def test_program_that_contradicts_the_cost_model_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integer, "Evaluation", lambda *_: SimpleNamespace(step_us=1.0))
     with pytest.raises(SolverError, match="the integer program computed"):
         solved(QUESTIONS["alike"])
 
 
-def test_a_program_too_large_to_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to do."""
+def test_too_large_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integer, "_MAX_TERMS", 0)
     with pytest.raises(SolverError, match="too large to state") as refused:
         solved(QUESTIONS["alike"])
     assert "--solver dp" in refused.value.hint
 
 
-def test_the_solvers_are_not_loaded_before_they_are_needed() -> None:
-    """PuLP and HiGHS would cost a short command most of its time."""
+def test_integer_solvers_are_loaded_lazily() -> None:
     code = "import sys, planner.solve.integer; sys.exit(bool({'pulp', 'highspy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

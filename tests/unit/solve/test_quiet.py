@@ -1,4 +1,4 @@
-"""Solvers that print."""
+"""Suppression of output that solvers print."""
 
 import ctypes
 import os
@@ -14,8 +14,8 @@ from tests.support.profiles import inputs_of
 from tests.unit.solve.chunks.test_search import bounds_of, evaluator_of
 
 
-def test_a_solvers_banner_is_dropped(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """HiGHS 1.16 prints one to file descriptor 1 when it is made, before it can be told not to."""
+def test_banner_of_highs_is_suppressed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS 1.16 prints it to file descriptor 1 when it is created, before its options can disable it."""
     make = highspy.Highs
     made = 0
 
@@ -35,8 +35,7 @@ def test_a_solvers_banner_is_dropped(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_is_printed_around_it_stays(capfd: pytest.CaptureFixture[str]) -> None:
-    """Only the block's output is dropped."""
+def test_output_outside_the_block_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     os.write(1, b"before\n")
     with without_output():
         os.write(1, b"dropped\n")

@@ -1,4 +1,4 @@
-"""A time limit ends the search with a true gap or a clear error; and nothing but the question decides the answer."""
+"""Time limits: a true gap or a clear error, and answers that depend only on the request."""
 
 import os
 import re
@@ -28,7 +28,7 @@ from tests.support.house import modules
 from tests.support.profiles import inputs_of
 
 LIMITS_S = (0.0, 1e-6, 0.002, 0.005, 0.02, 0.05, 0.1, 0.5)
-"""Limits on a clock that is 1 ms later at each reading."""
+"""Time limits for a clock that is 1 ms later at each reading."""
 
 MOST_READINGS = 100
 """Readings of the clock from the time limit to the answer: a few for each case of `auto`."""
@@ -45,14 +45,14 @@ QUESTIONS = {
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> "count[int]":
-    """Clock of the solver: milliseconds, one more at each reading."""
+    """Replace the solver's clock by one that is 1 ms later at each reading."""
     readings = count()
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: next(readings) / 1e3))
     return readings
 
 
 def limited(profile: Profile, inputs: Inputs, limit_s: float, clock: "count[int]") -> Plan | None:
-    """The plan, or None where the error says that there was too little time."""
+    """Return the plan; None if the error says that there was too little time."""
     begin = next(clock)
     plan, said = None, f"time limit of {limit_s:g} s --time-limit"
     try:
@@ -67,8 +67,7 @@ def limited(profile: Profile, inputs: Inputs, limit_s: float, clock: "count[int]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_what_is_found_in_time_has_a_true_gap(question: str, clock: "count[int]") -> None:
-    """From no time at all to enough for some of it: a bound that the best plan known never beats, or no plan."""
+def test_gap_at_the_time_limit_is_true(question: str, clock: "count[int]") -> None:
     inputs = QUESTIONS[question]
     profile = random_profile(4, 24)
     best = solve(profile, Request(inputs=inputs))
@@ -86,15 +85,13 @@ def test_what_is_found_in_time_has_a_true_gap(question: str, clock: "count[int]"
             assert found == pytest.approx(min(found, best.predicted.step_us), rel=1e-9)
 
 
-def test_no_time_at_all_is_an_error_that_says_so(clock: "count[int]") -> None:
-    """Neither a plan from nowhere nor "infeasible", which would be a claim."""
+def test_time_limit_of_zero_is_reported_as_too_little_time(clock: "count[int]") -> None:
     for inputs in QUESTIONS.values():
         assert limited(random_profile(4, 24), inputs, 0.0, clock) is None
 
 
 @pytest.mark.parametrize("question", ["gpipe", "layers", "1f1b", "interleaved", "auto"])
-def test_too_little_time_is_never_called_infeasible(question: str) -> None:
-    """Also where nothing fits: that is said only once it is known."""
+def test_too_little_time_is_not_reported_as_infeasible(question: str) -> None:
     inputs = replace(QUESTIONS[question], memory_bytes=(300,) * QUESTIONS[question].devices)
     profile = random_profile(4, 24)
     with pytest.raises(SolverError, match="time limit"):
@@ -107,8 +104,7 @@ def test_too_little_time_is_never_called_infeasible(question: str) -> None:
     assert "time limit" not in str(raised.value)
 
 
-def test_enough_time_changes_nothing() -> None:
-    """The same plan as without a limit."""
+def test_plan_with_enough_time_equals_the_plan_without_limit() -> None:
     profile = random_profile(4, 24)
     for question in ("gpipe", "1f1b"):
         inputs = QUESTIONS[question]
@@ -116,8 +112,7 @@ def test_enough_time_changes_nothing() -> None:
         assert solve(profile, Request(inputs=inputs, time_limit_s=600.0)) == unlimited
 
 
-def test_one_module_reads_the_clock() -> None:
-    """Searches ask a deadline that is passed in."""
+def test_only_the_deadline_module_reads_the_clock() -> None:
     in_room = [module for module in modules() if module.room == "solve"]
     clocks = re.compile(r"^\s*(import|from) (time|datetime)\b", flags=re.MULTILINE)
     assert [module.path for module in in_room if clocks.search(module.text)] == ["planner/solve/deadline.py"]
@@ -127,7 +122,7 @@ def test_one_module_reads_the_clock() -> None:
 
 
 def plans() -> str:
-    """Plans for questions of every kind, some of them with many answers as good, as text."""
+    """Return plans for all kinds of requests, some with many equally good plans, as text."""
     schedules: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "auto")
     texts = []
     for seed, schedule in enumerate(schedules):
@@ -148,8 +143,8 @@ def plans() -> str:
 
 
 @pytest.mark.slow
-def test_every_kind_of_question_gets_the_same_bytes() -> None:
-    """Twice here, and in processes that hash strings in other orders."""
+def test_every_kind_of_request_gives_the_same_bytes() -> None:
+    """The second process hashes strings in another order."""
     first = plans()
     assert first == plans()
     assert first.count("schema: gpipe-plan/plan/v1") == 10
@@ -175,8 +170,7 @@ def test_every_kind_of_question_gets_the_same_bytes() -> None:
         assert other.stdout == first
 
 
-def test_a_watched_search_can_be_stopped_and_returns_the_best_plan_so_far() -> None:
-    """Plans are reported as they are found, with a bound of all; the answer is the fastest of them."""
+def test_stopped_search_returns_the_best_plan_so_far() -> None:
     profile = random_profile(3, 12)
     found: list[float] = []
 
@@ -195,15 +189,13 @@ def test_a_watched_search_can_be_stopped_and_returns_the_best_plan_so_far() -> N
 
 
 def with_spread(profile: Profile) -> Profile:
-    """With repeats that differ, so that `explain` asks for the effect of noise."""
+    """Return the profile with repeats that differ, so that `explain` reports the effect of noise."""
     return replace(profile, layers=tuple(replace(each, spread=(0.1,)) for each in profile.layers))
 
 
 @pytest.mark.parametrize(("option", "name"), [("frontier", "frontier_of"), ("explain", "insight_of")])
-def test_a_stop_after_the_plan_ends_the_further_searches(
-    option: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plan is as without them, and no point that was not searched is reported as one that does not fit."""
+def test_stop_after_the_plan_ends_later_searches(option: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan does not change, and points that were not searched are not reported as infeasible."""
     profile, stopped = with_spread(random_profile(3, 12)), list[bool]()
     request: dict[str, Any] = {"devices": 4, "mem": "1TB", "batch": 12, "schedule": "auto"}
     search, tried = getattr(insight, name), list[bool]()

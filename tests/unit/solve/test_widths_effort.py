@@ -1,4 +1,4 @@
-"""Searches over several widths spend their effort on the width, the replicas and the M that are fastest."""
+"""Effort of searches over several widths: spent on the fastest width, replicas and M."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from planner.solve.questions.trade_off import trade_off_of
 CONFIGURATION = Path(__file__).parents[3] / "sample_models/configurations/gemma-2-9b/config.json"
 
 
-def test_no_schedule_of_the_comparison_is_faster_than_the_plan() -> None:
-    """With 64 micro-batches, one simulation needs most of the effort that a schedule gets for all values of M."""
+def test_no_compared_schedule_is_faster_than_the_plan() -> None:
+    """With 64 micro-batches, one simulation needs most of a schedule's effort for all M."""
     profile = api.profile(CONFIGURATION, device="estimate:h100", tensor_parallel="4,8")
     request = request_of(profile, ProfileReference(path="", digest=""), SolverOptions(nodes="8x8"))
     plan = solve(profile, request)

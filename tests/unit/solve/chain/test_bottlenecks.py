@@ -1,4 +1,4 @@
-"""Branch and bound over the largest forward and backward times: exact wherever boxes are cut, with true bounds."""
+"""Branch and bound over the largest forward and backward times: exact for any boxes, with true bounds."""
 
 from dataclasses import replace
 
@@ -22,20 +22,20 @@ from tests.support.profiles import inputs_of
 
 
 class Checks:
-    """A deadline that is over after so many looks."""
+    """Deadline that passes after `left` checks."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
     def check(self) -> None:
-        """Raises `OutOfTimeError` if it is over."""
+        """Raise `OutOfTimeError` if no checks are left."""
         self.left -= 1
         if self.left < 0:
             raise OutOfTimeError
 
 
 def case_of(seed: int, policy: RecomputePolicy = "auto", *, micro_batches: int = 8) -> Case:
-    """Twelve layers on four devices, with a cap that makes stages recompute; every other time devices differ."""
+    """Return a case of twelve layers on four devices whose memory requires recomputation; odd seeds differ in speed."""
     link = Link(latency_us=3.0, bytes_per_s=1e6, blocking=seed % 4 < 2)
     inputs = inputs_of(4, micro_batches, memory_bytes=9000 + 500 * seed, recompute=policy, link=link)
     if seed % 2:
@@ -46,7 +46,7 @@ def case_of(seed: int, policy: RecomputePolicy = "auto", *, micro_batches: int =
 
 @pytest.fixture
 def _cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts boxes in two that have more than one label."""
+    """Make the search split boxes with more than one label."""
     monkeypatch.setattr(bottlenecks, "_MOST_LABELS", 1)
     monkeypatch.setattr(bottlenecks, "_ENOUGH_LABELS", 1)
 
@@ -56,8 +56,7 @@ def _cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
 @pytest.mark.parametrize("policy", ["auto", "never", "always"])
 @pytest.mark.parametrize("seed", range(6))
-def test_boxes_hold_the_fastest_partition(seed: int, policy: RecomputePolicy, micro_batches: int) -> None:
-    """The step time of the dynamic program alone, which knows nothing of boxes; and it ends with a proof."""
+def test_box_search_equals_the_dynamic_program(seed: int, policy: RecomputePolicy, micro_batches: int) -> None:
     case = case_of(seed, policy, micro_batches=micro_batches)
     problem = case.problem(4, width=12)
     alone = LabelSearch(problem, GPipeRecurrence(micro_batches)).run(upper_us=np.inf)
@@ -71,8 +70,8 @@ def test_boxes_hold_the_fastest_partition(seed: int, policy: RecomputePolicy, mi
 
 
 @pytest.mark.parametrize("seed", range(0, 8, 2))
-def test_stages_worked_out_level_by_level_make_the_same_labels(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are too many to work them out once for all levels: cuts, choices and rank to the last bit."""
+def test_stages_computed_level_by_level_give_the_same_labels(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Problems too large for all levels at once compute stages level by level."""
     problem = case_of(seed).problem(4, width=12, every_choice=True)
     assert problem.is_uniform
     recurrence = TieBreakRecurrence(GPipeRecurrence(8), "peak", "moved")
@@ -85,8 +84,7 @@ def test_stages_worked_out_level_by_level_make_the_same_labels(seed: int, monkey
 @pytest.mark.slow
 @pytest.mark.usefixtures("_cut_at_once")
 @pytest.mark.parametrize("seed", range(4))
-def test_the_bound_is_true_whenever_time_runs_out(seed: int) -> None:
-    """It rises while boxes are searched, and never above the best partition."""
+def test_bound_at_a_deadline_is_at_most_the_best_plan(seed: int) -> None:
     case = case_of(seed)
     problem = case.problem(4, width=12)
     best = BottleneckSearch(problem, 8).find_best()
@@ -108,8 +106,8 @@ def test_the_bound_is_true_whenever_time_runs_out(seed: int) -> None:
     assert max(bounds) <= best.step_us * (1 + 1e-9)
 
 
-def test_a_problem_within_bottlenecks_has_the_same_stages_but_longer_ones() -> None:
-    """In a window that is as narrow as they leave, on devices of unequal speed and over blocking links."""
+def test_restricted_problem_drops_only_stages_above_the_bottlenecks() -> None:
+    """Devices differ in speed, and links block."""
     case = case_of(1)
     problem = case.problem(4, width=12)
     ends = np.arange(13)
@@ -129,7 +127,7 @@ def test_a_problem_within_bottlenecks_has_the_same_stages_but_longer_ones() -> N
 
 
 def test_the_limit_of_a_first_plan_is_raised_in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan 8 % above the bound is found under a limit of at most 10 %: a looser search has far more labels."""
+    """A looser limit creates far more labels, so a plan 8 % above the bound is found with a limit of at most 10 %."""
     case = case_of(0)
     search = BottleneckSearch(case.problem(4, width=12), 8)
     found = ChainCuts(1.08 * search.bound_us, (0, 12), (0,), ())

@@ -1,4 +1,4 @@
-"""1F1B and interleaved: the bounds that prove a plan are below every plan there is."""
+"""Lower bounds under 1F1B: at most the step time of every plan."""
 
 from dataclasses import replace
 
@@ -15,10 +15,11 @@ from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import inputs_of
 
 
-def test_the_micro_batch_that_except_last_spares_counts_in_the_bound() -> None:
-    """Two layers on one device: of 30 + 30 us of recomputation only the first micro-batch pays, and a cut costs 50 us.
+def test_bound_counts_the_micro_batch_that_except_last_does_not_recompute() -> None:
+    """Two layers on one device recompute only the first micro-batch (30 + 30 us); a cut costs 50 us.
 
-    A bound in which every micro-batch pays rules the single stage (200 us) out, and "proves" two stages (250 us).
+    A bound with recomputation of every micro-batch would exclude the single stage (200 us) and "prove" two stages (250
+    us).
     """
     profile = chain(layer("a", forward_us=30.0), layer("b", forward_us=30.0, backward_us=10.0))
     inputs = replace(inputs_of(2, 2, recompute="except-last", link=Link(latency_us=50.0)), schedule="1f1b")
@@ -28,8 +29,8 @@ def test_the_micro_batch_that_except_last_spares_counts_in_the_bound() -> None:
 
 @pytest.mark.parametrize("policy", ["auto", "never", "except-last", "always"])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_bound_of_1f1b_is_below_every_plan(seed: int, policy: RecomputePolicy) -> None:
-    """For each M and number of stages, on devices and links that differ, before anything is searched and after it."""
+def test_bound_under_1f1b_is_at_most_every_plan(seed: int, policy: RecomputePolicy) -> None:
+    """Every M and number of stages is tried, before and after the search."""
     profile = random_profile(seed, 6, sizes=(1, 4))
     link = Link(latency_us=5.0, bytes_per_s=1e7, blocking=seed % 2 == 0)
     inputs = replace(

@@ -1,4 +1,4 @@
-"""Chains whose layer times were published: the largest stage is as small as the papers' planners could make it."""
+"""Chains with published layer times: the largest stage is as small as in the papers."""
 
 import random
 from itertools import accumulate, combinations, pairwise
@@ -16,7 +16,7 @@ AMOEBANET_MS = tuple(f + b for f, b in zip(AMOEBANET_FORWARD_MS, AMOEBANET_BACKW
 
 
 def balances(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
-    """Every way to cut a chain into exactly so many stages."""
+    """Return every partition of a chain into `num_stages` stages."""
     return [
         tuple(b - a for a, b in pairwise((0, *cuts, num_layers)))
         for cuts in combinations(range(1, num_layers), num_stages - 1)
@@ -24,12 +24,12 @@ def balances(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
 
 
 def largest(times: tuple[float, ...], balance: tuple[int, ...]) -> float:
-    """The largest stage's time."""
+    """Return the time of the largest stage."""
     return max(sum(times[a:b]) for a, b in pairwise(accumulate(balance, initial=0)))
 
 
 def smallest_largest(times: tuple[float, ...], num_stages: int) -> float:
-    """The smallest possible largest stage, by the textbook recursion over prefixes."""
+    """Return the smallest possible largest stage, by the textbook recursion over prefixes."""
     sums = list(accumulate(times, initial=0.0))
     best = [0.0] + [float("inf")] * len(times)
     for _ in range(num_stages):
@@ -38,7 +38,7 @@ def smallest_largest(times: tuple[float, ...], num_stages: int) -> float:
 
 
 def planned_largest(times: tuple[float, ...], num_stages: int) -> float:
-    """The largest stage of a plan for so many micro-batches that nothing else matters."""
+    """Return the largest stage of a plan with so many micro-batches that only the largest stage matters."""
     profile = profile_of([1000 * t for t in times])
     plan = solve(profile, Request(inputs=inputs_of(num_stages, 10_000), micro_batches=10_000))
     assert plan.solver.status == "optimal"
@@ -58,14 +58,13 @@ def planned_largest(times: tuple[float, ...], num_stages: int) -> float:
     ],
     ids=["amoebanet-2", "amoebanet-4", "amoebanet-8", "vgg16-2", "vgg16-4", "vgg16-8"],
 )
-def test_the_largest_stage_is_the_published_one(times: tuple[float, ...], num_stages: int, published: float) -> None:
-    """F+B as one pass and M = 10,000: the step is the largest stage. To the last published digit."""
+def test_largest_stage_equals_the_published_one(times: tuple[float, ...], num_stages: int, published: float) -> None:
+    """F + B counts as one pass and M = 10,000, so the step is the largest stage."""
     assert smallest_largest(times, num_stages) == pytest.approx(published, abs=1e-6)
     assert planned_largest(times, num_stages) == pytest.approx(published, abs=1e-6)
 
 
-def test_the_published_chains_are_copied_whole() -> None:
-    """24 and 40 layers; a slip of the pen would show in the sums."""
+def test_published_chains_are_complete() -> None:
     assert (len(AMOEBANET_FORWARD_MS), len(AMOEBANET_BACKWARD_MS), len(VGG16_MS)) == (24, 24, 40)
     assert sum(AMOEBANET_MS) == pytest.approx(717.81)
     assert sum(VGG16_MS) == pytest.approx(672.535)
@@ -74,8 +73,7 @@ def test_the_published_chains_are_copied_whole() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 32])
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_with_forward_and_backward_apart_the_plan_equals_brute_force(num_stages: int, micro_batches: int) -> None:
-    """All cuts of the 24 layers into at most K stages, judged by the cost model itself."""
+def test_plan_with_separate_forward_and_backward_equals_brute_force(num_stages: int, micro_batches: int) -> None:
     profile = profile_of(AMOEBANET_FORWARD_MS, AMOEBANET_BACKWARD_MS)
     inputs = inputs_of(num_stages, micro_batches)
     plan = solve(profile, Request(inputs=inputs))
@@ -90,16 +88,16 @@ def test_with_forward_and_backward_apart_the_plan_equals_brute_force(num_stages:
 
 
 def partition_of(balance: tuple[int, ...], micro_batches: int) -> Partition:
-    """Without recomputation."""
+    """Return a GPipe partition without recomputation."""
     return Partition(
         schedule="gpipe", micro_batches=micro_batches, balance=balance, recompute=("never",) * len(balance)
     )
 
 
 def test_no_min_max_partition_of_forward_plus_backward_is_faster() -> None:
-    """Whichever of the equally good ones it takes (K = 4 has them all tried), and on chains whose B/F varies.
+    """All equally good min-max partitions are compared.
 
-    On some chains it is slower by more than 1 %: the two maxima are separate (findings 1).
+    On some chains they are more than 1 % slower, because the maxima of F and B are separate.
     """
     rng = random.Random(2)
     chains = [(AMOEBANET_FORWARD_MS, AMOEBANET_BACKWARD_MS)]

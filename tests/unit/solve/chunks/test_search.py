@@ -1,4 +1,4 @@
-"""Schedules of several chunks: the bound is below every plan, choices are the least that fit, moves keep the order."""
+"""Schedules with several chunks per device: bounds, minimal recomputation choices, and moves of cuts."""
 
 import random
 from collections.abc import Iterator
@@ -42,18 +42,18 @@ LINKS = (Link(), Link(latency_us=4.0, bytes_per_s=1e7), Link(latency_us=3.0, byt
 
 
 def profile_for(seed: int) -> Profile:
-    """Seven layers: with all costs that there are, exact or not, and in turn with large activations of any size."""
+    """Return a chain of seven layers; two of three seeds have random costs, others large activations."""
     return random_profile(seed, 7, exact=seed % 2 == 0) if seed % 3 else heavy_chain(seed, 7)
 
 
 def inputs_for(schedule: ScheduleName, seed: int, memory_bytes: int) -> Inputs:
-    """Two devices, alike or not, two chunks on each, a link of each kind in turn."""
+    """Return inputs of two devices with two chunks each; speeds and links depend on the seed."""
     inputs = inputs_of(2, 4, memory_bytes=memory_bytes, link=LINKS[seed % 3], overhead_us=3.0 * (seed % 2))
     return replace(inputs, schedule=schedule, chunks=2, speeds=(1.0, 1.5) if seed % 2 else ())
 
 
 def every_partition(evaluator: Evaluator) -> tuple[np.ndarray, np.ndarray]:
-    """All cuts with all choices."""
+    """Return all cuts with all recomputation choices."""
     num = evaluator.case.costs.num_layers
     inner = combinations(range(1, num), evaluator.num_stages - 1)
     every = [
@@ -67,7 +67,7 @@ def every_partition(evaluator: Evaluator) -> tuple[np.ndarray, np.ndarray]:
 def evaluator_of(
     schedule: ScheduleName, seed: int, memory_bytes: int = UNLIMITED, **changes: object
 ) -> Evaluator | None:
-    """Partitions of a random chain of seven layers; None where the schedule does not run so."""
+    """Return the evaluator of a random chain; None if the schedule cannot run it."""
     profile = profile_for(seed)
     inputs = replace(inputs_for(schedule, seed, memory_bytes), **changes)
     evaluator = Evaluator(cases_of(profile, Request(inputs=inputs, micro_batches=4))[0], 2)
@@ -78,8 +78,8 @@ def evaluator_of(
     return evaluator
 
 
-def caps_of(evaluator: Evaluator) -> Iterator[int]:
-    """From just enough for one plan to enough for all."""
+def limits_of(evaluator: Evaluator) -> Iterator[int]:
+    """Yield memory limits from just enough for one plan to enough for all."""
     cuts, choices = every_partition(evaluator)
     # Under these caps, by how much plans are over is what they hold.
     tiny = replace(evaluator.case, cluster=replace(evaluator.case.cluster, memory_bytes=(0, 0)))
@@ -89,20 +89,19 @@ def caps_of(evaluator: Evaluator) -> Iterator[int]:
 
 
 def bounds_of(evaluator: Evaluator, scale_us: float) -> BranchAndBound:
-    """By programs for chains of seven layers."""
+    """Return a branch and bound by linear programs for chains of seven layers."""
     return BranchAndBound(LinearProgram(evaluator, np.array([0, 2, 4, 6, 7]), scale_us=scale_us))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("schedule", SEVERAL)
-def test_the_bound_is_below_every_plan(schedule: ScheduleName, seed: int) -> None:
-    """On links that block or not, unlike devices, under caps from hardly enough on; and not far below the best one."""
+def test_bound_is_at_most_every_plan_and_close_to_the_best(schedule: ScheduleName, seed: int) -> None:
     loose = evaluator_of(schedule, seed)
     assert loose is not None
     cuts, choices = every_partition(loose)
     step_us = loose.step_us(cuts, choices)
-    for cap in caps_of(loose):
+    for cap in limits_of(loose):
         evaluator = evaluator_of(schedule, seed, cap)
         assert evaluator is not None
         fits = (evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
@@ -119,8 +118,8 @@ def test_the_bound_is_below_every_plan(schedule: ScheduleName, seed: int) -> Non
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("schedule", SEVERAL)
-def test_the_bound_of_all_branches_is_the_best_plan(schedule: ScheduleName, seed: int) -> None:
-    """Where memory does not count, for times are what the clocks say: no plan need be known to find it."""
+def test_bound_of_all_branches_equals_the_best_plan(schedule: ScheduleName, seed: int) -> None:
+    """Memory is unlimited, and the search needs no plan to start from."""
     evaluator = evaluator_of(schedule, seed)
     assert evaluator is not None
     best_us = min(
@@ -134,11 +133,10 @@ def test_the_bound_of_all_branches_is_the_best_plan(schedule: ScheduleName, seed
 
 @pytest.mark.parametrize("seed", [0, 3, 6])
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-def test_the_bound_counts_memory(schedule: ScheduleName, seed: int) -> None:
-    """Under a cap that only recomputation keeps, it is higher than without one."""
+def test_bound_is_higher_if_memory_requires_recomputation(schedule: ScheduleName, seed: int) -> None:
     loose = evaluator_of(schedule, seed)
     assert loose is not None
-    tight = evaluator_of(schedule, seed, next(caps_of(loose)))
+    tight = evaluator_of(schedule, seed, next(limits_of(loose)))
     assert tight is not None
     bounds = [bounds_of(evaluator, 1000.0).solve() for evaluator in (loose, tight)]
     assert bounds[0] is not None
@@ -149,12 +147,12 @@ def test_the_bound_counts_memory(schedule: ScheduleName, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("schedule", SEVERAL)
-def test_the_plan_is_the_best_there_is_and_proven(schedule: ScheduleName, seed: int) -> None:
-    """All cuts with all choices on two devices and on one, though only the minimal choices are simulated."""
+def test_plan_with_chunks_equals_brute_force_and_is_optimal(schedule: ScheduleName, seed: int) -> None:
+    """Brute force tries all choices, although the solver simulates only the minimal ones."""
     loose = evaluator_of(schedule, seed)
     assert loose is not None
     profile = profile_for(seed)
-    for cap in caps_of(loose):
+    for cap in limits_of(loose):
         steps = []
         inputs = inputs_for(schedule, seed, cap)
         case = cases_of(profile, Request(inputs=inputs, micro_batches=4))[0]
@@ -172,8 +170,7 @@ def test_the_plan_is_the_best_there_is_and_proven(schedule: ScheduleName, seed: 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_memory_of_all_ways_is_that_of_each(seed: int) -> None:
-    """Added up chunk by chunk for all ways at once, to the byte; ties between chunks included."""
+def test_memory_of_all_combinations_equals_memory_of_each(seed: int) -> None:
     evaluator = evaluator_of("interleaved", seed, 1)
     assert evaluator is not None
     fitting = RecomputeFitter(evaluator)
@@ -186,8 +183,7 @@ def test_memory_of_all_ways_is_that_of_each(seed: int) -> None:
         assert np.array_equal(over[:, n], evaluator.over_bytes(cuts, choices))
 
 
-def test_minimal_choices_fit_and_none_below_them_does() -> None:
-    """Of nine ways for two chunks, those that fit and recompute no more than they must."""
+def test_minimal_choices_are_those_that_fit_with_least_recomputation() -> None:
     evaluator = evaluator_of("interleaved", 2)
     assert evaluator is not None
     fitting = RecomputeFitter(evaluator)
@@ -202,7 +198,7 @@ def test_minimal_choices_fit_and_none_below_them_does() -> None:
 
 
 def test_moves_shift_blocks_of_cuts() -> None:
-    """One cut by up to four layers, several by up to two; the ends of the chain stay."""
+    """Moves shift one cut by up to four layers and several by up to two."""
     every = {tuple(row) for row in moves(4).tolist()}
     assert {(0, 4, 0, 0, 0), (0, 1, 1, 0, 0), (0, 0, -2, -2, 0), (0, 1, 1, 1, 0)} <= every
     assert len(every) == len(moves(4)) == 3 * 6 + 2 * 4 + 1 * 4
@@ -210,8 +206,7 @@ def test_moves_shift_blocks_of_cuts() -> None:
     assert not len(moves(1))
 
 
-def test_sums_of_unknown_times() -> None:
-    """Factors of the same unknown add up; nothing is 0."""
+def test_linear_expressions_add_factors() -> None:
     one = Linear({1: 2.0, 2: 1.0}, 3.0)
     both = one + Linear({1: -1.0}) + 1.0
     assert (dict(both.factors), both.constant) == ({1: 1.0, 2: 1.0}, 4.0)
@@ -221,14 +216,13 @@ def test_sums_of_unknown_times() -> None:
 
 
 def test_fixed_cuts_get_the_best_recomputation() -> None:
-    """Three cuts and all choices for their stages: what the plan takes is the best that fits."""
     loose = evaluator_of("interleaved", 4)
     assert loose is not None
     profile = profile_for(4)
     cuts, choices = every_partition(loose)
     for balance in ((2, 2, 2, 1), (1, 2, 3, 1), (3, 1, 1, 2)):
         is_one = (np.diff(cuts, axis=1) == balance).all(axis=1)
-        for cap in caps_of(loose):
+        for cap in limits_of(loose):
             evaluator = evaluator_of("interleaved", 4, cap)
             assert evaluator is not None
             fits = is_one & (evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
@@ -243,8 +237,8 @@ def test_fixed_cuts_get_the_best_recomputation() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-def test_what_stages_hold_at_least_by_single_layers(schedule: ScheduleName, seed: int) -> None:
-    """At every moment and with any layers recomputed, no less than without any, each taken off at most what it says."""
+def test_least_memory_of_single_layers_is_at_most_the_memory_of_a_stage(schedule: ScheduleName, seed: int) -> None:
+    """Every moment is checked, with and without recomputed layers."""
     evaluator = evaluator_of(schedule, seed, recompute="layers")
     assert evaluator is not None
     rng, costs = random.Random(seed), evaluator.case.costs
@@ -263,11 +257,10 @@ def test_what_stages_hold_at_least_by_single_layers(schedule: ScheduleName, seed
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName, seed: int) -> None:
-    """Under caps from hardly enough on, in all cuts, with what takes the least time on each device."""
+def test_bound_with_single_layers_is_at_most_every_plan(schedule: ScheduleName, seed: int) -> None:
     loose = evaluator_of(schedule, seed)
     assert loose is not None
-    for cap in list(caps_of(loose))[:2]:
+    for cap in list(limits_of(loose))[:2]:
         evaluator = evaluator_of(schedule, seed, cap, recompute="layers")
         assert evaluator is not None
         progress = Progress(case=evaluator.case, effort=Effort(None), deadline=NEVER, upper_us=np.inf)
@@ -281,8 +274,8 @@ def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName
 
 
 @pytest.mark.slow
-def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From where the search of each case ends; what is proven is not, and a time limit is kept."""
+def test_best_case_is_improved_further_unless_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The improvement respects the time limit."""
     rng = random.Random(5)
     times = [(4000 * rng.lognormvariate(0, 0.7), 8000 * rng.lognormvariate(0, 0.7)) for _ in range(30)]
     profile = chain(*(layer(f"l{n}", forward_us=f, backward_us=b) for n, (f, b) in enumerate(times)))
@@ -304,8 +297,8 @@ def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_what_noise_does_to_a_plan_is_not_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles that scatter by nothing to speak of: no plan of theirs beats the one that was searched on."""
+def test_noise_analysis_keeps_the_improved_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With almost no spread, no other plan beats the improved one."""
     rng = random.Random(7)
     times = [(4000 * rng.lognormvariate(0, 0.7), 8000 * rng.lognormvariate(0, 0.7)) for _ in range(24)]
     layers = (layer(f"l{n}", forward_us=f, backward_us=b, spread=(1e-9,)) for n, (f, b) in enumerate(times))

@@ -1,4 +1,4 @@
-"""Which layers to recompute: against every subset of small chains, and what holds for large ones."""
+"""Choice of layers to recompute, compared with every subset of small chains."""
 
 import random
 from dataclasses import replace
@@ -20,7 +20,7 @@ COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
 
 
 def total(costs: ChainCosts, first: int, end: int, counts: tuple[int, int], recomputed: tuple[int, ...]) -> int:
-    """Bytes at the peak."""
+    """Return the bytes at the peak."""
     return stage_memory(
         costs,
         first,
@@ -34,7 +34,7 @@ def total(costs: ChainCosts, first: int, end: int, counts: tuple[int, int], reco
 def cheapest(
     costs: ChainCosts, first: int, end: int, counts: tuple[int, int], limit: float, *, most_labels: int = 4096
 ) -> LayerChoice | None:
-    """What is asked about."""
+    """Return the cheapest layers to recompute."""
     return cheapest_layers(
         costs,
         first,
@@ -46,20 +46,20 @@ def cheapest(
 
 
 def bounds(costs: ChainCosts, firsts: list[int], stop: int, counts: tuple[int, int], limit: float) -> np.ndarray:
-    """Of all stages."""
+    """Return the lower bounds of all stages."""
     return least_recompute_us(costs, np.array(firsts), stop, moments_with(*counts), limit_bytes=limit)
 
 
 def limits(least: int, most: int, rng: random.Random) -> list[int]:
-    """From just infeasible to loose."""
+    """Return memory limits from just infeasible to loose."""
     return [least - 1, least, least + 1, most - 1, most, *(rng.randint(least, most) for _ in range(6))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["additive", "exact", "compiled"])
 @pytest.mark.parametrize("seed", range(20))
-def test_as_cheap_as_the_best_of_all_subsets(seed: int, kind: str) -> None:
-    """And within the cap; None only where nothing fits. The bound is never above it, few labels never below."""
+def test_cheapest_layers_equal_the_best_subset(seed: int, kind: str) -> None:
+    """Few labels give a result that is never cheaper, and a bound that is never above the best subset."""
     rng = random.Random(seed)
     profile = random_profile(seed, 7, exact=kind == "exact", sizes=(1, 4))
     costs = costs_at(with_programs(profile, seed) if kind == "compiled" else profile, rng.choice([1, 3, 4]))
@@ -88,7 +88,7 @@ def test_as_cheap_as_the_best_of_all_subsets(seed: int, kind: str) -> None:
 
 
 def blocks(num_layers: int, *, noise: float = 0.0, seed: int = 0) -> ChainCosts:
-    """A transformer's blocks: inputs kept, 16 times as much inside, which differs by `noise`, as do their times."""
+    """Return transformer blocks that save their inputs and 16 times as much inside; `noise` varies sizes and times."""
     rng = random.Random(seed)
     size = 1 << 20
     layers = []
@@ -110,8 +110,7 @@ def blocks(num_layers: int, *, noise: float = 0.0, seed: int = 0) -> ChainCosts:
 
 
 @pytest.mark.parametrize("num_layers", [24, 200])
-def test_of_layers_that_are_alike_as_many_as_it_takes(num_layers: int) -> None:
-    """One layer less would not fit; a few labels are enough to know."""
+def test_equal_layers_are_recomputed_as_few_as_possible(num_layers: int) -> None:
     costs, counts = blocks(num_layers), (8, 8)
     never, always = (total(costs, 0, num_layers, counts, tuple(range(n))) for n in (0, num_layers))
     for share in (0.2, 0.5, 0.8):
@@ -125,7 +124,6 @@ def test_of_layers_that_are_alike_as_many_as_it_takes(num_layers: int) -> None:
 
 
 def test_large_chains_are_solved_exactly() -> None:
-    """Two hundred layers that all differ; the bound of the whole chain lies close below the answer."""
     costs, counts = blocks(200, noise=1.0), (8, 8)
     never, always = (total(costs, 0, 200, counts, tuple(range(n))) for n in (0, 200))
     for share in (0.2, 0.5, 0.8):
@@ -139,8 +137,8 @@ def test_large_chains_are_solved_exactly() -> None:
         assert (np.diff(bound[0]) >= -1e-6).all()
 
 
-def test_where_labels_run_out_the_bound_remains() -> None:
-    """A subset sum: saved bytes are times, so that every subset is as good as any."""
+def test_bound_is_true_if_labels_run_out() -> None:
+    """In this subset sum, saved bytes are proportional to times, so every subset is equally good."""
     rng = random.Random(1)
     layers = []
     for n in range(60):
@@ -156,8 +154,8 @@ def test_where_labels_run_out_the_bound_remains() -> None:
     assert 0.99 * found.recompute_us <= found.lower_bound_us <= found.recompute_us
 
 
-def test_nothing_is_recomputed_where_all_fits() -> None:
-    """Nor layers that cost no time, for nothing."""
+def test_nothing_is_recomputed_if_everything_fits() -> None:
+    """Layers that take no time are not recomputed either."""
     costs = replace(blocks(6), forward_us=np.array([0.0, 5.0, 0.0, 5.0, 0.0, 5.0]))
     never = total(costs, 0, 6, (4, 4), ())
     found = cheapest(costs, 0, 6, (4, 4), never)
@@ -168,16 +166,14 @@ def test_nothing_is_recomputed_where_all_fits() -> None:
 
 
 @pytest.mark.parametrize("fits", [False, True])
-def test_parameters_alone_may_not_fit(*, fits: bool) -> None:
-    """Then no choice does: neither the optimizer's step nor anything else depends on it."""
+def test_no_choice_exists_if_parameters_do_not_fit(*, fits: bool) -> None:
     costs = blocks(4)
     limit = float(total(costs, 0, 4, (2, 2), (0, 1, 2, 3)) if fits else costs.state.parameters.sum())
     assert (cheapest(costs, 0, 4, (2, 2), limit) is not None) is fits
     assert bool(np.isfinite(bounds(costs, [0], 4, (2, 2), limit)[0, -1])) is fits
 
 
-def test_blocks_of_stages_are_those_of_the_whole_table() -> None:
-    """Any rows, any columns."""
+def test_part_of_the_bound_table_equals_the_whole_table() -> None:
     costs = blocks(12, noise=1.0)
     limit = 0.5 * total(costs, 0, 12, (4, 4), ())
     whole = bounds(costs, list(range(12)), 12, (4, 4), limit)

@@ -1,4 +1,4 @@
-"""Single layers recomputed under schedules other than GPipe: what fits, what is cheapest, and what it is worth."""
+"""Recomputation of single layers under schedules other than GPipe."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -22,14 +22,14 @@ from tests.support.profiles import inputs_of
 
 
 def inputs_for(schedule: ScheduleName, **changes: object) -> Inputs:
-    """Two devices, each with as many stages as the schedule needs."""
+    """Return inputs of two devices, each with as many stages as the schedule needs."""
     rule = SCHEDULES.get(schedule)
     chunks = (rule.exact_chunks or 2 if rule.is_chunked else 1) if rule else 0
     return replace(inputs_of(2, 4, overhead_us=2.0), schedule=schedule, chunks=chunks, **changes)
 
 
 def solved(profile: Profile, inputs: Inputs, *, balance: tuple[int, ...] | None = None) -> Plan:
-    """The plan for four micro-batches, which `check` takes."""
+    """Return the plan for four micro-batches, accepted by `check`."""
     plan = solve(profile, Request(inputs=inputs, micro_batches=4, balance=balance))
     assert judge(plan, profile, profile_digest=plan.inputs.profile.digest, strict=True).fits
     assert plan.solver.lower_bound_us <= plan.predicted.step_us
@@ -37,8 +37,7 @@ def solved(profile: Profile, inputs: Inputs, *, balance: tuple[int, ...] | None 
 
 
 @pytest.mark.parametrize(("schedule", "least"), [("1f1b", 0.05), ("interleaved", 0.02), ("zb-h1", 0.3), ("zbv", 0.02)])
-def test_faster_than_whole_stages_and_never_slower(schedule: ScheduleName, least: float) -> None:
-    """With less memory than is held without recomputation; for cuts that are given as well."""
+def test_recomputing_single_layers_is_at_least_as_fast_as_whole_stages(schedule: ScheduleName, least: float) -> None:
     gains = []
     for seed, share in ((1, 0.85), (2, 0.7)):
         profile = heavy_chain(seed, 9)
@@ -57,8 +56,8 @@ def test_faster_than_whole_stages_and_never_slower(schedule: ScheduleName, least
 
 
 @pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.45), ("zb-h1", 0.7), ("zbv", 0.55)])
-def test_it_fits_where_no_whole_stage_does(schedule: ScheduleName, share: float) -> None:
-    """What a stage holds that is recomputed as a whole comes all at once in its backward."""
+def test_recomputing_single_layers_fits_if_whole_stages_do_not(schedule: ScheduleName, share: float) -> None:
+    """A stage that is recomputed as a whole holds all its activations in its backward."""
     profile = heavy_chain(int(schedule != "zbv"), 9)
     cap = int(share * max(solved(profile, inputs_for(schedule, recompute="never")).device_bytes()))
     inputs = inputs_for(schedule, recompute="auto", memory_bytes=(cap, cap))
@@ -67,8 +66,7 @@ def test_it_fits_where_no_whole_stage_does(schedule: ScheduleName, share: float)
     assert solved(profile, replace(inputs, recompute="layers")).predicted.recompute_share > 0
 
 
-def test_the_schedule_left_open() -> None:
-    """All schedules are compared, and none that is asked for by name is faster."""
+def test_auto_with_single_layers_is_at_least_as_fast_as_each_schedule() -> None:
     profile = heavy_chain(0, 9)
     inputs = inputs_for("auto", recompute="layers", memory_bytes=(6000, 6000))
     best = solved(profile, inputs)
@@ -83,8 +81,8 @@ def test_the_schedule_left_open() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "zbv"])
-def test_what_a_device_recomputes(schedule: ScheduleName, *, exact: bool) -> None:
-    """Beside every subset of its layers: it fits, and of one stage nothing is cheaper; of two, hardly anything."""
+def test_recomputed_layers_of_a_device_equal_the_best_subset(schedule: ScheduleName, *, exact: bool) -> None:
+    """With two stages on a device the choice may be up to 2 % more expensive."""
     chunks = SCHEDULES[schedule].exact_chunks or 2 if SCHEDULES[schedule].is_chunked else 1
     spent = least = 0.0
     for seed in range(4):
@@ -111,7 +109,7 @@ def test_what_a_device_recomputes(schedule: ScheduleName, *, exact: bool) -> Non
 
 
 def bytes_with(evaluator: Evaluator, cuts: np.ndarray, recomputed: tuple[int, ...]) -> int:
-    """The peak of the first device with these layers recomputed, by the law itself."""
+    """Return the peak of the first device with these layers recomputed, by the cost model."""
     some = tuple(tuple(n for n in recomputed if first <= n < end) for first, end in pairwise(cuts.tolist()))
     partition = Partition(
         schedule=evaluator.case.schedule.name,
@@ -125,8 +123,7 @@ def bytes_with(evaluator: Evaluator, cuts: np.ndarray, recomputed: tuple[int, ..
     return sum(stages[s].memory.total for s in evaluator.chunks[0])
 
 
-def test_lists_are_made_for_given_cuts_of_one_chunk() -> None:
-    """`--schedule search --chunks 1 --balance …` has an answer, as without the number of chunks."""
+def test_search_accepts_given_cuts_with_one_chunk() -> None:
     profile, inputs = heavy_chain(1, 6), inputs_for("search")
     free, one = (solved(profile, replace(inputs, chunks=chunks), balance=(3, 3)) for chunks in (0, 1))
     assert one.chunks == 1

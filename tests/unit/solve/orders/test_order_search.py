@@ -1,4 +1,4 @@
-"""Lists made for given stages: against published bars, against all orders of tiny pipelines, within their memory."""
+"""Search of action orders for given stages, compared with published bubbles and with all orders of tiny pipelines."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -73,14 +73,14 @@ def most_held(row: Sequence[Action], between: float) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1])
 @pytest.mark.parametrize(("size", "durations", "between", "bubbles"), PUBLISHED)
-def test_no_worse_than_published_searches(
+def test_bubble_is_at_most_that_of_published_searches(
     size: tuple[int, int],
     durations: tuple[float, ...],
     between: float,
     bubbles: tuple[float, ...],
     limit: int,
 ) -> None:
-    """The bubble at 1F1B's memory and at twice of it, to four digits."""
+    """The memory limits are that of 1F1B and twice that, as published."""
     (devices, micro_batches), (forward, inputs, weights, send), published = size, durations, bubbles[limit]
     times = [stage(forward, inputs, weights, send if k + 1 < devices else 0.0) for k in range(devices)]
     asked = problem(times, micro_batches, [(limit + 1) * devices] * devices, between=between)
@@ -91,8 +91,8 @@ def test_no_worse_than_published_searches(
     assert all(most_held(row, between) <= (limit + 1) * devices + 1e-9 for row in found.rows)
 
 
-def test_a_published_search_cannot_be_beaten() -> None:
-    """The bubble of ZB-2p in the first row is what no lists go below: all there is to do on the last device."""
+def test_lower_bound_equals_the_published_bubble() -> None:
+    """The work on the last device bounds the bubble of ZB-2p in the first row."""
     (devices, micro_batches), (forward, inputs, weights, send), between, (_, published) = PUBLISHED[0]
     times = [stage(forward, inputs, weights, send if k + 1 < devices else 0.0) for k in range(devices)]
     asked = problem(times, micro_batches, [2 * devices] * devices, between=between)
@@ -101,7 +101,7 @@ def test_a_published_search_cannot_be_beaten() -> None:
 
 
 def every_order(micro_batches: int, stage_index: int) -> Iterator[tuple[Action, ...]]:
-    """All orders of F, I and W of a stage in which no kind overtakes itself."""
+    """Yield all orders of F, I and W of a stage that keep the micro-batches of each kind in order."""
 
     def longer(row: tuple[Action, ...], done: tuple[int, int, int]) -> Iterator[tuple[Action, ...]]:
         if done == (micro_batches,) * 3:
@@ -118,7 +118,7 @@ _KINDS: tuple[Letter, ...] = ("F", "I", "W")
 
 
 def slow_period(rows: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> float:
-    """Another simulator, for halves alone: devices go on in any order; infinite where they wait for each other."""
+    """Return the period by an independent simulator of split backwards; infinite for deadlocks."""
     place = {(a.kind, a.stage): d for d, row in enumerate(rows) for a in row}
     links: dict[tuple[int, int], float] = {}
     arrived: dict[tuple[str, int, int], float] = {("F", 0, i): 0.0 for i in range(len(rows[0]))}
@@ -150,8 +150,8 @@ def slow_period(rows: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "micro_batches"), [(1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)])
-def test_equal_to_all_orders_of_tiny_pipelines(devices: int, micro_batches: int) -> None:
-    """Under caps, with uneven stages and links: nothing is better than what is found, judged by another simulator."""
+def test_order_search_equals_brute_force_of_tiny_pipelines(devices: int, micro_batches: int) -> None:
+    """Another simulator evaluates the orders; stages and links are uneven, and memory is limited."""
     rng = random.Random(devices * 10 + micro_batches)
     rounds = 1 if devices * micro_batches == 9 else 6  # up to 42^3 orders
     for _ in range(rounds):
@@ -178,7 +178,7 @@ def test_equal_to_all_orders_of_tiny_pipelines(devices: int, micro_batches: int)
 
 
 def every_mixed_order(micro_batches: int, stage_index: int) -> Iterator[tuple[Action, ...]]:
-    """All orders of a stage in which each micro-batch has B, or I and a later W, and no kind overtakes itself."""
+    """Yield all orders of a stage in which each micro-batch has B, or I and a later W."""
     either: tuple[Letter, ...] = ("B", "I")
     for kinds in product(either, repeat=micro_batches):
         backwards = [Action(stage_index, kind, n) for n, kind in enumerate(kinds)]
@@ -193,13 +193,13 @@ def every_mixed_order(micro_batches: int, stage_index: int) -> Iterator[tuple[Ac
 
 
 def costly_split(forward: float, inputs: float, weights: float, send: float = 0.0) -> StageTimes:
-    """A stage whose split backward takes a fifth longer than its whole backward."""
+    """Return a stage whose split backward takes a fifth longer than its whole backward."""
     whole = (inputs + weights) / 1.2
     return replace(stage(forward, inputs, weights, send), backward_us=whole, last_backward_us=whole)
 
 
-def test_whole_and_split_backwards_are_mixed() -> None:
-    """All orders of two devices are searched, and some pipelines are faster than with one kind of backward alone."""
+def test_mix_of_whole_and_split_backwards_equals_brute_force() -> None:
+    """Some of the pipelines are faster with a mix than with one kind of backward."""
     rng, num_mixed = random.Random(2), 0
     for _ in range(8):
         times = [costly_split(rng.uniform(1, 4), rng.uniform(1, 4), rng.uniform(0.5, 3)) for _ in range(2)]
@@ -217,8 +217,7 @@ def test_whole_and_split_backwards_are_mixed() -> None:
     assert num_mixed
 
 
-def test_backwards_are_merged_where_a_split_gains_nothing() -> None:
-    """With too many orders to try all, the search still makes some backwards whole, and is faster for it."""
+def test_backwards_are_merged_if_a_split_gains_nothing() -> None:
     times = [costly_split(1, 1, 1)] * 4
     asked = problem(times, 8, [4.0] * 4)
     found = OrderSearch(asked, lambda _: True).search(150_000)
@@ -232,7 +231,7 @@ def test_backwards_are_merged_where_a_split_gains_nothing() -> None:
 
 
 def interleavings(*rows: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:
-    """All orders of the actions in which each of the rows keeps its own."""
+    """Yield all orders of the actions that keep the order of each row."""
     if not any(rows):
         yield ()
     for n, row in enumerate(rows):
@@ -241,8 +240,8 @@ def interleavings(*rows: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:
 
 
 @pytest.mark.parametrize("placement", ["loop", "v"])
-def test_the_bound_is_below_all_orders_of_two_chunks(placement: Placement) -> None:
-    """One micro-batch through two chunks on two devices: it is met where a device waits for its other chunk alone."""
+def test_bound_is_at_most_all_orders_of_two_chunks(placement: Placement) -> None:
+    """The bound is reached if a device waits only for its other chunk."""
     rng, met = random.Random(9), 0
     for _ in range(12):
         times = [
@@ -260,8 +259,7 @@ def test_the_bound_is_below_all_orders_of_two_chunks(placement: Placement) -> No
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zbv", "v-half"])
-def test_the_simulator_agrees_with_another_one(name: str) -> None:
-    """To 1e-9, for uneven stages on a loop and a V."""
+def test_period_equals_another_simulator(name: str) -> None:
     rng = random.Random(7)
     schedule = SCHEDULES[name]
     chunks = schedule.exact_chunks or 1
@@ -275,8 +273,7 @@ def test_the_simulator_agrees_with_another_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("placement", ["loop", "v"])
-def test_lists_are_valid_and_above_the_bound(placement: Placement) -> None:
-    """Of uneven stages under uneven caps, for both placements: they can run, and no bound is broken."""
+def test_action_orders_are_valid_and_respect_limit_and_bound(placement: Placement) -> None:
     rng = random.Random(3)
     for _ in range(8):
         devices, chunks, micro_batches = rng.choice((2, 3, 4)), 2 if placement == "v" else 1, rng.choice((3, 5, 8))
@@ -291,8 +288,8 @@ def test_lists_are_valid_and_above_the_bound(placement: Placement) -> None:
         assert all(most_held(row, 1.0) <= limit + 1e-9 for row, limit in zip(found.rows, limits, strict=True))
 
 
-def test_a_model_is_followed_where_it_fits() -> None:
-    """ZB-V's own lists come out where times are even and memory is enough: no device waits."""
+def test_given_order_is_used_if_it_fits() -> None:
+    """With even times and enough memory, the order of ZB-V has no idle time."""
     devices, micro_batches = 4, 8
     asked = problem([stage(1, 1, 1)] * 8, micro_batches, [2 * devices] * devices, num_devices=devices, placement="v")
     models = [SCHEDULES["zbv"].actions(devices, micro_batches, 2)]

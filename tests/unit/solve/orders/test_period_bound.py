@@ -1,4 +1,4 @@
-"""The bound of searched schedules: below every plan there is, above what the work alone takes."""
+"""Lower bound of searched schedules: at most every plan, above the time of the work."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise, product
@@ -20,11 +20,11 @@ from tests.support.profiles import inputs_of
 
 M = 2
 ORDERS = ("FFIIWW", "FFIWIW", "FIFIWW", "FIFWIW", "FIWFIW")
-"""All orders of F, I and W of two micro-batches in which no kind overtakes itself."""
+"""All orders of F, I and W of two micro-batches that keep the micro-batches of each kind in order."""
 
 
 def row(stage: int, kinds: str) -> tuple[Action, ...]:
-    """The actions of one stage."""
+    """Return the actions of one stage."""
     seen = dict.fromkeys("FIW", -1)
     actions = []
     for kind in kinds:
@@ -34,7 +34,7 @@ def row(stage: int, kinds: str) -> tuple[Action, ...]:
 
 
 def fastest_us(profile: Profile, inputs: Inputs) -> tuple[float, float]:
-    """The fastest of all plans that fit: every cut, recomputation and order of halves; and what its work takes."""
+    """Return the step time of the fastest plan that fits, by brute force, and the time of its work."""
     costs, cluster, best = costs_at(profile, 1), inputs.cluster, float("inf")
     num_layers = len(profile.layers)
     for num_devices in (1, 2):
@@ -62,8 +62,8 @@ def fastest_us(profile: Profile, inputs: Inputs) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-def test_the_bound_is_below_every_plan_and_above_the_work(seed: int) -> None:
-    """Of tiny chains under caps that make them recompute, judged plan by plan."""
+def test_bound_is_at_most_every_plan_and_above_the_work(seed: int) -> None:
+    """Memory limits require recomputation."""
     profile = random_profile(seed, 4, exact=seed % 2 == 0)
     free = inputs_of(2, M, link=Link(latency_us=3.0, bytes_per_s=1e6))
     needed = solve(profile, Request(inputs=replace(free, schedule="gpipe"), micro_batches=M)).device_bytes()

@@ -15,8 +15,8 @@ from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import inputs_of
 
 
-def test_a_search_continues_from_a_plan() -> None:
-    """From a plan under 1F1B, cuts and orders are improved; nothing slower is an answer, and little effort suffices."""
+def test_search_improves_a_plan_under_1f1b() -> None:
+    """A slower plan is never returned, and little effort suffices."""
     profile = random_profile(1, 12)
     request = Request(inputs=replace(inputs_of(3, 6), schedule="1f1b"), micro_batches=6)
     (plain,) = cases_of(profile, request)
@@ -36,8 +36,7 @@ def test_a_search_continues_from_a_plan() -> None:
     assert again.actions <= 2_000
 
 
-def test_the_best_plan_under_a_named_schedule_gets_its_own_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of an open request: without effort for `search` before, the answer is searched nevertheless."""
+def test_auto_searches_orders_for_the_best_named_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [
         layer(
             f"l{n}",
@@ -60,7 +59,7 @@ def test_the_best_plan_under_a_named_schedule_gets_its_own_orders(monkeypatch: p
     assert plan.predicted.step_us < solve(profile, request).predicted.step_us
 
 
-def test_orders_close_to_the_memory_limit_are_checked_by_the_exact_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_near_the_memory_limit_are_checked_by_the_exact_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The approximate memory forbids the order of the best named schedule, so a search that relies on it is slower."""
     work, output = [100.0 * 0.95**n for n in range(10)], [60_000 // 2**n for n in range(10)]
     layers = [

@@ -1,4 +1,4 @@
-"""The check of a plan's certificate."""
+"""Check of a plan's certificate."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of
 
 
-def test_a_bound_is_checked_with_little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One brief pass for a plan with a gap, every search for one that is called optimal; a false bound is found."""
+def test_certificate_check_finds_a_false_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan with a gap gets one brief search, a plan that is called optimal gets every search."""
     profile = random_profile(5, 8)
     inputs = replace(inputs_of(3, 6), schedule="auto")
     plan = solve(profile, Request(inputs=inputs, micro_batches=6, actions=10_000, searches_on=False))

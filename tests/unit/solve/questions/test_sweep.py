@@ -1,4 +1,4 @@
-"""A sweep answers every cell as if it had been asked alone."""
+"""Sweeps: every cell equals a request of its own."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ COUNTS = (1, 2, 3, 5, 12)
 
 
 def alone(profile: Profile, devices: int, cap: int, schedule: str) -> Plan | None:
-    """The plan of one cell, by a search of its own."""
+    """Return the plan of one cell, by a search of its own."""
     try:
         return api.solve(
             profile, devices=min(devices, len(profile.layers)), mem=cap, batch=8, schedule=schedule, headroom="10%"
@@ -30,8 +30,7 @@ def alone(profile: Profile, devices: int, cap: int, schedule: str) -> Plan | Non
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_every_cell_is_the_plan_of_its_own_search(seed: int, schedule: str) -> None:
-    """Also where a search was spared; caps, devices and headroom as asked."""
+def test_every_cell_equals_the_plan_of_its_own_search(seed: int, schedule: str) -> None:
     profile = random_profile(seed, 8, sizes=(1, 2, 4))
     sweep = api.sweep(profile, devices=COUNTS, mem=CAPS, batch=8, schedule=schedule, headroom="10%")
     assert [(cell.devices, cell.memory_bytes) for cell in sweep.cells] == [(d, m) for d in COUNTS for m in CAPS]
@@ -51,8 +50,7 @@ def test_every_cell_is_the_plan_of_its_own_search(seed: int, schedule: str) -> N
     assert "none" in statuses
 
 
-def test_the_smallest_cluster_is_named() -> None:
-    """Fewest devices first, then least memory; none where nothing fits."""
+def test_smallest_cluster_has_fewest_devices_then_least_memory() -> None:
     sweep = api.sweep(gate.profile(), devices="1,2,3", mem="500kB,900kB,1.5MB", batch=4, schedule="gpipe")
     assert sweep.smallest is not None
     found = sweep.cells[sweep.smallest]
@@ -61,15 +59,13 @@ def test_the_smallest_cluster_is_named() -> None:
     assert api.sweep(gate.profile(), devices=2, mem="1kB", batch=4).smallest is None
 
 
-def test_samples_per_device_count_devices_that_lie_idle() -> None:
-    """Twelve devices for six layers: half of them are paid for nothing."""
+def test_samples_per_device_count_idle_devices() -> None:
     (cell,) = api.sweep(gate.profile(), devices=12, mem="2MB", batch=4).cells
     assert cell.plan is not None
     assert cell.samples_per_device_s == pytest.approx(cell.plan.predicted.samples_per_s / 12)
 
 
-def test_few_searches_answer_many_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a cap does not bind, one search per number of devices is enough."""
+def test_limits_that_do_not_bind_share_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     real = searches.solve
 
@@ -83,9 +79,7 @@ def test_few_searches_answer_many_cells(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [3, 2, 1]
 
 
-def test_a_time_limit_leaves_cells_open_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not found in time is not said to be impossible."""
-
+def test_cells_are_unknown_if_the_time_limit_ends_their_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*_: object, **__: object) -> Plan:
         raise SolverError("too late")
 
@@ -94,14 +88,12 @@ def test_a_time_limit_leaves_cells_open_not_refused(monkeypatch: pytest.MonkeyPa
     assert [cell.status for cell in sweep.cells] == ["unknown"]
 
 
-def test_a_wrong_question_is_refused_as_a_whole() -> None:
-    """A batch that cannot be split is no matter of memory."""
+def test_sweep_refuses_invalid_requests() -> None:
     with pytest.raises(UsageError, match=re.escape("micro-batches of 3")):
         api.sweep(gate.profile(), devices="1,2", mem="1MB", batch=3, micro_batches=1)
 
 
-def test_the_profiled_device_is_the_cap_where_none_is_given() -> None:
-    """As in `solve`."""
+def test_memory_limit_defaults_to_the_profiled_device() -> None:
     device = replace(gate.profile().device, memory_bytes=2_000_000)
     sweep = api.sweep(replace(gate.profile(), device=device), devices=1, batch=4, headroom="10%")
     assert sweep.memory_bytes == (2_000_000,)

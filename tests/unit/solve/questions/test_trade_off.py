@@ -1,4 +1,4 @@
-"""What each schedule would give for the same question."""
+"""Trade-off between schedules for the same request."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +16,12 @@ CAP = 2000
 
 
 def tight() -> Profile:
-    """Eight layers that keep 100 bytes of each micro-batch."""
+    """Return eight layers that save 100 bytes per micro-batch."""
     return profile_of([10.0] * 8, [20.0] * 8, saved_bytes=100)
 
 
-def in_halves() -> Profile:
-    """The same with measured halves."""
+def with_split_backward() -> Profile:
+    """Return the same layers with measured split backwards."""
     layers = tight().layers
     halves = [
         replace(
@@ -40,10 +40,9 @@ def answer(profile: Profile, **changes: object):
     return solve(profile, Request(inputs=inputs, micro_batches=16, actions=20_000))
 
 
-def test_every_schedule_has_a_point_where_halves_were_measured() -> None:
-    """In their usual order; that of the answer is the answer, and what fits keeps the cap."""
-    plan = answer(in_halves())
-    points = trade_off_of(in_halves(), plan, micro_batches=16)
+def test_every_schedule_has_a_point_if_split_backwards_were_measured() -> None:
+    plan = answer(with_split_backward())
+    points = trade_off_of(with_split_backward(), plan, micro_batches=16)
     names = [point.schedule for point in points]
     assert names == [name for name in (*SCHEDULES, SEARCHED.name) if name in names]
     assert set(names) >= set(SCHEDULES)
@@ -54,35 +53,31 @@ def test_every_schedule_has_a_point_where_halves_were_measured() -> None:
     assert sum(point.fits for point in points) >= 5
 
 
-def test_nothing_is_said_of_halves_that_nobody_measured() -> None:
-    """They are not tried, so they have no point."""
+def test_zero_bubble_schedules_have_no_point_without_split_backwards() -> None:
     points = trade_off_of(tight(), answer(tight()))
     tried = {point.schedule for point in points}
     assert {"gpipe", "1f1b", "interleaved"} <= tried
     assert not tried & {schedule.name for schedule in SPLITTING}
 
 
-def test_a_point_is_what_the_schedule_alone_gives() -> None:
-    """GPipe's best plan is proven either way."""
+def test_point_equals_the_plan_of_its_schedule() -> None:
     points = trade_off_of(tight(), answer(tight()), micro_batches=16)
     inputs = replace(inputs_of(4, 16, memory_bytes=CAP), schedule="gpipe")
     alone = solve(tight(), Request(inputs=inputs, micro_batches=16))
     assert points[0].step_us == pytest.approx(alone.predicted.step_us)
 
 
-def test_what_asks_for_one_schedule_compares_nothing() -> None:
-    """Nor do cuts that are given, or a pipeline of one device."""
+def test_named_schedules_and_given_cuts_have_no_trade_off() -> None:
     plan = answer(tight())
     assert trade_off_of(tight(), replace(plan, inputs=replace(plan.inputs, schedule="gpipe"))) == ()
     assert trade_off_of(tight(), replace(plan, solver=replace(plan.solver, status="given"))) == ()
 
 
-def test_the_file_holds_it_only_where_it_was_asked_for(tmp_path: Path) -> None:
-    """As the trade-off over M; it is read back as it was written."""
+def test_plan_file_has_the_trade_off_only_if_requested(tmp_path: Path) -> None:
     place = tmp_path / "plan.yaml"
     asked = {"devices": 2, "mem": CAP, "batch": 4, "micro_batches": 4, "output": place}
-    assert api.solve(in_halves(), **asked).schedules == ()
+    assert api.solve(with_split_backward(), **asked).schedules == ()
     assert "schedules:" not in place.read_text()
-    plan = api.solve(in_halves(), frontier=True, **asked)
+    plan = api.solve(with_split_backward(), frontier=True, **asked)
     assert len(plan.schedules) >= len(SCHEDULES)
     assert [p.schedule for p in files.read_plan(str(place)).schedules] == [p.schedule for p in plan.schedules]
