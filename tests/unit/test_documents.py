@@ -1,4 +1,4 @@
-"""The documents hold together: links lead somewhere, the site has every page, figures are those of their rows."""
+"""Consistency of the documents: links, navigation of the site, and figures from measurements."""
 
 import re
 import tomllib
@@ -17,44 +17,42 @@ PAGES = (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "sample_models").glob
 
 
 def prose(page: Path) -> str:
-    """The page without its blocks of code."""
+    """Return the page without code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
-    """What links into the page may end with: its headings, as GitHub and the site spell them."""
+    """Return the anchors of the page's headings, as GitHub and the site write them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
     plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in plain}
 
 
-def leads_nowhere(page: Path, link: str) -> bool:
+def is_broken(page: Path, link: str) -> bool:
     name, _, anchor = link.partition("#")
     target = page.parent / name if name else page
     return not target.exists() or (bool(anchor) and anchor not in anchors(target))
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    """To a file that exists, and to a heading in it."""
+def test_links_between_documents_are_valid() -> None:
     links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)", prose(page))]
     ours = [(page, link) for page, link in links if "://" not in link]
     assert len(ours) > 100
-    assert [(page.name, link) for page, link in ours if leads_nowhere(page, link)] == []
+    assert [(page.name, link) for page, link in ours if is_broken(page, link)] == []
 
 
-def named(nav: Any) -> Iterator[str]:
-    """The pages in a navigation of mkdocs."""
+def pages_of(nav: Any) -> Iterator[str]:
+    """Yield the pages of an mkdocs navigation."""
     if isinstance(nav, str):
         yield nav
     else:
         for part in nav.values() if isinstance(nav, dict) else nav:
-            yield from named(part)
+            yield from pages_of(part)
 
 
-def test_the_site_has_every_page_once() -> None:
-    """A page that is not in its navigation is found by nobody."""
+def test_site_navigation_lists_every_page_once() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    assert sorted(named(nav)) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+    assert sorted(pages_of(nav)) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
 def addresses() -> dict[str, set[str]]:
@@ -67,20 +65,19 @@ def addresses() -> dict[str, set[str]]:
     return found
 
 
-def test_the_repository_has_one_address() -> None:
-    """All files write the address that `Homepage` in pyproject.toml has."""
+def test_repository_address_is_the_same_in_all_files() -> None:
+    """The reference is `Homepage` in pyproject.toml."""
     homepage = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
     assert set(addresses()) == {homepage.removeprefix("https://github.com/")}
 
 
-def test_a_release_has_no_placeholder() -> None:
-    """A version that CHANGELOG.md lists as released has a repository with an owner."""
+def test_released_version_has_no_placeholder_address() -> None:
     is_released = f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert not (is_released and "OWNER/gpipe-plan" in addresses())
 
 
-def test_the_site_loads_its_search_from_its_own_folder() -> None:
-    """The theme loads a script from another server unless one of this name is listed."""
+def test_site_loads_search_from_its_own_folder() -> None:
+    """The theme loads a script from another server unless `extra.polyfills` lists one with its name."""
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert "offline" in site["plugins"]
     assert [script for script in site["extra"]["polyfills"] if "iframe-worker" in script]
@@ -89,14 +86,13 @@ def test_the_site_loads_its_search_from_its_own_folder() -> None:
 
 
 def tables(page: str) -> list[dict[str, list[str]]]:
-    """The columns of every table in a page, by their headers."""
+    """Return the columns of every table in a page, by header."""
     found = re.findall(r"(?:^\|.*\n)+", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     cells = [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()] for table in found]
     return [{name: [row[n] for row in rows] for n, name in enumerate(header)} for header, _, *rows in cells]
 
 
-def test_figures_beside_other_planners_are_those_of_their_rows() -> None:
-    """In docs/comparison.md and, shorter, in the README."""
+def test_comparison_with_other_planners_matches_measurements() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     of = next(table for table in tables("measurements/solve.md") if "VGG-16" in table.get("chain", ()))
     said = next(table for table in tables("comparison.md") if "planner" in table)
@@ -110,8 +106,8 @@ def test_figures_beside_other_planners_are_those_of_their_rows() -> None:
         assert f"{len(tight) - tight.count('OOM')} of {len(tight)}" in readme
 
 
-def test_figures_of_the_executor_are_those_of_its_rows() -> None:
-    """Beside torch's own loops, in README and docs/comparison.md."""
+def test_executor_figures_match_measurements() -> None:
+    """The figures are ratios to torch's own loops."""
     columns = [table["ours / bare"] for table in tables("measurements/executor.md")]
     ratios = [float(ratio) for column in columns for ratio in column if ratio]
     compared = " ".join((DOCS / "comparison.md").read_text(encoding="utf-8").split())

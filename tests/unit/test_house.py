@@ -1,8 +1,4 @@
-"""The house rules of CONTRIBUTING, held against the source.
-
-What breaks a rule stands in a list of exceptions beside it. The lists only get shorter: what no longer breaks the rule
-fails the test until it is taken out.
-"""
+"""House rules of CONTRIBUTING, checked on the source."""
 
 import ast
 import re
@@ -43,26 +39,26 @@ MANY_ARGUMENTS = {
 SCHEDULES_BY_NAME: set[str] = set()
 
 PRIVATE_TORCH = {
-    # The store of a process group that somebody else has made; nothing public tells of it.
+    # The store of an existing process group; torch has no public function for it.
     "torch.distributed.distributed_c10d._get_default_store",
-    "torch._C",  # where a tensor lies, without parting it from its lazy clones
+    "torch._C",  # address of a tensor's storage, without materializing its lazy clones
     "torch._amp_foreach_non_finite_check_and_unscale_",
     "torch._lazy_clone",
     "torch._subclasses",
     "torch.utils._python_dispatch",
     "torch.utils._pytree",
 }
-"""What the executor cannot do without, by a name that the next release need not have."""
+"""Private names of torch that the executor needs; another release may lack them."""
 
 VAGUE_NAMES: dict[str, int] = {}
-"""Rooms and the share of their names in percent, rounded up; elsewhere it is less than one."""
+"""Packages with 1 % or more vague names, and the percentage, rounded up."""
 
 DOCSTRINGS_WITHOUT_SUBJECT: dict[str, int] = {}
-"""Rooms and the share of their docstrings, in the same way."""
+"""Packages with 1 % or more docstrings without a subject, and the percentage, rounded up."""
 
 
 USERS_FILES = re.compile(r"(path/to/)?model\.py|train(_jax|_ray)?\.py|plan_\w+\.py|pip\.py")
-"""Python files of which the documents speak that are not ours: users', and what `emit` writes."""
+"""Python files in the documents that are not in this repository: users' files, and files that `emit` writes."""
 
 RECIPES = {
     "a schedule": 8,
@@ -72,7 +68,7 @@ RECIPES = {
     "an emit format": 3,
     "a finding": 2,
 }
-"""What CONTRIBUTING tells how to add, and the most modules that may take."""
+"""Recipes of CONTRIBUTING and the largest number of modules that each may change."""
 
 UNWRITTEN_RECIPES: set[str] = set()
 LONG_RECIPES: set[str] = set()
@@ -81,57 +77,50 @@ PAGES = ("CONTRIBUTING.md", *(path.relative_to(ROOT).as_posix() for path in sort
 
 
 def is_command(function: Function) -> bool:
-    """Whether it is a command of typer's, whose options are its parameters, and which nobody else calls."""
+    """Return True for a typer command: its parameters are options, and no code calls it."""
     path, _, name = function.name.partition(":")
     return path == f"planner/cli/{name}.py"
 
 
 def test_files_are_short() -> None:
-    """420 lines at most."""
     assert {module.path for module in modules() if module.num_lines > 420} == LONG_FILES
 
 
 def test_functions_are_short() -> None:
-    """60 lines of code at most."""
     assert {function.name for function in functions() if function.num_lines > 60} == LONG_FUNCTIONS
 
 
-def test_statements_are_not_deep_in_others() -> None:
-    """Three levels at most."""
+def test_statements_are_not_deeply_nested() -> None:
     assert {function.name for function in functions() if function.nesting > 3} == DEEP_FUNCTIONS
 
 
-def test_few_arguments_are_positional() -> None:
-    """Four at most, the rest are told apart by name."""
+def test_functions_have_few_positional_arguments() -> None:
     many = {function.name for function in functions() if function.num_positional > 4 and not is_command(function)}
     assert many == MANY_ARGUMENTS
 
 
-def test_only_the_schedules_know_their_names() -> None:
-    """Elsewhere nothing is done because a schedule is called so: what it can do stands in its value."""
+def test_only_schedule_modules_compare_schedule_names() -> None:
+    """Other modules use the properties of a schedule instead."""
     elsewhere = [module for module in modules() if not module.path.startswith("planner/core/schedule/")]
     words = ("gpipe", "1f1b", "interleaved")
     assert {module.path for module in elsewhere if compared_words(module, words)} == SCHEDULES_BY_NAME
 
 
-def test_the_executor_uses_public_names_of_torch() -> None:
-    """They outlive releases."""
+def test_executor_uses_public_names_of_torch() -> None:
     executor = (module for module in modules() if module.room == "executor")
     assert set().union(*map(private_torch, executor)) == PRIVATE_TORCH
 
 
-def test_names_say_the_thing() -> None:
-    """Of a hundred names in a room, not one is `given` or `_told`."""
+def test_few_names_are_vague() -> None:
     assert percent(names, is_vague) == VAGUE_NAMES
 
 
-def test_docstrings_are_sentences_of_their_own() -> None:
-    """Of a hundred docstrings in a room, not one goes on with a sentence that stands elsewhere."""
+def test_few_docstrings_lack_a_subject() -> None:
     assert percent(docstrings, has_no_subject) == DOCSTRINGS_WITHOUT_SUBJECT
 
 
 def percent(all_of: Callable[[Module], Iterable[str]], is_bad: Callable[[str], bool]) -> dict[str, int]:
-    """By room, how many of a hundred texts are bad, rounded up; rooms with one or more of a hundred."""
+    """Return the percentage of bad texts by package, rounded up, for packages with at least 1 %."""
     texts: dict[str, list[bool]] = {}
     for module in modules():
         texts.setdefault(module.room, []).extend(map(is_bad, all_of(module)))
@@ -139,8 +128,7 @@ def percent(all_of: Callable[[Module], Iterable[str]], is_bad: Callable[[str], b
     return {room: ceil(100 * share) for room, share in shares.items() if share >= 0.01}
 
 
-def test_the_solver_has_few_parts_and_few_imports_between_them() -> None:
-    """At most 16 parts, 60 imports from one part to another, and 9 floors of them."""
+def test_solver_has_few_modules_and_few_imports_between_them() -> None:
     imports: dict[str, set[str]] = {}
     for module in modules():
         place, _, name = module.path.removesuffix(".py").removeprefix("planner/").partition("/")
@@ -156,21 +144,19 @@ def test_the_solver_has_few_parts_and_few_imports_between_them() -> None:
     assert len(floors) <= 9
 
 
-def test_every_module_says_what_it_is() -> None:
-    """By a docstring."""
+def test_every_module_has_a_docstring() -> None:
     assert [module.path for module in modules() if ast.get_docstring(module.tree) is None] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_documents_name_files_that_exist(page: str) -> None:
-    """Paths of this repository, and Python files by their last parts."""
     text = (ROOT / page).read_text(encoding="utf-8")
     ours = {name for name in named_files(text) if not USERS_FILES.fullmatch(name)}
     assert {name for name in ours if not list(existing(name))} == set()
 
 
 def existing(name: str) -> Iterator[object]:
-    """The files of that name; `<format>` stands for any."""
+    """Yield the files of this name; `<format>` matches any text."""
     pattern = re.sub(r"<\w+>", "*", name).rstrip("/")
     yield from ROOT.glob(pattern)
     if pattern.endswith(".py"):
@@ -178,8 +164,7 @@ def existing(name: str) -> Iterator[object]:
         yield from ROOT.glob(f"sample_models/{pattern}")
 
 
-def test_recipes_are_short() -> None:
-    """What is added often is added in few modules, and CONTRIBUTING names them."""
+def test_recipes_change_few_modules() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     written = dict(re.findall(r"^## Adding ([^\n]+)\n(.*?)(?=^## )", text, flags=re.MULTILINE | re.DOTALL))
     ours = {recipe: {n for n in named_files(page) if n.startswith("planner/")} for recipe, page in written.items()}
@@ -189,15 +174,14 @@ def test_recipes_are_short() -> None:
     assert long == LONG_RECIPES
 
 
-def test_only_tests_of_make_nightly_read_a_clock() -> None:
-    """What the others compare is the same on a busy machine."""
+def test_only_nightly_tests_read_a_clock() -> None:
     tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
     readers = {name for path in tests if not path.startswith("tests/gpu/") for name in clock_readers(path)}
     assert readers == set()
 
 
-def test_contracts_of_layers_leave_nothing_out() -> None:
-    """A new room has to be put on a floor before it can be imported."""
+def test_layer_contracts_are_exhaustive() -> None:
+    """A new package must be added to a layer before it can be imported."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     layered = [contract for contract in settings["contracts"] if contract["type"] == "layers"]
     assert {"planner", "planner.core"} <= {room for contract in layered for room in contract["containers"]}

@@ -1,4 +1,4 @@
-"""What pyproject.toml says of the package, held against the code and the repository."""
+"""Metadata of the package in pyproject.toml, compared with the code and the repository."""
 
 import re
 import tomllib
@@ -12,28 +12,26 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 LINK = re.compile(r"\]\(([^)]+)\)")
 
 
-def named(requirements: list[str]) -> set[str]:
-    """The packages of a list of requirements, other extras of ours left out."""
+def package_names(requirements: list[str]) -> set[str]:
+    """Return the packages of a list of requirements, without our own extras."""
     names = {re.split(r"[<>=; ]", requirement)[0] for requirement in requirements}
     return {name for name in names if not name.startswith("gpipe-plan[")}
 
 
-def test_the_extras_are_those_that_messages_name() -> None:
-    """Each package that a command may lack is in the extra that its message says; `tpu` brings torch, `all` is all."""
+def test_extras_contain_the_packages_that_messages_name() -> None:
     for extra in get_args(Extra):
-        assert set(packages_of(extra)) <= named(EXTRAS[extra]), extra
+        assert set(packages_of(extra)) <= package_names(EXTRAS[extra]), extra
         assert f"[{extra}]" in install_command(extra) or extra == "train"
     assert "gpipe-plan[train]" in EXTRAS["tpu"]
     assert EXTRAS["all"] == [f"gpipe-plan[{','.join(sorted(get_args(Extra)))}]"]
 
 
-def test_without_an_extra_there_is_no_package_of_one() -> None:
-    """Five packages, of which none brings torch."""
-    assert named(PROJECT["project"]["dependencies"]) == {"numpy", "pydantic", "pyyaml", "rich", "typer"}
+def test_required_packages_do_not_include_torch() -> None:
+    assert package_names(PROJECT["project"]["dependencies"]) == {"numpy", "pydantic", "pyyaml", "rich", "typer"}
 
 
-def test_links_of_the_readme_are_whole_in_the_package_index() -> None:
-    """There is no checkout there: the name of a file, which exists, becomes its address in the repository."""
+def test_readme_links_are_absolute_in_the_package_index() -> None:
+    """The package index has no checkout, so a relative link becomes an address in the repository."""
     rules = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     ours = {link.partition("#")[0] for link in LINK.findall(text) if "://" not in link} - {""}
@@ -48,8 +46,7 @@ def test_links_of_the_readme_are_whole_in_the_package_index() -> None:
     assert all("/raw/" in picture for picture in pictures)
 
 
-def test_the_citation_is_of_this_version() -> None:
-    """One version, written twice."""
+def test_citation_has_the_version_of_the_package() -> None:
     cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
     version = re.search(r'__version__ = "(.+)"', (ROOT / "planner" / "__init__.py").read_text(encoding="utf-8"))
     assert cited

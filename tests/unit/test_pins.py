@@ -1,4 +1,4 @@
-"""The versions that `make` installs fit each other."""
+"""Compatibility of the versions that `make` installs."""
 
 import re
 import tomllib
@@ -10,15 +10,15 @@ ROOT = Path(__file__).parents[2]
 PINS = ROOT / "constraints.txt"
 
 
-def test_torchvision_is_the_one_for_torch() -> None:
-    """It is built for one release of torch; since 2.0 and 0.15 their minor versions go side by side."""
+def test_torchvision_pin_matches_torch() -> None:
+    """Each torchvision release is built for one torch release: 0.(n + 15) for 2.n."""
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", PINS.read_text(encoding="utf-8"), re.MULTILINE))
     torch, vision = (tuple(map(int, pins[name].split(".")[:2])) for name in ("torch", "torchvision"))
     assert vision == (0, torch[1] + 15)
 
 
-def test_what_builds_the_package_is_pinned() -> None:
-    """With what it needs in turn, and wherever the package is built: pip isolates builds from `--constraint`."""
+def test_build_requirements_are_pinned() -> None:
+    """Builds are isolated from `--constraint`, so each place that builds the package sets its own constraint."""
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
     needed = {re.split(r"[<>=]", name)[0] for name in requires} | {
         "trove-classifiers",
@@ -33,14 +33,12 @@ def test_what_builds_the_package_is_pinned() -> None:
         assert "PIP_BUILD_CONSTRAINT" in text, name
 
 
-def test_pinned_actions_are_renewed() -> None:
-    """Each is pinned by a commit, which somebody has to move."""
+def test_dependabot_updates_pinned_actions() -> None:
     renewed = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text(encoding="utf-8"))
     assert "github-actions" in [update["package-ecosystem"] for update in renewed["updates"]]
 
 
-def test_the_ends_of_the_range_of_torch_are_tried() -> None:
-    """By the workflow, and between them the release that is pinned."""
+def test_workflow_tests_lowest_pinned_and_highest_torch() -> None:
     declared = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tried = re.search(r"torch: \[(.*)\]", (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
     pinned = re.search(r"^torch==2\.(\d+)", PINS.read_text(encoding="utf-8"), re.MULTILINE)

@@ -18,7 +18,7 @@ from planner.core.values.sustained import SUSTAINED
 
 
 def fitted(schedule: str) -> list[Row]:
-    """Steps of the 1.5B model under a schedule, computing taken from 1F1B with the smallest M."""
+    """Return rows of the 1.5B model under a schedule, with computing times from 1F1B with the smallest M."""
     rows = list(islice(runs.zero_bubble_rows(), 9))
     return [row for row in runs.scaled(rows, rows[0]) if row.name[2] == schedule]
 
@@ -49,8 +49,8 @@ MET = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MET)
-def test_predictions_miss_by_no_more_and_no_less(name: str) -> None:
-    """The smallest and the largest difference of a table's rows."""
+def test_errors_of_published_predictions_do_not_change(name: str) -> None:
+    """The smallest and largest error of each table are compared."""
     rows, count, met = MET[name]
     errors = sorted(100 * row.error for row in rows())
     assert len(errors) == count
@@ -59,7 +59,7 @@ def test_predictions_miss_by_no_more_and_no_less(name: str) -> None:
 
 @pytest.mark.slow
 def test_default_rates_are_the_medians_of_published_runs() -> None:
-    """To whole TFLOP/s; a kind of run has the errors of its own only if there are at least three sources."""
+    """A kind of run has its own error range only with at least three sources."""
     medians = {(each.chip, each.experts): each for each in SUSTAINED}
     assert {kind: round(rate) for kind, rate in rates.medians().items()} == {
         kind: each.flops_per_s / 1e12 for kind, each in medians.items()
@@ -70,8 +70,7 @@ def test_default_rates_are_the_medians_of_published_runs() -> None:
     }
 
 
-def test_cuts_are_no_worse_than_those_made_by_hand() -> None:
-    """All optimal, and as much shorter than the authors' as the page says."""
+def test_cuts_are_at_least_as_good_as_published_ones() -> None:
     cuts = list(runs.cut_rows())
     assert {each.solved.solver.status for each in cuts} == {"optimal"}
     gains = [100 * each.gain for each in cuts]

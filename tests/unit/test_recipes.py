@@ -32,11 +32,11 @@ from tests.support.house import ROOT, named_files
 from tests.support.profiles import inputs_of, profile_of
 
 Changes = Mapping[str, tuple[tuple[str, str], ...]]
-"""By file, texts and what takes their place; in a new file the text is empty."""
+"""Old and new texts by file; the old text of a new file is empty."""
 
 
 class Reversed(Schedule):
-    """GPipe as its paper has it (arXiv:1811.06965, figure 2): backwards in the reverse order of the forwards."""
+    """GPipe as in its paper (arXiv:1811.06965, figure 2): backwards in the reverse order of the forwards."""
 
     name = "reversed"
     title = "GPipe, reversed"
@@ -44,16 +44,16 @@ class Reversed(Schedule):
     is_forwards_first = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """The micro-batch that came last is the first to go back."""
+        """Return all forwards, then the backwards from the last micro-batch to the first."""
         forwards = tuple(Action(device, "F", i) for i in range(micro_batches))
         return (*forwards, *(Action(device, "B", i) for i in reversed(range(micro_batches))))
 
 
-def test_a_schedule_is_one_class_and_its_place_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for by name it is planned, judged, shown and emitted; its memory is counted along its own program.
+def test_added_schedule_is_planned_judged_shown_and_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is computed from its own action order.
 
-    The micro-batch that `except-last` does not recompute is held by nobody else's backward, as it is under GPipe: where
-    GPipe has to compute all of them again, this one spares the last.
+    With `except-last`, no other backward holds the micro-batch that is not recomputed, so this schedule needs less
+    recomputation than GPipe.
     """
     monkeypatch.setitem(SCHEDULES, Reversed.name, Reversed())  # type: ignore[arg-type]
     profile = profile_of([10.0] * 4, [20.0] * 4, saved_bytes=100, output_bytes=10, parameter_bytes=20)
@@ -80,9 +80,7 @@ def test_a_schedule_is_one_class_and_its_place_in_the_table(monkeypatch: pytest.
     ]
 
 
-def test_a_format_is_one_function_and_its_place_in_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`emit` accepts its name, and the error for an unknown name lists it."""
-
+def test_added_emit_format_is_accepted_and_listed_in_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def emit_lines(layout: Layout) -> EngineFile:
         text = "\n".join(layer.name for stage in layout.stages for layer in stage)
         return EngineFile(name="stages.txt", text=text, notes=(), use="read stages.txt")
@@ -98,14 +96,14 @@ def test_a_format_is_one_function_and_its_place_in_the_table(monkeypatch: pytest
 
 
 def recipe(title: str) -> set[str]:
-    """Source files that the recipe names."""
+    """Return the source files that the recipe names."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (page,) = re.findall(rf"^## Adding {title}\n(.*?)(?=^## )", text, flags=re.MULTILINE | re.DOTALL)
     return {name for name in named_files(page) if name.startswith("planner/")}
 
 
 def run(folder: Path, changes: Changes, *words: str) -> str:
-    """Output of a command of the changed package, run in `folder`."""
+    """Return the output of a command of the changed package, run in `folder`."""
     package = folder / "changed" / "planner"
     if not package.exists():
         for name in ("planner", "gpipe_plan"):
@@ -145,8 +143,8 @@ WORKSPACES: Changes = {
 
 
 @pytest.mark.slow
-def test_a_memory_component_is_a_row_of_the_table(tmp_path: Path) -> None:
-    """The plan, its total, the terminal, the report and the explorer have it, with one stage per device and several."""
+def test_added_memory_component_is_in_plan_report_and_explorer(tmp_path: Path) -> None:
+    """One stage per device and several are tried."""
     assert set(WORKSPACES) <= recipe("a memory component")
     files.write(str(tmp_path / "profile.yaml"), random_profile(1, 8, exact=True))
     text = (tmp_path / "profile.yaml").read_text(encoding="utf-8")
@@ -197,8 +195,7 @@ MOST_SAMPLES: Changes = {
 
 
 @pytest.mark.slow
-def test_a_solver_option_is_a_row_and_what_it_does(tmp_path: Path) -> None:
-    """The command, the function, the help and the plan have it, and the command that repeats the question."""
+def test_added_solver_option_is_in_command_api_and_plan(tmp_path: Path) -> None:
     assert set(MOST_SAMPLES) <= recipe("a solver option")
     files.write(str(tmp_path / "profile.yaml"), random_profile(1, 8, sizes=(1, 2, 4)))
     question = ("--devices", "2", "--mem", "1GB", "--batch", "4", "--overhead", "1ms")
@@ -252,8 +249,7 @@ class Xpu(Cuda):
 
 
 @pytest.mark.slow
-def test_a_device_is_one_class_and_its_place_in_two_tables(tmp_path: Path) -> None:
-    """Commands and the script accept its name, its plans are for training on it, and its absence is one message."""
+def test_added_device_is_accepted_and_its_absence_is_reported(tmp_path: Path) -> None:
     assert set(XPU) - {"planner/device/xpu.py"} <= recipe("a device")
     profile = replace(random_profile(1, 8), device=Device(kind="xpu", name="Max 1550", memory_bytes=48 * 10**9))
     files.write(str(tmp_path / "profile.yaml"), replace(profile, model=Model(source="model.py:build_model")))
@@ -307,8 +303,7 @@ FEW_MICRO_BATCHES: Changes = {
 
 
 @pytest.mark.slow
-def test_a_finding_is_a_row_and_what_reports_it(tmp_path: Path) -> None:
-    """`check` reports it in every format, and `explain` has its texts."""
+def test_added_finding_is_reported_in_every_format(tmp_path: Path) -> None:
     assert set(FEW_MICRO_BATCHES) <= recipe("a finding")
     files.write(str(tmp_path / "profile.yaml"), random_profile(1, 8))
     for batch, reported in ((1, True), (4, False)):
