@@ -18,9 +18,6 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
         profile: The profile to plan from.
         limits: Memory limits of the devices, in bytes.
 
-    Returns:
-        The fraction.
-
     Raises:
         UsageError: The text is not a share, or `auto` is used and no peak was measured for profiles of this kind.
     """

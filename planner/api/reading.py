@@ -84,9 +84,6 @@ def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -
         plan: The plan.
         place: Path of the plan.
         profile: Profile to use instead of the one that the plan names.
-
-    Returns:
-        The profile with its path.
     """
     if isinstance(profile, Profile):
         return ReadProfile(profile=profile, path="profile.yaml")

@@ -38,9 +38,6 @@ def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Pr
         lists: Schedule from a file.
         profile: The profile.
 
-    Returns:
-        The completed options.
-
     Raises:
         UsageError: An option contradicts the action orders, or the action orders need more layers, devices or samples.
     """

@@ -30,9 +30,6 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
         reference: How the plan refers to the profile.
         options: Options of `solve`.
 
-    Returns:
-        The request, with every option resolved.
-
     Raises:
         UsageError: An option is wrong, or contradicts another option or the profile.
         FileError: A file that an option names cannot be read.

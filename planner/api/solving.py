@@ -211,9 +211,6 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
         plan: Plan to beat.
         options: Options that the plan was made with.
         spent_s: Seconds of the time limit that the search for `plan` has taken.
-
-    Returns:
-        The faster plan, or None.
     """
     from planner.solve.questions.faster import MOST_HINT_S, faster_schedule  # noqa: PLC0415 - imports numpy
 
@@ -231,9 +228,6 @@ def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOption
         profile: The profile.
         plan: Plan with one replica.
         options: Options that the plan was made with.
-
-    Returns:
-        The faster plan, or None.
     """
     from planner.solve.questions.faster import plan_with_replicas  # noqa: PLC0415 - imports numpy
 
@@ -248,9 +242,6 @@ def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
         profile: The profile.
         plan: The plan.
         options: Options that the plan was made with.
-
-    Returns:
-        The plan, with `Plan.schedules` set.
     """
     from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415 - imports numpy
 

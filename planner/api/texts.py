@@ -46,9 +46,6 @@ def choice(option: str, text: str, choices: object) -> str:
         text: Its value.
         choices: A tuple of texts, or a literal type.
 
-    Returns:
-        `text`.
-
     Raises:
         UsageError: It is not one of them.
     """
@@ -95,9 +92,6 @@ def parse_number(option: str, value: int, noun: str, most: int | None = None) ->
         value: Its value.
         noun: Noun for the message, in the singular.
         most: Largest allowed value; None if there is none.
-
-    Returns:
-        The number.
 
     Raises:
         UsageError: The number is outside of the range.

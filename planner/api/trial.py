@@ -33,9 +33,6 @@ def run_plan(
         steps: Number of optimizer steps.
         progress: Called after every step.
 
-    Returns:
-        The report of the run.
-
     Raises:
         UsageError: The executor cannot run the plan.
         MeasurementError: The run failed; the message has its error.

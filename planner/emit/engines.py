@@ -105,9 +105,6 @@ def write_emitted(
         repeat_options: Function that returns the `solve` options of a plan's request.
         say: Function that is called with a description of each slow operation before it begins.
 
-    Returns:
-        The written files.
-
     Raises:
         InfeasibleError: In the engine, the plan needs more memory than its limit.
         UsageError: The engine is unknown or cannot run the plan, an input would be overwritten, the nodes have too few
@@ -149,9 +146,6 @@ def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
         name: One of `ENGINES`, or `csv`.
         plan: The plan.
         profile: Its profile.
-
-    Returns:
-        The file.
 
     Raises:
         UsageError: The format cannot express the plan, or the plan does not match the profile.

@@ -281,9 +281,6 @@ def signed_text(
         option: Name of the engine for `emit --format`.
         notes: Remarks about parts of the plan that are not in the file.
         docstring: Instructions for the use of the file.
-
-    Returns:
-        The text.
     """
     plan = layout.plan
     lines = [

@@ -115,9 +115,6 @@ def emit_native(
         input_paths: Paths of plans and profile, which the command to replan contains.
         repeat_options: Function that returns the `solve` options of a plan's request, for the command to replan.
 
-    Returns:
-        Texts of the files.
-
     Raises:
         UsageError: A plan does not match the profile or has groups of GPUs, the profile names no model, or a plan in
             `smaller` trains something else or is not smaller.
@@ -206,9 +203,6 @@ def emit_from_template(
         smaller: Smaller numbers of processes for which there are other plans.
         planned: Predictions with which a run compares itself.
         **more: Additional values of the template.
-
-    Returns:
-        Texts of the files.
 
     Raises:
         UsageError: The profile names no model.

@@ -34,9 +34,6 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
             `module_fqns_per_model_part`, DeepSpeed's parts, Megatron's layout string or a device map.
         layers: Layers of the profile, in order.
 
-    Returns:
-        Number of layers of each stage.
-
     Raises:
         FileError: The file cannot be read, has no cuts, or has cuts of other layers.
     """

@@ -61,9 +61,6 @@ def digest_of(value: Any, *, leave_out: tuple[str, ...] = ("generator",)) -> str
     Args:
         value: The dataclass.
         leave_out: Top-level fields that do not count.
-
-    Returns:
-        The digest.
     """
     plain = to_plain(value)
     if isinstance(plain, dict):

@@ -30,9 +30,6 @@ def profile_path(plan: Plan, plan_path: str, override: str | None = None) -> str
         plan_path: Path of the plan's file.
         override: Path that replaces the one in the plan.
 
-    Returns:
-        Path of the profile.
-
     Raises:
         UsageError: Neither the plan nor `override` names a file.
     """
@@ -60,9 +57,6 @@ def relocate_source(source: str, profile_folder: str, folder: str) -> str:
         source: Path and entry of a model, `path:entry`.
         profile_folder: Folder to which the path in `source` is relative.
         folder: Folder to which the returned path is relative.
-
-    Returns:
-        Path and entry, `path:entry`.
     """
     path, colon, entry = source.rpartition(":")
     if path and not Path(path).is_absolute():

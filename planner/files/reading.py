@@ -37,9 +37,6 @@ def read(path: str, wanted: str | None = None, text: str | None = None) -> "Valu
         wanted: Kind that the file must have, such as `plan`; None for any kind.
         text: Content of the file if the caller has already read it; `path` is then used only in messages.
 
-    Returns:
-        Content of the file.
-
     Raises:
         FileError: The file is missing, unreadable, invalid or of another kind; the error names line and key if known.
     """
@@ -112,9 +109,6 @@ def read_text(path: str, made_by: str) -> str:
     Args:
         path: Path of the file; `-` is standard input.
         made_by: Command that makes such a file, for the hint of an error.
-
-    Returns:
-        The text.
 
     Raises:
         FileError: The file does not exist, cannot be read, or is too large.

@@ -65,9 +65,6 @@ def trace_text(
         threads: Threads to draw, some of `TRACE_THREADS`.
         title: Title of the trace.
         description: Origin of the trace.
-
-    Returns:
-        JSON text.
     """
     counters = (
         {"name": "memory", "ph": "C", "ts": round(time_us, 3), "pid": process, "args": {"bytes": held}}

@@ -21,9 +21,6 @@ def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
         plain: Content of the file as JSON text.
         document: The parsed file, for line numbers.
 
-    Returns:
-        Object of the dataclass.
-
     Raises:
         FileError: Keys are unknown or missing, or have values of other types; the error lists these keys.
     """

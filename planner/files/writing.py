@@ -65,9 +65,6 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
         value: Dataclass of a kind of file, or a plain mapping.
         as_json: Whether to return JSON instead of YAML.
         header: Comment lines for the top of a YAML file.
-
-    Returns:
-        The text.
     """
     plain = _rounded(to_plain(value))
     kind = kind_word(plain.get("schema", "")) if isinstance(plain, dict) else ""

@@ -213,9 +213,6 @@ class _DeviceBytes(NamedTuple):
             stages: Memory of each stage on the device.
             counts: Number of memory parts (`PARTS`) of each kind that exist at each action of the device.
             reserve_bytes: Reserve of the device.
-
-        Returns:
-            The memory over the step.
         """
 
         def at(moments: IntArray) -> FloatArray:

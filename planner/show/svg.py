@@ -90,9 +90,6 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
         step: The step.
         title: Title, also for screen readers.
         standalone: True for a file with its own style, background and legend; False for a page that provides them.
-
-    Returns:
-        The markup.
     """
     name = row_noun(step.chunks)
     # Digits are about 6.2 wide at 11 px; the margin grows with the number of devices.

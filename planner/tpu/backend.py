@@ -191,9 +191,6 @@ def _with_programs(
         received: For each size, the layer's entry in the result of `_received`.
         is_first: Whether this is the chain's first layer, whose inputs are the mini-batch.
         num_targets: Number of inputs that are targets of the loss; they are the last inputs.
-
-    Returns:
-        The completed profile.
     """
     programs = [
         _program(layer, kept_outputs[place], received[place], is_first=is_first, num_targets=num_targets)

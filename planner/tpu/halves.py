@@ -71,9 +71,6 @@ def layer_function(
         module: Module whose parameters and buffers become arguments; other tensors are constants.
         run: Function from flattened inputs to flattened outputs.
         values: Inputs of `run`. Only shape and dtype of tensors matter.
-
-    Returns:
-        The function of JAX arrays.
     """
     env = torchax_environment()
     # A `ModelStage` runs the forward of the whole model, so its parameters belong to the model.
@@ -212,9 +209,6 @@ def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str
         num_outputs: Number of outputs; the values for the backward follow them.
         state: Names of the arrays of the state, which are the first arguments.
         num_inputs: Number of inputs; they follow the state.
-
-    Returns:
-        The origins.
     """
     outputs, values = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
     sources: dict[Any, tuple[str, int]] = {var: ("argument", n) for n, var in enumerate(jaxpr.invars)}

@@ -63,9 +63,6 @@ class Packing:
             stage: Index of the stage.
             arrays: Arrays of the stage.
             numpy: Module that makes the packed arrays: JAX's numpy, or numpy itself for arrays on the host.
-
-        Returns:
-            The packed arrays.
         """
         if not self._flat:
             filled = dict(zip(self._slots_of(stage), arrays, strict=True))

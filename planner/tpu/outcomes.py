@@ -80,9 +80,6 @@ class CompiledLayer:
             kept_outputs: Outputs that are kept for the backward of any layer, by index: True if all backwards read the
                 output only as a matmul operand.
             received: Two sizes in bytes of each received tensor: as sent, and in the largest layout of any layer.
-
-        Returns:
-            The memory record.
         """
         return ProgramMemory(
             carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept_outputs),

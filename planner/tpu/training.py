@@ -81,9 +81,6 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
         description: Description for `--help`.
         steps: Default of `--steps`.
         seed: Default of `--seed`.
-
-    Returns:
-        The arguments.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -82,9 +82,6 @@ class LaunchJob:
             option: Name of the scheduler for `emit --launch`.
             use: Command that submits the file.
             **values: Other values of the template.
-
-        Returns:
-            The text of the file.
         """
         text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
         lines = [
@@ -124,9 +121,6 @@ def job_of(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Node
         inputs: Request of the first plan.
         script: Path of train.py.
         nodes: Available nodes; defaults to the nodes that the first plan was made for.
-
-    Returns:
-        The job.
 
     Raises:
         UsageError: The nodes have too few devices, or cannot share the processes evenly.

@@ -169,9 +169,6 @@ def _order(
         stages: Stages of the device.
         changes: Memory changes of every action, then of the optimizer steps.
         entries: Rows of the table so far, with their indices; new rows are added.
-
-    Returns:
-        The order.
     """
     places = {(s, kind): len(LETTERS) * v + n for v, s in enumerate(stages) for n, kind in enumerate(LETTERS)}
     codes = [places[action.stage, action.kind] for action in row]

@@ -78,9 +78,6 @@ class StageLayout:
             pipeline: Devices and links of the pipeline.
             chunks: Number of stages per device, V.
             placement: Placement of the stages on the devices.
-
-        Returns:
-            The layout.
         """
         num_devices = pipeline.num_devices
         devices = tuple(device_of(stage, num_devices, placement) for stage in range(num_devices * chunks))

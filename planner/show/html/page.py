@@ -42,9 +42,6 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
         step: One step of the plan, for the timeline. If None (no profile), the page has no timeline.
         report: Report of a run of the plan, or None.
         digest: Digest of the plan's decisions, as in run reports.
-
-    Returns:
-        The text of the page.
     """
     certainty = certainty_of(plan, profile) if profile else None
     lead = (profile.model.source if profile else "", not_measured_warning(plan.inputs.profile.how))

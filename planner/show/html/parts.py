@@ -34,9 +34,6 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: in
         rows: Cells of each row, as markup.
         text: Number of columns with text, from the left.
         caption: Caption; empty for none.
-
-    Returns:
-        The markup of the table.
     """
 
     def cells(tag: str, row: Sequence[str]) -> str:
@@ -55,9 +52,6 @@ def values_table(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None
         shown: The table of values.
         text: Number of columns with text, from the left.
         marks: For each column name, the suffix of marked values.
-
-    Returns:
-        The markup of the table.
     """
     columns = [_cells(column, (marks or {}).get(column.name, "")) for column in shown.columns]
     return html_table([column.heading for column in shown.columns], zip(*columns, strict=True), text=text)
@@ -96,9 +90,6 @@ def figure(caption: str, *drawn: str, height: float, label: str = "", below: str
         label: Text for screen readers; if empty, the caption is used.
         below: Markup below the picture.
         look: Style class of the figure.
-
-    Returns:
-        The markup of the figure.
     """
     picture = element("svg", *drawn, width="100%", height=height, role="img", aria_label=label or caption)
     return element("figure", element("figcaption", escape_text(caption)), picture, below, class_=look)
@@ -111,9 +102,6 @@ def line(look: str, x: tuple[float, float], y: tuple[float, float]) -> str:
         look: Style class of the line.
         x: Horizontal positions of both ends, in percent of the width.
         y: Vertical positions of both ends, in pixels.
-
-    Returns:
-        The markup of the line.
     """
     begin, end = (f"{number(across)}%" for across in x)
     return element("line", class_=look, x1=begin, x2=end, y1=y[0], y2=y[1])
@@ -168,9 +156,6 @@ def bar(look: str, start: float, width: float, tip: str = "") -> str:
         start: Left edge, as a share of the bar's full width.
         width: Width, as a share of the bar's full width.
         tip: Tooltip; empty for none.
-
-    Returns:
-        The markup of the part.
     """
     place = f"left:{number(start * 100)}%;width:{number(max(0.0, width) * 100)}%"
     return element("i", class_=look, style=place, title=tip or None)

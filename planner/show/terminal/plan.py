@@ -45,9 +45,6 @@ def plan_text(
         style: Style of the output.
         step: One step as spans, for the memory over time; if None, this section is left out.
         certainty: Error ranges of the figures; None if they are not known.
-
-    Returns:
-        The text.
     """
     first: list[RenderableType] = [heading(printable(headline(plan)))]
     first += [*_figures(plan, certainty, style), Text(_status(plan))]

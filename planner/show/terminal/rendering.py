@@ -32,9 +32,6 @@ def wrap_items(items: Iterable[Text | str], style: Style, *, gap: str = "  ", in
         style: Style of the output, with the width.
         gap: Text between items on a line.
         indent: Indentation of all lines except the first one.
-
-    Returns:
-        The lines as one text.
     """
     lines: list[Text] = []
     for item in items:

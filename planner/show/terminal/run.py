@@ -49,9 +49,6 @@ def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
         report: Report of the run.
         plan: Plan of the run; None if it is not known.
         style: Style of the output.
-
-    Returns:
-        The text.
     """
     parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {pipeline_words(report, plan)}")]
     parts += [_facts(report, style), _steps(report, style)]
@@ -74,9 +71,6 @@ def comparison_text(plan: Plan, report: RunReport, style: Style) -> str:
         plan: The plan.
         report: Report of a run of the plan.
         style: Style of the output.
-
-    Returns:
-        The text.
     """
     return render(style, *_comparison(plan, report, style))
 

@@ -122,9 +122,6 @@ def boxes_of(events: Sequence[Event], device: int, scale: AxisScale, num_devices
         device: Index of the device.
         scale: Scale of the time axis.
         num_devices: Number of devices, K.
-
-    Returns:
-        The boxes.
     """
     computed = sorted((e for e in events if e.device == device and e.kind in _BY_LETTER), key=lambda e: e.start_us)
     several = any(event.stage >= num_devices for event in events)

@@ -68,9 +68,6 @@ def amount_words(value: float, ratios: tuple[float, float] | None, unit: str = "
         value: The amount, at least 0.
         ratios: Smallest and largest ratio of the true amount to `value`; None if they are not known.
         unit: Name of the unit.
-
-    Returns:
-        The text, without uncertain digits.
     """
     end, of = _digits_end(value, 3), f" {unit}" if unit else ""
     if ratios is None:

@@ -38,9 +38,6 @@ def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | No
         run: The training run.
         inputs: Inputs of the plan, with the length of the run and the price.
         ratios: Smallest and largest ratio of measured to predicted times; None if they are not known.
-
-    Returns:
-        The phrases.
     """
     words = [f"{length_words(inputs)} in {days_words(run, ratios)}", hours_words(run, ratios)]
     if run.cost is not None:

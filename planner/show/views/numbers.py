@@ -68,9 +68,6 @@ def layer_range(first: str, last: str, count: int | None = None) -> str:
         first: Name of the first layer.
         last: Name of the last layer.
         count: Number of layers; left out if None.
-
-    Returns:
-        The text.
     """
     names = first if first == last else f"{first} … {last}"
     return names if count is None else f"{names} ({count})"
