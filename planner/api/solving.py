@@ -10,6 +10,7 @@ from planner.api import texts
 from planner.api.defaults import AUTO, default_batch_note, headroom_of
 from planner.api.keywords import on_profile
 from planner.api.notebooks import enable_notebook_display
+from planner.api.option import values_of
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
 from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, profile_reference
 from planner.api.schedule_file import refuse_schedule_file, schedule_file_path
@@ -48,13 +49,9 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
         FileError: The profile cannot be read, or the plan cannot be written.
         SolverError: No plan was found within the time limit.
     """
-    output = path_of(options.output)
-    source = _placed(profile_of(profile), output)
-    _check_output(output, source, options)
-    plan = _solved(source, options, output)
-    if output is not None:
-        _write_merged(source)
-        files.write(output, plan, header=PLAN_HEADER)
+    if options.devices is not None:
+        texts.device_count(options.devices)  # refuses several numbers
+    (plan,) = solve_family(profile, **values_of(options))
     return plan
 
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import OrMarkdown, Quiet, check_format
+from planner.cli.console import Console
+from planner.cli.options import MARKDOWN, OrMarkdown, Quiet, check_format, formatted
 
 
 def compare(
@@ -15,14 +15,10 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Compare plans, for example for other memory limits, devices or schedules."""
-    from planner import api, files
+    from planner import api
     from planner.show.gate import comparison_markdown
     from planner.show.terminal.plans import plans_text
 
-    writers = {
-        "text": lambda comparison: plans_text(comparison, style_for_stdout()),
-        "json": files.json_text,
-        "markdown": comparison_markdown,
-    }
-    check_format(format_, writers)
-    Console(quiet=quiet).result(writers[format_](api.compare(*plans)))
+    check_format(format_, MARKDOWN)
+    compared = api.compare(*plans)
+    Console(quiet=quiet).result(formatted(compared, format_, text=plans_text, markdown=comparison_markdown))

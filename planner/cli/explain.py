@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import OrMarkdown, Quiet, check_format
+from planner.cli.console import Console
+from planner.cli.options import MARKDOWN, OrMarkdown, Quiet, check_format, formatted
 
 
 def explain(
@@ -17,15 +17,10 @@ def explain(
     quiet: Quiet = False,
 ) -> None:
     """Explain findings of `gpipe-plan check`: meaning, importance and remedy."""
-    from planner import files
     from planner.core.values.findings import RULES, rule
     from planner.show.gate import rules_markdown
     from planner.show.terminal.verdict import rules_text
 
-    writers = {
-        "text": lambda rules: rules_text(rules, style_for_stdout()),
-        "json": files.json_text,
-        "markdown": rules_markdown,
-    }
-    check_format(format_, writers)
-    Console(quiet=quiet).result(writers[format_](tuple(dict.fromkeys(map(rule, codes))) if codes else RULES))
+    check_format(format_, MARKDOWN)
+    rules = tuple(dict.fromkeys(map(rule, codes))) if codes else RULES
+    Console(quiet=quiet).result(formatted(rules, format_, text=rules_text, markdown=rules_markdown))

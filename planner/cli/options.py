@@ -1,11 +1,15 @@
 """Options that several commands share."""
 
-from collections.abc import Collection
-from typing import Annotated
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.cli.console import style_for_stdout
 from planner.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from planner.show.terminal.style import Style
 
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="Plan; `-`: standard input.")]
 ProfileFile = Annotated[str, typer.Argument(metavar="PROFILE", help="Profile; `-`: standard input.")]
@@ -17,6 +21,18 @@ Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Out
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")]
 Format = Annotated[str, typer.Option("--format", metavar="text|json", help="Format of what is printed.")]
 OrMarkdown = Annotated[str, typer.Option("--format", metavar="text|json|markdown", help="Format of what is printed.")]
+
+
+MARKDOWN = ("text", "json", "markdown")
+
+
+def formatted(value: Any, format_: str, *, text: Callable[[Any, "Style"], str], markdown: Callable[[Any], str]) -> str:
+    """Return a command's result in one of the formats `MARKDOWN`, with functions for text and Markdown."""
+    from planner import files
+
+    if format_ == "json":
+        return files.json_text(value)
+    return markdown(value) if format_ == "markdown" else text(value, style_for_stdout())
 
 
 def check_format(name: str, formats: Collection[str] = ("text", "json")) -> bool:

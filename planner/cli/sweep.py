@@ -6,8 +6,8 @@ import typer
 
 from planner.api.option import values_of
 from planner.api.options.solving import SweepOptions
-from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import OrMarkdown, ProfileFile, Quiet, check_format
+from planner.cli.console import Console
+from planner.cli.options import MARKDOWN, OrMarkdown, ProfileFile, Quiet, check_format, formatted
 from planner.cli.records import with_options
 from planner.core.errors import ExitCode
 
@@ -21,22 +21,17 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Find the best plan for every number of devices and memory limit. Exit code 1: no plan fits."""
-    from planner import api, files
+    from planner import api
     from planner.show.gate import sweep_markdown
     from planner.show.terminal.plans import sweep_text
 
     console, notes = Console(quiet=quiet), list[str]()
-    writers = {
-        "text": lambda answers: sweep_text(answers, style_for_stdout()),
-        "json": files.json_text,
-        "markdown": sweep_markdown,
-    }
-    check_format(format_, writers)
+    check_format(format_, MARKDOWN)
     with console.progress("solving every cell") as progress:
         answers = api.sweep(profile, **values_of(replace(options, progress=progress, note=notes.append)))
     for note in notes:
         console.note(f"note: {note}")
-    console.result(writers[format_](answers))
+    console.result(formatted(answers, format_, text=sweep_text, markdown=sweep_markdown))
     if options.output is not None:
         console.note(f"wrote {sum(cell.plan is not None for cell in answers.cells)} plans to {options.output}")
     raise typer.Exit(ExitCode.NO if answers.smallest is None else ExitCode.OK)

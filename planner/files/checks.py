@@ -20,15 +20,9 @@ if TYPE_CHECKING:
     from planner.files.kinds import Value
 
 
-def find_problems(value: "Value", *, every_number: bool = True) -> Iterator[Problem]:
-    """Yield all problems of the content of a file.
-
-    Args:
-        value: Content of the file.
-        every_number: Whether to check every number for its sign and size.
-    """
-    if every_number:
-        yield from _bad_numbers(value, ())
+def find_problems(value: "Value") -> Iterator[Problem]:
+    """Yield all problems of the content of a file."""
+    yield from _bad_numbers(value, ())
     yield from _PROBLEMS[kind_word(value.schema)](value)
 
 

@@ -1,7 +1,6 @@
 """Read files: strict parsing, type checks and semantic checks. Errors name file, line and key."""
 
 import json
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,7 @@ def read(path: str, wanted: str | None = None, text: str | None = None) -> "Valu
         document.content["losses"] = [float(x) if x in ("nan", "inf", "-inf") else x for x in losses]
     plain = json.dumps(document.content)
     value = validate_content(KINDS[kind].value_class, plain, document)
-    problems = list(find_problems(value, every_number=_ODD_NUMBER.search(plain) is not None))
+    problems = list(find_problems(value))
     if problems:
         raise document.error_for(problems)
     return value
@@ -59,10 +58,6 @@ def read_plain(path: str) -> Any:
         FileError: The file is missing, unreadable or invalid.
     """
     return Document.parse(path, read_text(path, _made_by(path, None))).content
-
-
-_ODD_NUMBER = re.compile(r"[:,\[] -?\d[\d.]*[eE]|[:,\[] ?-|\d{18}|Infinity|NaN")
-"""Pattern of numbers that may be negative or very large. A file without any needs no check of each number."""
 
 
 class _Reader(Protocol[_T_co]):
