@@ -34,7 +34,8 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     """Measure time and memory of every layer of a model, at several micro-batch sizes.
 
     On a CPU, two processes also measure the costs of the executor and of its link, once per machine. The result is
-    stored in the user's cache.
+    stored in the user's cache. With `output`, Ctrl-C stores all finished measurements in a file next to `output`, from
+    which the same call continues.
 
     Args:
         model: `path/to/model.py[:ENTRY]`, a Hugging Face config.json or its folder, or an `nn.Module`, of which a copy
@@ -47,6 +48,7 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     Raises:
         MissingPackageError: torch or a package for training is not installed.
         PlannerError: The model cannot be loaded, cut into layers or run, or an option is wrong.
+        InterruptedProfileError: Ctrl-C was pressed; the exception has all finished measurements.
     """
     configuration = configuration_of(model, options)
     if is_for_formula(configuration, options) if configuration else options.from_formula is not None:
@@ -66,15 +68,32 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
     parsed = _parsed_options(model, options)
     check_installed("tpu" if options.device.startswith("tpu") else "train")
     # Importing torch takes longer than everything else together.
-    from planner.profile import check_optimizer_of, profile_model  # noqa: PLC0415
+    from planner.profile import InterruptedProfileError, check_optimizer_of, profile_model  # noqa: PLC0415
 
+    unfinished = partial_path(parsed.output)
+    earlier = files.read_partial(str(unfinished)) if unfinished is not None and unfinished.exists() else None
     measuring = _measuring(parsed)
     loaded = _loaded(model, parsed)
     check_optimizer_of(loaded, options.device)
     loaded, checked = _checked(loaded, parsed)
+    # First, because an interrupt after this loses no measurement.
     executor = _executor_cost(options) if options.device.startswith("cpu") and parsed.calibration is None else None
+    if earlier is not None:
+        options.note(f"continuing from {unfinished}")
     options.progress("", 0, 0)
-    measured = profile_model(loaded, measuring, options.progress, warn=options.warn, note=options.note)
+    try:
+        measured = profile_model(
+            loaded,
+            measuring,
+            options.progress,
+            warn=options.warn,
+            note=options.note,
+            earlier=earlier,
+        )
+    except InterruptedProfileError as interrupt:
+        if unfinished is not None and interrupt.partial.measurements:
+            files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=_name_of(model)))
+        raise
     # Last, because an error of the model's is explained where it occurs in the measurement.
     if checked is not None:
         checked.raise_if_not_compared()
@@ -88,6 +107,8 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
     measured = replace(measured, proof=proof, device=device, model=replace(measured.model, source=source))
     if parsed.output is not None:
         files.write(parsed.output, measured, header=profile_header(model, measured))
+    if unfinished is not None:
+        unfinished.unlink(missing_ok=True)
     return measured
 
 
@@ -131,6 +152,17 @@ def profile_header(model: File | Any | None, measured: Profile) -> str:
         name = f"--preset {settings['preset']}" if "preset" in settings else f"--from-formula {settings['formula']}"
     of = "times in microseconds, sizes in bytes, one value per micro-batch size."
     return f"{how} by `gpipe-plan profile {name}`; {of}"
+
+
+def partial_path(output: File | None) -> Path | None:
+    """Return the path of an unfinished profile that belongs to `output`; None if `output` is not a file."""
+    return None if output in (None, "-") else Path(f"{output}.partial")
+
+
+_UNFINISHED = (
+    "Measurements of `gpipe-plan profile {model}` until it was interrupted. The same command continues from here.\n"
+    "Delete this file to start over."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from planner.core.schedule import schedule_of
 from planner.core.values.balance import Balance
 from planner.core.values.calibration import Calibration
 from planner.core.values.links import Links
+from planner.core.values.partial import PartialProfile
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
@@ -61,7 +62,7 @@ def show_file(
     if len(to_stdout) > 1 or (to_stdout and as_json):
         taken = " and ".join([*to_stdout, *(["--format json"] if as_json else [])])
         raise UsageError(f"{taken} all go to standard output", hint="name a file")
-    if isinstance(value, (Balance, Calibration)):
+    if isinstance(value, (Balance, Calibration, PartialProfile)):
         raise _refusal(value, file)
     if run is not None and not isinstance(value, Plan):
         raise UsageError(f"`--run` needs a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
@@ -86,10 +87,12 @@ def show_file(
             console.note(f"wrote {path}")
 
 
-def _refusal(value: Balance | Calibration, file: str) -> UsageError:
+def _refusal(value: Balance | Calibration | PartialProfile, file: str) -> UsageError:
     if isinstance(value, Balance):
         return UsageError(f"{file} is a balance configuration and cannot be shown; show its plan")
-    return UsageError(f"{file} is a calibration", hint=f"plan with it: `gpipe-plan solve --calibration {file}`")
+    if isinstance(value, Calibration):
+        return UsageError(f"{file} is a calibration", hint=f"plan with it: `gpipe-plan solve --calibration {file}`")
+    return UsageError(f"{file} is an unfinished profile", hint="run the same `gpipe-plan profile` again")
 
 
 def _plan_and_report(

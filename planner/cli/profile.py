@@ -52,16 +52,24 @@ def profile(
 
 def _measured(console: Console, model: str | None, options: ProfileOptions) -> "Profile":
     from planner import api
+    from planner.api.profiling import partial_path
 
-    # Output of the user's code is not part of the result.
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        console.progress(f"profiling {model or options.preset or options.from_formula}") as progress,
-    ):
-        reporting = replace(
-            options, progress=progress, note=lambda text: console.note(f"note: {text}"), warn=console.warning
-        )
-        return api.profile(model, **values_of(reporting))
+    try:
+        # Output of the user's code is not part of the result.
+        with (
+            contextlib.redirect_stdout(sys.stderr),
+            console.progress(f"profiling {model or options.preset or options.from_formula}") as progress,
+        ):
+            reporting = replace(
+                options, progress=progress, note=lambda text: console.note(f"note: {text}"), warn=console.warning
+            )
+            return api.profile(model, **values_of(reporting))
+    except KeyboardInterrupt as interrupt:
+        unfinished = partial_path(options.output)
+        partial = getattr(interrupt, "partial", None)
+        if partial is not None and partial.measurements and unfinished is not None:
+            console.note(f"wrote {unfinished}; the same command continues from it")
+        raise
 
 
 def _devices(measured: "Profile") -> str:

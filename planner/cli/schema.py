@@ -8,11 +8,13 @@ from planner.cli.console import Console
 from planner.cli.options import Quiet, check_format
 from planner.core.errors import UsageError
 
-_KINDS = ("profile", "plan", "balance", "run", "links", "calibration")
+_KINDS = ("profile", "plan", "balance", "run", "links", "calibration", "partial")
 
 
 def schema(
-    kind: Annotated[str, typer.Argument(metavar="|".join(_KINDS), help="Kind of file.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="|".join(_KINDS), help="Kind of file; partial: an unfinished profile.")
+    ],
     format_: Annotated[str, typer.Option("--format", metavar="json", help="Output format.")] = "json",
     *,
     quiet: Quiet = False,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from planner.core.values.balance import Balance, StageBalance
     from planner.core.values.calibration import Calibration
     from planner.core.values.links import Links
+    from planner.core.values.partial import PartialProfile
     from planner.core.values.run_report import RunReport
     from planner.files.kinds import Value
 
@@ -232,6 +233,15 @@ def _links_problems(links: "Links") -> Iterator[Problem]:
             yield ("boundaries", n, "sample_us"), text, ""
 
 
+def _partial_problems(partial: "PartialProfile") -> Iterator[Problem]:
+    for n, measurement in enumerate(partial.measurements):
+        for first, second in (("forward_us", "backward_us"), ("backward_input_us", "backward_weight_us")):
+            repeats, got = len(getattr(measurement, first)), len(getattr(measurement, second))
+            if repeats != got:
+                text = f"expected {repeats} values, one per repeat, got {got}"
+                yield ("measurements", n, second), text, "delete the file to start over"
+
+
 def _run_problems(report: "RunReport") -> Iterator[Problem]:
     if not report.stages:
         yield ("stages",), "a run has at least one stage", ""
@@ -244,5 +254,6 @@ _PROBLEMS: Final[Mapping[str, Callable[[Any], Iterator[Problem]]]] = {
     "balance": _balance_problems,
     "links": _links_problems,
     "calibration": _calibrated_problems,
+    "partial": _partial_problems,
 }
 """Check function for each kind of file, by its word in `planner.files.kinds`."""

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from planner.core.values.balance import Balance
     from planner.core.values.calibration import Calibration
     from planner.core.values.links import Links
+    from planner.core.values.partial import PartialProfile
     from planner.core.values.plan import Plan
     from planner.core.values.profile import Profile
     from planner.core.values.run_report import RunReport
 
-    Value: TypeAlias = Profile | Plan | RunReport | Balance | Links | Calibration
+    Value: TypeAlias = Profile | Plan | RunReport | Balance | Links | Calibration | PartialProfile
 
 
 class FileKind(NamedTuple):
@@ -48,6 +49,7 @@ KINDS: Final[Mapping[str, FileKind]] = {
     "balance": FileKind("balance", "Balance", "gpipe-plan emit"),
     "links": FileKind("links", "Links", "torchrun --nproc-per-node K -m planner profile-links"),
     "calibration": FileKind("calibration", "Calibration", "gpipe-plan verify"),
+    "partial": FileKind("partial", "PartialProfile", "gpipe-plan profile MODEL.py"),
 }
 
 

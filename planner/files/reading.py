@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from planner.core.values.balance import Balance
     from planner.core.values.calibration import Calibration
     from planner.core.values.links import Links
+    from planner.core.values.partial import PartialProfile
     from planner.core.values.plan import Plan
     from planner.core.values.profile import Profile
     from planner.core.values.run_report import RunReport
@@ -75,6 +76,7 @@ read_balance: "_Reader[Balance]" = partial(_read_as, "balance")
 read_run: "_Reader[RunReport]" = partial(_read_as, "run")
 read_links: "_Reader[Links]" = partial(_read_as, "links")
 read_calibration: "_Reader[Calibration]" = partial(_read_as, "calibration")
+read_partial: "_Reader[PartialProfile]" = partial(_read_as, "partial")
 
 
 def stage_lines(path: str) -> tuple[int, ...]:
@@ -156,7 +158,7 @@ def _kind_of(document: Document, wanted: str | None) -> str:
             hint=f"write the file again with this version: `{KINDS[meant or 'profile'].made_by}`",
         )
     if wanted not in (None, kind):
-        called = {"links": "list of links"}
+        called = {"links": "list of links", "partial": "partial profile"}
         message = f"is a {called.get(kind, kind)}, a {called.get(wanted, wanted)} is needed"
         raise FileError(message, path=document.path, line=document.line_of(("schema",)))
     return kind

@@ -10,12 +10,13 @@ from planner import lazy_attributes
 from planner.core.extras import importing
 
 if TYPE_CHECKING:
-    from planner.profile.profiler import check_optimizer_of, profile_model
+    from planner.profile.profiler import InterruptedProfileError, check_optimizer_of, profile_model
     from planner.profile.structure import ModelChange, model_changes
     from planner.profile.task import ProfilerOptions
     from planner.profile.units import layer_digests
 
 __all__ = [
+    "InterruptedProfileError",
     "ModelChange",
     "ProfilerOptions",
     "check_optimizer_of",
@@ -27,7 +28,7 @@ __all__ = [
 _imported = lazy_attributes(
     __name__,
     {
-        **dict.fromkeys(("check_optimizer_of", "profile_model"), "profiler"),
+        **dict.fromkeys(("InterruptedProfileError", "check_optimizer_of", "profile_model"), "profiler"),
         **dict.fromkeys(("ModelChange", "model_changes"), "structure"),
         "ProfilerOptions": "task",
         "layer_digests": "units",

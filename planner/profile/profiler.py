@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError, PlannerError
-from planner.core.values.profile import GENERATOR, Environment, Model, Profile
+from planner.core.values.partial import PartialProfile
+from planner.core.values.profile import GENERATOR, Device, Environment, Model, Profile
 from planner.device.kinds import kind_of
 from planner.device.machine import LARGE_BYTES, keep_freed_memory
 from planner.model.batch_norm import has_batch_norm
@@ -21,7 +22,15 @@ from planner.model.shared_memory import has_hooks
 from planner.model.user_errors import error_location
 from planner.profile.backends.choice import backend_of
 from planner.profile.structure import find_chain
-from planner.profile.task import ProfilerOptions, ProfilingTask, Progress, ProgressCounter
+from planner.profile.task import Measurements, ProfilerOptions, ProfilingTask, Progress, ProgressCounter
+
+
+class InterruptedProfileError(KeyboardInterrupt):
+    """Error that the user pressed Ctrl-C; it carries the measurements so far."""
+
+    def __init__(self, partial: PartialProfile) -> None:
+        super().__init__()
+        self.partial = partial
 
 
 def profile_model(
@@ -31,6 +40,7 @@ def profile_model(
     *,
     warn: Callable[[str], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
+    earlier: PartialProfile | None = None,
 ) -> Profile:
     """Find the costs of every layer of a model at every micro-batch size. The model is not changed.
 
@@ -40,11 +50,13 @@ def profile_model(
         progress: Function that is called before each measurement.
         warn: Function that is called with warnings for the user.
         note: Function that is called with notes about defaults.
+        earlier: Measurements of an interrupted run; they are used if model and environment are the same.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
         UsageError: The device is unknown or not on this machine.
         MeasurementError: Memory does not suffice.
+        InterruptedProfileError: The user pressed Ctrl-C.
     """
     backend = backend_of(options.device)
     torch.set_num_threads(options.threads)
@@ -59,13 +71,16 @@ def profile_model(
     ):
         if text:
             warn(text)
-    model, environment, device = _described(loaded, chain), _environment(loaded, chain, options), backend.describe()
+    measurements = Measurements(header=_header(loaded, chain, backend.describe(), options))
+    if earlier is not None:
+        measurements.take_over(earlier, warn)
     task = ProfilingTask(
         loaded=loaded,
         chain=chain,
         lean=lean,
         buffer_bytes={layer.name: layer.buffer_bytes for layer in chain.layers},
         options=options,
+        measurements=measurements,
         steps=ProgressCounter(progress),
         warn=warn,
         note=note,
@@ -73,14 +88,16 @@ def profile_model(
     try:
         with keep_model_unchanged(chain.model):
             measured = backend.measure(task)
+    except KeyboardInterrupt as error:
+        raise InterruptedProfileError(measurements.partial()) from error
     except Exception as error:
         _raise_of_model(loaded, chain.model, error)
         raise
     return Profile(
         generator=GENERATOR,
-        model=model,
-        device=device,
-        environment=environment,
+        model=measurements.header.model,
+        device=measurements.header.device,
+        environment=measurements.header.environment,
         optimizer=loaded.optimizer_name,
         optimizer_peak="sum" if measured.optimizer_peaks_add else "largest",
         micro_batch_sizes=measured.sizes,
@@ -158,25 +175,27 @@ def _put_back(
             buffer.copy_(before)
 
 
-def _described(loaded: LoadedModel, chain: Chain) -> Model:
-    """Return the description of the model. The optimizer of the profile is not part of it."""
-    return Model(
-        source=loaded.source,
-        settings=loaded.settings,
-        inputs=loaded.inputs,
-        granularity=loaded.granularity,
-        uncut=loaded.uncut,
-        counted_labels=loaded.counted_labels,
-        batch_norm=has_batch_norm(chain.model),
-        digest=chain_digest(chain, loaded.settings, loaded.precision),
-        parameters=sum(p.numel() for p in chain.model.parameters()),
-    )
-
-
-def _environment(loaded: LoadedModel, chain: Chain, options: ProfilerOptions) -> Environment:
-    return Environment(
-        torch=str(torch.__version__),
-        python=platform.python_version(),
-        dtype=loaded.precision or dtype_of(chain.model),
-        threads=options.threads,
+def _header(loaded: LoadedModel, chain: Chain, device: Device, options: ProfilerOptions) -> PartialProfile:
+    return PartialProfile(
+        generator=GENERATOR,
+        model=Model(
+            source=loaded.source,
+            settings=loaded.settings,
+            inputs=loaded.inputs,
+            granularity=loaded.granularity,
+            uncut=loaded.uncut,
+            counted_labels=loaded.counted_labels,
+            batch_norm=has_batch_norm(chain.model),
+            digest=chain_digest(chain, loaded.settings, loaded.precision),
+            parameters=sum(p.numel() for p in chain.model.parameters()),
+        ),
+        device=device,
+        environment=Environment(
+            torch=str(torch.__version__),
+            python=platform.python_version(),
+            dtype=loaded.precision or dtype_of(chain.model),
+            threads=options.threads,
+        ),
+        optimizer=loaded.optimizer_name,
+        measurements=(),
     )

@@ -43,7 +43,7 @@ class RecordingHooks:
     device: torch.device
     """Device on which units run."""
     record: Callable[[Sequence[SizedUnit]], None]
-    """Function that measures units and stores the results in `ProfilingTask.memory` and `ProfilingTask.halves`."""
+    """Function that measures units and stores the results in `ProfilingTask.measurements`."""
     prepare: Callable[[Sequence[Unit]], None] = lambda _: None
     """Function that is called with the units of all layers before the first unit runs."""
     received: Callable[[UnitInput], UnitInput] = lambda traced: traced
@@ -114,24 +114,37 @@ def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> UnitRecords:
             break
         inputs |= {sized.key: sized.received for sized in sized_units}
         sizes.append(size)
-    return UnitRecords(units=units, sizes=tuple(sizes), inputs=inputs, memory=task.memory, halves=task.halves)
+    measurements = task.measurements
+    return UnitRecords(
+        units=units,
+        sizes=tuple(sizes),
+        inputs=inputs,
+        memory=measurements.memory,
+        halves=measurements.halves,
+    )
 
 
-def record_memory(sized_units: Sequence[SizedUnit], task: ProfilingTask, meter: Meter) -> None:
-    """Measure the memory of units.
+def record_memory(sized_units: Sequence[SizedUnit], task: ProfilingTask, meter: Meter, *, in_halves: bool) -> None:
+    """Measure the memory of each unit that has not been measured before.
 
     Args:
         sized_units: Units at one micro-batch size.
-        task: Profiling task, which receives the results.
+        task: Profiling task, whose `measurements` receive the results.
         meter: Meter of the device.
+        in_halves: Whether to measure a split backward as well.
     """
-    by_key = {sized.key: sized for sized in sized_units}
-    names = {digest: sized.unit.name for (digest, _), sized in by_key.items()}
-    for key in task.steps.each(list(by_key), names, passes=_MEMORY_PASSES):
-        unit, received = by_key[key].unit, by_key[key].received
-        with explain_refusals(f'layer "{unit.name}"'):
-            task.memory[key] = measure_memory(unit, received, meter, task.buffer_bytes[unit.name])
-            task.halves[key] = measure_split_memory(unit, received, meter)
+    measurements = task.measurements
+    done = measurements.memory.keys() & measurements.halves.keys() if in_halves else measurements.memory.keys()
+    missing = {sized.key: sized for sized in sized_units if sized.key not in done}
+    names = {digest: sized.unit.name for (digest, _), sized in missing.items()}
+    for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
+        sized = missing[key]
+        with explain_refusals(f'layer "{sized.unit.name}"'):
+            measurements.memory[key] = measure_memory(
+                sized.unit, sized.received, meter, task.buffer_bytes[sized.unit.name]
+            )
+            if in_halves:
+                measurements.halves[key] = measure_split_memory(sized.unit, sized.received, meter)
         # Layers of different sizes leave holes in the allocator's memory.
         release_freed_memory()
 

@@ -1,11 +1,13 @@
-"""Describe a profiling task: the model, options, progress, and the memory records so far."""
+"""Describe a profiling task: the model, options, progress, and the measurements so far."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from planner.core.values.partial import Measurement, PartialProfile
 from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
+from planner.profile.timing import Samples
 from planner.profile.units import Key
 
 Progress = Callable[[str, int, int], None]
@@ -59,9 +61,53 @@ class ProgressCounter:
         self._progress(text, self._done, self._total)
 
 
+@dataclass(kw_only=True)
+class Measurements:
+    """Measurements that take long; they are kept so that an interrupted run can continue."""
+
+    header: PartialProfile
+    """Conditions under which the measurements are valid (model, device, versions): their file without measurements."""
+    memory: dict[Key, MemoryDetail] = field(default_factory=dict)
+    halves: dict[Key, SplitMemory] = field(default_factory=dict)
+    """Memory of units with a split backward."""
+    samples: Samples = field(default_factory=dict)
+    half_samples: Samples = field(default_factory=dict)
+
+    def take_over(self, earlier: PartialProfile, warn: Callable[[str], None]) -> None:
+        """Add the measurements of an earlier run if its conditions are equal to `header`; otherwise warn."""
+        differences = earlier.differences(self.header)
+        if differences:
+            warn(f"measurements of an interrupted run cannot be used ({', '.join(differences)} changed): starting over")
+            return
+        for one in earlier.measurements:
+            key = (one.digest, one.micro_batch_size)
+            self.memory[key] = one.memory
+            self.samples[key] = list(zip(one.forward_us, one.backward_us, strict=True))
+            if one.split is not None:
+                self.halves[key] = one.split
+            self.half_samples[key] = list(zip(one.backward_input_us, one.backward_weight_us, strict=True))
+
+    def partial(self) -> PartialProfile:
+        """Return the content of a file with all measurements so far."""
+        return replace(self.header, measurements=tuple(map(self._measurement, self.memory)))
+
+    def _measurement(self, key: Key) -> Measurement:
+        whole, halves = self.samples.get(key, ()), self.half_samples.get(key, ())
+        return Measurement(
+            digest=key[0],
+            micro_batch_size=key[1],
+            memory=self.memory[key],
+            split=self.halves.get(key),
+            forward_us=tuple(forward for forward, _ in whole),
+            backward_us=tuple(backward for _, backward in whole),
+            backward_input_us=tuple(first for first, _ in halves),
+            backward_weight_us=tuple(second for _, second in halves),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProfilingTask:
-    """Profiling task: the model, the options, and the memory records so far."""
+    """Profiling task: the model, the options, and the measurements so far."""
 
     loaded: LoadedModel
     chain: Chain
@@ -70,10 +116,8 @@ class ProfilingTask:
     buffer_bytes: Mapping[str, int]
     """Bytes of each layer's buffers before its first forward, which may enlarge them, by name of the layer."""
     options: ProfilerOptions
-    memory: dict[Key, MemoryDetail] = field(default_factory=dict)
-    """Memory of each measured unit."""
-    halves: dict[Key, SplitMemory] = field(default_factory=dict)
-    """Memory of each measured unit with a split backward."""
+    measurements: Measurements
+    """Measurements so far, including those of an interrupted run."""
     steps: ProgressCounter
     warn: Callable[[str], None]
     """Function that is called with warnings for the user."""

@@ -76,8 +76,8 @@ def measure_times(
     Args:
         units: Units of all layers.
         inputs: Inputs, one for each digest and micro-batch size.
-        samples: For every key of `inputs`, a list to which pairs (forward, backward) are appended.
-        halves: For every key of `inputs`, a list to which pairs (forward plus I, W) are appended.
+        samples: Earlier pairs (forward, backward), with an entry for every key of `inputs`; new pairs are appended.
+        halves: Earlier pairs (forward plus I, W), with an entry for every key of `inputs`; new pairs are appended.
         statistics: Collector of the layers' batch normalization statistics, which works as in training.
         clock: Clock of the device.
         repeats: Minimum number of timed passes over all layers, at least 2.
@@ -97,8 +97,7 @@ def measure_times(
         whole_timer = WholeTimer(clock=clock, statistics=statistics)
         split_timer = SplitTimer(clock=clock, statistics=statistics, split=split)
 
-        def add_to(times: Samples, timer: WholeTimer, num_repeats: int) -> None:
-            keys = list(inputs) * num_repeats
+        def add_to(times: Samples, timer: WholeTimer, keys: Sequence[Key]) -> None:
             announced = progress(keys)
             for stretch in split_into_passes(keys, kept_bytes):
                 layers = [(next(kinds[key[0]]), inputs[key]) for key in islice(announced, len(stretch))]
@@ -110,13 +109,13 @@ def measure_times(
             for stretch in split_into_passes(list(inputs) * _WARM_UPS, kept_bytes):
                 time_neighbors(timer, [(next(kinds[key[0]]), inputs[key]) for key in stretch], idle)
         # Whole and split backwards take turns, so that a slowdown of the machine affects both alike.
-        for _ in range(repeats):
-            add_to(samples, whole_timer, 1)
-            add_to(halves, split_timer, 1)
+        while short := [key for key in inputs if min(len(samples[key]), len(halves[key])) < repeats]:
+            add_to(samples, whole_timer, short)
+            add_to(halves, split_timer, short)
         while doubtful():
             gc.collect()
-            add_to(samples, whole_timer, _BLOCK)
-            add_to(halves, split_timer, _BLOCK)
+            add_to(samples, whole_timer, list(inputs) * _BLOCK)
+            add_to(halves, split_timer, list(inputs) * _BLOCK)
 
 
 def split_into_passes(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:

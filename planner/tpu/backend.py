@@ -160,12 +160,12 @@ class CompiledBackend:
 def _compile(
     jobs: Sequence[SizedUnit], task: ProfilingTask, compiler: Compiler, layers: dict[Key, CompiledLayer]
 ) -> None:
-    """Compile distinct layers at one micro-batch size; store results in `layers` and in the task."""
+    """Compile distinct layers at one micro-batch size; store results in `layers` and in the task's measurements."""
     _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
     for n, layer in compiler.compile_layers([(job.unit, job.received) for job in jobs]):
         layers[jobs[n].key] = layer
-        task.memory[jobs[n].key] = layer.detail()
+        task.measurements.memory[jobs[n].key] = layer.detail()
         task.steps.end(jobs[n].unit.name, size)
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -871,7 +872,7 @@ def test_show_is_ascii_where_the_terminal_is(here: Path, capsys: Capsys, columns
 # Help, version, schema
 
 
-@pytest.mark.parametrize("kind", ["profile", "plan", "balance", "run", "links", "calibration"])
+@pytest.mark.parametrize("kind", ["profile", "plan", "balance", "run", "links", "calibration", "partial"])
 def test_schema_prints_a_json_schema(capsys: Capsys, kind: str) -> None:
     """One document, of an object whose `schema` key is the kind's."""
     done = call(capsys, "schema", kind)
@@ -916,7 +917,7 @@ OPTIONS = {
     "show": "--plan --profile --run --html --svg --trace --format",
     "explore": "--output --profile --quiet --debug",
     "export": "CHECKPOINT --output --quiet --debug",
-    "schema": "profile|plan|balance|run|links|calibration",
+    "schema": "profile|plan|balance|run|links|calibration|partial",
 }
 
 
@@ -1031,7 +1032,7 @@ def profiling(empty: Path) -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen[str]") -> None:
-    """Exit code 130, no traceback, no half-written profile."""
+    """Exit code 130, no traceback, no half-written profile; what was measured is kept."""
     assert profiling.stderr is not None
     assert profiling.stderr.readline().startswith("profiling model.py")
     forwards = empty / ".cache" / "forwards"
@@ -1043,8 +1044,42 @@ def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen
     assert (profiling.returncode, out) == (130, "")
     assert "Traceback" not in err
     assert "bug" not in err
-    assert err.endswith("interrupted\n")
-    assert visible(empty) == {"model.py", ".cache"}
+    assert err.endswith("wrote profile.yaml.partial; the same command continues from it\ninterrupted\n")
+    assert visible(empty) == {"model.py", "profile.yaml.partial", ".cache"}
+    assert files.read_partial("profile.yaml.partial").measurements
+
+
+@pytest.mark.slow
+def test_an_interrupted_profile_goes_on(empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the partial file, which is gone in the end; of another optimizer it is of no use, and that is said."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    command_line = ("profile", "model.py", *FAST)
+    for options, told in (
+        ((), "note: continuing from profile.yaml.partial"),
+        (("--optimizer", "sgd"), "starting over"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(import_module("planner.profile.backends.measured"), "measure_times", interrupted)
+            stopped = call(capsys, *command_line)
+        assert (stopped.code, visible(empty)) == (130, {"model.py", "profile.yaml.partial"})
+        assert stopped.err.endswith("wrote profile.yaml.partial; the same command continues from it\ninterrupted\n")
+        assert "profile.yaml.partial is an unfinished profile" in call(capsys, "show", "profile.yaml.partial").error
+        done = call(capsys, *command_line, *options)
+        assert (done.code, visible(empty)) == (0, {"model.py", "profile.yaml"})
+        assert told in done.err
+        (empty / "profile.yaml").unlink()
+
+
+def test_a_spoilt_partial_profile_is_refused(empty: Path, capsys: Capsys) -> None:
+    """With file and line; it may be somebody's, so nothing is overwritten."""
+    (empty / "profile.yaml.partial").write_text("schema: gpipe-plan/partial/v1\nwhat: 1\n")
+    done = call(capsys, "profile", "model.py", *FAST)
+    assert done.code == 2
+    assert "profile.yaml.partial:1: error: `generator`: is missing" in done.err
+    assert visible(empty) == {"model.py", "profile.yaml.partial"}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,26 @@ def test_a_measured_profile(here: Path, capsys: Capsys, monkeypatch: pytest.Monk
     headers = {text.splitlines()[0] for text in written}
     assert len(headers) == 1
     assert b"Measured by `gpipe-plan profile model.py`" in headers.pop()
+
+
+@pytest.mark.slow
+def test_an_interrupted_profile_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python, too: what was measured is kept beside `output`, and gone when the profile is whole."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    no_calibration(monkeypatch)
+    write_model(here)
+    notes: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(import_module("planner.profile.backends.measured"), "measure_times", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            planner.profile("model.py", repeat=2, batch_sizes=1, output="profile.yaml")
+    assert files.read_partial("profile.yaml.partial").measurements
+    planner.profile("model.py", repeat=2, batch_sizes=1, output="profile.yaml", note=notes.append)
+    assert "continuing from profile.yaml.partial" in notes
+    assert {path.name for path in here.iterdir()} - {"__pycache__"} == {"model.py", "profile.yaml"}
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ UNUSED = {
             "planner.solve.layers.stage_times",
         ),
         *("planner.api.options.solving", "planner.core.judge.difference", "planner.core.values.run_report"),
-        *("planner.core.values.balance", "planner.core.values.links"),
+        *("planner.core.values.balance", "planner.core.values.links", "planner.core.values.partial"),
         *("pydantic.main", "numpy.random", "statistics"),
     ),
     ("show",): (*FACES[1:], "planner.show.gate", "pydantic.main"),

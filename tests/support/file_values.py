@@ -6,6 +6,7 @@ from planner.core.values.balance import Balance, RunPrediction, StageBalance
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import Links, MeasuredLink
+from planner.core.values.partial import Measurement, PartialProfile
 from planner.core.values.plan import FrontierPoint, Insight, Noise, Plan, TrainingRun, WhatIf
 from planner.core.values.profile import (
     ArrayKind,
@@ -306,6 +307,32 @@ def full_links() -> Links:
         environment=Environment(torch="2.13.0", python="3.11.7"),
         backend="gloo",
         boundaries=(measured, MeasuredLink(link=Link())),
+    )
+
+
+def full_partial() -> PartialProfile:
+    """Interrupted while the second size was timed."""
+    profile = full_profile()
+    one, four = profile.layers[0].detail
+    return PartialProfile(
+        generator=GENERATOR,
+        model=profile.model,
+        device=profile.device,
+        environment=profile.environment,
+        optimizer="adamw",
+        measurements=(
+            Measurement(
+                digest="h",
+                micro_batch_size=1,
+                memory=one,
+                split=full_profile().layers[0].split[0],
+                forward_us=(1.5, 1.4),
+                backward_us=(2.5, 2.6),
+                backward_input_us=(1.3, 1.2),
+                backward_weight_us=(1.2, 1.1),
+            ),
+            Measurement(digest="h", micro_batch_size=4, memory=four),
+        ),
     )
 
 

@@ -107,7 +107,9 @@ class EstimatedBackend:
     def measure(self, task: ProfilingTask) -> BackendResult:
         """Estimate every distinct layer once at each micro-batch size; repeats would give the same results."""
         meter, clock = GhostMeter(), self.clock()
-        hooks = RecordingHooks(device=self.device, record=partial(record_memory, task=task, meter=meter))
+        hooks = RecordingHooks(
+            device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True)
+        )
         with as_ghosts_if_lean(task), GpuKernels():
             records = record_sizes(task, hooks)
             flops = records.measure_distinct(clock.flops_of)

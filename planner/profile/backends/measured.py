@@ -32,7 +32,6 @@ from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import (
     LayerTimes,
-    Samples,
     half_times_of,
     layers_exceeding_cache,
     measure_times,
@@ -70,7 +69,7 @@ class MeasuredBackend:
             device=self.device,
             prepare=partial(_fill, task, self.device),
             received=partial(with_values, device=self.device),
-            record=partial(record_memory, task=task, meter=meter),
+            record=partial(record_memory, task=task, meter=meter, in_halves=True),
         )
         records = record_sizes(task, hooks)
         release_freed_memory()
@@ -81,7 +80,7 @@ class MeasuredBackend:
         idle = idle_parameters(task, records)
         before = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
         release_freed_memory()
-        times, half_times_us = _times(task, records, clock)
+        times = _times(task, records, clock)
         release_freed_memory()
         # The updates are timed a second time, because the machine may have been busy during the first few.
         after = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
@@ -99,7 +98,9 @@ class MeasuredBackend:
             optimizer_boundary_peaks=_boundary_peaks(task, records, idle, device=self.device, meter=meter),
             flops=records.measure_distinct(forward_flops),
             times=times,
-            half_times_us=half_times_us,
+            half_times_us={
+                key: half_times_of(task.measurements.half_samples[key], times[key]) for key in records.inputs
+            },
         )
         return BackendResult(
             sizes=records.sizes,
@@ -160,22 +161,14 @@ def _peaks_add(task: ProfilingTask, records: UnitRecords, meter: Meter) -> bool:
     return has_additive_peaks(largest.module, _whole(task), meter=meter)
 
 
-def _times(
-    task: ProfilingTask, records: UnitRecords, clock: Clock
-) -> tuple[dict[Key, LayerTimes], dict[Key, tuple[float, float]]]:
-    """Time all layers repeatedly, until the chain's time is known well enough or the time budget is used up.
-
-    Returns:
-        Times of forward and backward, and those of a split backward.
-    """
+def _times(task: ProfilingTask, records: UnitRecords, clock: Clock) -> dict[Key, LayerTimes]:
+    """Time all layers repeatedly, until the chain's time is known well enough or the time budget is used up."""
     started, budget_s = time.monotonic(), task.options.time_budget_s
-    samples: Samples = {key: [] for key in records.inputs}
-    halves: Samples = {key: [] for key in records.inputs}
 
     def doubtful() -> bool:
         if not budget_s:
             return False
-        share = time_uncertainty([unit.digest for unit in records.units], samples)
+        share = _doubt(task, records)
         if share >= _DOUBT and time.monotonic() - started > budget_s:
             task.warn(
                 f"this machine is too noisy to determine the best plan: the time of all layers is known "
@@ -184,6 +177,10 @@ def _times(
             return False
         return share >= _DOUBT
 
+    samples, halves = task.measurements.samples, task.measurements.half_samples
+    for key in records.inputs:
+        samples.setdefault(key, [])
+        halves.setdefault(key, [])
     with deferred_batch_norms(task.chain.model) as statistics:
         measure_times(
             records.units,
@@ -197,10 +194,14 @@ def _times(
             progress=partial(task.steps.each, names=records.names),
             kept_bytes={key: _kept_bytes(detail) for key, detail in records.memory.items()},
         )
-    times = {key: times_of(samples[key]) for key in records.inputs}
-    return times, {key: half_times_of(halves[key], times[key]) for key in records.inputs}
+    return {key: times_of(samples[key]) for key in records.inputs}
 
 
 def _kept_bytes(detail: MemoryDetail) -> int:
     """Return an upper bound of the bytes that a layer keeps from forward to backward."""
     return detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
+
+
+def _doubt(task: ProfilingTask, records: UnitRecords) -> float:
+    samples = {key: task.measurements.samples[key] for key in records.inputs}
+    return time_uncertainty([unit.digest for unit in records.units], samples)

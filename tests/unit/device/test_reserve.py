@@ -8,7 +8,9 @@ import torch
 
 from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
+from planner.core.values.partial import PartialProfile
 from planner.core.values.plan import ProfileReference
+from planner.core.values.profile import Device, Environment, Generator, Model
 from planner.device.cuda import Cuda
 from tests.support.chains import random_profile
 
@@ -59,3 +61,17 @@ def test_it_is_the_default_of_solve(reserve: str | None, expected: int) -> None:
     asked = SolverOptions(devices=2, mem="1GB", batch=1, reserve=reserve)
     request = request_of(profile, ProfileReference(path="", digest=""), asked)
     assert request.inputs.reserve_bytes == expected
+
+
+def test_it_does_not_make_an_interrupted_run_useless() -> None:
+    """Other programs come and go."""
+    one = PartialProfile(
+        generator=Generator(name="gpipe-plan", version="0"),
+        model=Model(),
+        device=Device(kind="cuda", name="H100", reserve_bytes=5),
+        environment=Environment(),
+        optimizer="",
+        measurements=(),
+    )
+    assert one.differences(replace(one, device=replace(one.device, reserve_bytes=7))) == []
+    assert one.differences(replace(one, device=replace(one.device, name="A100"))) == ["device"]

@@ -12,6 +12,7 @@ from tests.support.file_values import (
     full_balance,
     full_calibration,
     full_links,
+    full_partial,
     full_run,
     fullest_plan,
     fullest_profile,
@@ -24,6 +25,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "balance": full_balance,
     "links": full_links,
     "calibration": full_calibration,
+    "partial": full_partial,
 }
 
 

@@ -16,6 +16,7 @@ from tests.support.file_values import (
     full_balance,
     full_calibration,
     full_links,
+    full_partial,
     full_plan,
     full_profile,
     full_run,
@@ -520,11 +521,18 @@ def test_a_number_too_large_to_compute_with_is_refused(tmp_path: Path) -> None:
         (full_links, "latency_us: 400.5", "latency_us: -1", "must not be negative"),
         (full_links, "bytes_per_s: 2100000000.0", "bytes_per_s: fast", "expected a number"),
         (full_links, "backend: gloo", "backend: gloo\nspeed: 1", "unknown key"),
+        (
+            full_partial,
+            "backward_us: [2.5, 2.6]",
+            "backward_us: [2.5]",
+            "`measurements[0].backward_us`: expected 2 values",
+        ),
         (full_calibration, "compute: 1.125", "compute: 0.0", "`compute`: must be from 1e-6 to 1e6"),
         (full_calibration, "step_ratio: 1.031", "step_ratio: 0.0", "`step_ratio`: must be from 1e-6 to 1e6"),
+        (full_partial, "forward_us: [1.5, 1.4]", "forward_us: [1.5, nan]", "expected a number"),
     ],
 )
-def test_links_and_calibrations_are_read_strictly(
+def test_links_and_partial_profiles_are_read_strictly(
     make: Callable[[], object], old: str, new: str, said: str, tmp_path: Path
 ) -> None:
     """With line and key."""

@@ -19,6 +19,7 @@ from planner.files import (
     read_balance,
     read_calibration,
     read_links,
+    read_partial,
     read_plan,
     read_profile,
     read_run,
@@ -31,6 +32,7 @@ from tests.support.file_values import (
     full_balance,
     full_calibration,
     full_links,
+    full_partial,
     full_profile,
     full_run,
     fullest_plan,
@@ -45,6 +47,7 @@ KINDS: list[tuple[Callable[[], Any], Callable[[str], Any]]] = [
     (full_balance, read_balance),
     (full_links, read_links),
     (full_calibration, read_calibration),
+    (full_partial, read_partial),
 ]
 
 ODD_NAMES = (

@@ -1,8 +1,7 @@
-"""How often layers are timed, which of equal ones, and up to which size."""
+"""How often layers are timed, which of equal ones, up to which size, and what is left of an interrupted run."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import repeat
 from typing import Any
 
 import pytest
@@ -10,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import MeasurementError, ModelError
+from planner.core.values.partial import PartialProfile
 from planner.core.values.profile import Profile
 from planner.device.clock import CpuClock, typical_us
 from planner.model.load import LoadedModel
-from planner.profile import ProfilerOptions, passes, profile_model, records
+from planner.profile import InterruptedProfileError, ProfilerOptions, passes, profile_model, records, timing
 from planner.profile.backends import measured
+from planner.profile.task import Measurements
 from planner.profile.timing import measure_times, time_uncertainty
 from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model
@@ -27,16 +28,20 @@ def small() -> LoadedModel:
     return loaded_model(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
 
 
-def repeats_under(doubts: Iterator[float], monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """Give the chain's time these uncertainties; return the number of repeats at each look, by micro-batch size."""
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """By micro-batch size: how many repeats there were at each look at the doubt."""
     seen: dict[int, list[int]] = {}
+    look = measured._doubt
 
-    def looked(_chain: Any, samples: Any) -> float:
-        for size in {size for _, size in samples}:
-            seen.setdefault(size, []).append(min(len(s) for (_, b), s in samples.items() if b == size))
-        return next(doubts)
+    def looked(task: Any, known: Any) -> float:
+        for size in known.sizes:
+            seen.setdefault(size, []).append(
+                min(len(s) for (_, b), s in task.measurements.samples.items() if b == size)
+            )
+        return look(task, known)
 
-    monkeypatch.setattr(measured, "time_uncertainty", looked)
+    monkeypatch.setattr(measured, "_doubt", looked)
     return seen
 
 
@@ -62,18 +67,19 @@ def test_a_model_that_sends_more_than_it_need_is_told_so() -> None:
 # How often
 
 
-def test_repeats_go_on_while_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_go_on_while_in_doubt(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three at least; then five more at a time, until the time of the chain is known well enough."""
-    repeats = repeats_under(iter([0.5, 0.03, 0.009]), monkeypatch)
+    doubts = iter([0.5, 0.03, 0.009])
+    monkeypatch.setattr(measured, "time_uncertainty", lambda *_: next(doubts))
     said: list[str] = []
     profile_model(small(), replace(OPTIONS, time_budget_s=60.0), warn=said.append)
     assert repeats == {1: [3, 8, 13], 2: [3, 8, 13]}
     assert said == []
 
 
-def test_a_noisy_machine_ends_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_noisy_machine_ends_with_a_warning(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the time is up, and not before the least number of repeats; it names the doubt and what to do."""
-    repeats = repeats_under(repeat(0.123), monkeypatch)
+    monkeypatch.setattr(measured, "time_uncertainty", lambda *_: 0.123)
     said: list[str] = []
     profile_model(small(), replace(OPTIONS, time_budget_s=1e-6), warn=said.append)
     assert repeats == {1: [3], 2: [3]}
@@ -82,9 +88,8 @@ def test_a_noisy_machine_ends_with_a_warning(monkeypatch: pytest.MonkeyPatch) ->
     assert "--time-budget 1e-06s" in said[0]
 
 
-def test_without_a_time_budget_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_time_budget_nothing_is_judged(repeats: dict[int, list[int]]) -> None:
     """As many repeats as were asked for, whatever they are worth."""
-    repeats = repeats_under(iter(()), monkeypatch)
     said: list[str] = []
     profile_model(small(), OPTIONS, warn=said.append)
     assert (repeats, said) == ({}, [])
@@ -246,6 +251,78 @@ def test_memory_may_end_in_the_users_forward() -> None:
     assert profiled(ERRORS[0]).micro_batch_sizes == (1,)
     with pytest.raises(ModelError, match="ValueError"):
         profiled(ValueError("no"))
+
+
+# Interrupted
+
+
+def interrupted(loaded: LoadedModel, calls: int, earlier: PartialProfile | None = None) -> PartialProfile:
+    """What is left of a run that is interrupted before its measurement of that number."""
+    left = iter(range(calls))
+
+    def progress(*_: Any) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedProfileError) as stopped:
+        profile_model(loaded, OPTIONS, progress, earlier=earlier)
+    return stopped.value.partial
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever it stops, nothing is measured twice: neither memory nor times, twice in a row.
+
+    But what was timed of the row of layers that it stopped in.
+    """
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    loaded = loaded_model(model)
+    recorded: list[str] = []
+    measure = records.measure_memory
+    monkeypatch.setattr(records, "measure_memory", lambda u, *rest: (recorded.append(u.name), measure(u, *rest))[1])
+    monkeypatch.setattr(timing, "typical_us", min)  # which shows whether a repeat was kept
+    first = interrupted(loaded, 3)
+    assert len(first.measurements) == 3
+    second = interrupted(loaded, 10, first)
+    assert [one.memory for one in second.measurements[:3]] == [one.memory for one in first.measurements]
+    assert sum(len(one.forward_us) + len(one.backward_input_us) for one in second.measurements) == 6
+    profile = profile_model(loaded, OPTIONS, earlier=second)
+    assert len(recorded) == 4
+    kept = {(one.digest, one.micro_batch_size): one for one in second.measurements}
+    for layer in profile.layers:
+        for n, size in enumerate(profile.micro_batch_sizes):
+            assert layer.detail[n] == kept[layer.digest, size].memory
+            assert layer.split[n] == kept[layer.digest, size].split
+            assert layer.forward_us[n] <= min(kept[layer.digest, size].forward_us, default=1e9) + 0.1
+            assert layer.backward_weight_us[n] <= min(kept[layer.digest, size].backward_weight_us, default=1e9) + 0.1
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda p: replace(p, model=replace(p.model, digest="sha256:0")), "model"),
+        (lambda p: replace(p, model=replace(p.model, settings={"width": 1})), "model"),
+        (lambda p: replace(p, device=replace(p.device, name="another")), "device"),
+        (lambda p: replace(p, environment=replace(p.environment, torch="1.0")), "environment"),
+        (lambda p: replace(p, environment=replace(p.environment, dtype="bfloat16")), "environment"),
+        (lambda p: replace(p, optimizer="adamw"), "optimizer"),
+        (lambda p: replace(p, generator=replace(p.generator, version="0")), "generator"),
+    ],
+)
+def test_measurements_of_something_else_are_not_used(
+    change: Callable[[PartialProfile], PartialProfile], named: str
+) -> None:
+    """It says so, and starts over."""
+    loaded = small()
+    partial = change(interrupted(loaded, 6))
+    said: list[str] = []
+    kept = Measurements(header=interrupted(loaded, 0))
+    kept.take_over(partial, said.append)
+    assert kept.memory == {}
+    assert len(said) == 1
+    assert f"({named} changed): starting over" in said[0]
 
 
 # How true
