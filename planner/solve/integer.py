@@ -22,7 +22,7 @@ over chosen arcs, of which at most one begins at layer i:
     U   >= sum_{first = i} optimizer - sum_{end <= i} hidden - 2 sum_{first <= i} C
 
 Exactly one chosen arc covers each layer. Therefore max F is at least the sum of F over the arcs that cover a layer, for
-every layer. PuLP states the program; HiGHS, or else CBC, solves it. Times are scaled so that a step is about 1000.
+every layer. PuLP states the program, and HiGHS solves it. Times are scaled so that a step is about 1000.
 
 Complexity: exponential in the worst case. Chains of 50 layers on 4 devices take seconds.
 """
@@ -36,7 +36,7 @@ import numpy as np
 from planner.core.cost.arrays import BoolArray, FloatArray
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import SolverError
-from planner.core.extras import check_installed, importing, without_output
+from planner.core.extras import check_installed, without_output
 from planner.solve.answer import Answer
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.space.case import Case
@@ -59,7 +59,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         deadline: Time at which the search stops.
 
     Raises:
-        MissingPackageError: PuLP, or every solver that it could use, is not installed.
+        MissingPackageError: PuLP or HiGHS is not installed.
         SolverError: The program is too large, or its solver failed.
         OutOfTimeError: `deadline` passed before a partition was found.
     """
@@ -70,18 +70,19 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         return Answer(case, None, inf, upper_us, _METHOD)
     if np.sum(arcs.end - arcs.first) > _MAX_TERMS:
         raise SolverError("the integer program is too large to state", hint="use `--solver dp`")
-    with importing("milp"):
-        import pulp  # noqa: PLC0415 - takes longer to import than all else that a short command needs
+    check_installed("milp")
+    import pulp  # noqa: PLC0415 - takes longer to import than all else that a short command needs
+
     with warnings.catch_warnings(), without_output():
-        # PuLP 3.3 warns of every way to make a variable that 3.3.0 had, and of the CBC it brings along.
+        # PuLP 3.3 warns of every way to make a variable that 3.3.0 had.
         warnings.simplefilter("ignore", DeprecationWarning)
         unit_us = case.bound_us / _SCALED_STEP or 1.0
         program = _IntegerProgram(pulp, arcs, unit_us)
         limit_s = max(0.1, deadline.left_s) if deadline.is_limited else None
-        program.lp.solve(_solver(pulp, limit_s))
-    highs = program.lp.solverModel  # CBC leaves none
-    if program.lp.status == pulp.LpStatusInfeasible and (highs is not None or limit_s is None):
-        return Answer(case, None, inf, upper_us, _METHOD)  # Out of time, CBC says the same of feasible programs.
+        exact = {"gapRel": 0.0, "gapAbs": 0.0, "mip_feasibility_tolerance": 1e-9}
+        program.lp.solve(pulp.HiGHS(msg=False, timeLimit=limit_s, **exact))
+    if program.lp.status == pulp.LpStatusInfeasible:
+        return Answer(case, None, inf, upper_us, _METHOD)
     if program.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         if limit_s is None:
             raise SolverError(f"the integer program was not solved: {pulp.LpStatus[program.lp.status]}")
@@ -91,7 +92,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
     found_us = Evaluation(case.costs, partition, case.cluster).step_us
     objective_us = float(pulp.value(program.lp.objective)) * unit_us
     if program.lp.sol_status != pulp.LpSolutionOptimal:
-        bound_us = case.bound_us if highs is None else float(highs.getInfo().mip_dual_bound) * unit_us
+        bound_us = float(program.lp.solverModel.getInfo().mip_dual_bound) * unit_us
         return Answer(case, partition, found_us, min(found_us, upper_us, bound_us), _METHOD)
     if abs(objective_us - found_us) > _EQUAL * found_us:
         raise SolverError(
@@ -201,12 +202,3 @@ class _IntegerProgram:
             self.lp += tail >= self._sum(begins, arcs.optimizer) - before
             hidden = before
         return tail
-
-
-def _solver(pulp: Any, limit_s: float | None) -> Any:
-    options: dict[str, Any] = {"msg": False, "timeLimit": limit_s, "gapRel": 0.0, "gapAbs": 0.0}
-    for candidate in (pulp.HiGHS(**options, mip_feasibility_tolerance=1e-9), pulp.PULP_CBC_CMD(**options)):
-        if candidate.available():
-            return candidate
-    check_installed("milp")
-    raise SolverError("PuLP has no solver that runs here", hint="use `--solver dp`")

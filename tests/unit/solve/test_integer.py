@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pulp
 import pytest
 
 from planner.core.errors import MissingPackageError, SolverError
@@ -42,24 +41,13 @@ def test_both_solvers_prove_the_same_step_time(question: str, seed: int) -> None
     assert plans[1].predicted.step_us == pytest.approx(plans[0].predicted.step_us, rel=1e-9)
 
 
-def test_cbc_replaces_missing_highs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without either solver, the error suggests a remedy."""
-    highs = solved(QUESTIONS["unlike"])
-    monkeypatch.setattr(pulp.HiGHS, "available", lambda _: False)
-    assert solved(QUESTIONS["unlike"]).predicted.step_us == pytest.approx(highs.predicted.step_us, rel=1e-8)
-    monkeypatch.setattr(pulp.PULP_CBC_CMD, "available", lambda _: False)
-    with pytest.raises((SolverError, MissingPackageError)):
-        solved(QUESTIONS["unlike"])
-
-
-def test_infeasible_status_of_cbc_after_the_time_limit_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CBC that is stopped early may report feasible programs as infeasible."""
-    monkeypatch.setattr(pulp.HiGHS, "available", lambda _: False)
-    monkeypatch.setattr(
-        pulp.PULP_CBC_CMD, "actualSolve", lambda _, program: program.assignStatus(pulp.LpStatusInfeasible)
-    )
-    with pytest.raises(SolverError, match="time limit"):
-        solved(QUESTIONS["alike"], time_limit_s=30.0)
+@pytest.mark.parametrize("package", ["pulp", "highspy"])
+def test_missing_package_is_reported_with_the_install_command(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PuLP states the program, HiGHS solves it."""
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match=package) as error:
+        solved(QUESTIONS["alike"])
+    assert "gpipe-plan[milp]" in error.value.hint
 
 
 def test_program_that_contradicts_the_cost_model_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
