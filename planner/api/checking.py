@@ -9,14 +9,16 @@ from planner.api.defaults import headroom_of
 from planner.api.keywords import on_plan
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.checking import CheckOptions
+from planner.api.question import solve_options
 from planner.api.reading import cuts_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import UsageError
 from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import Verdict, checkable_report, judge, with_difference, with_findings
+from planner.core.values.balance import replan_command
 from planner.core.values.devices import accelerator
 from planner.core.values.findings import Finding, finding
-from planner.core.values.plan import Plan
+from planner.core.values.plan import Inputs, Plan
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 
@@ -66,7 +68,10 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     if verdict.is_over and verdict.plan is not None:
         from planner.solve.questions.remedy import what_would_fit  # noqa: PLC0415 - a plan that fits needs no solver
 
-        verdict = replace(verdict, would_fit=what_would_fit(verdict.plan, profile))
+        def command(inputs: Inputs) -> str:
+            return replan_command(inputs.profile.path, solve_options(inputs, profile.device))
+
+        verdict = replace(verdict, would_fit=what_would_fit(verdict.plan, profile, command))
     if options.against is not None:
         from planner.api.comparing import earlier_plan  # noqa: PLC0415 - seldom asked for
 

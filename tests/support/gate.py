@@ -58,7 +58,7 @@ def over_the_cap() -> Verdict:
         fits=verdict.fits,
         findings=verdict.findings,
         plan=verdict.plan,
-        would_fit=what_would_fit(verdict.plan, now),
+        would_fit=what_would_fit(verdict.plan, now, lambda _: "gpipe-plan solve …"),
     )
     return with_difference(with_advice, plan(), against="git:main", recomputed=True)
 

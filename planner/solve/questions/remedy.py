@@ -1,12 +1,10 @@
 """Changes with which a plan that exceeds its memory limits would fit, computed by solving its request again."""
 
-from typing import Any
+from collections.abc import Callable
 
 from planner.core.errors import InfeasibleError, PlannerError
-from planner.core.schedule import GIVEN
-from planner.core.values.balance import memory_options
 from planner.core.values.devices import accelerators_with
-from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan
+from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_us
 from planner.solve.request import Request
@@ -18,14 +16,15 @@ _TIME_LIMIT_S = 2.0
 _SMALL = 10**9
 
 
-def what_would_fit(plan: Plan, profile: Profile) -> tuple[str, ...]:
+def what_would_fit(plan: Plan, profile: Profile, command: Callable[[Inputs], str]) -> tuple[str, ...]:
     """Return the smallest changes with which a plan that exceeds its memory limits would fit, in words.
 
     Args:
         plan: The plan with recomputed figures, and with the limits that it exceeds.
         profile: The profile from which the figures were recomputed.
+        command: Function that returns the command that solves a request.
     """
-    return (*_more_memory(plan, profile), *_solved_again(plan, profile))
+    return (*_more_memory(plan, profile), *_solved_again(plan, profile, command))
 
 
 def _more_memory(plan: Plan, profile: Profile) -> tuple[str, ...]:
@@ -37,7 +36,7 @@ def _more_memory(plan: Plan, profile: Profile) -> tuple[str, ...]:
     return (f"with the same cuts, the whole plan fits with `--mem {bytes_option(most)}`{card}",)
 
 
-def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
+def _solved_again(plan: Plan, profile: Profile, command: Callable[[Inputs], str]) -> tuple[str, ...]:
     # For larger requests even the explanation that nothing fits takes seconds.
     if len(profile.layers) * plan.inputs.devices > MOST_WORK:
         return ()
@@ -56,31 +55,4 @@ def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
     cuts = (
         f"{list(other.balance)} with M = {other.micro_batches}{placed}, {format_us(other.predicted.step_us)} per step"
     )
-    return (f"the same memory limits fit the cuts {cuts} ({slower:+.1%}): `{_command(other.inputs, profile)}`",)
-
-
-def _command(inputs: Inputs, profile: Profile) -> str:
-    """Return the command that solves the same request; `…` stands for less common options."""
-    words = [f"gpipe-plan solve {inputs.profile.path} --devices {inputs.devices}"]
-    words += memory_options(inputs, profile.device.how)
-    words.append(f"--batch {inputs.batch}")
-    if inputs.schedule != DEFAULT_SCHEDULE:
-        words.append("--schedule FILE.csv" if inputs.schedule == GIVEN else f"--schedule {inputs.schedule}")
-    if inputs.chunks > 1:
-        words.append(f"--chunks {inputs.chunks}")
-    if inputs.recompute != "auto":
-        words.append(f"--recompute {inputs.recompute}")
-    escape_unprintable = {name: getattr(inputs, name) for name in _SPELLED_OUT}
-    if inputs != Inputs(**escape_unprintable, **_defaults(profile)):
-        words.append("…")
-    return " ".join(words)
-
-
-_SPELLED_OUT = ("profile", "devices", "memory_bytes", "headroom", "batch", "schedule", "recompute", "chunks")
-
-
-def _defaults(profile: Profile) -> dict[str, Any]:
-    """Return the inputs that `solve` takes from the profile if their options are not given."""
-    model = {"model_digest": profile.model.digest, "optimizer": profile.optimizer}
-    executor = profile.device.executor
-    return model if executor is None else {**model, "link": executor.link, "overhead_us": executor.overhead_us}
+    return (f"the same memory limits fit the cuts {cuts} ({slower:+.1%}): `{command(other.inputs)}`",)
