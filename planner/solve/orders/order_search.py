@@ -6,10 +6,9 @@ counts only if it fits according to the exact memory model.
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil, inf, prod
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -92,8 +91,6 @@ class OrderSearch:
 
     def search(self, most_actions: int) -> SimulatedOrder | None:
         """Return the best order found while simulating at most `most_actions` actions; None if none fits the memory."""
-        if self._try_all_orders(most_actions):
-            return self.best
         self._follow(most_actions)
         if self._is_proven():
             return self.best
@@ -102,7 +99,10 @@ class OrderSearch:
         def try_each(changes: Iterable[_Tuning]) -> None:
             nonlocal tuning, rules, rules_us
             for changed in changes:
-                if self.spent < most_actions and self._try_rules(made := self._make_rules(changed)):
+                made = self._make_rules(changed)
+                if self.spent < most_actions and self._keep_if_better(
+                    apply_rules(self._problem, made, limit_us=self._limit_us)
+                ):
                     tuning, rules, rules_us = changed, made, self._limit_us
 
         # Each field is varied after the previous one, in two rounds, because good values depend on the other fields.
@@ -170,24 +170,6 @@ class OrderSearch:
             ):
                 rows = found.rows
 
-    def _try_all_orders(self, most_actions: int) -> bool:
-        """Simulate every possible action order, if there are few, and return True; else return False."""
-        problem = self._problem
-        if len(problem.chunks) != len(problem.times):
-            return False
-        merges, actions = not split_costs_nothing(problem), sum(2 if w else 3 for w in problem.is_whole)
-        actions *= problem.micro_batches
-        for kinds in ("IB", "I") if merges else ("I",):
-            every = [_all_orders(s, problem.micro_batches, "B" if w else kinds) for s, w in enumerate(problem.is_whole)]
-            if not all(every) or prod(map(len, every)) * actions > most_actions:
-                continue
-            for rows in product(*every):
-                with suppress(ValueError):  # raised if the order deadlocks
-                    self._simulate(rows)
-                self.spent += actions
-            return len(kinds) == 2 or not merges
-        return False
-
     def _follow(self, most_actions: int) -> None:
         for rows, lookahead, patience in product(self._known_orders, _LOOKAHEAD, _PATIENCE[:3]):
             if self.spent >= most_actions:
@@ -209,10 +191,6 @@ class OrderSearch:
             forward_first=tuning.forward_first,
             later_chunk_first=tuning.later_first,
         )
-
-    def _try_rules(self, rules: DispatchRules) -> bool:
-        """Apply dispatch rules; return True if the resulting order is the best so far."""
-        return self._keep_if_better(apply_rules(self._problem, rules, limit_us=self._limit_us))
 
     @property
     def _limit_us(self) -> float:
@@ -273,40 +251,6 @@ def least_period_us(problem: OrderProblem) -> float:
     most_in_flight = np.clip(np.floor(np.array([fitting]) + 1e-9), 1.0, problem.micro_batches)
     windows_us = least_windows_us(times, problem.chunks, problem.micro_batches, most_in_flight)
     return float((windows_us + np.array(problem.own_us)).max())
-
-
-_MOST_ORDERS = 3
-"""Largest number of micro-batches for which all orders of a device are tried: 42 orders of F, I and W."""
-
-
-def _all_orders(stage: int, micro_batches: int, backwards: str) -> list[tuple[Action, ...]]:
-    """Return all orders of a stage's actions in which micro-batches ascend; an empty list if there are too many.
-
-    Because all micro-batches are equal, no other order is better.
-
-    Args:
-        stage: Index of the stage.
-        micro_batches: Number of micro-batches, M.
-        backwards: Letters of the allowed backwards: `B`, `I` (with a later W), or `IB`.
-    """
-    orders: list[tuple[Action, ...]] = []
-
-    def extend(row: tuple[Action, ...], num_forwards: int, num_backwards: int, waiting: tuple[int, ...]) -> None:
-        if num_backwards == micro_batches and not waiting:
-            orders.append(row)
-        if num_forwards < micro_batches:
-            extend((*row, Action(stage, "F", num_forwards)), num_forwards + 1, num_backwards, waiting)
-        if num_backwards < num_forwards and "I" in backwards:
-            after = (*waiting, num_backwards)
-            extend((*row, Action(stage, "I", num_backwards)), num_forwards, num_backwards + 1, after)
-        if num_backwards < num_forwards and "B" in backwards:
-            extend((*row, Action(stage, "B", num_backwards)), num_forwards, num_backwards + 1, waiting)
-        if waiting:
-            extend((*row, Action(stage, "W", waiting[0])), num_forwards, num_backwards, waiting[1:])
-
-    if micro_batches <= _MOST_ORDERS:
-        extend((), 0, 0, ())
-    return orders
 
 
 def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:

@@ -31,7 +31,7 @@ these bounds.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
-from math import comb, inf
+from math import inf
 
 import numpy as np
 
@@ -161,8 +161,7 @@ def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: in
     Returns:
         The lower bound in microseconds, at most `upper_us`; 0 if it would take too much effort.
     """
-    case = evaluator.case
-    num_cuts = comb(case.costs.num_layers - 1, evaluator.num_stages - 1) if case.rules.balance is None else 1
+    num_cuts = evaluator.num_cuts
     if num_cuts > _MOST_CUTS or num_cuts * evaluator.num_stages > _CELLS * most_actions:
         return 0.0
     least_us = upper_us
@@ -174,7 +173,7 @@ def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: in
 def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
     """Return a lower bound of the step times of N partitions, at most `upper_us`; `cuts` has shape (N, S+1)."""
     fastest, own_us = _least_times(evaluator, cuts, evaluator.allowed[0])
-    work_us = np.stack([fastest.work_us[:, list(stages)].sum(axis=1) for stages in evaluator.chunks], axis=1) + own_us
+    work_us = fastest.work_us[:, evaluator.stages].sum(axis=2) + own_us
     # Most cuts are so uneven that their work alone exceeds `upper_us`.
     cuts = cuts[work_us.max(axis=1) < upper_us]
     if not len(cuts):
@@ -276,9 +275,8 @@ def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[Lea
     times = LeastTimes.of(busy, halves, crossing, evaluator.case.micro_batches)
     if evaluator.case.replicas > 1:
         # Only the all-reduce of one chunk must come after the last action, so count the smallest.
-        sums = evaluator.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:])
-        each = [sums[:, list(stages)] for stages in evaluator.chunks]
-        own_us = own_us - np.stack([us.sum(axis=1) - us.min(axis=1) for us in each], axis=1)
+        sums = evaluator.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:])[:, evaluator.stages]
+        own_us = own_us - (sums.sum(axis=2) - sums.min(axis=2))
     return times, own_us
 
 

@@ -171,7 +171,7 @@ def test_order_search_equals_brute_force_of_tiny_pipelines(devices: int, micro_b
         ]
         best = min(slow_period(rows, times) for rows in product(*every))
         asked = problem(times, micro_batches, limits, between=between)
-        found = OrderSearch(asked, fits).search(2_000_000)
+        found = OrderSearch(asked, fits).search(100_000)
         assert found is not None
         assert least_period_us(asked) <= best * (1 + 1e-9)
         assert found.period_us == pytest.approx(best, rel=1e-9)
