@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
-from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.width import usable_widths, with_layers
 from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, SPLITTING, Schedule
@@ -23,7 +22,7 @@ from planner.solve.cases import cases_of, micro_batch_counts
 from planner.solve.request import Request
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator, move_one_cut
-from planner.solve.space.tables import allowed_choices, max_stage_layers, values_at_first_layer
+from planner.solve.space.tables import max_stage_layers, values_at_first_layer
 
 _MOST_DEVICES = 1024
 """Largest number of devices that a hint suggests."""
@@ -247,18 +246,16 @@ def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -
         width: Number of layers of the longest stage.
         limits_bytes: Memory limits of the devices.
     """
-    least = np.inf
+    least, has_one_table = np.inf, len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first
     # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
     for count in range(1, case.num_devices + 1):
-        if count < case.num_devices and len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first:
+        if count < case.num_devices and has_one_table:
             continue
-        best = _start(case.costs)
+        best = np.where(np.arange(case.costs.num_layers + 1) == 0, -np.inf, np.inf)
         for position in range(count):
             need = _needs(case, width, count - 1 - position) - limits_bytes[position]
             longer = np.maximum(values_at_first_layer(best, width), need).min(axis=1)
-            best = (
-                np.minimum(best, longer) if len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first else longer
-            )
+            best = np.minimum(best, longer) if has_one_table else longer
         least = min(least, float(best[-1]))
     return least
 
@@ -273,10 +270,6 @@ def _needs(case: Case, width: int, level: int) -> FloatArray:
     need = case.memory(width, level).smallest()
     ends = np.arange(case.costs.num_layers + 1)[:, None]
     return np.where(case.rules.forbids(ends + np.arange(-width, 0), ends), np.inf, need)
-
-
-def _start(costs: ChainCosts) -> FloatArray:
-    return np.where(np.arange(costs.num_layers + 1) == 0, -np.inf, np.inf)
 
 
 def _smallest_count(case: Case) -> tuple[int, int] | None:
@@ -369,12 +362,12 @@ def _least_over_bytes(evaluator: Evaluator) -> float:
         return np.inf
     balance = case.rules.balance
     cuts = np.cumsum([0, *balance]) if balance else np.linspace(0, num_layers, num_stages + 1).astype(np.int64)
-    allowed = allowed_choices(case.policy, case.micro_batches)
-    return min(_downhill(evaluator, cuts, np.full(num_stages, choice), allowed) for choice in allowed)
+    return min(_downhill(evaluator, cuts, np.full(num_stages, choice)) for choice in evaluator.allowed)
 
 
-def _downhill(evaluator: Evaluator, cuts: IntArray, choices: IntArray, allowed: Sequence[int]) -> float:
+def _downhill(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> float:
     """Move cuts and change recomputation while a change lowers the excess over the memory limits; return the excess."""
+    allowed = evaluator.allowed
     least = _over(evaluator, cuts[None], choices[None])[0]
     for _ in range(_ROUNDS):
         if least <= 0:

@@ -23,11 +23,11 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import StageLevels, least_levels
+from planner.core.cost.layer_memory import StageLevels
 from planner.core.cost.memory import window_of_stage
 from planner.core.cost.moments import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
 from planner.core.cost.parts import PartSize, shared_parts_of
-from planner.core.cost.stages import stages_in, with_recomputed_layers
+from planner.core.cost.stages import Stages, stages_in, with_recomputed_layers
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
 
@@ -201,55 +201,22 @@ def chunk_memory_function(
     )
 
 
-def chunk_totals(
-    costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, recompute: Recompute, in_halves: bool = False
-) -> FloatArray:
-    """Return, for each possible stage, the bytes that always exist and the bytes of each of `PARTS`.
+def chunk_totals(stages: Stages, recompute: Recompute) -> FloatArray:
+    """Return, for each stage of a window, the bytes that always exist and the bytes of each of `PARTS`.
 
     The stages may share a device with other stages.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
-        firsts: First layers in ascending order.
-        stop: One past the last layer of the longest stages.
-        micro_batches: Number of micro-batches M.
-        recompute: Recompute choice of the stages; not `layers`.
-        in_halves: True if the schedule splits backwards.
+        stages: The stages; if `recompute` is `layers`, a result of `with_recomputed_layers`.
+        recompute: Recompute choice of the stages; stages without a backward recompute nothing.
 
     Returns:
-        Whole bytes, shape (1 + parts, first layers, last layers from `firsts[0]` to `stop - 1`). Entries with the last
-        layer before the first layer are undefined.
+        Whole bytes, shape (1 + parts, first layers, last layers).
     """
-    columns = slice(int(firsts[0]), stop)
-    stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
     totals = shared_parts_of(stages, recompute).totals(stages.shape)
-    if recompute == "never" or not stages.forward_only.any():
+    if recompute in ("never", "layers") or not stages.forward_only.any():
         return totals
     return np.where(stages.forward_only, shared_parts_of(stages, "never").totals(stages.shape), totals)
-
-
-def least_totals_by_layers(
-    costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, in_halves: bool = False
-) -> FloatArray:
-    """Return bytes from which lower bounds of the memory of stages with single recomputed layers are computed.
-
-    Bytes are those of `chunk_totals`, but for stages that choose recomputation layer by layer. For a lower bound of a
-    part, subtract the `most_savings` of all recomputed layers, times `ChunkMemoryFunction.saved` of the part.
-
-    Args:
-        costs: Costs of the chain at the plan's micro-batch size.
-        firsts: First layers in ascending order.
-        stop: One past the last layer of the longest stages.
-        micro_batches: Number of micro-batches M.
-        in_halves: True if the schedule splits backwards.
-
-    Returns:
-        Whole bytes, in the shape of the result of `chunk_totals`.
-    """
-    columns = slice(int(firsts[0]), stop)
-    stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
-    saved, levels = least_levels(costs, firsts, columns)
-    return shared_parts_of(with_recomputed_layers(stages, StageLevels(saved, *levels)), "layers").totals(stages.shape)
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:
@@ -366,9 +333,6 @@ def chunk_memory_at_peak(
         chunks: Chunks of the device.
         moments: Counts of the device from `planner.core.cost.moments.moments_of`.
         reserve_bytes: Memory reserve of the device, counted in the first chunk.
-
-    Returns:
-        Bytes by component, for each chunk.
     """
     parts = np.stack([chunk.parts for chunk in chunks])
     peak = moments[int((moments * parts).sum(axis=(1, 2)).argmax())]

@@ -26,13 +26,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.solve.chain.chain_dp import ChainCuts, LabelSearch, just_below
+from planner.solve.chain.chain_dp import SLACKS, ChainCuts, LabelSearch, just_below
 from planner.solve.chain.recurrences import GPipeRecurrence
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
-
-_SLACKS = (1.01, 1.05, 1.1, 1.25, np.inf)
-"""Limits on the step time of a first plan, as multiples of the lower bound; a search is fastest with a tight limit."""
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
 """Number of labels of one stage count, and of all stage counts; a box is divided if it has more than both."""
@@ -85,12 +82,7 @@ class BottleneckSearch:
 
         If `upper_us` is infinite, None means that no partition fits.
         """
-        for slack in _SLACKS:
-            allowed_us = min(upper_us, self.bound_us * slack)
-            if self.bound_us < just_below(allowed_us):
-                self._note(self._whole.run(upper_us=allowed_us, most_labels=1))
-            if self.best_so_far is not None or allowed_us == upper_us:
-                break
+        self.best_so_far = self._whole.find_first(self.bound_us, upper_us, (*SLACKS, np.inf))
         return self.best_so_far
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
@@ -133,10 +125,6 @@ class BottleneckSearch:
     def _upper_us(self, upper_us: float) -> float:
         return upper_us if self.best_so_far is None else min(upper_us, self.best_so_far.step_us)
 
-    def _note(self, cuts: ChainCuts | None) -> None:
-        if cuts is not None and (self.best_so_far is None or cuts.step_us < self.best_so_far.step_us):
-            self.best_so_far = cuts
-
     def _searched(self, box: _Box, search: LabelSearch, upper_us: float) -> list[_Box]:
         """Search a box for partitions faster than `upper_us`; return its two halves if it has too many labels."""
         if not box.bound_us < just_below(upper_us):
@@ -148,7 +136,9 @@ class BottleneckSearch:
         can_split = self._M > 2 and not is_small and np.isfinite(upper_us)
         most_labels = _MOST_LABELS if can_split else np.inf
         enough = _ENOUGH_LABELS * _GROWTH**box.depth
-        self._note(search.run(upper_us=upper_us, most_in_level=most_labels, enough_in_all=enough))
+        found = search.run(upper_us=upper_us, most_in_level=most_labels, enough_in_all=enough)
+        if found is not None and (self.best_so_far is None or found.step_us < self.best_so_far.step_us):
+            self.best_so_far = found
         if search.is_exhaustive:
             return []
         (f, x), (most_f, most_x) = box.least, box.most

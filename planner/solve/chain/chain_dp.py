@@ -23,7 +23,7 @@ the longest stage; memory is O(K L + L W). W is about L/K on long chains. Few la
 is exact for any input: candidates are dropped only because of a bound or dominance.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from planner.solve.space.problem import ChainProblem, StageArrays
 RELATIVE = 1e-12
 """Relative difference above which a number counts as better; sums in another order differ by less, by rounding."""
 
-_SLACKS = (1.01, 1.05, 1.1, 1.25)
+SLACKS = (1.01, 1.05, 1.1, 1.25)
 """Limits on the step time of a first plan, as multiples of the lower bound."""
 
 _MORE_LABELS = 8
@@ -116,20 +116,29 @@ class LabelSearch:
         root_us = self.root_bound_us()
         if not root_us < just_below(upper_us):
             return None
-        # A search is fastest under a tight limit. If no plan is within the limit, the limit is raised.
-        for slack in _SLACKS:
-            allowed_us = min(upper_us, root_us * slack)
-            first = self.run(upper_us=allowed_us, most_labels=1) if root_us < just_below(allowed_us) else None
-            if first is not None:
-                return self._improved(first)
-            if allowed_us == upper_us:
-                break
-        return self.run(upper_us=upper_us)
-
-    def _improved(self, best: ChainCuts) -> ChainCuts:
-        """Return the best partition. A run with few labels first lowers the step time that the exact run must beat."""
+        best = self.find_first(root_us, upper_us, SLACKS)
+        if best is None:
+            return self.run(upper_us=upper_us)
+        # A run with few labels first lowers the step time that the exact run must beat.
         best = self.run(upper_us=best.step_us, most_labels=_MORE_LABELS) or best
         return self.run(upper_us=best.step_us) or best
+
+    def find_first(self, bound_us: float, upper_us: float, slacks: Sequence[float]) -> ChainCuts | None:
+        """Return a good partition faster than `upper_us`, or None.
+
+        A search is fastest under a tight limit. If no plan is within the limit, the limit is raised.
+
+        Args:
+            bound_us: Lower bound of the step time, in microseconds.
+            upper_us: Step time to beat, in microseconds.
+            slacks: Limits to try, as multiples of the lower bound.
+        """
+        for slack in slacks:
+            allowed_us = min(upper_us, bound_us * slack)
+            first = self.run(upper_us=allowed_us, most_labels=1) if bound_us < just_below(allowed_us) else None
+            if first is not None or allowed_us == upper_us:
+                return first
+        return None
 
     def run(
         self,
@@ -150,9 +159,6 @@ class LabelSearch:
             most_in_level: Limit on labels with the same number of stages. If this limit and `enough_in_all` are
                 exceeded, the search ends early and sets `is_exhaustive` to False.
             enough_in_all: Limit on all labels together, see `most_in_level`.
-
-        Returns:
-            The partition.
         """
         levels = [self._root()]
         best: ChainCuts | None = None

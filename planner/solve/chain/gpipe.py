@@ -77,9 +77,6 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
         upper_us: Step time to beat, in microseconds.
         deadline: Time limit.
 
-    Returns:
-        The answer.
-
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
     """
@@ -106,11 +103,9 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
         # With equal devices, one search covers all stage counts, so its bound holds for every plan.
         if case.is_homogeneous and is_wide and search is not None:
             bound_us = max(bound_us, search.bound_us)
-    if best is None:
-        return Answer(case, None, np.inf, bound_us, DYNAMIC_PROGRAMMING)
-    return Answer(
-        case, case.partition(best.cuts, best.choices), best.step_us, min(bound_us, best.step_us), DYNAMIC_PROGRAMMING
-    )
+    partition = None if best is None else case.partition(best.cuts, best.choices)
+    step_us = np.inf if best is None else best.step_us
+    return Answer(case, partition, step_us, min(bound_us, step_us), DYNAMIC_PROGRAMMING)
 
 
 def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None:

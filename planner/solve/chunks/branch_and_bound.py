@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
-from planner.core.extras import is_installed, without_output
+from planner.core.extras import without_output
 from planner.solve.chunks.linear_program import LinearProgram, RecomputeColumns
 
 _SAFE = 1e-6
@@ -72,11 +72,6 @@ class _Node(NamedTuple):
     """c_s - s of each inner cut, rounded."""
 
 
-def is_solvable() -> bool:
-    """Return True if HiGHS is installed."""
-    return is_installed("highspy")
-
-
 class BranchAndBound:
     """Branch and bound that starts from one linear program; HiGHS solves the programs."""
 
@@ -108,7 +103,9 @@ class BranchAndBound:
             return None
         root = self._node(frozenset())
         self._nodes = [root]
-        return CutBound(self._in_us(root.step), self._cuts_of(root))
+        inner = np.maximum.accumulate(np.array(root.shift, dtype=np.int64)) + np.arange(1, len(root.shift) + 1)
+        cuts = np.array([0, *inner.tolist(), self._program.evaluator.case.costs.num_layers])
+        return CutBound(self._in_us(root.step), cuts)
 
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
         """Branch until a limit; return a lower bound of the step time of all partitions, in microseconds.
@@ -148,11 +145,6 @@ class BranchAndBound:
                 return [node if self._is_over(last_iteration, ends_s) else node._replace(open=())]
         return children
 
-    def _cuts_of(self, node: _Node) -> IntArray:
-        num_layers, cuts = self._program.evaluator.case.costs.num_layers, len(node.shift)
-        inner = np.maximum.accumulate(np.array(node.shift, dtype=np.int64)) + np.arange(1, cuts + 1)
-        return np.array([0, *inner.tolist(), num_layers])
-
     def _run_solver(self, most_iterations: int, ends_s: float) -> bool:
         """Run the solver until the time `ends_s` of the solver's clock; return True if it found the optimum."""
         self._solver.setOptionValue("simplex_iteration_limit", most_iterations)
@@ -171,17 +163,14 @@ class BranchAndBound:
         decisions: tuple[_Decision, ...] = sides if cuts_us >= recompute_us else options
         is_open = max(cuts_us, recompute_us) > _DOUBT * layer_us.sum()
         shift = np.rint(self._cut_variables(columns).sum(axis=1)).astype(np.int64)
+        self._made += 1
         return _Node(
             self._solver.getInfo().objective_function_value,
-            self._next_number(),
+            self._made,
             decided,
             decisions if is_open else (),
             tuple(shift.tolist()),
         )
-
-    def _next_number(self) -> int:
-        self._made += 1
-        return self._made
 
     def _undecided_cut(self, columns: FloatArray, layer_us: FloatArray) -> tuple[float, tuple[_CutSide, ...]]:
         """Find the least decided cut. A cut may divide layers; the smaller shares of its layers take most time.

@@ -75,8 +75,7 @@ class CutSearch(Descent[Candidate]):
             picked = np.argsort(self.evaluator.over_bytes(cuts, choices).sum(axis=1), kind="stable")[:_MOST_PICKED]
         cuts, choices = cuts[picked], choices[picked]
         changed = (cuts[:, :-1] != candidate.cuts[:-1]) | (cuts[:, 1:] != candidate.cuts[1:])
-        is_open = np.stack([changed[:, list(chunks)].any(axis=1) for chunks in self.evaluator.chunks], axis=1)
-        return self._evaluate(cuts, choices, is_open)
+        return self._evaluate(cuts, choices, changed[:, self.evaluator.stages].any(axis=2))
 
     def other_recomputations(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield the best of each batch of partitions with other recomputation on one device.

@@ -61,16 +61,15 @@ class RecomputeFitter:
             Choices, shape (N, S).
         """
         evaluator = self._evaluator
-        fitted = np.where(self._for_stages(is_open), evaluator.allowed[0], choices)
+        fitted = np.where(is_open[:, evaluator.device_of_stage], evaluator.allowed[0], choices)
         rows = np.flatnonzero((evaluator.over_bytes(cuts, fitted) > 0).any(axis=1))
         if not len(rows) or len(self.combinations) == 1:
             return fitted
         over = self.over_by_combination(cuts[rows])
         combinations = np.lexsort((self._recompute_us(cuts[rows]), over), axis=1)[:, 0]
         best = np.empty((len(rows), evaluator.num_stages), dtype=np.int64)
-        for device, chunks in enumerate(evaluator.chunks):
-            best[:, list(chunks)] = self.combinations[combinations[:, device]]
-        fitted[rows] = np.where(self._for_stages(is_open[rows]), best, choices[rows])
+        best[:, evaluator.stages] = self.combinations[combinations]
+        fitted[rows] = np.where(is_open[rows][:, evaluator.device_of_stage], best, choices[rows])
         return fitted
 
     def minimal_combinations(self, over: FloatArray) -> list[IntArray]:
@@ -101,10 +100,3 @@ class RecomputeFitter:
         # "always" counts slightly more than "except-last", because it also recomputes the last micro-batch.
         weights = np.where(self.combinations > 0, 1 + self.combinations * 1e-3, 0.0)
         return np.stack([forward_us[:, list(chunks)] @ weights.T for chunks in self._evaluator.chunks], axis=2)
-
-    def _for_stages(self, by_device: BoolArray) -> BoolArray:
-        """Return the value of each stage's device, shape (N, S), from values of devices, shape (N, K)."""
-        by_stage = np.empty((len(by_device), self._evaluator.num_stages), dtype=bool)
-        for device, chunks in enumerate(self._evaluator.chunks):
-            by_stage[:, list(chunks)] = by_device[:, device, None]
-        return by_stage

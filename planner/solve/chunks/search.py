@@ -13,17 +13,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, islice, product
-from math import comb, inf, prod
+from math import inf, prod
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import sums_before
+from planner.core.extras import is_installed
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
 from planner.solve.answer import Answer
-from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound, is_solvable
+from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram, approximate_num_constraints
@@ -125,12 +126,8 @@ def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
 
 def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
     """Simulate every partition that may be the best one; return False if there are too many."""
-    num_layers, num_stages = evaluator.case.costs.num_layers, evaluator.num_stages
-    balance = evaluator.case.rules.balance
-    most = progress.effort.affordable_partitions(evaluator)
-    num_cuts = comb(num_layers - 1, num_stages - 1) if balance is None else 1
     fitting = RecomputeFitter(evaluator)
-    if num_cuts > most or not fitting.is_exhaustive:
+    if evaluator.num_cuts > progress.effort.affordable_partitions(evaluator) or not fitting.is_exhaustive:
         return False
     for block in all_cuts(evaluator):
         # More recomputation is never faster, so the least recomputation gives a lower bound.
@@ -158,8 +155,7 @@ def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Recompu
             return False
         for combination in product(*combinations):
             choices = np.empty(evaluator.num_stages, dtype=np.int64)
-            for device, chunks in enumerate(evaluator.chunks):
-                choices[list(chunks)] = fitting.combinations[combination[device]]
+            choices[evaluator.stages] = fitting.combinations[list(combination)]
             every_cuts.append(one)
             every_choices.append(choices)
     for start in range(0, len(every_cuts), BLOCK):
@@ -230,16 +226,14 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
     # The time grows approximately with the square of the size.
     actions = size * size // _ROWS_SQUARED
     most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_BOUND_ALONE
-    if evaluator.case.rules.balance is not None or actions > most or not starts or not is_solvable():
+    if evaluator.case.rules.balance is not None or actions > most or not starts or not is_installed("highspy"):
         return None
     effort.spent += actions
     scale_us = progress.upper_us if progress.upper_us < inf else evaluator.case.bound_us
     search = BranchAndBound(LinearProgram(evaluator, starts[0], scale_us=scale_us))
     limit_s = _limit_s(progress)
     first = search.solve(most_iterations=_ITERATIONS * size, limit_s=limit_s)
-    if first is None:
-        return None
-    return LinearBound(first, search)
+    return None if first is None else LinearBound(first, search)
 
 
 def raised_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBound | None) -> float:

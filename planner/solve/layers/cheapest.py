@@ -30,7 +30,7 @@ import numpy as np
 
 from planner.core.cost.arrays import BoolArray, FloatArray, IndexArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import KEEP, RECOMPUTE, Pending, StageLayers
+from planner.core.cost.layer_memory import KEEP, RECOMPUTE, StageLayers
 from planner.core.cost.memory import linear_moments
 from planner.core.cost.moments import Moments
 
@@ -189,15 +189,14 @@ class _LayerDynamicProgram:
         self.times = times
         self.num_layers = len(times)
         # The engine holds the output of the last layer.
-        leaving = np.array(
-            [[_leaving_bytes(outputs, layers.end, d) for outputs in layers.pending] for d in (KEEP, RECOMPUTE)]
-        )
-        kept, recomputed = layers.held + leaving
-        # A recomputed layer saves its input, unless another layer saves it.
-        recomputed += [
-            0.0,
-            *(_passed_bytes(outputs, layers.first + n + 1) for n, outputs in enumerate(layers.pending[:-1])),
+        leaving = [
+            [sum(each.bytes[d] for each in outputs if each.until >= layers.end) for outputs in layers.pending]
+            for d in (KEEP, RECOMPUTE)
         ]
+        kept, recomputed = layers.held + np.array(leaving)
+        # A recomputed layer saves its input, unless another layer saves it.
+        for n, outputs in enumerate(layers.pending[:-1], start=1):
+            recomputed[n] += sum(each.bytes[KEEP] for each in outputs if each.until == layers.first + n)
         # Most bytes that recomputing each layer can save, for the knapsacks.
         savings = np.where(layers.can_recompute, np.maximum(kept - recomputed, 0.0), 0.0)
         pending = sum(each.bytes[RECOMPUTE] for outputs in layers.pending for each in outputs)
@@ -331,15 +330,6 @@ class _LayerDynamicProgram:
         saved, *levels = self.layers.levels(recomputed)
         fits = (limit.weight * saved + levels[limit.level] <= limit.bytes for limit in self.limits)
         return saved <= self.room and all(fits)
-
-
-def _leaving_bytes(outputs: Sequence[Pending], end: int, decision: int) -> float:
-    return sum(each.bytes[decision] for each in outputs if each.until >= end)
-
-
-def _passed_bytes(outputs: Sequence[Pending], layer: int) -> float:
-    """Return the unsaved bytes of those `outputs` that `layer` reads last, if the layer that makes them is kept."""
-    return sum(each.bytes[KEEP] for each in outputs if each.until == layer)
 
 
 def _suffix_sums(per_layer: FloatArray) -> FloatArray:

@@ -154,9 +154,18 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
 
     def other_recomputations(self, candidate: LayerCandidate) -> Iterator[LayerCandidate]:
         """Yield the best partition that differs from the candidate in the recomputation of one device, if any."""
-        other_ways = self._other_candidates(candidate)
-        if other_ways:
-            yield min(self._simulate(other_ways), key=attrgetter("rank"))
+        changed = [
+            self._with_recomputation(candidate, list(self.evaluator.chunks[device]), recomputation)
+            for device, recomputations in enumerate(list(self._recomputations(candidate.cuts)))
+            for recomputation in recomputations
+        ]
+        others = [
+            each
+            for each in changed
+            if each.recomputed != candidate.recomputed or (each.choices != candidate.choices).any()
+        ]
+        if others:
+            yield min(self._simulate(others), key=attrgetter("rank"))
 
     def perturb(self, candidate: LayerCandidate) -> LayerCandidate:
         """Return the candidate after a few random moves of cuts."""
@@ -169,26 +178,11 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         is_recomputed[[layer for layers in candidate.recomputed for layer in layers]] = True
         return is_recomputed
 
-    def _other_candidates(self, candidate: LayerCandidate) -> list[LayerCandidate]:
-        """Return all candidates with the same cuts that differ in the recomputation of one device."""
-        every = list(self._recomputations(candidate.cuts))
-        candidates = []
-        for device, recomputations in enumerate(every):
-            chunks = list(self.evaluator.chunks[device])
-            for recomputation in recomputations:
-                changed = self._with_recomputation(candidate, chunks, recomputation)
-                if changed.recomputed != candidate.recomputed or (changed.choices != candidate.choices).any():
-                    candidates.append(changed)
-        return candidates
-
     def _with_recomputation(
         self, candidate: LayerCandidate, chunks: list[int], recomputation: Recomputation
     ) -> LayerCandidate:
-        choices, layers_us, recomputed = (
-            candidate.choices.copy(),
-            candidate.layers_us.copy(),
-            list(candidate.recomputed),
-        )
+        choices, layers_us = candidate.choices.copy(), candidate.layers_us.copy()
+        recomputed = list(candidate.recomputed)
         choices[chunks], layers_us[chunks] = recomputation.choices, recomputation.layers_us
         for s, layers in zip(chunks, recomputation.recomputed, strict=True):
             recomputed[s] = layers

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -115,7 +116,8 @@ class RecomputeSearch:
             for start in (_start_by_stage(chunks, limit), _start_by_layer(chunks, limit))
             for order in orders
         ]
-        return _best_first(dict.fromkeys(recomputations))
+        ordered = sorted(dict.fromkeys(recomputations), key=attrgetter("over_bytes", "recompute_us"))
+        return tuple(each for each in ordered if each.over_bytes == ordered[0].over_bytes)
 
     def _improve(
         self, chunks: "list[_Chunk]", start: list[_Option], limit: float, order: Iterable[int]
@@ -168,7 +170,9 @@ class _StageTables:
         self.by_layers = chunk_memory_function(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
         self.layers = StageLayers.of(costs, first, end)
         self.times_us = costs.forward_us[first:end]
-        self.whole_us = _whole_recompute_us(costs, first, end, micro_batches)
+        forward_us = float(self.times_us.sum()) if costs.has_backward[end - 1] else 0.0
+        self.whole_us = 0.0, (micro_batches - 1) * forward_us, micro_batches * forward_us
+        """Time to recompute the whole stage in a step, for each of `CHOICES`."""
         self.micro_batches = micro_batches
         is_short = end - first <= MOST_LAYERS
         self.subsets = LayerSubsets.of(self.layers, self.times_us) if is_short else None
@@ -331,15 +335,3 @@ def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
             return options
         _, place, layer = best
         options[place] = chunks[place].with_layers((*options[place].recomputed, layer))
-
-
-def _best_first(recomputations: Iterable[Recomputation]) -> tuple[Recomputation, ...]:
-    """Return the recomputations that fit, fastest first; if none fits, those that exceed the limit least."""
-    ordered = sorted(recomputations, key=lambda recomputation: (recomputation.over_bytes, recomputation.recompute_us))
-    return tuple(recomputation for recomputation in ordered if recomputation.over_bytes == ordered[0].over_bytes)
-
-
-def _whole_recompute_us(costs: ChainCosts, first: int, end: int, micro_batches: int) -> tuple[float, ...]:
-    """Return the time to recompute the whole stage in a step, for each of `CHOICES`."""
-    forward_us = float(costs.forward_us[first:end].sum()) if costs.has_backward[end - 1] else 0.0
-    return 0.0, (micro_batches - 1) * forward_us, micro_batches * forward_us

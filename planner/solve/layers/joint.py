@@ -12,7 +12,6 @@ over cuts (`cut_search.py`) improves the best partition, and a gap remains.
 Complexity: that of `planner.solve.chain`, plus one run of `cheapest.py` for each stage whose layers are chosen exactly.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -174,28 +173,19 @@ class _StageCountSearch:
         if not most:
             return False
         partitions, are_all = search.partitions_below(progress.upper_us, most)
-        if self._num_stages_by_layers(partitions) > (_FEW_SOLVED if progress.effort.is_bounded else _MOST_SOLVED):
+        to_solve = {
+            (k, *each.cuts[k : k + 2])
+            for each in partitions
+            for k, choice in enumerate(each.choices)
+            if choice == LAYERS
+        }
+        if len(to_solve) > (_FEW_SOLVED if progress.effort.is_bounded else _MOST_SOLVED):
             return False
         for start in range(0, len(partitions), BLOCK):
-            candidates = [
-                _solve_layers(self._case, self._layers, cuts, progress.deadline)
-                for cuts in partitions[start : start + BLOCK]
-            ]
-            simulate_candidates(
-                progress, self._evaluator, [candidate for candidate in candidates if candidate is not None]
-            )
+            block = partitions[start : start + BLOCK]
+            candidates = (_solve_layers(self._case, self._layers, cuts, progress.deadline) for cuts in block)
+            simulate_candidates(progress, self._evaluator, [each for each in candidates if each is not None])
         return are_all
-
-    def _num_stages_by_layers(self, partitions: Sequence[ChainCuts]) -> int:
-        """Return the number of different stages that recompute single layers in at least one of `partitions`."""
-        return len(
-            {
-                (k, *each.cuts[k : k + 2])
-                for each in partitions
-                for k, choice in enumerate(each.choices)
-                if choice == LAYERS
-            }
-        )
 
 
 def _solve_layers(case: Case, layers: RecomputeTimes, cuts: ChainCuts, deadline: Deadline) -> LayerCandidate | None:

@@ -7,7 +7,7 @@ is a lower bound.
 """
 
 from functools import partial
-from math import comb, inf
+from math import inf
 
 import numpy as np
 
@@ -43,9 +43,6 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
         by_stage: Answer that recomputes whole stages, from which the search starts, or None.
         upper_us: Step time to beat; at most the step time of `by_stage`.
         deadline: Limits on time and effort.
-
-    Returns:
-        The answer.
 
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
@@ -130,9 +127,8 @@ def _simulate_all(progress: Progress, evaluator: Evaluator, search: CutAndLayerS
     Returns:
         Lower bound of the step time of partitions that need recomputation; 0 if there are too many partitions.
     """
-    effort, num = progress.effort, evaluator.case.costs.num_layers
-    num_cuts = comb(num - 1, evaluator.num_stages - 1) if evaluator.case.rules.balance is None else 1
-    if num_cuts > effort.affordable_partitions(evaluator):
+    effort = progress.effort
+    if evaluator.num_cuts > effort.affordable_partitions(evaluator):
         return 0.0
     ends = effort.spent + max(0, effort.left) // _SHARE
     step_us, cuts = _fastest_first(progress, evaluator)

@@ -56,10 +56,9 @@ class RecomputeTimes:
         device = _DeviceKey(limit_bytes, moments.in_flight)
         table = self._tables.get(device)
         if table is None or table.shape[1] != width:
-            (table,) = fill_stage_tables(
-                self._costs.num_layers,
-                width,
-                1,
+            table = np.full((self._costs.num_layers + 1, width), np.inf)
+            fill_stage_tables(
+                [table],
                 lambda firsts, stop: [least_recompute_us(self._costs, firsts, stop, moments, limit_bytes=limit_bytes)],
             )
             self._tables[device] = table

@@ -5,7 +5,7 @@ from typing import Final
 
 from planner.core.errors import PlannerError
 from planner.core.schedule import SCHEDULES, SEARCHED
-from planner.core.values.plan import Plan
+from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
 from planner.solve.request import Request, fix_widths
 from planner.solve.search import MOST_WORK, plan_under, solve
@@ -42,13 +42,7 @@ def faster_schedule(
     if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > MOST_WORK:
         return None
     every = replace(fix_widths(inputs, plan, profile), schedule="auto", chunks=0)
-    request = Request(
-        inputs=every,
-        micro_batches=micro_batches,
-        time_limit_s=time_limit_s,
-        actions=_ACTIONS,
-        searches_on=False,
-    )
+    request = _short_request(every, micro_batches, time_limit_s)
     upper_us = plan.predicted.step_us * (1 - _LEAST_GAIN)
     try:
         return plan_under({*SCHEDULES, SEARCHED.name} - {inputs.schedule}, profile, request, upper_us=upper_us)
@@ -56,16 +50,19 @@ def faster_schedule(
         return None  # other schedules do not support the options
 
 
-def plan_with_replicas(
-    profile: Profile, plan: Plan, *, micro_batches: int | None = None, time_limit_s: float = MOST_HINT_S
-) -> Plan | None:
+def _short_request(inputs: Inputs, micro_batches: int | None, time_limit_s: float = MOST_HINT_S) -> Request:
+    return Request(
+        inputs=inputs, micro_batches=micro_batches, time_limit_s=time_limit_s, actions=_ACTIONS, searches_on=False
+    )
+
+
+def plan_with_replicas(profile: Profile, plan: Plan, *, micro_batches: int | None = None) -> Plan | None:
     """Return a faster plan with several replicas, if the plan leaves devices unused and a short search finds one.
 
     Args:
         profile: The profile to plan for.
         plan: The plan with one replica.
         micro_batches: M, if the request fixed it; else None.
-        time_limit_s: Time limit of the search in seconds; its effort is limited as well.
 
     Returns:
         The plan, or None if the search finds none. Also None, without a search: if no device is unused, replicas were
@@ -76,13 +73,7 @@ def plan_with_replicas(
         return None
     if plan.solver.status == "given" or len(profile.layers) * inputs.devices > MOST_WORK:
         return None
-    request = Request(
-        inputs=replace(inputs, replicas=0),
-        micro_batches=micro_batches,
-        time_limit_s=time_limit_s,
-        actions=_ACTIONS,
-        searches_on=False,
-    )
+    request = _short_request(replace(inputs, replicas=0), micro_batches)
     try:
         several = solve(profile, request, breaks_ties=False)
     except PlannerError:

@@ -37,9 +37,6 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
         profile: The profile of the plan.
         request: The request that the plan answers.
         plan: The plan, which gives the point of its own replicas and micro-batches.
-
-    Returns:
-        The points.
     """
     request, points = request.without_second_pass(), []
     questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})
@@ -82,11 +79,9 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
         profile: The profile of the plan.
         request: The request that the plan answers.
         plan: The plan.
-
-    Returns:
-        The insight.
     """
-    request = _sharing(request, _DRAWS)
+    if request.actions is not None:
+        request = replace(request, actions=request.actions // _DRAWS)  # all searches share the effort
     free = [plan.stages[d].memory_bytes - need for d, need in enumerate(plan.device_bytes())]
     tightest = int(np.argmin(free))
     return Insight(
@@ -96,13 +91,6 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
         what_if=tuple(_what_if(profile, request, plan)),
         noise=_noise(profile, request, plan),
     )
-
-
-def _sharing(request: Request, questions: int) -> Request:
-    """Return the request with its effort divided by a number of questions, which share the effort."""
-    if request.actions is None:
-        return request
-    return replace(request, actions=request.actions // max(1, questions))
 
 
 def _pace(profile: Profile, plan: Plan) -> str:

@@ -93,14 +93,11 @@ def _answer_of_larger(
             continue
         if isinstance(answer, InfeasibleError):
             return answer
-        if isinstance(answer, Plan) and _keeps_within(answer, inputs.devices, inputs.memory_bytes[0]):
-            stages = tuple(replace(stage, memory_bytes=inputs.memory_bytes[0]) for stage in answer.stages)
+        limit_bytes = inputs.memory_bytes[0]
+        if isinstance(answer, Plan) and answer.num_gpus <= inputs.devices and max(answer.device_bytes()) <= limit_bytes:
+            stages = tuple(replace(stage, memory_bytes=limit_bytes) for stage in answer.stages)
             return replace(answer, inputs=inputs, stages=stages)
     return None
-
-
-def _keeps_within(plan: Plan, devices: int, limit: int) -> bool:
-    return plan.num_gpus <= devices and max(plan.device_bytes()) <= limit
 
 
 def _solved(profile: Profile, request: Request, tables: WidthTables) -> _Answer:

@@ -80,9 +80,6 @@ class Case:
             cuts: Cuts from 0 to L, length S+1.
             choices: Recomputation of each stage, as an index into `CHOICES` or `LAYERS`; length S.
             more: Other fields of `Partition`.
-
-        Returns:
-            The partition.
         """
         return Partition(
             schedule=self.schedule.name,
@@ -214,14 +211,10 @@ class Case:
             every_choice: True for one table per recomputation that fits, with its peak memory; False for one table of
                 the fastest recomputation.
             exact: True if `num_stages` is the exact number, even if all devices and links are equal.
-
-        Returns:
-            The problem.
         """
         return ChainProblem(
             num_stages=num_stages,
             exact=exact or not self.is_homogeneous,
-            micro_batches=self.micro_batches,
             sums=self.sums,
             tables=self._tables(num_stages, width, most_bytes, every_choice=every_choice),
             links=self._links(num_stages),

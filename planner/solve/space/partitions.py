@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from math import comb
 
 import numpy as np
 
@@ -15,14 +16,14 @@ from planner.core.cost.device_memory import (
     chunk_totals,
     device_peaks,
     device_peaks_by_choice,
-    least_totals_by_layers,
     shared_bytes,
     subtract_shared,
 )
-from planner.core.cost.layer_memory import most_savings
+from planner.core.cost.layer_memory import StageLevels, least_levels, most_savings
 from planner.core.cost.moments import PARTS, moments_of
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import CHOICES, BusyTimes, SplitBackwardTimes, hidden_us, optimizer_tail_us
+from planner.core.cost.stages import Stages, stages_in, with_recomputed_layers
 from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule
 from planner.core.values.placement import device_of, stages_on
@@ -50,8 +51,11 @@ class Evaluator:
         cluster = case.cluster
         placement = case.schedule.placement
         devices = [device_of(s, num_devices, placement) for s in range(self.num_stages + 1)]
+        self.device_of_stage = np.array(devices[:-1])
         self.chunks = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
         """Indices of the stages of each device, ascending."""
+        self.stages = np.array(self.chunks)
+        """The same indices as an array of shape (K, V): `times[:, stages]` has the values of N partitions by device."""
         self.speeds = np.array([cluster.speed(d) for d in devices[:-1]])
         links = [
             cluster.link_between(*ends, num_devices=num_devices, replicas=case.replicas) for ends in pairwise(devices)
@@ -75,6 +79,11 @@ class Evaluator:
         """Return True if every stage can have a layer, and fixed cuts, if any, have this number of stages."""
         balance = self.case.rules.balance
         return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
+
+    @property
+    def num_cuts(self) -> int:
+        """Number of partitions, without regard to recomputation and to rules that forbid stages."""
+        return 1 if self.case.rules.balance is not None else comb(self.case.costs.num_layers - 1, self.num_stages - 1)
 
     @property
     def can_run(self) -> bool:
@@ -134,12 +143,11 @@ class Evaluator:
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, shape (N, K); infinite outside the tables."""
         always, parts, inside = self.stage_bytes(cuts, choices)
-        over = np.zeros((len(cuts), self.num_devices))
-        for device, moments in enumerate(self.moments):
-            chunks = list(self.chunks[device])
-            peaks = device_peaks(always[:, chunks], parts[:, chunks], moments=moments)
-            over[:, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1)))
-        return over
+        peaks = [
+            device_peaks(always[:, stages], parts[:, stages], moments=moments)
+            for stages, moments in zip(self.stages, self.moments, strict=True)
+        ]
+        return self._above(np.stack(peaks, axis=1), inside)
 
     def over_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, for each combination of its chunks' choices.
@@ -154,12 +162,11 @@ class Evaluator:
         every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
         inside = every[0][2]
-        over = np.zeros((len(cuts), len(combinations), self.num_devices))
-        for device, moments in enumerate(self.moments):
-            chunks = list(self.chunks[device])
-            peaks = device_peaks_by_choice(always[:, :, chunks], parts[:, :, chunks], combinations, moments=moments)
-            over[:, :, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1))[:, None])
-        return over
+        peaks = [
+            device_peaks_by_choice(always[:, :, stages], parts[:, :, stages], combinations, moments=moments)
+            for stages, moments in zip(self.stages, self.moments, strict=True)
+        ]
+        return self._above(np.stack(peaks, axis=2), inside[:, None])
 
     def stage_bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
         """Return the memory of each stage of N partitions.
@@ -208,9 +215,16 @@ class Evaluator:
         times = float(counts @ every.saved) + runs * costs.exact
         return _sum_parts(self._parts_by_layers, counts), times * most_savings(costs)[0]
 
-    def _above(self, device: int, peaks_bytes: FloatArray, is_known: BoolArray) -> FloatArray:
-        """Return the bytes by which a device's peaks exceed its memory limit; infinite where the peak is unknown."""
-        return np.maximum(np.where(is_known, peaks_bytes, np.inf) - self.case.limits_bytes[device], 0.0)
+    def _above(self, peaks_bytes: FloatArray, inside: BoolArray) -> FloatArray:
+        """Return the bytes by which peaks of devices exceed the limits; infinite if a stage is not in the tables.
+
+        Args:
+            peaks_bytes: Peaks of the devices, shape (…, K).
+            inside: True for each stage in the tables, shape (…, S).
+        """
+        known_bytes = np.where(inside[..., self.stages].all(axis=-1), peaks_bytes, np.inf)
+        over: FloatArray = np.maximum(known_bytes - np.array(self.case.limits_bytes[: self.num_devices]), 0.0)
+        return over
 
     def _times(
         self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
@@ -219,9 +233,8 @@ class Evaluator:
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
         recompute_us = 0.0 if layers_us is None else layers_us
         busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=recompute_us)
-        own = sums.own_us(first, end, self.speeds)
-        per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self.chunks], axis=1)
-        return busy, self.transfer_us[np.arange(self.num_stages), end], per_device
+        own = sums.own_us(first, end, self.speeds)[:, self.stages].sum(axis=2)
+        return busy, self.transfer_us[np.arange(self.num_stages), end], own
 
     def _half_times(self, busy: BusyTimes, cuts: IntArray) -> SplitBackwardTimes:
         """Return the times of the input-gradient and the weight-gradient pass of each stage, shape (N, S)."""
@@ -235,38 +248,38 @@ class Evaluator:
     @cached_property
     def parts(self) -> FloatArray:
         """Memory table: permanent bytes, then bytes of each of `PARTS`; shape (choices, L+1, width, 1 + parts)."""
-        num = self.case.costs.num_layers
-        count = 1 + len(PARTS)
-        parts = np.zeros((len(CHOICES), num + 1, self.width, count))
-        for choice in self.allowed:
+        parts = np.zeros((len(CHOICES), self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)))
+        parts[self.allowed] = np.inf
 
-            def block(firsts: IntArray, stop: int, choice: int = choice) -> list[FloatArray]:
-                totals = chunk_totals(
-                    self.case.costs,
-                    firsts,
-                    stop,
-                    micro_batches=self.case.micro_batches,
-                    recompute=CHOICES[choice],
-                    in_halves=self.case.schedule.splits_backward,
-                )
-                return list(totals)
+        def block(firsts: IntArray, stop: int) -> list[FloatArray]:
+            stages = self._stages_in(firsts, stop)
+            return [table for choice in self.allowed for table in chunk_totals(stages, CHOICES[choice])]
 
-            parts[choice] = np.stack(fill_stage_tables(num, self.width, count, block), axis=-1)
+        fill_stage_tables([table for choice in self.allowed for table in np.moveaxis(parts[choice], -1, 0)], block)
         return parts
 
     @cached_property
     def _parts_by_layers(self) -> FloatArray:
-        """Memory table like `parts`, with lower bounds for stages that recompute single layers; one choice only."""
-        case = self.case
+        """Memory table like `parts`, for one choice only: stages that recompute single layers.
+
+        For a lower bound of a part, subtract the `most_savings` of all recomputed layers, times
+        `ChunkMemoryFunction.saved` of the part.
+        """
+        parts = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)), np.inf)
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
-            halves = case.schedule.splits_backward
-            totals = least_totals_by_layers(
-                case.costs, firsts, stop, micro_batches=case.micro_batches, in_halves=halves
-            )
-            return list(totals)
+            saved, levels = least_levels(self.case.costs, firsts, slice(int(firsts[0]), stop))
+            stages = with_recomputed_layers(self._stages_in(firsts, stop), StageLevels(saved, *levels))
+            return list(chunk_totals(stages, "layers"))
 
-        return np.stack(fill_stage_tables(case.costs.num_layers, self.width, 1 + len(PARTS), block), axis=-1)
+        fill_stage_tables(list(np.moveaxis(parts, -1, 0)), block)
+        return parts
+
+    def _stages_in(self, firsts: IntArray, stop: int) -> Stages:
+        """Return the stages that begin with one of the layers `firsts` and end with a layer firsts[0]..stop-1."""
+        case, layers = self.case, slice(int(firsts[0]), stop)
+        splits = case.schedule.splits_backward
+        return stages_in(case.costs, firsts, layers, micro_batches=case.micro_batches, in_halves=splits)
 
     @cached_property
     def _any_by_layers(self) -> ChunkMemoryFunction:

@@ -131,7 +131,6 @@ class ChainProblem:
     num_stages: int
     exact: bool
     """True for exactly `num_stages` stages, for example because devices or links differ by level."""
-    micro_batches: int
     sums: ChainSums
     tables: tuple[tuple[DeviceTable, ...], ...]
     """Device tables of each level, one per variant; variants differ in their recomputation."""
@@ -146,14 +145,11 @@ class ChainProblem:
         return len(self.sums.forward_us) - 1
 
     @property
-    def has_equal_tables(self) -> bool:
-        """Return True if all levels have the same device tables."""
-        return all(variants is self.tables[0] for variants in self.tables)
-
-    @property
     def is_uniform(self) -> bool:
         """Return True if all levels have the same device tables and the same links."""
-        return self.has_equal_tables and all(link is self.links[0] for link in self.links)
+        return all(variants is self.tables[0] for variants in self.tables) and all(
+            link is self.links[0] for link in self.links
+        )
 
     @property
     def width(self) -> int:
@@ -185,9 +181,6 @@ class ChainProblem:
             level: Number of later stages.
             variant: Index into the device tables of the level.
             ends: Cuts at the ends of the stages, shape (n,).
-
-        Returns:
-            The stages, in arrays with n rows.
         """
         table, behind, before = self.tables[level][variant], self.links[level], self.links[level + 1]
         end = ends[:, None]

@@ -52,8 +52,9 @@ class MemoryTable:
             columns = width if by_length else slice(int(firsts[0]), stop)
             return peak_bytes_of_stages(costs, firsts, columns, moments, choices=choices)
 
-        tables = fill_stage_tables(costs.num_layers, width, len(allowed), block, by_length=by_length)
-        return cls(totals=dict(zip(allowed, tables, strict=True)))
+        totals = {n: np.full((costs.num_layers + 1, width), np.inf) for n in allowed}
+        fill_stage_tables(list(totals.values()), block, by_length=by_length)
+        return cls(totals=totals)
 
     @property
     def width(self) -> int:
@@ -94,27 +95,17 @@ def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
 
 
 def fill_stage_tables(
-    num_layers: int,
-    width: int,
-    count: int,
-    block: Callable[[IntArray, int], Sequence[FloatArray]],
-    *,
-    by_length: bool = False,
-) -> list[FloatArray]:
-    """Fill tables of stages, shape (L+1, width), block by block; entries without a stage are infinite.
+    tables: Sequence[FloatArray], block: Callable[[IntArray, int], Sequence[FloatArray]], *, by_length: bool = False
+) -> None:
+    """Fill tables of stages, shape (L+1, width), block by block; entries without a stage keep their value.
 
     Args:
-        num_layers: Number of layers, L.
-        width: Number of layers of the longest stage.
-        count: Number of tables.
+        tables: The tables.
         block: Function of ascending first layers `firsts` and a largest end `stop`. It returns for each table the
             values of the stages that end at firsts[0]+1..stop, in an array of shape (firsts, stop - firsts[0]).
         by_length: True if `block` returns the values of stages of 1..width layers instead, shape (firsts, width).
-
-    Returns:
-        The tables.
     """
-    tables = [np.full((num_layers + 1, width), np.inf) for _ in range(count)]
+    num_layers, width = tables[0].shape[0] - 1, tables[0].shape[1]
     rows = max(1, _MOST_BY_LENGTH // width if by_length else min(_MOST_ENTRIES // (width + 64), 64 + width // 2))
     for start in range(0, num_layers, rows):
         firsts = np.arange(start, min(start + rows, num_layers))
@@ -125,7 +116,6 @@ def fill_stage_tables(
         place = np.broadcast_to(ends, columns.shape)[inside], columns[inside]
         for table, values in zip(tables, block(firsts, stop), strict=True):
             table[place] = values[inside]
-    return tables
 
 
 def values_at_first_layer(values: FloatArray, width: int) -> FloatArray:
