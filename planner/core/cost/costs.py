@@ -52,9 +52,6 @@ def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = Fal
         micro_batch_size: Samples per micro-batch.
         extrapolate: True to allow sizes outside the profiled range.
 
-    Returns:
-        Costs of the chain.
-
     Raises:
         UsageError: The profile does not cover the size.
     """

@@ -154,9 +154,6 @@ def shared_gradient_bytes(ties: Sequence[TiedParameters], first: IntArray | int,
         ties: Shared parameters of the chain.
         first: First layer of each stage.
         end: One past the last layer of each stage; arrays are broadcast.
-
-    Returns:
-        Bytes of each stage.
     """
     shared = np.zeros(np.broadcast_shapes(np.shape(first), np.shape(end)))
     for tie in ties:
@@ -215,9 +212,6 @@ class ChainSums:
             recompute: Index into `CHOICES`, or `LAYERS`.
             speed: Speed of the stage's device, relative to the profiled device.
             layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
-
-        Returns:
-            Times of each stage in microseconds.
         """
         return busy_times(
             self.forward_us[end] - self.forward_us[first],
@@ -239,9 +233,6 @@ class ChainSums:
             first: First layer of each stage.
             end: One past the last layer of each stage; arrays are broadcast.
             speed: Speed of the stage's device, relative to the profiled device.
-
-        Returns:
-            Times of each stage in microseconds.
         """
         input_us, weight_us = self._halves_us
         return split_backward_times(
@@ -264,9 +255,6 @@ class ChainSums:
             first: First layer of each stage.
             end: One past the last layer of each stage; arrays are broadcast.
             speed: Speed of the stage's device, relative to the profiled device.
-
-        Returns:
-            Time of each stage in microseconds.
         """
         optimizer_us = (self.optimizer_us[end] - self.optimizer_us[first]) / speed
         return optimizer_us if self.replicas == 1 else optimizer_us + self.replica_sums_us(first, end)

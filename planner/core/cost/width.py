@@ -106,12 +106,12 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
     Raises:
         UsageError: No width is possible, or the link within a node is unknown.
     """
-    problems = {width: _problem(profile, inputs, width) for width in _requested(profile, inputs)}
+    widths = (inputs.tensor_parallel,) if inputs.tensor_parallel else widths_of(profile)
+    problems = {width: _problem(profile, inputs, width) for width in widths}
     usable = tuple(width for width, problem in problems.items() if not problem)
     if not usable:
-        raise UsageError(
-            next(iter(problems.values())), hint=f"widths of the profile (`--tensor-parallel`): {_listed(profile)}"
-        )
+        listed = ", ".join(map(str, widths_of(profile)))
+        raise UsageError(next(iter(problems.values())), hint=f"widths of the profile (`--tensor-parallel`): {listed}")
     unpriced = [width for width in usable if inputs.link == Link() and has_collectives(profile, width)]
     if unpriced:
         alone = ", or `--tensor-parallel 1`" if usable[0] == 1 else ""
@@ -235,10 +235,6 @@ def _with_shard(layer: LayerProfile, shards: int) -> LayerProfile:
     )
 
 
-def _requested(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
-    return (inputs.tensor_parallel,) if inputs.tensor_parallel else widths_of(profile)
-
-
 def _problem(profile: Profile, inputs: Inputs, width: int) -> str:
     """Return the reason why a request cannot use groups of `width` GPUs; empty if it can."""
     problems = {
@@ -255,7 +251,3 @@ def _problem(profile: Profile, inputs: Inputs, width: int) -> str:
 
 def _missing(width: int) -> str:
     return f"the profile has no costs for {width} GPUs that share each layer"
-
-
-def _listed(profile: Profile) -> str:
-    return ", ".join(map(str, widths_of(profile)))

@@ -1,6 +1,7 @@
 """Compute a calibration: corrections of a profile, from a run whose stages share a machine."""
 
 from dataclasses import replace
+from typing import Final
 
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import UsageError
@@ -45,9 +46,6 @@ def calibrated_executor(calibration: Calibration, kind: str, measured: ExecutorC
         kind: Device kind of the profile.
         measured: Executor costs in the profile; their link is used if the calibration has none.
 
-    Returns:
-        Overhead and link of the executor.
-
     Raises:
         UsageError: The calibration was measured on another kind of device.
     """
@@ -60,22 +58,20 @@ def calibrated_executor(calibration: Calibration, kind: str, measured: ExecutorC
     return ExecutorCost(overhead_us=calibration.overhead_us, link=link)
 
 
+_LARGEST: Final = (
+    *("forward_us", "backward_us", "backward_input_us", "backward_weight_us"),
+    *("peak_bytes", "outside_bytes"),
+)
+"""Measurements of a stage of which the largest value of all replicas counts."""
+
+
 def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
     """Return the measurements of each stage, with the slowest times and the highest peaks of all replicas."""
     runs: dict[int, StageRun] = {}
     for run in report.stages:
         previous = runs.get(run.index, run)
-        runs[run.index] = replace(
-            run,
-            replica=0,
-            forward_us=max(previous.forward_us, run.forward_us),
-            backward_us=max(previous.backward_us, run.backward_us),
-            backward_input_us=max(previous.backward_input_us, run.backward_input_us),
-            backward_weight_us=max(previous.backward_weight_us, run.backward_weight_us),
-            peak_bytes=max(previous.peak_bytes, run.peak_bytes),
-            outside_bytes=max(previous.outside_bytes, run.outside_bytes),
-            core_share=min(previous.core_share, run.core_share),
-        )
+        largest = {name: max(getattr(previous, name), getattr(run, name)) for name in _LARGEST}
+        runs[run.index] = replace(run, replica=0, core_share=min(previous.core_share, run.core_share), **largest)
     return tuple(runs[index] for index in sorted(runs))
 
 

@@ -8,7 +8,6 @@ from planner.core.judge.calibration import timed_steps_us
 from planner.core.judge.verification import (
     DEFAULT_TOLERANCE,
     ComparedFigure,
-    Tolerance,
     compared_peaks,
     disturbance_note,
     unplanned_samples,
@@ -31,9 +30,6 @@ def deviating_figures(balance: Balance, report: RunReport, *, are_times_judged: 
         balance: Stages that were run, with their planned values.
         report: Report of the run.
         are_times_judged: False if it is known that other work disturbed the times.
-
-    Returns:
-        Figures outside their tolerance.
     """
     planned, steps_us = balance.planned, timed_steps_us(report)
     is_long = len(report.step_us) - report.warmup_steps >= ENOUGH_STEPS
@@ -49,9 +45,9 @@ def deviating_figures(balance: Balance, report: RunReport, *, are_times_judged: 
     return tuple(row for row in rows if row.agrees is False)
 
 
-def drift_text(drift: Sequence[ComparedFigure], tolerance: Tolerance = DEFAULT_TOLERANCE) -> str:
+def drift_text(drift: Sequence[ComparedFigure]) -> str:
     """Return a sentence about the deviating figures: the step time, and the device peak that deviates most."""
-    said = []
+    said, tolerance = [], DEFAULT_TOLERANCE
     for row in drift:
         if row.what == "step_us":
             took, planned = format_us(row.measured), format_us(row.predicted)

@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
+from planner.core.cost.stage_time import CHOICES
 from planner.core.cost.width import profile_at_width
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan, Recompute, RecomputePolicy, SolverReport
 from planner.core.values.profile import Profile
-
-_CHEAPEST_FIRST: Final[tuple[Recompute, ...]] = ("never", "except-last", "always")
 
 
 def with_cuts(
@@ -43,7 +41,7 @@ def with_cuts(
         schedule=plan.schedule,
         micro_batches=plan.micro_batches,
         balance=tuple(balance),
-        recompute=_CHEAPEST_FIRST[:1] * len(balance),
+        recompute=CHOICES[:1] * len(balance),
         chunks=plan.chunks,
         order=plan.order,
         replicas=plan.replicas,
@@ -56,7 +54,7 @@ def with_cuts(
 
 def _fastest_fitting(costs: ChainCosts, partition: Partition, cluster: Cluster, policy: RecomputePolicy) -> Evaluation:
     num_stages, num_devices = len(partition.balance), partition.num_devices
-    allowed = [choice for choice in _CHEAPEST_FIRST if policy in (choice, "auto", "layers")]
+    allowed = [choice for choice in CHOICES if policy in (choice, "auto", "layers")]
     memories = {
         choice: Evaluation(costs, replace(partition, recompute=(choice,) * num_stages), cluster).memory
         for choice in allowed

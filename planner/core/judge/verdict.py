@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
-from planner.core.cost.costs import costs_at, covers_size
+from planner.core.cost.costs import covers_size
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.partition import Partition, check_partition
-from planner.core.cost.width import profile_at_width, widths_of
+from planner.core.cost.partition import check_partition
+from planner.core.cost.width import widths_of
 from planner.core.errors import UsageError
 from planner.core.judge.certainty import Certainty, MemoryFit, certainty_of, memory_fit, tight_findings
 from planner.core.values.devices import Accelerator
@@ -77,9 +77,6 @@ def judge(
         headroom: Share of the limit that should stay free, in [0, 1).
         strict: True to treat warnings as errors.
 
-    Returns:
-        Findings and the evaluated plan.
-
     Raises:
         UsageError: The plan breaks an invariant, such as a missing layer or an empty stage.
     """
@@ -94,12 +91,10 @@ def judge(
         findings.extend(_elsewhere(profile, device))
     if memory_bytes is not None and len(memory_bytes) != plan.inputs.devices:
         raise UsageError(f"{len(memory_bytes)} memory limits for {plan.inputs.devices} devices")
-    partition = Partition.of(plan, [layer.name for layer in profile.layers])
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes, headroom=0.0)
-    cluster = inputs.cluster_of(plan.tensor_parallel, plan.replicas)
-    check_partition(partition, num_layers=len(profile.layers), num_devices=cluster.num_devices)
-    costs = costs_at(profile_at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
-    evaluation = Evaluation(costs, partition, cluster)
+    evaluation = Evaluation.of(replace(plan, inputs=inputs), profile)
+    num_devices = evaluation.cluster.num_devices
+    check_partition(evaluation.partition, num_layers=len(profile.layers), num_devices=num_devices)
     now = evaluation.plan(inputs, plan.solver)
     if not is_equal_rounded("step_us", plan.predicted.step_us, now.predicted.step_us):
         # The stored gap and bound belong to other cuts, or to another profile.
@@ -230,14 +225,12 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
     else:
         layers = f"device {stage.index} (stages {', '.join(str(chunk.index) for chunk in chunks)})"
     if need > limit:
-        message = (
-            f"{layers} needs {format_bytes(need)}, {format_bytes(need - limit)} over its limit of {format_bytes(limit)}"
-        )
+        over = format_bytes(need - limit)
+        message = f"{layers} needs {format_bytes(need)}, {over} over its limit of {format_bytes(limit)}"
         return [finding("GP101", message, hint="solve again, or give more with `--mem`", stage=stage.index)]
     if need > limit * (1 - headroom):
-        message = (
-            f"{layers} needs {format_bytes(need)}, which leaves {1 - need / limit:.1%} of {format_bytes(limit)} free"
-        )
+        free = f"{1 - need / limit:.1%} of {format_bytes(limit)}"
+        message = f"{layers} needs {format_bytes(need)}, which leaves {free} free"
         hint = f"{100 * headroom:.4g}% headroom was requested"
         return [finding("GP102", message, hint=hint, stage=stage.index)]
     return []
@@ -266,9 +259,6 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
         name: Name of the field; times end in `_us` and are rounded to 0.1 us, others to six decimals.
         written: Value in the file.
         computed: Value from the cost model.
-
-    Returns:
-        True if the values differ by rounding only.
     """
     slack = 0.1 if name.endswith("_us") else 2e-6
     return abs(written - computed) <= slack + 1e-6 * abs(computed)
@@ -325,9 +315,5 @@ def _differing(written: Any, computed: Any, at: str) -> Iterator[str]:
         one, other = getattr(written, each.name), getattr(computed, each.name)
         if is_dataclass(one):
             yield from _differing(one, other, f"{at}.{each.name}")
-        elif (
-            isinstance(one, (int, float))
-            and isinstance(other, (int, float))
-            and not is_equal_rounded(each.name, one, other)
-        ):
+        elif isinstance(one, (int, float)) and not is_equal_rounded(each.name, one, other):
             yield f"{at}.{each.name}"

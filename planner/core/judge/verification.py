@@ -137,9 +137,6 @@ def crowding(processes: int, threads: int, cores: int) -> str:
         processes: Number of processes on the machine.
         threads: Threads per process.
         cores: Cores of the machine.
-
-    Returns:
-        A note, or an empty string.
     """
     wanted = processes * threads
     if wanted <= cores:
@@ -195,9 +192,6 @@ def with_verdict(row: ComparedFigure, tolerance: Tolerance, *, are_times_judged:
         row: Compared figure.
         tolerance: Tolerated errors.
         are_times_judged: False to leave the step time without a verdict.
-
-    Returns:
-        The figure, with `agrees` set if it is judged.
     """
     if row.what == "step_us" and are_times_judged:
         return replace(row, agrees=abs(row.measured - row.predicted) <= tolerance.step * row.predicted)
@@ -212,21 +206,10 @@ def _times(plan: Plan, report: RunReport) -> Iterator[ComparedFigure]:
     if report.bubble is not None:
         yield ComparedFigure(what="bubble", predicted=predicted.bubble, measured=report.bubble)
     pairs = list(zip(plan.stages, stage_runs(report), strict=False))
-    for stage, run in pairs:
-        yield ComparedFigure(what="forward_us", index=stage.index, predicted=stage.forward_us, measured=run.forward_us)
-    for stage, run in pairs:
-        yield ComparedFigure(
-            what="backward_us", index=stage.index, predicted=stage.backward_us, measured=run.backward_us
-        )
-    if not any(stage.backward_weight_us and run.backward_weight_us for stage, run in pairs):
-        return
-    for stage, run in pairs:
-        input_us = stage.backward_us - stage.backward_weight_us
-        yield ComparedFigure(
-            what="backward_input_us", index=stage.index, predicted=input_us, measured=run.backward_input_us
-        )
-    for stage, run in pairs:
-        weight_us = stage.backward_weight_us
-        yield ComparedFigure(
-            what="backward_weight_us", index=stage.index, predicted=weight_us, measured=run.backward_weight_us
-        )
+    whole: tuple[Quantity, ...] = ("forward_us", "backward_us")
+    split: tuple[Quantity, ...] = ("backward_input_us", "backward_weight_us")
+    are_split = any(stage.backward_weight_us and run.backward_weight_us for stage, run in pairs)
+    for what in (*whole, *split) if are_split else whole:
+        for stage, run in pairs:
+            predicted_us, measured_us = getattr(stage, what), getattr(run, what)
+            yield ComparedFigure(what=what, index=stage.index, predicted=predicted_us, measured=measured_us)

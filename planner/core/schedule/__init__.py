@@ -103,9 +103,6 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
         order: Action order of each device as text, if the schedule was searched for a plan; empty for a searched
             schedule whose orders are not known yet.
 
-    Returns:
-        The schedule.
-
     Raises:
         UsageError: A word of `order` is not an action.
     """

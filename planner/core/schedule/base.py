@@ -105,9 +105,6 @@ class Schedule(ABC):
             device: Index of the device.
             num_devices: K.
             chunks: V.
-
-        Returns:
-            V indices of stages, by chunk.
         """
         return stages_on(device, num_devices, chunks, self.placement)
 
@@ -178,9 +175,6 @@ class Schedule(ABC):
             loads: Lower bounds of the compute time of one micro-batch.
             micro_batches: M.
             chunks: V.
-
-        Returns:
-            The bound in microseconds.
         """
         if self.splits_backward:
             return micro_batches * loads.pair_us
@@ -207,9 +201,6 @@ class Schedule(ABC):
             num_devices: K, the number of action orders.
             micro_batches: M.
             chunks: V.
-
-        Returns:
-            K action orders.
 
         Raises:
             UsageError: The schedule cannot run with these numbers, or there are too many actions to simulate.

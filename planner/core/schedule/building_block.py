@@ -80,9 +80,6 @@ def _squeezed_orders(
         blocks: Times of the building block on each of the K devices. The times of one device must differ modulo six.
         micro_batches: M.
         most_held: Largest number of forwards that may wait for their W on a device; at least the number in the blocks.
-
-    Returns:
-        K action orders.
     """
     stages = [stages_on(device, len(blocks), 2, "v") for device in range(len(blocks))]
     rows = [_repeated(block, down, up, micro_batches) for block, (down, up) in zip(blocks, stages, strict=True)]
@@ -110,7 +107,10 @@ def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
     """Return the slots with every action as early as possible; actions of one kind keep their order."""
     num_stages = 2 * len(rows)
     squeezed = [dict(row) for row in rows]
-    held = [_held_counts(row) for row in rows]
+    # Forwards of each device that wait for their W after each unit of time.
+    held = [
+        list(accumulate(_HOLDS[row[unit].kind] if unit in row else 0 for unit in range(max(row) + 1))) for row in rows
+    ]
     over: dict[_Message | None, int] = {}
     last: dict[tuple[Letter, int], int] = {}
     for unit, device in sorted((unit, device) for device, row in enumerate(rows) for unit in row):
@@ -176,8 +176,3 @@ def _message_for(action: Action, num_stages: int) -> _Message | None:
     """Return the message that an action waits for."""
     need = needed_message(action.kind, action.stage, num_stages)
     return None if need is None else (need.flow, need.stage, action.micro_batch)
-
-
-def _held_counts(row: _Slots) -> list[int]:
-    """Return the number of forwards that wait for their W after each unit of time."""
-    return list(accumulate(_HOLDS[row[unit].kind] if unit in row else 0 for unit in range(max(row) + 1)))

@@ -17,9 +17,6 @@ def alternating_order(
         warm_up: Number of forwards before the first F-I pair.
         lag: Number of I actions that wait for their W in the steady phase.
 
-    Returns:
-        The actions of the device.
-
     Source: Qi et al. 2023 (arXiv:2401.10241), figures 2 and 3: ZB-H1 and ZB-H2 differ only in `warm_up` and `lag`.
     """
     weights = [Action(action.stage, "W", action.micro_batch) for action in backwards]

@@ -81,9 +81,6 @@ def in_rounds(kind: Letter, stages: Sequence[int], micro_batches: int, per_round
         stages: Stages of the device, in the order of their turns.
         micro_batches: M.
         per_round: Micro-batches per round.
-
-    Returns:
-        M actions for each stage.
     """
     return [
         Action(stage, kind, i)

@@ -116,9 +116,6 @@ def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instru
     Args:
         actions: Actions of the K devices, in order.
 
-    Returns:
-        Instructions of the K devices, in order.
-
     Raises:
         DeadlockError: The action orders wait for each other in a circle, or for a missing action.
         ValueError: A stage is in several action orders, or in none.
@@ -142,9 +139,6 @@ def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
 
     Args:
         actions: Actions of the K devices, in order.
-
-    Returns:
-        Every action of every device.
 
     Raises:
         DeadlockError: The action orders wait for each other in a circle, or for a missing action.

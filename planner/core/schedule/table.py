@@ -35,9 +35,6 @@ def orders_from_csv(text: str) -> tuple[tuple[Action, ...], ...]:
     Args:
         text: The CSV table.
 
-    Returns:
-        Actions of the K devices, in order.
-
     Raises:
         UsageError: A cell is not an action, or a row has no action; the message names row and column, from 1.
     """

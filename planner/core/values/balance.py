@@ -128,9 +128,6 @@ def launch_command(num_processes: int, script: str, *, nodes: int = 1) -> str:
         num_processes: Processes on all machines together.
         script: Path of the script.
         nodes: Number of machines.
-
-    Returns:
-        A shell command.
     """
     if nodes == 1:
         return f"torchrun --nproc-per-node {num_processes} {script}"
@@ -170,9 +167,6 @@ def replan_command(
         options: Options of `solve`, as in `RunPrediction.solve`.
         calibration: Path of a calibration to plan with, if any.
         plan: Path of the plan.
-
-    Returns:
-        A shell command.
     """
     words = ["gpipe-plan solve", shlex.quote(profile), quote_options(options)]
     places = {"--calibration": calibration, "-o": None if plan == "plan.yaml" else plan}

@@ -102,9 +102,6 @@ class Cluster:
             device: Index of the device in its pipeline.
             num_devices: Devices of one pipeline.
             replicas: Number of pipelines.
-
-        Returns:
-            The link.
         """
         if self.links:
             links = [device] if device + 1 < num_devices else range(num_devices - 1)
@@ -124,9 +121,6 @@ class Cluster:
             neighbor: Index of the other device.
             num_devices: Devices of one pipeline.
             replicas: Number of pipelines.
-
-        Returns:
-            The link.
         """
         if device == neighbor:
             return Link()

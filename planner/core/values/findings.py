@@ -229,8 +229,5 @@ def finding(code: str, message: str, *, hint: str = "", stage: int | None = None
         message: Text of the finding.
         hint: Suggested action, if any.
         stage: Index of the stage, if the finding concerns one.
-
-    Returns:
-        The finding.
     """
     return Finding(code=code, severity=_BY_CODE[code].severity, message=message, hint=hint, stage=stage)

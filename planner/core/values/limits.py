@@ -35,9 +35,6 @@ def check_limit(option: str, value: int, limit: int, plural: str) -> int:
         limit: Largest allowed value.
         plural: Noun for the message: `devices`.
 
-    Returns:
-        `value`.
-
     Raises:
         UsageError: The value exceeds the limit.
     """

@@ -47,9 +47,6 @@ def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking:
         sizes_bytes: Sizes of the transfers.
         times_us: Measured times in microseconds, one per size.
         blocking: True if the receiver is busy during a transfer.
-
-    Returns:
-        The fitted link.
     """
     sizes, times = np.asarray(sizes_bytes, float), np.maximum(times_us, 0.1)
     relative = np.stack([1 / times, sizes / times], axis=1)

@@ -22,9 +22,6 @@ def device_of(stage: int, num_devices: int, placement: Placement = "loop") -> in
         stage: Index of the stage in the pipeline.
         num_devices: K.
         placement: Placement of the stages.
-
-    Returns:
-        The index of the device.
     """
     chunk, place = divmod(stage, num_devices)
     return num_devices - 1 - place if placement == "v" and chunk % 2 else place
@@ -38,9 +35,6 @@ def stages_on(device: int, num_devices: int, chunks: int = 1, placement: Placeme
         num_devices: K.
         chunks: V.
         placement: Placement of the stages.
-
-    Returns:
-        V indices of stages.
     """
     turned = num_devices - 1 - device
     return tuple(
@@ -56,8 +50,5 @@ def rank_of(stage: int, replica: int, num_devices: int, placement: Placement = "
         replica: Index of the replica.
         num_devices: K.
         placement: Placement of the stages.
-
-    Returns:
-        The rank.
     """
     return replica * num_devices + device_of(stage, num_devices, placement)

@@ -130,9 +130,6 @@ class Inputs:
             tensor_parallel: Number of GPUs of a group, which is a device of the cluster; GPUs that fill no group are
                 left out.
             replicas: Number of data-parallel pipelines, which may divide the optimizer.
-
-        Returns:
-            The cluster.
         """
         count = self.devices // tensor_parallel
         groups: dict[str, Any] = {
@@ -220,6 +217,11 @@ class Stage:
     """Peak of the stage; if several stages share a device, the stage's part of the device's peak."""
     memory_bytes: int
     """Memory limit of the device."""
+
+    @property
+    def backward_input_us(self) -> float:
+        """Part of `backward_us` that is not the weight-gradient pass."""
+        return self.backward_us - self.backward_weight_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

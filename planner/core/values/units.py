@@ -234,8 +234,5 @@ def pluralize(count: int, noun: str, plural: str = "s") -> str:
         count: The number.
         noun: Noun in the singular.
         plural: Ending of the plural.
-
-    Returns:
-        The text.
     """
     return f"{count} {noun}{'' if count == 1 else plural}"
