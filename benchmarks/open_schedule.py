@@ -155,6 +155,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chains", type=int, default=60, help="number of requests")
+    parser.add_argument("--skip", type=int, default=0, help="number of requests to leave out at the beginning")
     parser.add_argument("--seconds", type=float, default=20.0, help="CPU seconds of local search from each plan")
     parser.add_argument("--minutes", type=float, default=inf, help="time after which no request is started")
     options = parser.parse_args()
@@ -171,7 +172,7 @@ def main() -> None:
     )
     print(f"{'|---' * 14}|")
     rows = []
-    for request in itertools.islice(requests(), options.chains):
+    for request in itertools.islice(requests(), options.skip, options.chains):
         if time.monotonic() - begin_s > 60 * options.minutes:
             break
         rows.append(measure(request, options.seconds))
