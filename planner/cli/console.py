@@ -57,10 +57,6 @@ class Console:
         if not self._quiet:
             self._say(text)
 
-    def next_command(self, command: str) -> None:
-        """Print the command that a user usually types next."""
-        self.note(f"next: {command}")
-
     def warning(self, text: str) -> None:
         """Print a warning to stderr."""
         self._say(f"warning: {text}")

@@ -40,4 +40,4 @@ def emit(
         console.note(f"note: {script} was edited and is kept; it runs the new balance.yaml (`--force` overwrites it)")
     for note in done.notes:
         console.note(f"note: {note}")
-    console.next_command(done.use)
+    console.note(f"next: {done.use}")

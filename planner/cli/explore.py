@@ -28,4 +28,4 @@ def explore(
         console.result(page)
     else:
         console.result(files.json_text({"written": [output]}) if as_json else output)
-        console.next_command(f"open {output} in a browser")
+        console.note(f"next: open {output} in a browser")

@@ -47,7 +47,7 @@ def profile(
     which = "" if output == "profile.yaml" else f" {output}"
     if large := _too_large(measured):
         console.note(f"note: {large}")
-    console.next_command(f"gpipe-plan solve{which} {_devices(measured)}{_cap(options.device, measured)}")
+    console.note(f"next: gpipe-plan solve{which} {_devices(measured)}{_cap(options.device, measured)}")
 
 
 def _measured(console: Console, model: str | None, options: ProfileOptions) -> "Profile":

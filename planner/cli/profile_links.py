@@ -57,7 +57,7 @@ def profile_links(
 
     console.result(files.json_text(links) if as_json else links_text(links, style_for_stdout()))
     console.note(f"wrote {output}")
-    console.next_command(f"gpipe-plan solve --devices {len(links.boundaries) + 1} --mem 8GB --links {output}")
+    console.note(f"next: gpipe-plan solve --devices {len(links.boundaries) + 1} --mem 8GB --links {output}")
 
 
 def _check_usage(device: str) -> None:

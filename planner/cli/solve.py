@@ -97,7 +97,7 @@ def solve(
     emit_format = _format(plan, read)
     # Smaller plans are for train.py only.
     number = 1 if emit_format else len(plans)
-    console.next_command(_emit_line(plans[:number], paths[:number]) + emit_format)
+    console.note(f"next: {_emit_line(plans[:number], paths[:number])}{emit_format}")
 
 
 def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":

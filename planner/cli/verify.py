@@ -39,5 +39,5 @@ def verify(
     console.result(files.json_text(verification) if as_json else verification_text(verification, style_for_stdout()))
     console.note(f"wrote {calibration}")
     if not verification.agrees:
-        console.next_command(verification.again)
+        console.note(f"next: {verification.again}")
     raise typer.Exit(ExitCode.OK if verification.agrees else ExitCode.NO)

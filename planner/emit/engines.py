@@ -14,7 +14,7 @@ from planner.core.values.profile import Profile
 from planner.emit.automodel import emit_automodel
 from planner.emit.deepspeed import emit_deepspeed
 from planner.emit.device_map import emit_device_map
-from planner.emit.launch import LAUNCHERS, check_launcher, job_of
+from planner.emit.launch import LAUNCHERS, job_of
 from planner.emit.layout import EngineFile, Layout, refuse_sharing
 from planner.emit.megatron import emit_megatron
 from planner.emit.native import InputPaths, RepeatOptions, emit_native
@@ -56,8 +56,8 @@ def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = 
     for option, is_set in (("--launch", launch is not None), ("--smaller", has_smaller)):
         if is_set and engine != "native":
             raise UsageError(f"`{option}` needs the bundled executor's train.py, not `--format {engine}`")
-    if launch is not None:
-        check_launcher(launch)
+    if launch not in (None, *LAUNCHERS):
+        raise UsageError(f"unknown `--launch {launch}`", hint=f"one of {', '.join(LAUNCHERS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

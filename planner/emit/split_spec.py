@@ -18,12 +18,6 @@ Use it (micro_batch: example inputs of MICRO_BATCH_SIZE samples):
     stage = pipe.build_stage(rank, device)
     schedule = get_schedule_class(SCHEDULE)(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)"""
 
-_USE_CHUNKS: Final = """\
-Use it (micro_batch: example inputs of MICRO_BATCH_SIZE samples; K ranks):
-    pipe = pipeline(model, mb_args=micro_batch, split_spec=SPLIT_SPEC)
-    stages = [pipe.build_stage(index, device) for index in range(rank, pipe.num_stages, K)]
-    schedule = get_schedule_class(SCHEDULE)(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)"""
-
 _USE_PLACED: Final = """\
 Use it (micro_batch: example inputs of MICRO_BATCH_SIZE samples; STAGES: the stages of each rank):
     pipe = pipeline(model, mb_args=micro_batch, split_spec=SPLIT_SPEC)
@@ -65,8 +59,8 @@ def emit_split_spec(layout: Layout) -> EngineFile:
     name, rule = layout.schedule.torch_name, layout.schedule
     values: dict[str, Any] = {"SCHEDULE": name} if name else {}
     values |= {"MICRO_BATCHES": plan.micro_batches, "MICRO_BATCH_SIZE": plan.micro_batch_size}
-    use = _USE_CHUNKS if plan.chunks > 1 else _USE
-    if not name or rule.placement != "loop":
+    use = _USE
+    if not name or plan.chunks > 1:
         values["STAGES"] = [list(rule.stages_on(d, plan.num_devices, plan.chunks)) for d in range(plan.num_devices)]
         use = _USE_PLACED + (_USE_NAME if name else _USE_TABLE)
     body += python_values(**values)
