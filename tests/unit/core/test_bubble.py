@@ -1,6 +1,6 @@
-"""The bubble of equal stages without links, in whole numbers: (K-1)/(M+K-1) of GPipe's paper, and with V chunks.
+"""Bubbles of equal stages without links, as exact fractions: (K-1)/(MV+K-1).
 
-Every device computes M V (F+B); so the bubble is (K-1)/(MV+K-1) if and only if the makespan is (MV+K-1) (F+B).
+Every device computes M V (F+B), so this holds exactly if the makespan is (MV+K-1) (F+B).
 """
 
 from fractions import Fraction
@@ -23,18 +23,18 @@ TIMES = [(1, 1), (1, 2), (5, 3), (0, 4), (7, 0)]
 
 
 def ideal_bubble(num_stages: int, micro_batches: int) -> Fraction:
-    """Of the paper."""
+    """Return the bubble of GPipe's paper."""
     return Fraction(num_stages - 1, micro_batches + num_stages - 1)
 
 
 def equal_stages(forward_us: int, backward_us: int, num_stages: int) -> list[StageTimes]:
-    """Without links."""
+    """Return equal stages without links."""
     times = StageTimes(forward_us=forward_us, backward_us=backward_us, last_backward_us=backward_us)
     return [times] * num_stages
 
 
 def ends_of(schedule: ScheduleName, num_devices: int, micro_batches: int, chunks: int = 1) -> list[int]:
-    """Makespans with `TIMES`."""
+    """Return the makespans with `TIMES`."""
     actions = SCHEDULES[schedule].actions(num_devices, micro_batches, chunks)
     forward, backward = (np.repeat(np.array(TIMES, dtype=float)[:, [n]], num_devices * chunks, axis=1) for n in (0, 1))
     times = {"forward_us": forward, "backward_us": backward, "last_backward_us": backward}
@@ -44,8 +44,7 @@ def ends_of(schedule: ScheduleName, num_devices: int, micro_batches: int, chunks
 
 
 @pytest.mark.parametrize("num_stages", range(1, MOST_STAGES + 1))
-def test_gpipe_has_the_papers_bubble_in_closed_form(num_stages: int) -> None:
-    """Every M up to 64."""
+def test_closed_form_of_gpipe_has_the_bubble_of_its_paper(num_stages: int) -> None:
     for micro_batches in range(1, MOST_MICRO_BATCHES + 1):
         for forward_us, backward_us in TIMES:
             end = gpipe_step_us(equal_stages(forward_us, backward_us, num_stages), micro_batches)
@@ -55,10 +54,9 @@ def test_gpipe_has_the_papers_bubble_in_closed_form(num_stages: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, MOST_STAGES), st.integers(1, MOST_MICRO_BATCHES), st.integers(0, 10**6), st.integers(1, 10**6))
-def test_gpipe_has_the_papers_bubble_simulated(
+def test_simulated_gpipe_has_the_bubble_of_its_paper(
     num_stages: int, micro_batches: int, forward_us: int, backward_us: int
 ) -> None:
-    """Any times, drawn."""
     actions = SCHEDULES["gpipe"].actions(num_stages, micro_batches)
     events = simulate(actions, equal_stages(forward_us, backward_us, num_stages))
     end = max(event.end_us for event in events)
@@ -68,8 +66,7 @@ def test_gpipe_has_the_papers_bubble_simulated(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", range(1, MOST_STAGES + 1))
-def test_1f1b_has_the_same_bubble(num_stages: int) -> None:
-    """Every M from K to 64."""
+def test_1f1b_has_the_bubble_of_gpipe(num_stages: int) -> None:
     for micro_batches in range(num_stages, MOST_MICRO_BATCHES + 1):
         for (forward_us, backward_us), end in zip(TIMES, ends_of("1f1b", num_stages, micro_batches), strict=True):
             bubble = 1 - Fraction(micro_batches * (forward_us + backward_us), end)
@@ -79,10 +76,7 @@ def test_1f1b_has_the_same_bubble(num_stages: int) -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
 def test_chunks_divide_the_bubble(num_devices: int, chunks: int) -> None:
-    """Interleaved with M at least K: (K-1)/(MV+K-1), also where K does not divide M.
-
-    With M below K, M and K change places: a round is too short to keep all devices busy.
-    """
+    """If M is below K, M and K swap: a round is too short to keep all devices busy."""
     tried = 0
     for micro_batches in range(1, 33):
         try:

@@ -1,4 +1,4 @@
-"""What made-up runs say of made-up machines, and that predictions come nearer with it."""
+"""Calibration by synthetic runs on synthetic machines, and more accurate predictions with it."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def plan_of(profile, balance=(3, 3, 2), *, schedule="gpipe", recompute="auto", l
 
 
 def step_with(profile, plan, found):
-    """What is predicted with a calibration."""
+    """Return the step time predicted with a calibration."""
     asked = SolverOptions(
         devices=len(plan.balance),
         mem="1000TB",
@@ -45,8 +45,8 @@ def step_with(profile, plan, found):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_calibrated_prediction_is_the_run(schedule, recompute, seed):
-    """On a machine that differs by what a calibration holds, the next prediction is right."""
+def test_calibrated_prediction_equals_the_run(schedule, recompute, seed):
+    """The machine differs only by what a calibration stores."""
     profile = random_profile(seed, 8, sizes=(1, 2, 4))
     plan = plan_of(profile, schedule=schedule, recompute=recompute)
     evaluation = Evaluation.of(plan, profile)
@@ -62,8 +62,8 @@ def test_a_calibrated_prediction_is_the_run(schedule, recompute, seed):
     assert found.step_ratio == pytest.approx(measured / after, rel=1e-3)
 
 
-def test_chunks_that_share_a_device():
-    """Links lead back to the first device as well; peaks are judged by device."""
+def test_calibration_of_a_plan_with_chunks():
+    """Links also lead back to the first device."""
     profile = random_profile(3, 8, sizes=(1, 2, 4))
     inputs = replace(inputs_of(2, 8, link=LINK, overhead_us=20.0), schedule="interleaved", chunks=2)
     plan = solve(profile, Request(inputs=inputs, balance=(2, 2, 3, 1), micro_batches=4))
@@ -80,8 +80,7 @@ def test_chunks_that_share_a_device():
     assert [boundary.index for boundary in report.boundaries] == [0, 1, 2]
 
 
-def test_a_calibrated_plan_calibrates_to_the_same():
-    """What a plan was predicted with already is not lost."""
+def test_calibration_of_a_calibrated_plan_is_the_same():
     profile = random_profile(1, 8, sizes=(1, 2, 4))
     plan = plan_of(profile)
     plan = solve(
@@ -98,8 +97,8 @@ def test_a_calibrated_plan_calibrates_to_the_same():
     assert found.link.blocking
 
 
-def test_the_reserve_is_what_was_needed_beyond_the_prediction():
-    """Of the device that is most above it; context and libraries count; never negative."""
+def test_calibrated_reserve_is_the_largest_excess_over_the_prediction():
+    """Context and libraries count; the reserve is never negative."""
     profile = random_profile(2, 8, sizes=(1, 2, 4))
     plan = plan_of(profile)
     evaluation = Evaluation.of(plan, profile)
@@ -114,8 +113,7 @@ def test_the_reserve_is_what_was_needed_beyond_the_prediction():
     assert calibration_of(plan, evaluation, replace(report, stages=below)).reserve_bytes == 0
 
 
-def test_one_stage_sends_nothing():
-    """So there is no link, and the profile's stays."""
+def test_calibration_of_one_stage_has_no_link():
     profile = random_profile(2, 8, sizes=(1, 2, 4))
     plan = plan_of(profile, (8,))
     evaluation = Evaluation.of(plan, profile)
@@ -124,8 +122,7 @@ def test_one_stage_sends_nothing():
     assert report.bubble == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_link_that_nothing_was_known_of():
-    """Becomes what was measured, as latency."""
+def test_unknown_link_gets_the_measured_latency():
     profile = random_profile(2, 8, sizes=(1, 2, 4))
     plan = plan_of(profile, link=Link())
     evaluation = Evaluation.of(plan, profile)
@@ -134,8 +131,8 @@ def test_a_link_that_nothing_was_known_of():
     assert calibration_of(plan, evaluation, report).link == link
 
 
-def test_options_that_are_given_beat_the_calibration():
-    """Link, overhead and reserve; a calibration of another kind of device is refused."""
+def test_given_options_override_the_calibration():
+    """A calibration of another kind of device is refused."""
     profile = random_profile(2, 8, sizes=(1, 2, 4))
     plan = plan_of(profile)
     evaluation = Evaluation.of(plan, profile)
@@ -154,8 +151,7 @@ def test_options_that_are_given_beat_the_calibration():
     ("compute", "peak", "agrees"), [(1.0, 1.0, True), (1.05, 1.009, True), (1.0, 0.96, True), (1.4, 1.0, False),
                                    (1.0, 1.02, False), (1.0, 0.9, False)]
 )  # fmt: skip
-def test_the_verdict(compute, peak, agrees):
-    """The step within 10 %, no peak more than 1 % above or 5 % below its prediction."""
+def test_verification_agrees_within_its_tolerances(compute, peak, agrees):
     profile = random_profile(0, 8, sizes=(1, 2, 4))
     plan = plan_of(profile)
     evaluation = Evaluation.of(plan, profile)
@@ -174,8 +170,8 @@ def test_the_verdict(compute, peak, agrees):
     assert "a core for only 40% of the time" in disturbed.notes[0]
 
 
-def test_a_few_kilobytes_are_no_difference():
-    """Of a tiny model they are many percent; of a large one less than is allowed anyway."""
+def test_peaks_within_the_slack_agree():
+    """A few kilobytes are many percent of a tiny model."""
     allowed = Tolerance(step=0.1, memory_below=0.01, memory_above=0.05)
     assert allowed.allows_peak(predicted=3_000, measured=3_000 + 65_000)
     assert allowed.allows_peak(predicted=3_000 + 65_000, measured=3_000)
@@ -185,8 +181,7 @@ def test_a_few_kilobytes_are_no_difference():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
-def test_predicted_and_measured_bubble_are_the_same_thing(schedule):
-    """On a machine that does as the simulator says, they are equal, also where steps overlap."""
+def test_measured_bubble_equals_the_predicted_one(schedule):
     profile = random_profile(4, 8, sizes=(1, 2, 4))
     plan = plan_of(profile, schedule=schedule)
     evaluation = Evaluation.of(plan, profile)
@@ -195,8 +190,7 @@ def test_predicted_and_measured_bubble_are_the_same_thing(schedule):
     assert bubble.measured == pytest.approx(bubble.predicted, rel=0.02)
 
 
-def test_a_run_that_only_warmed_up_says_nothing():
-    """Not even what is wrong."""
+def test_verification_needs_steps_after_warm_up():
     profile = random_profile(0, 8, sizes=(1, 2, 4))
     plan = plan_of(profile)
     evaluation = Evaluation.of(plan, profile)
@@ -205,8 +199,8 @@ def test_a_run_that_only_warmed_up_says_nothing():
         verification_of(plan, profile, replace(report, step_us=report.step_us[:2]), TOLERANCE)
 
 
-def test_the_bubble_of_a_v_is_measured_as_it_is_predicted():
-    """Devices of a V hand over to themselves where it turns: no transfer, and no bubble of it."""
+def test_measured_bubble_of_a_v_equals_the_predicted_one():
+    """At the turn of a V, a device sends nothing to itself."""
     profile = random_profile(4, 8, sizes=(1, 2, 4))
     inputs = replace(inputs_of(2, 8, link=LINK), schedule="zbv", chunks=2)
     plan = solve(profile, Request(inputs=inputs, balance=(2, 2, 2, 2), micro_batches=4))

@@ -1,4 +1,4 @@
-"""Bounds of predictions: each is what committed rows show, and they come together as the law says."""
+"""Error ranges of predictions, compared with the committed rows of measurements."""
 
 import re
 from dataclasses import replace
@@ -28,7 +28,7 @@ PAGES = Path(__file__).parents[3] / "docs" / "measurements"
 
 
 def rows(page, section=""):
-    """The tables of a section of a page, or of what stands before the first one, as lists of cells."""
+    """Return the tables of a section of a page, or of the text before the first section, as lists of cells."""
     text = f"\n{(PAGES / page).read_text(encoding='utf-8')}".split(f"\n## {section}\n" if section else "\n# ")[1]
     lines = text.split("\n## ")[0].splitlines()
     # What stands above a rule is the title of columns.
@@ -37,7 +37,7 @@ def rows(page, section=""):
 
 
 def shares(cells):
-    """The signed percentages of some cells as fractions of one."""
+    """Return the signed percentages of cells as fractions."""
     return [float(share) / 100 for cell in cells for share in re.findall(r"([+-]\d+\.\d+|\b0\.0) ?%", cell)]
 
 
@@ -51,7 +51,7 @@ def of_two_machines(page):
 
 
 def on_the_cpu():
-    """How long a micro-batch is, in microseconds, and measured over predicted."""
+    """Yield the duration of a micro-batch in microseconds, and measured over predicted."""
     for cells in of_two_machines("verify.md"):
         slots = int(cells[2].split("; ")[1]) + 1
         yield 1000 * ms(cells[3]) / slots, 1 + shares([cells[5]])[0]
@@ -60,7 +60,7 @@ def on_the_cpu():
 
 
 def published(*sections):
-    """Measured over predicted, of pages whose differences are the other way round."""
+    """Return measured over predicted from pages that list predicted over measured."""
     tables = (rows("published.md", section) for section in sections)
     return [1 / (1 + shares(cells)[0]) for table in tables for cells in table if shares(cells)]
 
@@ -95,16 +95,14 @@ TIME = "Sum of the layers against the whole step"
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_steps_are_bounded_by_the_rows(kind):
-    """The smallest and the largest step of a kind's rows, as the page has them: new rows change the bound."""
+def test_step_ranges_equal_the_extremes_of_their_rows(kind):
     ratios = SEEN[kind]()
     assert (STEPS[kind].least, STEPS[kind].most) == pytest.approx((min(ratios), max(ratios)), abs=1e-3)
     page = (PAGES.parent / "cost-model.md").read_text(encoding="utf-8")
     assert f" {STEPS[kind].least:.3f} to {STEPS[kind].most:.3f}" in page
 
 
-def test_peaks_are_bounded_by_the_rows():
-    """No peak of any page is above its bound, or by no more than the slack; and no bound is wider than its rows."""
+def test_peak_ranges_cover_their_rows_and_are_tight():
     page = (PAGES / "memory.md").read_text(encoding="utf-8")
     assert PEAKS["measured"] == 1 / (1 - int(re.search(r"promised are -(\d)%", page)[1]) / 100)
     measured = [*rows("memory.md"), *rows("memory.md", "Kinds of models whose memory is hard to predict")]
@@ -120,7 +118,7 @@ def test_peaks_are_bounded_by_the_rows():
 
 
 def on(kind="cpu", *, how="measured", settings=None, name="", us=10_000.0):
-    """Four layers, the first two of one digest, whose repeats differ by 10 %; and a plan of two stages."""
+    """Return a profile and a plan of two stages; repeats differ by 10 %, and the first two layers share a digest."""
     profile = profile_of([us] * 4, [us] * 4, parameter_bytes=10**6)
     layers = tuple(
         replace(layer, digest="twice" if n < 2 else "", spread=(0.1,)) for n, layer in enumerate(profile.layers)
@@ -130,8 +128,8 @@ def on(kind="cpu", *, how="measured", settings=None, name="", us=10_000.0):
     return profile, solve(profile, Request(inputs=inputs_of(2, 4), balance=(2, 2)))
 
 
-def test_a_step_lies_between_what_rows_and_repeats_leave():
-    """Errors of one measurement add up, those of several do not; the stage that is off most counts."""
+def test_step_range_combines_rows_and_repeats():
+    """Errors of one measurement add up, errors of several partly cancel out."""
     profile, plan = on()
     certainty = certainty_of(plan, profile)
     assert certainty.sampling == pytest.approx(0.1)
@@ -142,8 +140,7 @@ def test_a_step_lies_between_what_rows_and_repeats_leave():
     assert certainty_of(plan, apart).sampling == pytest.approx(0.1 / sqrt(2))
 
 
-def test_repeats_are_those_of_the_layers_that_run():
-    """With several widths, those of the plan's count."""
+def test_sampling_error_uses_the_layers_of_the_plans_width():
     profile, _ = on()
     calm = tuple(replace(layer, spread=(0.02,)) for layer in profile.layers)
     both = replace(profile, widths=(Width(tensor_parallel=2, layers=calm),))
@@ -153,8 +150,7 @@ def test_repeats_are_those_of_the_layers_that_run():
         assert certainty_of(plan, both).sampling == pytest.approx(spread)
 
 
-def test_a_calibration_says_what_came_true_instead():
-    """Around the step that was measured, as far as the same plan came out when it ran again."""
+def test_calibrated_plan_has_the_error_range_of_repeated_runs():
     profile, plan = on()
     plan = replace(plan, inputs=replace(plan.inputs, step_ratio=1.5))
     again = STEPS["calibrated"]
@@ -172,8 +168,8 @@ KINDS = {
 }
 
 
-def test_every_kind_of_number_has_bounds_of_its_own():
-    """What no run was held against has none."""
+def test_every_kind_of_profile_has_its_own_error_range():
+    """Predictions without comparable runs have none."""
     for kind, make in KINDS.items():
         profile, plan = make()
         assert certainty_of(plan, profile).source == STEPS[kind].source
@@ -188,8 +184,8 @@ def test_every_kind_of_number_has_bounds_of_its_own():
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("cap", [10**6, 8 * 10**9])
-def test_what_fits_under_headroom_auto_fits_when_peaks_are_highest(kind, cap):
-    """To a byte or two, and with no more than a tenth of a percent to spare."""
+def test_headroom_auto_covers_the_highest_peak(kind, cap):
+    """The headroom is at most a tenth of a percent larger than needed."""
     profile, plan = on(kind)
     for share, fits in ((headroom_for(profile, [cap]), True), (headroom_for(profile, [cap]) - 0.0011, False)):
         need = replace(plan.stages[0].memory, total=int(cap * (1 - share)))
@@ -197,7 +193,6 @@ def test_what_fits_under_headroom_auto_fits_when_peaks_are_highest(kind, cap):
         assert (max(certainty_of(full, profile).device_bytes) <= cap + 1) == fits
 
 
-def test_headroom_auto_needs_rows():
-    """Where no peak was measured there is nothing to take."""
+def test_headroom_auto_needs_measured_peaks():
     with pytest.raises(UsageError, match="there is no measured peak"):
         headroom_for(on("tpu:v2")[0], [10**9])

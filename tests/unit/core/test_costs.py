@@ -1,4 +1,4 @@
-"""A profile as arrays at one micro-batch size: interpolation, additive and exact records, storages, ties."""
+"""Costs at one micro-batch size: interpolation, additive and exact records, storages, tied parameters."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ from tests.support.profiles import inputs_of
 
 
 def numbers_of(record: Any) -> dict[str, Any]:
-    """The numbers of a record by name, those of the records in it too."""
+    """Return the numbers of a record by name, including nested records."""
     found = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -30,14 +30,14 @@ def numbers_of(record: Any) -> dict[str, Any]:
 
 
 def whole(costs: ChainCosts, first: int, end: int) -> StageMemory:
-    """A stage with one micro-batch."""
+    """Return the memory of a stage with one micro-batch."""
     return stage_memory(costs, first, end, moments_with(1), recompute="never")
 
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_costs_between_profiled_sizes_lie_on_the_line(size: int, *, exact: bool) -> None:
-    """What is affine in the micro-batch size is met exactly at every size in between, in whatever order sizes stand."""
+def test_costs_are_interpolated_between_profiled_sizes(size: int, *, exact: bool) -> None:
+    """Affine costs are exact at every size between, in any order of sizes."""
     costs = costs_at(random_profile(4, 6, exact=exact, sizes=(8, 1, 2)), size)
     truth = costs_at(random_profile(4, 6, exact=exact, sizes=(size,)), size)
     assert costs.micro_batch_size == size
@@ -50,8 +50,7 @@ def test_costs_between_profiled_sizes_lie_on_the_line(size: int, *, exact: bool)
     assert costs.levels.saved.sum() > 0
 
 
-def test_a_profiled_size_is_taken_as_it_is() -> None:
-    """No rounding by blending: the very numbers of the file, also where the curve jumps."""
+def test_profiled_sizes_are_not_interpolated() -> None:
     profile = chain(
         layer(forward_us=(0.1, 7.3, 5.9), backward_us=(0.2, 0.3, 0.4), output_bytes=(1, 2, 3), saved_bytes=(5, 6, 9)),
         sizes=(1, 2, 4),
@@ -62,8 +61,7 @@ def test_a_profiled_size_is_taken_as_it_is() -> None:
         assert costs.levels.saved.tolist() == [saved]
 
 
-def test_between_sizes_the_two_neighbours_decide() -> None:
-    """At 3, between 2 and 4, what was measured at 1 and 8 does not matter."""
+def test_interpolation_uses_the_two_nearest_sizes() -> None:
     profile = chain(
         layer(
             forward_us=(100.0, 6.0, 10.0, 900.0), backward_us=(0.0,) * 4, output_bytes=(0,) * 4, saved_bytes=(0,) * 4
@@ -74,8 +72,7 @@ def test_between_sizes_the_two_neighbours_decide() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 9, 100])
-def test_outside_the_profiled_sizes_is_refused(size: int) -> None:
-    """The error names the size and the range, the hint both ways out."""
+def test_sizes_outside_the_profile_are_refused(size: int) -> None:
     profile = random_profile(1, 2, sizes=(2, 8))
     assert not covers_size(profile, size, extrapolate=False)
     with pytest.raises(UsageError, match=f"micro-batch size {size} is outside the profiled range 2 to 8") as refused:
@@ -85,8 +82,7 @@ def test_outside_the_profiled_sizes_is_refused(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 12, 64])
-def test_extrapolation_continues_the_line_where_allowed(size: int) -> None:
-    """Beyond both ends, along the nearest two sizes."""
+def test_extrapolation_continues_the_line_of_the_nearest_two_sizes(size: int) -> None:
     profile = chain(
         layer(
             forward_us=(7.0, 11.0, 27.0), backward_us=(4.0, 8.0, 16.0), output_bytes=(2, 4, 8), saved_bytes=(0, 10, 30)
@@ -101,8 +97,7 @@ def test_extrapolation_continues_the_line_where_allowed(size: int) -> None:
     assert costs.levels.saved.tolist() == [max(0.0, 10 + 5.0 * (size - 4))]
 
 
-def test_extrapolation_never_goes_below_zero() -> None:
-    """A line that would cross zero below the smallest size stops there."""
+def test_extrapolation_is_never_negative() -> None:
     profile = chain(
         layer(forward_us=(1.0, 5.0), backward_us=(0.0, 9.0), output_bytes=(0, 8), saved_bytes=(0, 0)), sizes=(2, 4)
     )
@@ -113,8 +108,7 @@ def test_extrapolation_never_goes_below_zero() -> None:
 
 
 @pytest.mark.parametrize("extrapolate", [False, True])
-def test_a_single_profiled_size_says_nothing_of_others(*, extrapolate: bool) -> None:
-    """One point has no slope: its own size is covered, no other, whatever is allowed."""
+def test_single_profiled_size_covers_no_other(*, extrapolate: bool) -> None:
     profile = random_profile(2, 3, sizes=(4,))
     assert covers_size(profile, 4, extrapolate=extrapolate)
     assert costs_at(profile, 4, extrapolate=extrapolate).num_layers == 3
@@ -123,21 +117,19 @@ def test_a_single_profiled_size_says_nothing_of_others(*, extrapolate: bool) -> 
         costs_at(profile, 5, extrapolate=extrapolate)
 
 
-def test_nobody_is_told_to_allow_what_is_allowed() -> None:
-    """Where extrapolation is on and impossible, the hint is to profile, not `--extrapolate` again."""
+def test_hint_omits_extrapolate_if_already_allowed() -> None:
     with pytest.raises(UsageError) as refused:
         costs_at(random_profile(2, 3, sizes=(4,)), 5, extrapolate=True)
     assert "--batch-sizes" in refused.value.hint
     assert "--extrapolate" not in refused.value.hint
 
 
-def test_no_size_is_smaller_than_one_sample() -> None:
-    """Extrapolation ends at one sample."""
+def test_micro_batches_have_at_least_one_sample() -> None:
     assert not covers_size(random_profile(2, 2, sizes=(2, 4)), 0, extrapolate=True)
 
 
-def test_what_is_left_out_defaults_to_nothing_and_gradients_to_the_parameters() -> None:
-    """A profile written by hand from published numbers has the required fields alone."""
+def test_missing_fields_default_to_zero_and_gradients_to_the_parameters() -> None:
+    """Profiles written by hand from published numbers have only the required fields."""
     costs = costs_at(chain(layer(parameter_bytes=40, forward_us=1.0, saved_bytes=9, output_bytes=9)), 1)
     assert (costs.gradients.tolist(), costs.state.parameters.tolist()) == ([40.0], [40.0])
     state, levels = costs.state, costs.levels
@@ -154,13 +146,11 @@ def test_what_is_left_out_defaults_to_nothing_and_gradients_to_the_parameters() 
     assert (costs.target, costs.ties, costs.exact) == (0.0, (), False)
 
 
-def test_a_frozen_layer_has_no_gradients() -> None:
-    """`gradient_bytes: 0` is not the same as leaving it out."""
+def test_zero_gradient_bytes_differ_from_missing_ones() -> None:
     assert costs_at(chain(layer(parameter_bytes=40, gradient_bytes=0)), 1).gradients.tolist() == [0.0]
 
 
-def test_the_additive_form_takes_the_peaks_as_transients() -> None:
-    """Without exact records: what crosses in front is the previous output; the two peaks stand alone."""
+def test_additive_records_use_peaks_as_transients() -> None:
     profile = chain(
         layer("a", output_bytes=30, saved_bytes=50, forward_peak_bytes=7, backward_peak_bytes=9),
         layer("b", output_bytes=40, saved_bytes=25, forward_peak_bytes=3, backward_peak_bytes=1),
@@ -176,8 +166,7 @@ def test_the_additive_form_takes_the_peaks_as_transients() -> None:
     assert costs.boundaries.unsaved_output.tolist() == [0, 15]
 
 
-def test_exact_records_are_used_only_where_every_layer_has_them() -> None:
-    """One layer without: the additive form for all, never a mixture."""
+def test_exact_records_are_used_only_if_every_layer_has_them() -> None:
     exact = random_profile(8, 4, exact=True)
     mixed = dataclasses.replace(exact, layers=(*exact.layers[:3], dataclasses.replace(exact.layers[3], detail=())))
     plain = dataclasses.replace(exact, layers=tuple(dataclasses.replace(x, detail=()) for x in exact.layers))
@@ -188,8 +177,7 @@ def test_exact_records_are_used_only_where_every_layer_has_them() -> None:
         assert np.array_equal(found[name], numbers), name
 
 
-def test_a_storage_counts_where_it_was_made_if_any_layer_keeps_it() -> None:
-    """Layer 0's output is kept by layer 1 alone: it is part of what layer 0 adds, and nothing of it is unsaved."""
+def test_saved_storage_counts_at_the_layer_that_makes_it() -> None:
     profile = chain(
         layer("a", detail=record(internal=7, given=[tensor(5)], made=[tensor(100)])),
         layer("b", detail=record(internal=3, given=[tensor(100, kept=True)], made=[tensor(20)])),
@@ -200,8 +188,8 @@ def test_a_storage_counts_where_it_was_made_if_any_layer_keeps_it() -> None:
     assert (costs.boundaries.input.tolist(), costs.boundaries.output.tolist()) == ([5, 100], [100, 20])
 
 
-def test_a_storage_that_crosses_two_boundaries_counts_once() -> None:
-    """An in-place layer's output is its input's storage; kept behind it, it is counted at the layer that made it."""
+def test_storage_that_crosses_two_boundaries_counts_once() -> None:
+    """The output of an in-place layer has the storage of its input."""
     profile = chain(
         layer("a", detail=record(internal=7, given=[tensor(5)], made=[tensor(100)])),
         layer("in place", detail=record(internal=3, given=[tensor(100)], made=[tensor(100, alias=0)])),
@@ -213,8 +201,7 @@ def test_a_storage_that_crosses_two_boundaries_counts_once() -> None:
     assert costs.boundaries.output.tolist() == [100, 100, 4]
 
 
-def test_a_storage_that_nobody_keeps_is_saved_nowhere() -> None:
-    """The same chain without the keeper: 100 bytes are unsaved behind both layers they cross."""
+def test_storage_that_no_layer_saves_is_unsaved_at_each_boundary() -> None:
     profile = chain(
         layer("a", detail=record(internal=7, given=[tensor(5)], made=[tensor(100)])),
         layer("in place", detail=record(internal=3, given=[tensor(100)], made=[tensor(100, alias=0)])),
@@ -225,8 +212,8 @@ def test_a_storage_that_nobody_keeps_is_saved_nowhere() -> None:
     assert costs.boundaries.unsaved_output.tolist() == [100, 100, 4]
 
 
-def test_two_views_of_one_storage_cross_a_boundary_one_by_one() -> None:
-    """A layer that hands on its input and a view of it: the engine sends two tensors, which share nothing behind."""
+def test_views_of_one_storage_are_sent_separately() -> None:
+    """The received tensors share no storage."""
     given = [tensor(64), tensor(64)]
     profile = chain(
         layer("a", detail=record(given=[tensor(5)], made=[tensor(64), tensor(10)])),
@@ -236,8 +223,8 @@ def test_two_views_of_one_storage_cross_a_boundary_one_by_one() -> None:
     assert costs_at(profile, 1).boundaries.output.tolist() == [74, 64 + 64, 1]
 
 
-def test_the_models_input_is_saved_by_no_layer() -> None:
-    """The caller holds it for the whole step; it is the first stage's data, not what a micro-batch adds."""
+def test_input_of_the_model_is_not_saved_by_layers() -> None:
+    """The caller holds it for the whole step; it counts as data of the first stage."""
     profile = chain(
         layer("a", detail=record(internal=7, given=[tensor(500, kept=True)], made=[tensor(500, alias=0, kept=True)]))
     )
@@ -246,8 +233,7 @@ def test_the_models_input_is_saved_by_no_layer() -> None:
     assert costs.boundaries.input.tolist() == [500]
 
 
-def test_the_targets_belong_to_the_last_layer() -> None:
-    """Interpolated like everything per micro-batch."""
+def test_target_bytes_are_interpolated() -> None:
     details = (record(target=10), record(target=30))
     profile = chain(
         layer(
@@ -258,8 +244,8 @@ def test_the_targets_belong_to_the_last_layer() -> None:
     assert costs_at(profile, 2).target == 20.0
 
 
-def test_tied_parameters_count_once_on_a_stage_that_holds_both_layers() -> None:
-    """Embedding and head share 100 bytes: 100 + 30 together, 100 and 130 apart. Gradients and optimizer alike."""
+def test_tied_parameters_count_once_in_a_stage_with_both_layers() -> None:
+    """Gradients and optimizer state count once as well."""
     profile = chain(
         layer("wte", parameter_bytes=100, optimizer_bytes=200, tied=("lm_head.weight",), tied_bytes=100),
         layer("h.0", parameter_bytes=7, optimizer_bytes=14),
@@ -278,8 +264,7 @@ def test_tied_parameters_count_once_on_a_stage_that_holds_both_layers() -> None:
     assert held(1, 3) == (137, 137, 274)
 
 
-def test_frozen_parameters_that_are_tied_share_no_gradients() -> None:
-    """What is trained beside them belongs to one layer alone; of trained ones, what must be theirs is shared."""
+def test_frozen_tied_parameters_share_no_gradients() -> None:
     tie = {"optimizer_bytes": 60, "tied_bytes": 100}
 
     def gradients(of_trained: int) -> tuple[int, int]:
@@ -295,8 +280,7 @@ def test_frozen_parameters_that_are_tied_share_no_gradients() -> None:
     assert gradients(130) == (130, 74)
 
 
-def test_parameters_tied_three_times_count_once_per_stage() -> None:
-    """A stage of any two or all three holders has one copy."""
+def test_parameters_tied_by_three_layers_count_once_per_stage() -> None:
     holders = ("a", "b", "c")
     layers = [
         layer(name, parameter_bytes=50, tied=tuple(f"{x}.weight" for x in holders if x != name), tied_bytes=50)
@@ -306,8 +290,8 @@ def test_parameters_tied_three_times_count_once_per_stage() -> None:
     assert [whole(costs, first, end).parameters for first, end in ((0, 3), (0, 2), (1, 3), (1, 2))] == [50] * 4
 
 
-def test_a_layer_tied_to_two_others_keeps_the_copy_whose_owner_is_elsewhere() -> None:
-    """Layer c shares 100 bytes with a and 50 with b: a stage of b and c holds 150 bytes, never less."""
+def test_layer_tied_to_two_others_keeps_the_copy_of_the_absent_one() -> None:
+    """Layer c shares 100 bytes with a and 50 with b, so a stage of b and c holds 150."""
     profile = chain(
         layer("a", parameter_bytes=100, tied=("c.first",), tied_bytes=100),
         layer("b", parameter_bytes=50, tied=("c.second",), tied_bytes=50),
@@ -318,8 +302,8 @@ def test_a_layer_tied_to_two_others_keeps_the_copy_whose_owner_is_elsewhere() ->
     assert whole(costs, 0, 3).parameters >= 150
 
 
-def test_groups_tell_apart_what_a_layer_shares_with_others() -> None:
-    """Layer c shares 50 bytes with a and b, and 100 with a alone: so many are there once in any stage of them."""
+def test_tied_groups_separate_shared_parameters() -> None:
+    """Layer c shares 50 bytes with a and b, and 100 only with a."""
     groups = (TiedGroup(layers=("a", "b"), bytes=50), TiedGroup(layers=("a",), bytes=100))
     profile = chain(
         layer("a", parameter_bytes=150, tied=("b", "c"), tied_bytes=150),
@@ -330,8 +314,7 @@ def test_groups_tell_apart_what_a_layer_shares_with_others() -> None:
     assert [whole(costs, *stage).parameters for stage in ((1, 3), (0, 3), (0, 2))] == [180, 180, 160]
 
 
-def test_a_name_that_begins_like_another_is_not_its_owner() -> None:
-    """`h.10.weight` is tied to the layer `h.10`, not to `h.1`."""
+def test_tied_names_match_whole_layer_names() -> None:
     profile = chain(
         layer("h.10", parameter_bytes=100, tied=("head.weight",), tied_bytes=100),
         layer("h.1", parameter_bytes=20),
@@ -342,8 +325,7 @@ def test_a_name_that_begins_like_another_is_not_its_owner() -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("size", [1, 3, 4, 6])
-def test_times_are_known_before_costs_are_composed(size: int, *, exact: bool) -> None:
-    """The same to the last bit, between the profiled sizes and beyond them too."""
+def test_times_equal_those_of_the_composed_costs(size: int, *, exact: bool) -> None:
     table = CostTable(random_profile(3, 7, exact=exact, sizes=(1, 4)))
     costs = CostsAtSize(table, size, extrapolate=True, replicas=2)
     assert costs.forward_us.tolist() == costs.costs.forward_us.tolist()
@@ -351,8 +333,7 @@ def test_times_are_known_before_costs_are_composed(size: int, *, exact: bool) ->
     assert costs.costs.bucket_bytes > 0
 
 
-def test_a_size_that_times_rule_out_is_not_composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all the sizes there could be, memory records are read of those alone that are searched."""
+def test_sizes_excluded_by_times_are_not_composed(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     compose = CostTable.at
 

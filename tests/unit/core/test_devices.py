@@ -1,4 +1,4 @@
-"""Accelerators by name."""
+"""Known accelerators and their names."""
 
 import pytest
 
@@ -6,8 +6,7 @@ from planner.core.errors import UsageError
 from planner.core.values.devices import ACCELERATORS, accelerator, accelerators_with
 
 
-def test_names_are_unique_and_lower_case() -> None:
-    """They are typed by people and looked up."""
+def test_accelerator_names_are_unique_and_lower_case() -> None:
     names = [known.name for known in ACCELERATORS]
     assert len(set(names)) == len(names)
     assert all(name == name.lower() for name in names)
@@ -24,8 +23,8 @@ def test_names_are_unique_and_lower_case() -> None:
         ("t4", 16 * 10**9),
     ],
 )
-def test_memory_is_the_data_sheets(name: str, size: int) -> None:
-    """GB of cards are decimal, the smaller reading; of a TPU core's 8 GiB programs can use 7.48."""
+def test_accelerator_memory_equals_the_data_sheet(name: str, size: int) -> None:
+    """GB are decimal. Programs can use 7.48 of the 8 GiB of a TPU core."""
     assert accelerator(name).memory_bytes == size
 
 
@@ -40,13 +39,11 @@ def test_memory_is_the_data_sheets(name: str, size: int) -> None:
         ("AMD EPYC", "h100", False),
     ],
 )
-def test_reported_names_are_recognised_by_their_words(reported: str, name: str, is_it: bool) -> None:  # noqa: FBT001
-    """An A100 is no A10."""
+def test_reported_names_are_matched_by_word(reported: str, name: str, is_it: bool) -> None:  # noqa: FBT001
     assert accelerator(name).matches_name(reported) is is_it
 
 
-def test_unknown_names_are_helped() -> None:
-    """`a100` could be two, `h1000` is near, and `--mem` always works."""
+def test_unknown_accelerator_names_get_suggestions() -> None:
     for name, near in (("a100", "`a100-40gb` or `a100-80gb`"), ("h1000", "`h100`"), ("abacus", "one of ")):
         with pytest.raises(UsageError, match=f"unknown device `{name}`") as refused:
             accelerator(name)
@@ -54,7 +51,6 @@ def test_unknown_names_are_helped() -> None:
         assert "--mem" in refused.value.hint
 
 
-def test_the_smallest_that_holds_it_comes_first() -> None:
-    """And nothing holds a terabyte."""
+def test_smallest_sufficient_accelerator_comes_first() -> None:
     assert accelerators_with(70 * 10**9)[0].memory_bytes == 80 * 10**9
     assert accelerators_with(10**12) == ()

@@ -1,4 +1,4 @@
-"""Replicas that divide the optimizer: memory and time of one replica, the choice of replicas, and engines."""
+"""Optimizers divided among replicas: memory and time, choice of replicas, and engines."""
 
 from dataclasses import replace
 from itertools import product
@@ -29,7 +29,7 @@ ENGINES = {
 
 
 def profile() -> Profile:
-    """Four layers with an optimizer of 80 bytes, 10 more while it steps, and 30 us."""
+    """Return four layers whose optimizer has 80 bytes, 10 more during its step, and takes 30 us."""
     plain = profile_of([10.0] * 4, [20.0] * 4, parameter_bytes=40, output_bytes=10, saved_bytes=10)
     layers = [
         replace(layer, optimizer_bytes=80, optimizer_peak_bytes=10, optimizer_boundary_peak_bytes=7, optimizer_us=30.0)
@@ -39,14 +39,14 @@ def profile() -> Profile:
 
 
 def request(devices: int, replicas: int, *, divides: bool, **limits: int) -> Request:
-    """Half of the devices for each of two stages, and a batch of one sample per micro-batch."""
+    """Return a request with two stages per replica and one sample per micro-batch."""
     inputs = inputs_of(devices, 4 * max(1, replicas), **limits)
     inputs = replace(inputs, schedule="1f1b", replicas=replicas, shard_optimizer=divides, allreduce=Link(latency_us=1))
     return Request(inputs=inputs, micro_batches=4)
 
 
-def test_each_replica_has_its_part() -> None:
-    """State, transients and time of the step are divided; parameters, gradients and their sum are not."""
+def test_optimizer_memory_and_time_are_divided() -> None:
+    """Parameters, gradients and the all-reduce are not."""
     whole = solve(profile(), request(4, 2, divides=False))
     divided = solve(profile(), request(4, 2, divides=True))
     assert divided.divides_optimizer
@@ -60,24 +60,21 @@ def test_each_replica_has_its_part() -> None:
     assert (layer.optimizer_peak_bytes, layer.optimizer_boundary_peak_bytes) == (5, 4)
 
 
-def test_one_replica_has_all_of_it() -> None:
-    """The option changes nothing then."""
+def test_divided_optimizer_has_no_effect_with_one_replica() -> None:
     whole, divided = (solve(profile(), request(2, 1, divides=divides)) for divides in (False, True))
     assert not divided.divides_optimizer
     assert divided.stages == whole.stages
     assert divided.predicted == whole.predicted
 
 
-def test_replicas_that_divide_experts_share_less() -> None:
-    """Two of four replicas have the same experts, so that each has half of their optimizer."""
+def test_optimizer_of_divided_experts_is_shared_by_fewer_replicas() -> None:
     experts = replace(profile(), expert_parallel=2)
     plan = solve(experts, request(8, 4, divides=True))
     assert profile_at_width(experts, plan.cluster).layers[0].optimizer_bytes == 40
     assert profile_at_width(profile(), plan.cluster).layers[0].optimizer_bytes == 20
 
 
-def test_the_number_of_replicas_is_chosen_by_what_fits() -> None:
-    """The best of all numbers, as of the plans for each; more replicas fit with a divided optimizer."""
+def test_best_number_of_replicas_is_chosen_with_divided_optimizer() -> None:
     fits: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
     for divides, limit in product((False, True), (400, 480, 560, 700)):
         steps = {}
@@ -95,15 +92,13 @@ def test_the_number_of_replicas_is_chosen_by_what_fits() -> None:
     assert fits[False] < fits[True]
 
 
-def test_a_check_and_given_cuts_divide_it_too() -> None:
-    """A plan is evaluated as it was planned."""
+def test_check_and_given_cuts_divide_the_optimizer() -> None:
     plan = solve(profile(), request(4, 2, divides=True))
     assert judge(plan, profile(), profile_digest="sha256:0").plan == plan
     assert with_cuts(plan, profile(), (1, 3)).stages[0].memory.optimizer == 40
 
 
-def test_an_error_names_the_option() -> None:
-    """If nothing fits, and would with a divided optimizer."""
+def test_hint_suggests_a_divided_optimizer_if_it_fits() -> None:
     limit = max(sum(s.memory.total for s in row) for row in solve(profile(), request(4, 2, divides=True)).by_device())
     with pytest.raises(InfeasibleError) as refused:
         solve(profile(), request(4, 2, divides=False, memory_bytes=limit))
@@ -111,8 +106,7 @@ def test_an_error_names_the_option() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_gets_it(engine: str) -> None:
-    """Only if the plan divides the optimizer."""
+def test_engine_files_divide_the_optimizer_only_if_the_plan_does(engine: str) -> None:
     texts = []
     for divides in (True, False):
         names = named_profile("embedding", "layers.0", "layers.1", "head")
@@ -124,8 +118,7 @@ def test_an_engine_gets_it(engine: str) -> None:
     assert engine == "automodel" or ENGINES[engine] not in texts[1]
 
 
-def test_other_engines_refuse() -> None:
-    """The error names engines that can run the plan, and the other way out."""
+def test_engines_without_divided_optimizers_refuse_the_plan() -> None:
     names = named_profile("embedding", "layers.0", "layers.1", "head")
     options = {"devices": 4, "mem": "1GB", "batch": 8, "micro_batches": 4, "balance": (2, 2), "schedule": "1f1b"}
     plan = planner.solve(names, replicas=2, shard_optimizer=True, **options)
@@ -134,8 +127,8 @@ def test_other_engines_refuse() -> None:
     assert refused.value.hint.endswith("or solve without `--shard-optimizer`")
 
 
-def test_the_next_command_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The script of the bundled executor is not suggested, and smaller plans belong to it."""
+def test_suggested_next_command_works_with_divided_optimizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The bundled executor cannot divide the optimizer, so its script is not suggested."""
     files.write(str(tmp_path / "profile.yaml"), named_profile("embedding", "layers.0", "layers.1", "head"))
     size = ["--mem", "1GB", "--batch", "8", "--replicas", "2", "--schedule", "1f1b"]
     paths = [str(tmp_path / "profile.yaml"), "-o", str(tmp_path / "plan.yaml")]

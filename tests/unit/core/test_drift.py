@@ -1,4 +1,4 @@
-"""A run held against what was planned of it."""
+"""Deviations of a run from its plan."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from tests.support.runs import report_of
 
 @pytest.fixture
 def run() -> tuple[Balance, RunReport]:
-    """The cuts of six stages on three devices, placed as a V, and a run that took what was planned."""
+    """Return cuts of six stages on three devices in a V, and a run as planned."""
     profile = replace(random_profile(3, 12, sizes=(1, 2, 4)), model=Model(source="model.py:build_model"))
     profile = replace(
         profile,
@@ -37,18 +37,17 @@ def run() -> tuple[Balance, RunReport]:
 
 
 def slower(report: RunReport, factor: float) -> RunReport:
-    """The same run, with other step times."""
+    """Return the run with other step times."""
     return replace(report, step_us=tuple(factor * time for time in report.step_us))
 
 
 def fuller(report: RunReport, factor: float) -> RunReport:
-    """The same run, with another peak on the device in the middle."""
+    """Return the run with another peak on the middle device."""
     changed = (replace(s, peak_bytes=int(factor * s.peak_bytes)) if s.index in (1, 4) else s for s in report.stages)
     return replace(report, stages=tuple(changed))
 
 
-def test_what_is_farther_off_than_verify_allows_is_told(run: tuple[Balance, RunReport]) -> None:
-    """Step time in either direction, the peak of a device without its reserve; both in one sentence."""
+def test_deviations_beyond_the_tolerances_of_verify_are_reported(run: tuple[Balance, RunReport]) -> None:
     balance, report = run
     off = {
         "as planned": report,
@@ -77,8 +76,8 @@ def test_what_is_farther_off_than_verify_allows_is_told(run: tuple[Balance, RunR
     )  # fmt: skip
 
 
-def test_nothing_is_said_of_runs_that_say_nothing(run: tuple[Balance, RunReport]) -> None:
-    """Too short, on another device, of mini-batches of another size; times of a crowded machine; no prediction."""
+def test_incomparable_runs_have_no_deviations(run: tuple[Balance, RunReport]) -> None:
+    """Such runs are too short, on another device, of another batch size, or on a busy machine."""
     balance, report = run
     slow = slower(report, 1.5)
     rates = tuple(2 * report.batch / time * 1e6 for time in slow.step_us)
@@ -99,8 +98,7 @@ def test_nothing_is_said_of_runs_that_say_nothing(run: tuple[Balance, RunReport]
     assert deviating_figures(balance, replace(slow, samples_per_s=tuple(r / 2 for r in rates)), are_times_judged=True)
 
 
-def test_it_allows_what_verify_allows() -> None:
-    """Where nothing else is asked of that."""
+def test_tolerances_equal_the_defaults_of_verify() -> None:
     asked = VerifyOptions()
     shares = (fraction(asked.tolerance_time), *two_fractions("", asked.tolerance_memory))
     assert shares == (DEFAULT_TOLERANCE.step, DEFAULT_TOLERANCE.memory_below, DEFAULT_TOLERANCE.memory_above)

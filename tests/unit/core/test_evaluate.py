@@ -1,4 +1,4 @@
-"""A partition's figures against a pencil, the invariants of a partition, and the plan made of it."""
+"""Figures of a partition worked out by hand, invariants of partitions, and their plans."""
 
 import dataclasses
 
@@ -28,13 +28,13 @@ def partition_of(
     recompute: tuple[Recompute, ...] | None = None,
     schedule: ScheduleName = "gpipe",
 ) -> Partition:
-    """Without recomputation, unless given."""
+    """Return a partition, by default without recomputation."""
     choices: tuple[Recompute, ...] = ("never",) * len(balance) if recompute is None else recompute
     return Partition(schedule=schedule, micro_batches=micro_batches, balance=balance, recompute=choices)
 
 
 def three_layers() -> Profile:
-    """Times and sizes that differ everywhere, at two samples per micro-batch."""
+    """Return layers with different times and sizes at two samples per micro-batch."""
     return chain(
         layer("a", forward_us=2.0, backward_us=4.0, optimizer_us=2.0, output_bytes=50, saved_bytes=60),
         layer("b", forward_us=3.0, backward_us=5.0, optimizer_us=3.0, output_bytes=20, saved_bytes=30),
@@ -44,7 +44,7 @@ def three_layers() -> Profile:
 
 
 def by_hand() -> tuple[ChainCosts, Partition]:
-    """Layers a, b | c with M = 4, the second stage always recomputing."""
+    """Return stages a, b and c with M = 4, of which the second always recomputes."""
     return costs_at(three_layers(), 2), partition_of((2, 1), 4, ("never", "always"))
 
 
@@ -52,7 +52,6 @@ LINK = Link(latency_us=1.0, bytes_per_s=1e7)  # 20 bytes: 1 + 2 us
 
 
 def test_stage_times_are_sums_with_recomputation_links_and_overhead() -> None:
-    """F, B + R and C of both stages; the last stage sends nothing."""
     costs, partition = by_hand()
     cluster = inputs_of(2, 8, link=LINK, overhead_us=0.5).cluster
     assert Evaluation(costs, partition, cluster).stage_times == (
@@ -61,16 +60,15 @@ def test_stage_times_are_sums_with_recomputation_links_and_overhead() -> None:
     )
 
 
-def test_except_last_spares_the_last_backward_alone() -> None:
-    """B + F for all others, B for the last."""
+def test_except_last_recomputes_for_all_but_the_last_backward() -> None:
     costs = costs_at(three_layers(), 2)
     (times,) = Evaluation(costs, partition_of((3,), 4, ("except-last",)), inputs_of(1, 8).cluster).stage_times
     assert (times.backward_us, times.last_backward_us) == (18 + 9, 18)
 
 
 @pytest.mark.parametrize("recompute", ["always", "except-last", "layers"])
-def test_what_has_no_backward_is_not_computed_again(recompute: Recompute) -> None:
-    """Nothing in or in front of stage 0 is trained, nor of the first layer of stage 1; in a profile without detail."""
+def test_layers_without_backward_are_not_recomputed(recompute: Recompute) -> None:
+    """No layer of stage 0 is trained, nor the first one of stage 1; the profile has no exact records."""
     frozen = [layer(name, forward_us=2.0, backward_us=1.0, gradient_bytes=0, parameter_bytes=8) for name in "abc"]
     trained = layer("d", forward_us=4.0, backward_us=8.0, parameter_bytes=8, output_bytes=0)
     costs = costs_at(chain(*frozen, trained, sizes=(2,)), 2)
@@ -86,8 +84,7 @@ def test_what_has_no_backward_is_not_computed_again(recompute: Recompute) -> Non
     assert Evaluation(costs, partition, cluster).stages[0].memory == Evaluation(costs, never, cluster).stages[0].memory
 
 
-def test_a_blocking_link_is_marked_on_the_sender() -> None:
-    """And never behind the last stage."""
+def test_blocking_links_are_marked_on_the_sending_stage() -> None:
     costs, partition = by_hand()
     cluster = inputs_of(2, 8, link=dataclasses.replace(LINK, blocking=True)).cluster
     times = Evaluation(costs, partition, cluster).stage_times
@@ -95,7 +92,7 @@ def test_a_blocking_link_is_marked_on_the_sender() -> None:
 
 
 def test_predicted_figures_by_hand() -> None:
-    """Forward 9 + 3 + 3·5, backward 22 + 3 + 3·13, the optimizer's step of stage 0: 5; busy 4·14 + 4·17 of 2·91."""
+    """Forward 9 + 3 + 3·5, backward 22 + 3 + 3·13, optimizer step of stage 0: 5; busy 4·14 + 4·17 of 2·91 us."""
     costs, partition = by_hand()
     predicted = Evaluation(costs, partition, inputs_of(2, 8, link=LINK).cluster).predicted
     assert predicted == Predicted(
@@ -109,8 +106,8 @@ def test_predicted_figures_by_hand() -> None:
     )
 
 
-def test_a_spared_last_micro_batch_is_not_counted_as_busy() -> None:
-    """One stage, three micro-batches, all but the last recomputed: always busy, 2·9 of 99 us again, no bubble."""
+def test_recompute_share_with_except_last_by_hand() -> None:
+    """One stage with three micro-batches is always busy, and 2·9 of 99 us are recomputation."""
     costs = costs_at(three_layers(), 2)
     predicted = Evaluation(costs, partition_of((3,), 3, ("except-last",)), inputs_of(1, 6).cluster).predicted
     assert predicted.step_us == 3 * (9 + 18) + 2 * 9 + 9
@@ -127,7 +124,7 @@ def test_predicted_1f1b_by_hand() -> None:
 
 
 def test_overhead_is_paid_per_micro_batch_stage_and_direction() -> None:
-    """Equal stages without links: (M+K-1) times F + B + 2 overheads."""
+    """Equal stages without links take (M+K-1) times F + B + 2 overheads."""
     costs = costs_at(profile_of([3.0] * 4, [5.0] * 4), 1)
     partition = partition_of((1, 1, 2), 6)
     base = Evaluation(costs, partition, inputs_of(3, 6).cluster).step_us
@@ -136,8 +133,7 @@ def test_overhead_is_paid_per_micro_batch_stage_and_direction() -> None:
     assert slow - base == pytest.approx((6 + 3 - 1) * 2 * 0.25)
 
 
-def test_a_chain_that_takes_no_time_has_no_bubble_and_no_rate() -> None:
-    """No division by zero: everything is nothing, and even."""
+def test_chain_without_time_has_no_bubble_and_no_rate() -> None:
     costs = costs_at(profile_of([0.0, 0.0]), 1)
     predicted = Evaluation(costs, partition_of((1, 1), 2), inputs_of(2, 2).cluster).predicted
     assert (predicted.step_us, predicted.samples_per_s, predicted.bubble) == (0.0, 0.0, 0.0)
@@ -145,8 +141,7 @@ def test_a_chain_that_takes_no_time_has_no_bubble_and_no_rate() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_timeline_ends_with_the_step(schedule: ScheduleName) -> None:
-    """Its last event and stage 0's optimizer step make the step time; every pass of every stage is in it."""
+def test_timeline_ends_with_the_step_and_has_every_pass(schedule: ScheduleName) -> None:
     costs = costs_at(random_profile(6, 7), 1)
     partition = partition_of((2, 4, 1), 5, ("always", "never", "except-last"), schedule)
     cluster = inputs_of(3, 5, link=Link(latency_us=2.0, bytes_per_s=1e7)).cluster
@@ -159,8 +154,7 @@ def test_the_timeline_ends_with_the_step(schedule: ScheduleName) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_stages_name_their_layers_and_carry_their_memory(schedule: ScheduleName) -> None:
-    """Names, counts, times, the cap of their device, and the memory of exactly those layers in flight."""
+def test_stages_have_names_times_limit_and_memory(schedule: ScheduleName) -> None:
     profile = random_profile(6, 7)
     costs = costs_at(profile, 1)
     partition = partition_of((2, 4, 1), 5, ("always", "never", "except-last"), schedule)
@@ -193,33 +187,28 @@ def test_stages_name_their_layers_and_carry_their_memory(schedule: ScheduleName)
         ((2, 1), ("never",), 3, 2, "2 stages, but 1 recompute choices"),
     ],
 )
-def test_a_partition_that_breaks_an_invariant_is_refused(
+def test_invalid_partitions_are_refused(
     balance: tuple[int, ...], recompute: tuple[Recompute, ...] | None, num_layers: int, num_devices: int, said: str
 ) -> None:
-    """A lost layer, an empty stage, too many stages: the error carries the numbers."""
     with pytest.raises(UsageError, match=said):
         check_partition(partition_of(balance, 4, recompute), num_layers=num_layers, num_devices=num_devices)
 
 
-def test_1f1b_with_too_few_micro_batches_is_refused_before_anything_is_computed() -> None:
-    """M = 1 on two stages."""
+def test_1f1b_with_too_few_micro_batches_is_refused() -> None:
     with pytest.raises(UsageError, match="M = 1, K = 2"):
         check_partition(partition_of((2, 1), 1, schedule="1f1b"), num_layers=3, num_devices=2)
 
 
 @pytest.mark.parametrize("balance", [(3,), (1, 2), (1, 1, 1)])
-def test_a_right_partition_is_accepted(balance: tuple[int, ...]) -> None:
-    """Also with fewer stages than devices."""
+def test_valid_partitions_are_accepted(balance: tuple[int, ...]) -> None:
     assert check_partition(partition_of(balance, 1), num_layers=3, num_devices=3) is None  # type: ignore[func-returns-value]
 
 
 def test_intervals_cover_every_layer_once() -> None:
-    """First layer and end of every stage."""
     assert partition_of((2, 4, 1), 1).intervals() == ((0, 2), (2, 6), (6, 7))
 
 
-def test_a_plan_holds_what_was_asked_and_what_follows() -> None:
-    """Everything but inputs, solver and decisions comes from the cost model; and the partition comes back out of it."""
+def test_plan_has_inputs_figures_and_partition() -> None:
     costs, partition = by_hand()
     inputs = inputs_of(2, 8, link=LINK)
     solver = SolverReport(method="dynamic-programming", status="optimal", lower_bound_us=96.0)
@@ -234,16 +223,14 @@ def test_a_plan_holds_what_was_asked_and_what_follows() -> None:
     assert {stage.memory_bytes for stage in plan.stages} == {UNLIMITED}
 
 
-def test_given_cuts_carry_no_certificate() -> None:
-    """Nothing is known of how good they are: no bound, no gap."""
+def test_given_cuts_have_no_bound_and_no_gap() -> None:
     costs, partition = by_hand()
     solver = SolverReport(method="given", status="given", gap=0.3, lower_bound_us=50.0)
     plan = Evaluation(costs, partition, inputs_of(2, 8).cluster).plan(inputs_of(2, 8), solver)
     assert plan.solver == SolverReport(method="given", status="given")
 
 
-def test_a_link_without_bandwidth_limit_costs_its_latency() -> None:
-    """`bytes_per_s: 0` means unlimited, not forever."""
+def test_transfer_over_a_link_without_bandwidth_limit_takes_its_latency() -> None:
     assert Link(latency_us=5.0).transfer_us(1e12) == 5.0
     assert Link(latency_us=5.0, bytes_per_s=25e9).transfer_us(1e9) == pytest.approx(5.0 + 40_000)
     assert Link().transfer_us(1e12) == 0.0
@@ -251,7 +238,9 @@ def test_a_link_without_bandwidth_limit_costs_its_latency() -> None:
 
 @pytest.mark.parametrize("allreduce_us", [0.5, 40.0])
 @pytest.mark.parametrize("name", ["zb-h1", "zbv", "interleaved-zb"])
-def test_replicas_sum_the_gradients_of_a_chunk_when_it_is_done(name: ScheduleName, allreduce_us: float) -> None:
+def test_replicas_sum_gradients_of_a_chunk_after_its_last_weight_gradient(
+    name: ScheduleName, allreduce_us: float
+) -> None:
     """By the events of the step: stage by stage as they end their last W, then the device's optimizer steps."""
     costs = costs_at(random_profile(5, 12), 1)
     chunks = 2 if SCHEDULES[name].is_chunked else 1

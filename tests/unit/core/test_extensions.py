@@ -1,4 +1,4 @@
-"""What extensions offer exists, and is loaded by name."""
+"""Registered extensions exist and can be loaded by name."""
 
 from typing import get_args
 
@@ -8,7 +8,6 @@ from planner.core.extensions import ExtensionPoint, load, registered_names
 
 
 @pytest.mark.parametrize("seam", get_args(ExtensionPoint))
-def test_what_is_offered_can_be_loaded(seam: ExtensionPoint) -> None:
-    """Under every name, with no package of an extra imported beyond torch."""
+def test_registered_extensions_can_be_loaded(seam: ExtensionPoint) -> None:
     assert registered_names(seam)
     assert all(callable(load(seam, name)) for name in registered_names(seam))

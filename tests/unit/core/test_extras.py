@@ -1,4 +1,4 @@
-"""What is said where a package of an extra is missing."""
+"""Errors about missing packages of an extra."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from planner.core.errors import ExitCode, MissingPackageError
 from planner.core.extras import check_for_configurations, check_installed, importing, install_command
 
 
-def leave_only(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
-    """No other package can be found."""
+def hide_other_packages(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
+    """Make all packages but these appear missing."""
     monkeypatch.setattr(extras, "find_spec", lambda name: name if name in installed else None)
 
 
@@ -20,24 +20,23 @@ def leave_only(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
         (("jax", "libtpu"), "torchax is not installed, which TPUs need"),
     ],
 )
-def test_all_that_is_missing_is_named(
+def test_error_lists_all_missing_packages(
     monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], message: str
 ) -> None:
-    """And the command; there is no answer without it."""
-    leave_only(monkeypatch, *installed)
+    hide_other_packages(monkeypatch, *installed)
     with pytest.raises(MissingPackageError) as refused:
         check_installed("tpu")
     assert (refused.value.message, refused.value.hint) == (message, "pip install 'gpipe-plan[tpu]'")
     assert refused.value.exit_code == ExitCode.ERROR
 
 
-def test_the_torch_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra would have pip replace one of another release: so the rest is named."""
-    leave_only(monkeypatch)
+def test_install_command_keeps_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra would make pip replace torch of another release."""
+    hide_other_packages(monkeypatch)
     assert install_command("train") == "pip install 'gpipe-plan[train]'"
-    leave_only(monkeypatch, "torch")
+    hide_other_packages(monkeypatch, "torch")
     assert install_command("train") == "pip install fvcore networkx safetensors"
-    leave_only(monkeypatch, "torch", "fvcore", "networkx", "safetensors")
+    hide_other_packages(monkeypatch, "torch", "fvcore", "networkx", "safetensors")
     check_installed("train")
 
 
@@ -54,20 +53,19 @@ def test_the_torch_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_configuration_needs_transformers_too(
+def test_configurations_need_transformers(
     monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], missing: str, hint: str
 ) -> None:
-    """It is in no extra: the command names it."""
-    leave_only(monkeypatch, *installed)
+    """No extra contains transformers."""
+    hide_other_packages(monkeypatch, *installed)
     with pytest.raises(MissingPackageError) as refused:
         check_for_configurations()
     assert refused.value.message == f"{missing} not installed, which building the model of a config.json needs"
     assert refused.value.hint == hint
 
 
-def test_an_import_that_fails_for_another_reason_fails_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of ours that does not exist, or a package that is in no extra, is not to be installed so."""
-    leave_only(monkeypatch)
+def test_other_import_errors_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_other_packages(monkeypatch)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"), importing("train"):
         import no_such_module  # type: ignore[import-not-found]  # noqa: F401
     with pytest.raises(MissingPackageError, match="torch, fvcore, networkx and safetensors"), importing("train"):

@@ -1,4 +1,4 @@
-"""Every derived figure of a plan is recomputed by `check`; none is believed."""
+"""Figures of a plan, recomputed by `check` instead of trusted."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -19,8 +19,7 @@ def codes(plan: Plan) -> list[str]:
     return [found.code for found in api.check(plan, profile=gate.profile()).findings]
 
 
-def test_a_plan_of_ours_is_right() -> None:
-    """Whatever was asked for, nothing is found."""
+def test_solved_plans_have_no_findings() -> None:
     asked: list[dict[str, Any]] = [{}, {"frontier": True}, {"schedule": "1f1b"}, {"schedule": "auto", "explain": True}]
     asked += [{"balance": (4, 1, 1)}, {"solver": "milp"}, {"replicas": "auto", "frontier": True}]
     for options in asked:
@@ -28,8 +27,7 @@ def test_a_plan_of_ours_is_right() -> None:
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(Predicted)])
-def test_an_edited_prediction_is_found(name: str) -> None:
-    """Each of them, by its name unless it is the step time, which is said with both values."""
+def test_edited_predictions_are_reported(name: str) -> None:
     plan = solved()
     edited = replace(plan, predicted=replace(plan.predicted, **{name: 1 + 2 * getattr(plan.predicted, name)}))
     found = api.check(edited, profile=gate.profile()).findings
@@ -38,8 +36,7 @@ def test_an_edited_prediction_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["forward_us", "backward_us", "memory_bytes", "layers", "index"])
-def test_an_edited_stage_is_found(name: str) -> None:
-    """Also the cap that is written there."""
+def test_edited_stages_are_reported(name: str) -> None:
     plan = solved()
     stage = replace(plan.stages[1], **{name: 1 + 2 * getattr(plan.stages[1], name)})
     edited = replace(plan, stages=(plan.stages[0], stage, *plan.stages[2:]))
@@ -48,8 +45,8 @@ def test_an_edited_stage_is_found(name: str) -> None:
     assert any(f"`stages[1].{name}`" in each.message for each in found)
 
 
-def test_a_certificate_is_not_believed() -> None:
-    """Slow cuts that are called optimal, bounds that are none, gaps that do not add up: the verdict's says given."""
+def test_false_certificates_are_reported() -> None:
+    """Slow cuts that claim to be optimal, wrong bounds and wrong gaps get the status `given`."""
     slow = solved(balance=(4, 1, 1))
     step_us = slow.predicted.step_us
     for report in (
@@ -67,8 +64,7 @@ def test_a_certificate_is_not_believed() -> None:
     assert certificate_problems(slow, slow.solver) == ()
 
 
-def test_a_frontier_is_not_believed() -> None:
-    """Another figure in one of its points, and a point too many."""
+def test_edited_trade_offs_are_reported() -> None:
     plan = solved(frontier=True)
     first = plan.frontier[0]
     for frontier in (

@@ -1,4 +1,4 @@
-"""Every finding that `check` knows: its texts, and a plan that provokes it."""
+"""Findings of `check`: their texts, and a plan that causes each of them."""
 
 import re
 from dataclasses import replace
@@ -40,8 +40,8 @@ def _another_model() -> Verdict:
     return with_findings(verdict, [finding("GP301", 'layer "h.1" is new')])
 
 
-def _proven(proof: Proof | None) -> Verdict:
-    """What `check` says of a plan that recomputes, of a model that was profiled with this result."""
+def _verdict_with_proof(proof: Proof | None) -> Verdict:
+    """Return the verdict on a plan with recomputation, for a profile with this equivalence check."""
     read = gate.profile()
     read = replace(read, model=replace(read.model, digest="sha256:0"), proof=proof)
     request = replace(gate.plan(read).inputs, recompute="always")
@@ -91,53 +91,51 @@ PROVOKED = {
     "GP207": _estimated,
     "GP208": _extrapolated,
     "GP301": _another_model,
-    "GP302": lambda: _proven(replace(_RIGHT, differs_recomputed='the buffer "1.count" differs by 5.0e-01')),
-    "GP303": lambda: _proven(None),
-    "GP304": lambda: _proven(replace(_RIGHT, layers=3, cuts=2, reason='from "h.3" on it takes more than 30 s here')),
+    "GP302": lambda: _verdict_with_proof(replace(_RIGHT, differs_recomputed='the buffer "1.count" differs by 5.0e-01')),
+    "GP303": lambda: _verdict_with_proof(None),
+    "GP304": lambda: _verdict_with_proof(
+        replace(_RIGHT, layers=3, cuts=2, reason='from "h.3" on it takes more than 30 s here')
+    ),
     "GP401": lambda: api.check(gate.plan(gate.profile(1000)), profile=gate.profile(1000), against=gate.plan()),
     "GP402": _slower,
 }
 
 
-def test_every_finding_is_provoked_somewhere() -> None:
-    """A new code needs a case here."""
+def test_every_finding_has_a_case_here() -> None:
     assert list(PROVOKED) == [known.code for known in RULES]
 
 
 @pytest.mark.parametrize("code", PROVOKED)
-def test_a_finding_has_the_severity_of_its_rule_and_decides_accordingly(code: str) -> None:
-    """Found where it should be; errors alone make the answer no."""
+def test_findings_have_the_severity_of_their_rule(code: str) -> None:
+    """Only errors make the answer no."""
     verdict = PROVOKED[code]()
     found = [each for each in verdict.findings if each.code == code]
     assert {each.severity for each in found} == {rule(code).severity}
     assert verdict.fits == all(each.severity != "error" for each in verdict.findings)
 
 
-def test_nothing_is_found_in_a_plan_that_is_as_it_was() -> None:
-    """Not even a note."""
+def test_unchanged_plan_has_no_findings() -> None:
     assert api.check(gate.plan(), profile=gate.profile(), against=gate.plan()).findings == ()
 
 
-def test_a_plan_of_proven_stages_is_found_nothing_of() -> None:
-    """What was proven of the model it is of."""
-    assert not [found for found in _proven(_RIGHT).findings if found.code.startswith("GP3")]
+def test_verified_stages_have_no_findings() -> None:
+    assert not [found for found in _verdict_with_proof(_RIGHT).findings if found.code.startswith("GP3")]
 
 
-def test_stages_that_could_not_be_run_are_as_good_as_not_held_against_the_model() -> None:
-    """The finding says why."""
-    (found,) = [f for f in _proven(Proof(layers=0, cuts=0, reason="it takes more")).findings if f.code == "GP303"]
+def test_skipped_equivalence_check_is_reported_with_its_reason() -> None:
+    (found,) = [
+        f for f in _verdict_with_proof(Proof(layers=0, cuts=0, reason="it takes more")).findings if f.code == "GP303"
+    ]
     assert "it takes more" in found.message
 
 
-def test_strict_counts_warnings_and_no_notes() -> None:
-    """GP102 then makes the answer no, GP204 does not."""
+def test_strict_treats_warnings_but_not_notes_as_errors() -> None:
     assert not api.check(gate.plan(), profile=gate.profile(), headroom="9%", strict=True).fits
     assert api.check(gate.plan(), profile=gate.profile(), device="h100", strict=True).fits
 
 
 @pytest.mark.parametrize("known", RULES, ids=lambda known: known.code)
-def test_the_texts_of_a_rule_are_complete(known) -> None:
-    """A code, a short title in the house's style, and three explanations."""
+def test_texts_of_rules_are_complete(known) -> None:
     assert re.fullmatch(r"GP[1-9]\d\d", known.code)
     assert known.title[0].islower()
     assert not known.title.endswith(".")
@@ -147,22 +145,20 @@ def test_the_texts_of_a_rule_are_complete(known) -> None:
         assert "  " not in text
 
 
-def test_codes_are_looked_up_in_any_case_and_typos_are_helped() -> None:
-    """`gp101` is GP101; GP110 is nothing, and the hint says what is near."""
+def test_codes_ignore_case_and_typos_get_suggestions() -> None:
     assert rule("gp101").code == "GP101"
     with pytest.raises(UsageError, match="GP111") as refused:
         rule("GP111")
     assert "GP101" in refused.value.hint
 
 
-def test_the_page_of_findings_is_made_from_the_table() -> None:
-    """`gpipe-plan explain --format markdown > docs/findings.md` after a change."""
+def test_findings_page_matches_the_rules() -> None:
+    """After a change, run `gpipe-plan explain --format markdown > docs/findings.md`."""
     page = Path(__file__).parents[3] / "docs" / "findings.md"
     assert page.read_text(encoding="utf-8") == rules_markdown(RULES)
 
 
-def test_what_would_fit_is_true() -> None:
-    """The cap that is advised fits; so do the cuts that are advised, under the cap that was asked for."""
+def test_suggested_limit_and_cuts_fit() -> None:
     profile = gate.profile()
     plan = api.solve(profile, devices=3, mem="1MB", batch=4, schedule="gpipe")
     verdict = api.check(plan, profile=profile, mem="900kB")
@@ -178,8 +174,8 @@ def test_what_would_fit_is_true() -> None:
     assert max(other.device_bytes()) <= 900_000
 
 
-def test_the_advised_command_uses_all_memory_that_was_checked() -> None:
-    """Of an estimate, `solve` would keep some of it free by default."""
+def test_suggested_command_uses_all_checked_memory() -> None:
+    """For an estimate, `solve` would keep headroom by default."""
     profile = replace(gate.profile(), device=replace(gate.profile().device, how="estimated"))
     plan = api.solve(profile, devices=3, mem="1MB", batch=4, schedule="gpipe", headroom="0%")
     verdict = api.check(plan, profile=profile, mem="900kB")
@@ -187,8 +183,7 @@ def test_the_advised_command_uses_all_memory_that_was_checked() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("auto", "auto"), ("interleaved", "auto"), ("interleaved", "2")])
-def test_cuts_for_several_stages_on_a_device_can_be_typed_as_they_are_advised(schedule: str, chunks: str) -> None:
-    """With the schedule and chunks that the advice names, also where `auto` chose them."""
+def test_suggested_cuts_of_chunks_work_as_options(schedule: str, chunks: str) -> None:
     profile = profile_of([10.0] * 12, [20.0] * 12, saved_bytes=100)
     plan = api.solve(profile, devices=2, mem=20_000, batch=8, schedule=schedule, chunks=chunks)
     assert plan.chunks > 1
@@ -213,8 +208,7 @@ def test_cuts_for_several_stages_on_a_device_can_be_typed_as_they_are_advised(sc
     assert ("--chunks 2" in told[6]) == (chunks == "2")
 
 
-def test_a_device_is_named_where_it_matters() -> None:
-    """For plans of gigabytes: the smallest known card that holds it."""
+def test_large_plans_get_a_device_suggestion() -> None:
     big = gate.profile(widened=10 * 10**9)
     verdict = api.check(gate.plan(), profile=big)
     assert "`--device rtx3090` has" in verdict.would_fit[0] or "`--device a10` has" in verdict.would_fit[0]
@@ -223,8 +217,7 @@ def test_a_device_is_named_where_it_matters() -> None:
     assert api.check(gate.plan(), profile=big, device=card[1]).is_over is False
 
 
-def test_a_comparison_survives_other_stage_counts() -> None:
-    """Stages that only one plan has are shown with what there is."""
+def test_comparison_of_plans_with_different_numbers_of_stages() -> None:
     two = api.solve(gate.profile(), devices=2, mem="2MB", batch=4, schedule="gpipe")
     difference = api.check(gate.plan(), profile=gate.profile(), against=two).difference
     assert difference is not None
@@ -233,15 +226,14 @@ def test_a_comparison_survives_other_stage_counts() -> None:
     assert difference.stages[2].more_bytes == 0
 
 
-def test_the_verdict_is_written_with_what_it_found(tmp_path: Path) -> None:
-    """JSON holds the difference and what would fit."""
+def test_verdict_file_has_difference_and_suggestions(tmp_path: Path) -> None:
     text = files.dump(gate.over_the_cap(), as_json=True)
     assert '"would_fit": [' in text
     assert '"difference": {' in text
 
 
-def test_a_large_plan_is_not_solved_again() -> None:
-    """A gate answers at once: of thousands of layers only the cap that would do is told."""
+def test_large_plans_are_not_solved_again() -> None:
+    """A check answers at once, so only the limit is suggested for thousands of layers."""
     layers = tuple(replace(gate.profile().layers[0], name=f"h.{n}") for n in range(2500))
     large = replace(gate.profile(), layers=layers)
     plan = api.solve(large, devices=10, mem="1GB", batch=4, balance=(250,) * 10)

@@ -1,6 +1,6 @@
-"""Schedules with backwards in halves against torch's: what the engine announces, device by device, without idle slots.
+"""Schedules with split backwards, compared with the order that torch announces for each device.
 
-Torch's classes plan when they are made. They are made here without processes, around stages that are never run.
+Torch's schedules are built without processes, around stages that never run.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ MICRO_BATCHES = (*range(1, 27), 32, 40, 64)
 
 
 def stage_of(index: int, num_stages: int, num_devices: int) -> Any:
-    """What the schedules read of a `PipelineStage` of the first device."""
+    """Return the attributes of a `PipelineStage` of the first device that schedules read."""
     return SimpleNamespace(
         stage_index=index,
         num_stages=num_stages,
@@ -46,12 +46,12 @@ def stage_of(index: int, num_stages: int, num_devices: int) -> Any:
 
 
 def as_text(action: _Action) -> list[str]:
-    """`2F0`; two things that are done at once one after the other."""
+    """Return texts such as `2F0`; simultaneous actions become consecutive ones."""
     return [str(part) for part in action.sub_actions or (action,)]
 
 
 def planned(name: str, num_devices: int, micro_batches: int, chunks: int) -> _PipelineScheduleRuntime:
-    """The engine's schedule, which is never run."""
+    """Return the engine's schedule, which is never run."""
     num_stages = num_devices * chunks
     mapping = generate_rank_to_stage_mapping(num_devices, num_stages, style=SCHEDULES[name].placement)
     stages = [stage_of(index, num_stages, num_devices) for index in mapping[0]]
@@ -60,25 +60,25 @@ def planned(name: str, num_devices: int, micro_batches: int, chunks: int) -> _Pi
 
 
 def announced(name: str, num_devices: int, micro_batches: int, chunks: int) -> list[list[str]]:
-    """Per device the engine's order, idle slots left out."""
+    """Return the engine's order per device without idle slots."""
     order = planned(name, num_devices, micro_batches, chunks).pipeline_order
     return [[text for action in order[rank] if action is not None for text in as_text(action)] for rank in order]
 
 
 def ours(name: str, num_devices: int, micro_batches: int, chunks: int) -> list[list[str]]:
-    """Our lists as text."""
+    """Return our action orders as text."""
     return [[str(action) for action in row] for row in SCHEDULES[name].actions(num_devices, micro_batches, chunks)]
 
 
 def sizes(name: str) -> Iterator[tuple[int, int, int]]:
-    """K, M, V; also those that cannot be."""
+    """Yield K, M and V, including invalid ones."""
     yield from product(DEVICES, MICRO_BATCHES, range(1, 5) if name == "interleaved-zb" else (2,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINE)
-def test_lists_are_those_of_the_engine(name: str) -> None:
-    """The same actions in the same order on every device; what one of the two refuses, the other refuses."""
+def test_split_schedules_have_the_action_orders_of_torch(name: str) -> None:
+    """Sizes that torch refuses are refused here too."""
     for num_devices, micro_batches, chunks in sizes(name):
         try:
             engine = announced(name, num_devices, micro_batches, chunks)
@@ -89,15 +89,14 @@ def test_lists_are_those_of_the_engine(name: str) -> None:
         assert ours(name, num_devices, micro_batches, chunks) == engine, (num_devices, micro_batches, chunks)
 
 
-def test_zb_h1_is_the_engines_interleaved_zero_bubble_with_one_stage_on_each_device() -> None:
-    """Wherever the engine runs it; ours needs no rounds of equal length."""
+def test_zb_h1_is_torchs_interleaved_zero_bubble_with_one_chunk() -> None:
+    """ZB-H1 also runs with rounds of unequal length."""
     for num_devices, micro_batches in product(DEVICES, MICRO_BATCHES):
         if micro_batches % max(1, micro_batches // num_devices) == 0:
             engine = announced("interleaved-zb", num_devices, micro_batches, 1)
             assert ours("zb-h1", num_devices, micro_batches, 1) == engine
 
 
-def test_the_engine_knows_them_by_these_names() -> None:
-    """`get_schedule_class` takes `torch_name`."""
+def test_torch_finds_split_schedules_by_name() -> None:
     named = {schedule.name: schedule.torch_name for schedule in SPLITTING if schedule.torch_name}
     assert {name: get_schedule_class(torch_name) for name, torch_name in named.items()} == ENGINE

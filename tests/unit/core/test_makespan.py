@@ -1,4 +1,4 @@
-"""Makespans of many partitions at once: the simulator's, for all schedules, links and numbers of partitions."""
+"""Makespans of many partitions at once, compared with the simulator."""
 
 import random
 
@@ -19,7 +19,7 @@ KINDS: list[tuple[ScheduleName, int]] = [
 
 
 def random_times(rng: np.random.Generator, num_partitions: int, num_stages: int) -> dict[str, np.ndarray]:
-    """Times of which some are zero, some equal, and links of which some are slower than stages."""
+    """Return times of which some are zero or equal, and links of which some are slower than stages."""
     shape = (num_partitions, num_stages)
     forward = rng.choice([0.0, 1.0, 2.5], size=shape) * rng.choice([1.0, rng.random()])
     backward = rng.uniform(0, 9, shape)
@@ -32,7 +32,7 @@ def random_times(rng: np.random.Generator, num_partitions: int, num_stages: int)
 def simulated(
     actions: tuple[tuple[Action, ...], ...], times: dict[str, np.ndarray], blocking: np.ndarray, n: int
 ) -> float:
-    """The simulator's answer for partition n."""
+    """Return the simulated makespan of partition n."""
     stages = [
         StageTimes(**{name: float(of[n, s]) for name, of in times.items()}, blocking=bool(blocking[s]))
         for s in range(len(blocking))
@@ -42,8 +42,8 @@ def simulated(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
-def test_equal_to_the_simulator(schedule: ScheduleName, chunks: int) -> None:
-    """60 pipelines with 5 partitions each: no links, links, blocking links, and both kinds mixed."""
+def test_makespans_equal_the_simulator(schedule: ScheduleName, chunks: int) -> None:
+    """Links are absent, free, blocking or mixed."""
     draw, rng = random.Random(f"{schedule} {chunks}"), np.random.default_rng(3)
     differ = 0
     for _ in range(60):
@@ -66,8 +66,7 @@ def test_equal_to_the_simulator(schedule: ScheduleName, chunks: int) -> None:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_one_flag_for_all_boundaries(*, blocking: bool) -> None:
-    """A scalar means every boundary."""
+def test_scalar_blocking_applies_to_every_boundary(*, blocking: bool) -> None:
     actions = SCHEDULES["1f1b"].actions(4, 7)
     times = random_times(np.random.default_rng(1), 3, 4)
     times["send_us"][:, :-1] = 1.5
@@ -75,8 +74,8 @@ def test_one_flag_for_all_boundaries(*, blocking: bool) -> None:
     np.testing.assert_allclose(makespans(actions, times, blocking=blocking), expected, rtol=1e-12)
 
 
-def test_more_partitions_than_fit_in_one_block() -> None:
-    """Of 2500 partitions each has the makespan that it has alone; whole numbers will do, inputs are not touched."""
+def test_makespans_of_several_blocks_of_partitions() -> None:
+    """Inputs may be integers and are not modified."""
     actions = SCHEDULES["interleaved"].actions(2, 4, 2)
     rng = np.random.default_rng(5)
     times = {name: rng.integers(0, 9, (2500, 4)) for name in random_times(rng, 1, 4)}
@@ -88,14 +87,12 @@ def test_more_partitions_than_fit_in_one_block() -> None:
         assert together[n] == alone[0] == simulated(actions, times, np.zeros(4, dtype=bool), n)
 
 
-def test_no_partitions_have_no_makespans() -> None:
-    """N = 0."""
+def test_zero_partitions_have_no_makespans() -> None:
     times = {name: np.zeros((0, 2)) for name in random_times(np.random.default_rng(0), 1, 2)}
     assert makespans(SCHEDULES["gpipe"].actions(2, 2), times).shape == (0,)
 
 
-def test_what_cannot_run_is_refused_as_by_the_simulator() -> None:
-    """Circles, stages that devices cannot share out, and arrays that do not belong together."""
+def test_makespans_refuse_deadlocks_and_wrong_shapes() -> None:
     times = random_times(np.random.default_rng(0), 2, 2)
     with pytest.raises(ValueError, match=r"deadlock.*B0.*F0"):
         makespans([[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]], times)

@@ -1,4 +1,4 @@
-"""Peak memory of a stage against examples worked out by hand, and what must hold for any chain."""
+"""Peak memory of a stage: examples worked out by hand, and properties of any chain."""
 
 import dataclasses
 from itertools import pairwise
@@ -22,12 +22,12 @@ CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
 def memory_of(
     costs: ChainCosts, first: int, end: int, *, m: int, recompute: Recompute = "never", in_flight: int | None = None
 ) -> StageMemory:
-    """GPipe's memory, unless fewer micro-batches are in flight."""
+    """Return the memory under GPipe, unless fewer micro-batches are in flight."""
     return stage_memory(costs, first, end, moments_with(m, in_flight), recompute=recompute)
 
 
 def additive() -> ChainCosts:
-    """Four layers without exact records; every output is part of what is saved."""
+    """Return four layers without exact records, whose outputs are part of the saved bytes."""
     layers = [
         layer(
             f"layers.{n}",
@@ -45,10 +45,10 @@ def additive() -> ChainCosts:
 
 
 def exact() -> ChainCosts:
-    """Three layers with records; every layer keeps its input. Crossing: 8 | 16 | 32 | 4 (the loss), targets of 2.
+    """Return three layers with records that save their inputs.
 
-    saved: 10 + 16, 20 + 32, 30; behind the last layer 4 bytes that nobody keeps. What a stage sends is kept by the next
-    layer alone, so in this stage's own backward it is there only because the engine holds it.
+    Boundaries: 8, 16, 32 and 4 bytes (the loss), targets of 2. Saved: 10 + 16, 20 + 32, 30; no layer saves the last 4
+    bytes. Only the next layer saves what a stage sends, so in the stage's own backward only the engine holds it.
     """
     crossing = (8, 16, 32, 4)
     peaks = ((40, 25, 70, 60), (60, 45, 120, 100), (50, 35, 90, 80))
@@ -99,10 +99,9 @@ def exact() -> ChainCosts:
         (1, 3, 1, "except-last", 140, 40, 17),
     ],
 )
-def test_gpipe_by_hand(  # noqa: PLR0917 - one row of the table
+def test_memory_under_gpipe_by_hand(  # noqa: PLR0917 - one row of the table
     first: int, end: int, m: int, recompute: Recompute, in_flight: int, transfer: int, working: int
 ) -> None:
-    """First, middle and last stage, M = 1, 2, 4, every choice of recomputation: each item as a pencil gives it."""
     parameters = sum(100 * (n + 1) for n in range(first, end))
     expected = StageMemory.of(
         parameters=parameters,
@@ -130,18 +129,18 @@ def test_gpipe_by_hand(  # noqa: PLR0917 - one row of the table
         (1, "except-last", 40 + 10, 147),
     ],
 )
-def test_1f1b_by_hand(waiting: int, recompute: Recompute, in_flight: int, working: int) -> None:
-    """Layers 1 and 2 with M = 8, of which as many wait as stages follow.
+def test_memory_under_1f1b_by_hand(waiting: int, recompute: Recompute, in_flight: int, working: int) -> None:
+    """Each following stage keeps one micro-batch waiting.
 
-    Beside them the next input of 10, received ahead, and the input gradient that was sent last.
+    The next input (10, received early) and the last sent input gradient are held too.
     """
     memory = memory_of(additive(), 1, 3, m=8, recompute=recompute, in_flight=waiting)
     assert (memory.in_flight, memory.transfer, memory.working) == (in_flight, 40 + 10, working)
     assert memory.total == 500 + 500 + 1000 + 3 + in_flight + 50 + working
 
 
-def test_an_output_that_is_not_saved_waits_too() -> None:
-    """A layer saves 4 of its 10 bytes of output: a stage that ends there holds the other 6, a longer one does not."""
+def test_unsaved_output_is_held_at_the_end_of_a_stage() -> None:
+    """A layer saves 4 of its 10 output bytes. A stage that ends there holds the other 6, a longer one does not."""
     costs = costs_at(chain(layer("a", output_bytes=10, saved_bytes=4), layer("b", output_bytes=1, saved_bytes=1)), 1)
     assert memory_of(costs, 0, 1, m=3).in_flight == 3 * 10
     assert memory_of(costs, 0, 2, m=3).in_flight == 3 * 5
@@ -151,7 +150,7 @@ def test_an_output_that_is_not_saved_waits_too() -> None:
 
 
 def alive(memory: StageMemory) -> tuple[int, int, int]:
-    """Gradients, the engine's buffers, and what micro-batches hold, waiting or being computed."""
+    """Return the bytes of gradients, of engine buffers, and of waiting or running micro-batches."""
     assert memory.total == sum(size for _, size in memory.items())
     return memory.gradients, memory.transfer, memory.in_flight + memory.working
 
@@ -174,26 +173,26 @@ def alive(memory: StageMemory) -> tuple[int, int, int]:
         (1, 2, 3, "except-last", 7, 32, 3 * (16 + 32) + 20 + 120 + 32 - 7),
     ],
 )
-def test_exact_gpipe_by_hand(  # noqa: PLR0917 - one row of the table
+def test_exact_memory_under_gpipe_by_hand(  # noqa: PLR0917 - one row of the table
     first: int, end: int, m: int, recompute: Recompute, gradients: int, transfer: int, held: int
 ) -> None:
-    """The peak is the first micro-batch's backward here."""
+    """The first backward is the peak."""
     memory = memory_of(exact(), first, end, m=m, recompute=recompute)
     assert alive(memory) == (gradients, transfer, held)
     parameters = sum((5, 7, 11)[first:end])
     assert (memory.parameters, memory.optimizer, memory.buffers) == (parameters, 2 * parameters, 0)
 
 
-def test_exact_1f1b_by_hand() -> None:
-    """One waits, beside the next input of 16 and the input gradient that was sent; a later backward, with all 7."""
+def test_exact_memory_under_1f1b_by_hand() -> None:
+    """One micro-batch waits; a later backward is the peak, with all 7 gradient bytes."""
     memory = memory_of(exact(), 1, 2, m=5, in_flight=2)
     assert alive(memory) == (7, 32 + 16, (16 + 52) + 16 + 16 + 32 + 100)
     assert (memory.parameters, memory.optimizer) == (7, 14)
 
 
 @pytest.mark.parametrize("waiting", [2, 1])
-def test_a_later_backward_can_be_the_peak(waiting: int) -> None:
-    """Many parameters, few activations: with all gradients there, the second micro-batch needs more than the first."""
+def test_later_backward_can_be_the_peak(waiting: int) -> None:
+    """Many parameters and few activations: once all gradients exist, the second backward needs more than the first."""
     heavy = record(
         internal=10,
         given=[tensor(4, kept=True)],
@@ -210,11 +209,8 @@ def test_a_later_backward_can_be_the_peak(waiting: int) -> None:
     assert alive(memory_of(costs, 1, 2, m=2, in_flight=waiting)) == (50, 6 + 4, 4 + 6 + 95)
 
 
-def test_the_received_input_of_a_stage_counts_once() -> None:
-    """A layer that does not keep its input (an activation that keeps its output) begins a stage.
-
-    While it runs forward, the receive buffer is that input: 16 + 1000 bytes, not 16 + 16 + 1000.
-    """
+def test_received_input_of_a_stage_counts_once() -> None:
+    """The first layer does not save its input, so the receive buffer is that input: 16 + 1000 bytes in all."""
     costs = costs_at(
         chain(
             layer("a", detail=record(given=[tensor(8)], made=[tensor(16)])),
@@ -225,11 +221,11 @@ def test_the_received_input_of_a_stage_counts_once() -> None:
     assert memory_of(costs, 1, 2, m=1).total == 16 + 1000
 
 
-def test_a_recomputed_stage_does_not_count_its_input_twice() -> None:
-    """A strided convolution takes 1000 bytes, gives 1, and works in 1500: its peak is when it is computed again.
+def test_recomputed_stage_counts_its_input_once() -> None:
+    """A strided convolution takes 1000 bytes, gives 1, and needs 1500: the peak is its recomputation.
 
-    Then input, output, workspace and the output's gradient are alive: 2502 bytes. The forward without gradients needs
-    1000 + 1500; counting the received input again there would make 3500, which is never alive.
+    Input, output, workspace and the output's gradient are alive then: 2502 bytes. Counting the received input again
+    would give 3500.
     """
     convolution = record(
         given=[tensor(1000, kept=True)],
@@ -254,8 +250,7 @@ def test_a_recomputed_stage_does_not_count_its_input_twice() -> None:
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_the_total_is_the_sum_of_the_items(*, is_exact: bool) -> None:
-    """Reserve included, in whole bytes."""
+def test_total_memory_is_the_sum_of_its_components(*, is_exact: bool) -> None:
     costs = costs_at(random_profile(3, 6, exact=is_exact, sizes=(1, 4)), 3)
     seen = 0
     for first, end in ((0, 6), (0, 2), (2, 4), (5, 6)):
@@ -268,8 +263,8 @@ def test_the_total_is_the_sum_of_the_items(*, is_exact: bool) -> None:
     assert seen > 12 * 12345
 
 
-def test_the_optimizers_step_can_be_the_peak() -> None:
-    """Transient bytes of the step above all that forward and backward hold: then nothing is in flight."""
+def test_optimizer_step_can_be_the_peak() -> None:
+    """No micro-batch is in flight then."""
     costs = costs_at(
         chain(
             layer(
@@ -291,8 +286,8 @@ def test_the_optimizers_step_can_be_the_peak() -> None:
     assert memory_of(costs, 0, 2, m=64).in_flight == 64 * 90
 
 
-def test_recomputation_can_need_more_than_none() -> None:
-    """With one micro-batch the output waits beside what is saved again (findings 5): never assume that it helps."""
+def test_recomputation_can_increase_the_peak() -> None:
+    """With one micro-batch, the output is held while the activations are recomputed."""
     peaks = {"forward": 60, "no_grad": 40, "first_backward": 90, "backward": 90}
     keeps_output = record(given=[tensor(8)], made=[tensor(30, kept=True)], **peaks)
     exact_costs = costs_at(chain(*(layer(str(n), detail=keeps_output) for n in range(3))), 1)
@@ -301,8 +296,8 @@ def test_recomputation_can_need_more_than_none() -> None:
     assert memory_of(additive(), 1, 3, m=4, recompute="always").total < memory_of(additive(), 1, 3, m=4).total
 
 
-def test_transients_of_an_optimizer_that_takes_all_parameters_at_once_add_up() -> None:
-    """`foreach`, the default on CUDA: 5000 + 40 for both layers; parameter by parameter only the larger counts."""
+def test_transients_of_a_foreach_optimizer_add_up() -> None:
+    """`foreach`, the default on CUDA, needs 5000 + 40 for both layers; otherwise only the larger counts."""
     layers = [layer("a", optimizer_peak_bytes=5000), layer("b", optimizer_peak_bytes=40)]
     for how, peaks in (("largest", (5000, 5000, 40)), ("sum", (5000, 5040, 40))):
         costs = costs_at(dataclasses.replace(chain(*layers), optimizer_peak=how), 1)
@@ -310,7 +305,7 @@ def test_transients_of_an_optimizer_that_takes_all_parameters_at_once_add_up() -
 
 
 def in_place_chain(*, writes: bool) -> ChainCosts:
-    """Layers that make 100 bytes, look at them through a view, write into them (or not), and make 4."""
+    """Return layers that make 100 bytes, view them, write into them if `writes`, and make 4."""
     written = [tensor(100, alias=0, kept=True)]
     layers = [
         layer("a", detail=record(given=[tensor(8)], made=[tensor(100)])),
@@ -322,18 +317,18 @@ def in_place_chain(*, writes: bool) -> ChainCosts:
 
 
 @pytest.mark.parametrize("m", [1, 3])
-def test_a_stage_that_writes_what_it_receives_works_on_a_copy(m: int) -> None:
-    """At once or through a view; 100 bytes more for every micro-batch in flight. Elsewhere nothing is copied."""
+def test_stage_that_writes_its_received_input_copies_it(m: int) -> None:
+    """The copy adds 100 bytes for every micro-batch in flight, also if the layer writes through a view."""
     copying, plain = in_place_chain(writes=True), in_place_chain(writes=False)
     more = [memory_of(copying, n, 4, m=m).total - memory_of(plain, n, 4, m=m).total for n in range(4)]
     assert more == [0, 100 * m, 100 * m, 0]
 
 
 def skip_chain(*, known: bool, front: int = 300) -> ChainCosts:
-    """Four layers with 10 bytes internal to each; 8 | 16 + 100 | 16 + 100 | 16 | 4 cross, 100 of them past layer 1.
+    """Return four layers with 10 internal bytes each, and a tensor of 100 bytes that skips layer 1.
 
-    Peaks in backward: 300, and where a stage ends 316 (of the output and its gradient, 16 each, 16 are in the 300),
-    unless it is not known. `front`: the peak of the first layer.
+    Backward peaks are 300, or 316 at the end of a stage: of output and gradient, 16 bytes each, 16 are within the 300.
+    `front` is the peak of the first layer.
     """
 
     def made(n: int) -> list[BoundaryTensor]:
@@ -361,7 +356,7 @@ def skip_chain(*, known: bool, front: int = 300) -> ChainCosts:
 
 
 def two_tensors(*, made: BoundaryTensor, given: BoundaryTensor) -> ChainCosts:
-    """Four layers that make 16 bytes each; the second tensor is made by layer 0, passes layer 1 and ends in layer 2."""
+    """Return four layers that make 16 bytes each; layer 0 makes a second tensor that layer 2 reads."""
     skips = {0: [made], 1: [dataclasses.replace(made, alias=1, relayed=True)]}
     peaks = {"forward": 50, "no_grad": 40, "first_backward": 300, "backward": 300}
     layers = [
@@ -383,8 +378,7 @@ def two_tensors(*, made: BoundaryTensor, given: BoundaryTensor) -> ChainCosts:
 
 @pytest.mark.parametrize("recompute", CHOICES)
 @pytest.mark.parametrize(("stage", "gradients"), [((0, 1), 1), ((1, 2), 2), ((2, 4), 1), ((0, 4), 0)])
-def test_a_mask_has_no_gradient(stage: tuple[int, int], gradients: int, recompute: Recompute) -> None:
-    """A stage receives none for what it sends, and sends none for what it received."""
+def test_masks_have_no_gradients(stage: tuple[int, int], gradients: int, recompute: Recompute) -> None:
     carrying, mask = (
         stages_in(two_tensors(made=size, given=size), np.array([stage[0]]), slice(*stage), micro_batches=4)
         for size in (tensor(100), tensor(100, carries=False))
@@ -394,8 +388,8 @@ def test_a_mask_has_no_gradient(stage: tuple[int, int], gradients: int, recomput
     assert mask.input[0, -1] == carrying.input[0, -1]
 
 
-def test_a_view_is_received_without_the_storage_that_it_is_a_view_of() -> None:
-    """Torch's `mse_loss` returns a number in the storage of all errors: the stage that makes it holds that."""
+def test_received_view_does_not_hold_the_whole_storage() -> None:
+    """Torch's `mse_loss` returns a view of the storage of all errors, which only its own stage holds."""
     whole, view = (two_tensors(made=tensor(100), given=tensor(size)) for size in (100, 4))
     stages = [stages_in(costs, np.array([0, 1]), slice(0, 4), micro_batches=4) for costs in (whole, view)]
     assert [one.output[0, 0].item() for one in stages] == [116, 116]
@@ -404,8 +398,8 @@ def test_a_view_is_received_without_the_storage_that_it_is_a_view_of() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "more"), [("never", 10 + 16), ("always", 16)])
-def test_what_passes_by_is_held_once(recompute: Recompute, more: int) -> None:
-    """Layer 1 receives 116 bytes and sends 116, of which 100 are the same storage; their gradients likewise."""
+def test_relayed_tensor_is_held_once(recompute: Recompute, more: int) -> None:
+    """Layer 1 receives and sends 116 bytes, of which 100 are the same storage; gradients likewise."""
     costs = skip_chain(known=True)
     for m in (3, 4, 9):
         # In 1F1B every micro-batch in flight adds its input, and what it keeps or its own output.
@@ -417,8 +411,8 @@ def test_what_passes_by_is_held_once(recompute: Recompute, more: int) -> None:
     assert memory_of(costs, 1, 2, m=9).total == 8 * (116 + 10 + 16) + 116 + 316
 
 
-def test_a_gradient_handed_on_within_a_stage_is_held_once() -> None:
-    """Layer 1 hands the 100 bytes that the stage received on to layer 0, among whose peak they are, too."""
+def test_relayed_gradient_is_held_once() -> None:
+    """Layer 1 passes the gradient of 100 bytes to layer 0, whose peak includes it."""
     costs = skip_chain(known=True, front=900)
     apart = dataclasses.replace(
         costs, relays=dataclasses.replace(costs.relays, bytes=np.zeros(len(costs.relays.bytes)))
@@ -431,8 +425,8 @@ def test_a_gradient_handed_on_within_a_stage_is_held_once() -> None:
     assert memory_of(costs, 0, 2, m=1).total == 8 + (900 - 100) + 116 + 116
 
 
-def test_what_is_not_known_of_a_stages_end_comes_on_top() -> None:
-    """Older profiles do not say what a layer needs with its output and its gradient held: both are added in full."""
+def test_unknown_peaks_at_the_end_of_a_stage_add_output_and_gradient() -> None:
+    """Older profiles lack these peaks."""
     known, unknown = skip_chain(known=True), skip_chain(known=False)
     assert memory_of(unknown, 2, 3, m=1).total == 116 + 300 + 16 + 16
     assert memory_of(known, 2, 3, m=1).total == 116 + 316
@@ -440,8 +434,7 @@ def test_what_is_not_known_of_a_stages_end_comes_on_top() -> None:
 
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
-def test_all_intervals_at_once_equal_one_stage_at_a_time(in_flight: int, *, is_exact: bool) -> None:
-    """Rows in any selection: what the solver sees is what the plan says."""
+def test_peaks_of_many_stages_equal_those_of_each(in_flight: int, *, is_exact: bool) -> None:
     costs = costs_at(random_profile(17, 9, exact=is_exact, sizes=(1, 4)), 3)
     firsts = np.array([0, 1, 2, 4, 5, 8])
     compared = 0
@@ -457,7 +450,7 @@ def test_all_intervals_at_once_equal_one_stage_at_a_time(in_flight: int, *, is_e
 
 @pytest.mark.parametrize(("m", "recompute", "more"), [(1, "never", 20), (3, "never", 28), (3, "always", 24)])
 def test_tensors_in_attributes_are_counted(m: int, recompute: Recompute, more: int) -> None:
-    """Of 20 bytes a forward renews 4: a waiting micro-batch keeps them, and so does one that is recomputed."""
+    """A forward renews 4 of 20 bytes; waiting and recomputed micro-batches hold them."""
     costs = exact()
     levels = dataclasses.replace(costs.levels, attributes=np.array([0.0, 20.0, 0.0]), renewed=np.array([0.0, 4.0, 0.0]))
     with_attributes = dataclasses.replace(costs, levels=levels)
@@ -466,8 +459,7 @@ def test_tensors_in_attributes_are_counted(m: int, recompute: Recompute, more: i
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_more_micro_batches_in_flight_never_need_less(*, is_exact: bool) -> None:
-    """At the same micro-batch size, for every interval and choice, under GPipe and with fewer in flight."""
+def test_memory_grows_with_micro_batches_in_flight(*, is_exact: bool) -> None:
     for seed in range(6):
         costs = costs_at(random_profile(seed, 6, exact=is_exact), 1)
         firsts = np.arange(6)
@@ -488,8 +480,7 @@ def test_more_micro_batches_in_flight_never_need_less(*, is_exact: bool) -> None
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_a_longer_stage_never_holds_less_of_its_own(*, is_exact: bool) -> None:
-    """Parameters, optimizer state and buffers only grow as layers are added at either end."""
+def test_state_of_a_stage_grows_with_its_layers(*, is_exact: bool) -> None:
     costs = costs_at(random_profile(23, 7, exact=is_exact), 1)
     stages = stages_in(costs, np.arange(7), slice(0, 7), micro_batches=2)
     for name in ("parameters", "optimizer", "buffers"):
@@ -499,8 +490,8 @@ def test_a_longer_stage_never_holds_less_of_its_own(*, is_exact: bool) -> None:
             assert all(item[first, end] >= item[first + 1, end] for end in range(first + 1, 7))
 
 
-def test_exact_records_never_say_more_than_the_additive_bound_on_the_same_chain() -> None:
-    """The additive form is a bound: everything held at once. Here from records whose peaks are their transients."""
+def test_exact_memory_is_at_most_the_additive_bound() -> None:
+    """The additive form assumes that everything is held at once."""
     layers = []
     for n, (internal, output, peak) in enumerate(((10, 16, 5), (20, 32, 9), (30, 4, 3))):
         crossing = (8, 16, 32)[n]

@@ -1,4 +1,4 @@
-"""Stages by their length, in chains where nothing passes by: what stages by their last layer, and alone, hold."""
+"""Peaks of stages by number of layers, in chains without skips."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ LAYERS, SIZES = 9, (1, 4)
 
 
 def simple_costs(kind: str, seed: int) -> ChainCosts:
-    """Between two profiled sizes; layers in front that are not trained for odd seeds."""
+    """Return costs between two profiled sizes; for odd seeds the first layers are frozen."""
     profile = random_profile(seed, LAYERS, exact=kind == "exact", sizes=SIZES)
     layers = [_without_skips(each) for each in profile.layers] if kind == "exact" else list(profile.layers)
     if seed % 2:
@@ -42,8 +42,7 @@ def _without_skips(layer: LayerProfile) -> LayerProfile:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
-def test_stages_by_length_are_those_by_last_layer(kind: str, seed: int, in_flight: int) -> None:
-    """Every stage of one to four layers, whatever is recomputed."""
+def test_peaks_by_length_equal_peaks_by_last_layer(kind: str, seed: int, in_flight: int) -> None:
     costs, moments, firsts = simple_costs(kind, seed), moments_with(5, in_flight), np.arange(LAYERS)
     assert is_simple(costs)
     by_end = peak_bytes_of_stages(costs, firsts, slice(0, LAYERS), moments, choices=CHOICES)
@@ -58,8 +57,7 @@ def test_stages_by_length_are_those_by_last_layer(kind: str, seed: int, in_fligh
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_of_a_plan_are_itemised_as_each_alone(kind: str, replicas: int) -> None:
-    """At the same of the moments, with the micro-batches in flight and the recomputation of each."""
+def test_components_of_all_stages_equal_those_of_each(kind: str, replicas: int) -> None:
     for seed in range(6):
         costs = simple_costs(kind, seed).of_replicas(replicas)
         intervals, recompute = [(0, 1), (1, 5), (5, 7), (7, 9)], (*CHOICES[::-1], "never")
@@ -74,8 +72,8 @@ def test_stages_of_a_plan_are_itemised_as_each_alone(kind: str, replicas: int) -
         ]
 
 
-def test_a_chain_with_skips_is_not_simple() -> None:
-    """What passes by a stage depends on where the stage ends."""
+def test_chain_with_skips_is_not_simple() -> None:
+    """A skipping tensor depends on where the stage ends."""
     chains = [costs_at(random_profile(seed, LAYERS, exact=True), 1) for seed in range(20)]
     assert sum(map(is_simple, chains)) < len(chains) / 2
     for costs in chains:

@@ -1,4 +1,4 @@
-"""The memory of stages whose backwards run in halves, where it can be added up by hand."""
+"""Memory of stages with split backwards, worked out by hand."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from planner.core.schedule import SCHEDULES
 from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, SplitMemory
 
 OUT = 1000
-"""Bytes of what crosses a boundary."""
+"""Bytes of a boundary tensor."""
 GRADIENT = 400
 """Bytes of a layer's gradients, all made in W."""
 
@@ -21,7 +21,7 @@ CASTS = PARTS.index("casts")
 
 
 def layer(number: int, **split: int) -> LayerProfile:
-    """A layer that keeps its input and 5000 bytes for backward, and 3000 between I and W."""
+    """Return a layer that saves its input and 5000 bytes, and 3000 between I and W."""
     tensor = BoundaryTensor(bytes=OUT, kept=True)
     record = {
         "held_bytes": 3000,
@@ -57,12 +57,12 @@ def layer(number: int, **split: int) -> LayerProfile:
 
 
 def profile_of_layers(*layers: LayerProfile) -> Profile:
-    """A chain of these."""
+    """Return a profile of these layers."""
     return Profile(device=Device(kind="cpu"), micro_batch_sizes=(1,), layers=layers)
 
 
 def halves_of(profile: Profile, first: int, end: int) -> SplitBackwardMemory:
-    """The stage of layers `first`..`end - 1`."""
+    """Return the split backward of the stage of layers `first` to `end - 1`."""
     columns = slice(first, end)
     halves = stages_in(costs_at(profile, 1), np.array([first]), columns, micro_batches=4, in_halves=True).halves
     assert halves is not None
@@ -70,12 +70,12 @@ def halves_of(profile: Profile, first: int, end: int) -> SplitBackwardMemory:
 
 
 def last(sizes: np.ndarray) -> float:
-    """Bytes of the longest stage."""
+    """Return the bytes of the longest stage."""
     return float(np.broadcast_to(sizes, (1, np.size(sizes)))[0, -1])
 
 
-def test_weights_are_done_from_the_last_layer_on() -> None:
-    """W of a layer finds what the layers in front hold, and in the first one the gradients of those behind."""
+def test_weight_gradients_run_from_the_last_layer_to_the_first() -> None:
+    """While W of a layer runs, earlier layers still hold tensors, and later layers already have gradients."""
     profile = profile_of_layers(*(layer(n) for n in range(4)))
     halves = halves_of(profile, 1, 4)
     assert last(halves.held) == 3 * 3000
@@ -85,8 +85,8 @@ def test_weights_are_done_from_the_last_layer_on() -> None:
     assert last(halves_of(late, 1, 4).first_weight) == 9000 + 2 * GRADIENT
 
 
-def test_inputs_of_the_first_layer_are_part_of_the_mini_batch() -> None:
-    """They are there anyway, whether or not W needs them; those of another stage's first layer are held by it alone."""
+def test_inputs_of_the_first_stage_are_part_of_the_mini_batch() -> None:
+    """The mini-batch holds them anyway; the first layers of other stages hold their own inputs."""
     profile = profile_of_layers(*(layer(n, held_input_bytes=OUT) for n in range(3)))
     assert last(halves_of(profile, 0, 2).held) == 2 * 3000 - OUT
     assert last(halves_of(profile, 1, 3).held) == 2 * 3000
@@ -94,24 +94,22 @@ def test_inputs_of_the_first_layer_are_part_of_the_mini_batch() -> None:
 
 
 @pytest.mark.parametrize(("with_output", "counted"), [(8000, 8000 - OUT), (8600, 8600 - OUT), (99000, 8000)])
-def test_an_output_that_the_layer_behind_keeps_counts_once(with_output: int, counted: int) -> None:
-    """It is part of what that layer holds: a peak with the output held counts it, and one without need not."""
+def test_output_saved_by_the_next_layer_counts_once(with_output: int, counted: int) -> None:
     behind = layer(2, held_input_bytes=OUT, input_peak_bytes=0, first_input_peak_bytes=0)
     profile = profile_of_layers(layer(0), layer(1, output_input_peak_bytes=with_output), behind)
     # Behind the layer its neighbour's 3000; beside them the stage's output, which the engine holds.
     assert last(halves_of(profile, 1, 3).input) == counted + 3000 + OUT
 
 
-def test_where_a_stage_ends_its_output_and_the_gradient_of_it_count_once() -> None:
-    """The engine holds both, and counts them: the peak that was measured with them tells what is left."""
+def test_output_and_gradient_count_once_at_the_end_of_a_stage() -> None:
+    """The engine holds and counts both."""
     profile = profile_of_layers(layer(0), layer(1, end_input_peak_bytes=9200), layer(2))
     assert last(halves_of(profile, 1, 2).input) == 9200 - OUT
     without = profile_of_layers(layer(0), layer(1), layer(2))
     assert last(halves_of(without, 1, 2).input) == 8000 + OUT
 
 
-def test_gradients_of_copies_wait_for_the_end_of_w() -> None:
-    """Those of the layers behind are there while a layer's W runs; at its end all of them are, and nothing else."""
+def test_gradients_of_cached_weights_wait_for_the_end_of_w() -> None:
     half = GRADIENT // 2
     profile = profile_of_layers(*(replace(layer(n, weight_peak_bytes=3600), cast_bytes=half) for n in range(3)))
     assert last(halves_of(profile, 0, 3).weight) == 2 * 3000 + 3600
@@ -121,8 +119,7 @@ def test_gradients_of_copies_wait_for_the_end_of_w() -> None:
     assert last(halves_of(high, 0, 3).weight) == max(9900 + 2 * half, 3 * half + 9900 - half)
 
 
-def test_weights_that_layers_share_wait_for_one_another_in_w() -> None:
-    """From the last layer that uses them to the first, beside the gradient that is there from earlier micro-batches."""
+def test_gradients_of_tied_weights_wait_for_each_other_in_w() -> None:
     first = replace(layer(0), tied=("layers.2",), tied_bytes=GRADIENT)
     second = replace(layer(2), tied=("layers.0",), tied_bytes=GRADIENT)
     untied = profile_of_layers(layer(0), layer(1, weight_peak_bytes=9900), layer(2))
@@ -131,23 +128,22 @@ def test_weights_that_layers_share_wait_for_one_another_in_w() -> None:
     assert last(halves_of(tied, 0, 3).weight) == 3000 + 9900 + GRADIENT
 
 
-def test_copies_of_weights_are_kept_for_whole_backwards_and_for_halves() -> None:
-    """DualPipeV has both on every stage: autocast keeps copies for the ones, the executor for the others."""
+def test_weight_cache_counts_twice_with_whole_and_split_backwards() -> None:
+    """In DualPipeV, autocast caches weights for whole backwards, and the executor for split ones."""
     for name, copies in (("dualpipev", 2), ("zbv", 1)):
         for counts in part_counts(SCHEDULES[name].actions(2, 8, 2)):
             assert (counts.during[:, :, CASTS] == copies).all()
 
 
-def test_halves_are_assumed_where_one_layer_has_none() -> None:
-    """Exact records need exact halves."""
+def test_split_backward_is_assumed_if_one_layer_lacks_it() -> None:
     profile = profile_of_layers(layer(0), layer(1))
     assert not CostTable(profile).halves_assumed
     assert CostTable(profile_of_layers(layer(0), replace(layer(1), split=()))).halves_assumed
     assert CostTable(profile_of_layers(layer(0), replace(layer(1), backward_weight_us=()))).halves_assumed
 
 
-def test_what_is_handed_over_on_a_device_is_held_once() -> None:
-    """Where a V turns, the output of one stage is the input of the next: it waits in the first for longer."""
+def test_tensor_passed_between_chunks_of_a_device_is_held_once() -> None:
+    """At the turn of a V, the output of one stage is the input of the next."""
     costs = costs_at(profile_of_layers(*(layer(n) for n in range(4))), 1)
     cuts = np.array([[0, 1, 2, 3, 4]])
     shared = shared_bytes(costs, cuts, 2, "v")

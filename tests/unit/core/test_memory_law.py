@@ -1,4 +1,4 @@
-"""Parts times counts: closed forms against the walk through a program, and sizes of the parts."""
+"""Sizes of memory parts times their counts: closed forms compared with a walk through the action order."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +21,7 @@ CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
 
 
 def sizes_of(seed: int, *, stage: int, num_stages: int, last_differs: bool) -> dict[PartName, int]:
-    """Bytes of every part, drawn at random within what always holds."""
+    """Return random bytes of every part that respect the relations between parts."""
     draw = np.random.default_rng(seed)
     sizes: dict[PartName, int] = dict(zip(PARTS, draw.integers(0, 1000, len(PARTS)).tolist(), strict=True))
     sizes |= {"input": sizes["input"] * (stage > 0), "input_gradient": sizes["input_gradient"] * (stage > 0)}
@@ -47,10 +47,9 @@ def bytes_at(moment: Moment, sizes: dict[PartName, int]) -> int:
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("more", [0, 1, 2, 4])
 @pytest.mark.parametrize("last_differs", [False, True])
-def test_closed_forms_have_the_peak_of_the_whole_program(
+def test_closed_forms_have_the_peak_of_the_whole_action_order(
     schedule: Schedule, num_stages: int, more: int, *, last_differs: bool
 ) -> None:
-    """Whatever the parts are: on each device, for M = K and above."""
     micro_batches = num_stages + more
     walks = moments_of(schedule.actions(num_stages, micro_batches))
     for k, walk in enumerate(walks):
@@ -61,8 +60,7 @@ def test_closed_forms_have_the_peak_of_the_whole_program(
             assert max(closed) == (walk[:, 0] @ [sizes[part] for part in PARTS]).max()
 
 
-def test_long_programs_have_few_moments() -> None:
-    """As many of 4,096 micro-batches as of 8."""
+def test_number_of_moments_does_not_grow_with_micro_batches() -> None:
     for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD):
         few, many = (stage_moments(schedule, micro_batches=m, behind=3) for m in (8, 4096))
         assert len(many.apart) == len(few.apart) <= 9
@@ -70,7 +68,7 @@ def test_long_programs_have_few_moments() -> None:
 
 
 def test_1f1b_with_as_many_micro_batches_as_stages_by_hand() -> None:
-    """Stage 0 fills and drains as under GPipe, without gradients ahead of the first backward."""
+    """Stage 0 fills and drains as under GPipe, without early gradients before the first backward."""
     heavy = record(internal=10, made=[tensor(6)], forward=20, no_grad=10, first_backward=60, backward=95)
     layers = [layer("a", parameter_bytes=50, detail=heavy)]
     layers += [layer(name, detail=record(given=[tensor(6)], made=[tensor(6)])) for name in "bc"]
@@ -91,8 +89,8 @@ def test_1f1b_with_as_many_micro_batches_as_stages_by_hand() -> None:
 
 
 @pytest.mark.parametrize("recompute", CHOICES)
-def test_parts_are_those_of_the_table(recompute: Recompute) -> None:
-    """Of `planner.core.cost.parts`, for a stage that copies its input D and writes state J; all but the message."""
+def test_sizes_of_parts_by_hand(recompute: Recompute) -> None:
+    """The table is in `planner.core.cost.parts`; the stage copies its input D and writes state J."""
     levels = {"forward": 200, "no_grad": 150, "first_backward": 300, "backward": 250}
     levels |= {"end_first": 300 + 30, "end_backward": 250 + 30}  # with the gradient of the output
     detail = record(internal=10, given=[tensor(100)], made=[tensor(30)], writes_input=True, **levels)
@@ -116,8 +114,7 @@ def test_parts_are_those_of_the_table(recompute: Recompute) -> None:
     )
 
 
-def test_more_micro_batches_never_need_less() -> None:
-    """Under GPipe and 1F1B, M = K included."""
+def test_memory_grows_with_micro_batches_under_gpipe_and_1f1b() -> None:
     for seed in range(6):
         costs = costs_at(random_profile(seed, 5, exact=True, sizes=(1, 4)), (1, 3, 4)[seed % 3])
         costs = replace(costs, bucket_bytes=200.0) if seed % 2 else costs

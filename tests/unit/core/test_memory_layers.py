@@ -1,4 +1,4 @@
-"""Peak memory of a stage that recomputes some of its layers: examples worked out by hand, and what always holds."""
+"""Peak memory of a stage that recomputes single layers: examples worked out by hand, and properties."""
 
 import random
 from collections.abc import Collection
@@ -21,14 +21,15 @@ COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
 
 
 def memory_of(costs: ChainCosts, first: int, end: int, recomputed: Collection[int], *, m: int = 1) -> StageMemory:
-    """Under GPipe."""
+    """Return the memory under GPipe."""
     return stage_memory(costs, first, end, moments_with(m), recompute="layers", recomputed=recomputed)
 
 
 def exact() -> ChainCosts:
-    """Three layers that keep their inputs. Crossing: 8 | 16 | 32 | 4 (the loss), targets of 2.
+    """Return three layers that save their inputs.
 
-    Forward peaks 40, 60, 50, without gradients 25, 45, 35; first backward 70, 120, 90, later 60, 100, 80.
+    Boundaries: 8, 16, 32 and 4 bytes (the loss), targets of 2. Forward peaks are 40, 60, 50, without gradients 25, 45,
+    35; first backward 70, 120, 90, later 60, 100, 80.
     """
     crossing = (8, 16, 32, 4)
     peaks = ((40, 25, 70, 60), (60, 45, 120, 100), (50, 35, 90, 80))
@@ -68,15 +69,16 @@ def exact() -> ChainCosts:
         (1, 2, (1,), 3, 2 * (16 + 32) + 16 + 32 + 120 + 32),
     ],
 )
-def test_exact_by_hand(first: int, end: int, recomputed: tuple[int, ...], m: int, peak: int) -> None:
-    """The peak is the first micro-batch's backward here; parameters, their state and the mini-batch come on top."""
+def test_exact_memory_with_recomputed_layers_by_hand(
+    first: int, end: int, recomputed: tuple[int, ...], m: int, peak: int
+) -> None:
+    """The first backward is the peak."""
     parameters = sum((5, 7, 11)[first:end])
     data = m * (8 * (first == 0) + 2 * (end == 3))
     assert memory_of(exact(), first, end, recomputed, m=m).total == 3 * parameters + data + peak
 
 
-def test_the_gradient_of_the_output_is_there_while_a_layer_is_computed_again() -> None:
-    """A layer that works in 500 bytes forward and needs little in backward; 32 bytes of gradient wait meanwhile."""
+def test_output_gradient_is_held_while_a_layer_is_recomputed() -> None:
     busy = record(
         given=[tensor(8, kept=True)], made=[tensor(32)], forward=500, no_grad=400, first_backward=60, backward=60
     )
@@ -90,7 +92,7 @@ def test_the_gradient_of_the_output_is_there_while_a_layer_is_computed_again() -
 
 
 def activations(*, keeps_output: bool) -> ChainCosts:
-    """Three layers that do not keep their inputs; 10, 20, 40, 80 bytes cross, 1 byte is internal to each."""
+    """Return three layers that do not save their inputs; boundaries have 10 to 80 bytes."""
     layers = [
         layer(
             str(n),
@@ -117,10 +119,7 @@ def activations(*, keeps_output: bool) -> ChainCosts:
         (True, (0, 1, 2), 20 + 40 + 80),
     ],
 )
-def test_the_input_of_a_recomputed_layer_is_held(
-    *, keeps_output: bool, recomputed: tuple[int, ...], saved: int
-) -> None:
-    """Whether or not a neighbour keeps it."""
+def test_input_of_a_recomputed_layer_is_held(*, keeps_output: bool, recomputed: tuple[int, ...], saved: int) -> None:
     costs = activations(keeps_output=keeps_output)
     assert StageLayers.of(costs, 0, 3).levels(recomputed).saved == saved
     more = memory_of(costs, 0, 3, recomputed, m=9).total - memory_of(costs, 0, 3, recomputed, m=8).total
@@ -128,8 +127,8 @@ def test_the_input_of_a_recomputed_layer_is_held(
 
 
 @pytest.mark.parametrize(("recomputed", "saved"), [((), 0), ((1,), 100), ((2,), 100), ((1, 2), 100), ((3,), 50)])
-def test_what_passes_by_is_held_once(recomputed: tuple[int, ...], saved: int) -> None:
-    """100 bytes go through layers 1 and 2 as they are; layer 2 makes 50."""
+def test_relayed_tensor_of_recomputed_layers_is_held_once(recomputed: tuple[int, ...], saved: int) -> None:
+    """Layers 1 and 2 relay 100 bytes."""
     passing = record(given=[tensor(100)], made=[tensor(100, alias=0)])
     layers = [
         layer("0", detail=record(given=[tensor(8)], made=[tensor(100)])),
@@ -141,7 +140,7 @@ def test_what_passes_by_is_held_once(recomputed: tuple[int, ...], saved: int) ->
 
 
 def in_place() -> ChainCosts:
-    """Layers that make 100 bytes, look at them through a view, write into them, and make 4."""
+    """Return layers that make 100 bytes, view them, write into them, and make 4."""
     layers = [
         layer("0", detail=record(given=[tensor(8)], made=[tensor(100)])),
         layer("view", detail=record(given=[tensor(100)], made=[tensor(100, alias=0)])),
@@ -158,13 +157,15 @@ def in_place() -> ChainCosts:
     ("first", "recomputed", "saved"),
     [(0, (), 100), (0, (3,), 100), (0, (1,), 200), (0, (2,), 200), (1, (), 100), (1, (1,), 100), (1, (2,), 200)],
 )
-def test_what_a_recomputed_layer_keeps_is_not_written(first: int, recomputed: tuple[int, ...], saved: int) -> None:
-    """It works on a copy, if it or a layer behind writes; at the front the received tensor is what it keeps."""
+def test_recomputed_layer_saves_a_copy_of_an_input_that_is_written(
+    first: int, recomputed: tuple[int, ...], saved: int
+) -> None:
+    """At the start of a stage, the received tensor is the saved one."""
     assert StageLayers.of(in_place(), first, 4).levels(recomputed).saved == saved + 4
 
 
 def additive() -> ChainCosts:
-    """Four layers without exact records; outputs of 10 to 40 are part of 50 to 80 bytes saved."""
+    """Return four layers without exact records; outputs of 10 to 40 are part of 50 to 80 saved bytes."""
     layers = [
         layer(
             f"layers.{n}",
@@ -183,8 +184,7 @@ def additive() -> ChainCosts:
     ("recomputed", "saved", "working"),
     [((), 130, 17), ((1,), 90, 16 + 60), ((2,), 90, 17 + 70), ((1, 2), 50, 17 + 70)],
 )
-def test_additive_by_hand(recomputed: tuple[int, ...], saved: int, working: int) -> None:
-    """Layers 1 and 2 of four micro-batches: outputs remain, and what the largest of them saves is there again."""
+def test_additive_memory_with_recomputed_layers_by_hand(recomputed: tuple[int, ...], saved: int, working: int) -> None:
     memory = memory_of(additive(), 1, 3, recomputed, m=4)
     assert memory == StageMemory.of(
         parameters=500,
@@ -198,8 +198,8 @@ def test_additive_by_hand(recomputed: tuple[int, ...], saved: int, working: int)
     )
 
 
-def test_an_output_that_is_not_saved_is_held_for_a_recomputed_layer() -> None:
-    """A layer saves 4 of its 10 bytes of output; the next one, recomputed, needs them all."""
+def test_unsaved_output_is_held_for_a_recomputed_layer() -> None:
+    """A layer saves 4 of its 10 output bytes; the next layer is recomputed and needs all."""
     layers = [layer("a", output_bytes=10, saved_bytes=4), layer("b", output_bytes=1, saved_bytes=7)]
     costs = costs_at(chain(*layers), 1)
     assert memory_of(costs, 0, 2, (), m=3).in_flight == 3 * (4 + 7)
@@ -211,8 +211,7 @@ def test_an_output_that_is_not_saved_is_held_for_a_recomputed_layer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_nothing_recomputed_is_never(*, is_exact: bool) -> None:
-    """To the byte, for every stage."""
+def test_recomputing_no_layers_equals_never(*, is_exact: bool) -> None:
     compared = 0
     for seed in range(12):
         costs = costs_at(random_profile(seed, 6, exact=is_exact, sizes=(1, 4)), (1, 3, 4)[seed % 3])
@@ -228,8 +227,8 @@ def test_nothing_recomputed_is_never(*, is_exact: bool) -> None:
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_moments_are_linear_in_what_is_recomputed(*, is_exact: bool) -> None:
-    """The solver's form of the law: fixed + weight * saved + level, the largest of them the stage's total."""
+def test_linear_moments_equal_the_memory_model(*, is_exact: bool) -> None:
+    """The solver uses the form fixed + weight * saved + level."""
     costs = costs_at(random_profile(5, 6, exact=is_exact, sizes=(1, 4)), 3)
     rng = random.Random(1)
     for m, in_flight in COUNTS:
@@ -252,8 +251,8 @@ def test_moments_are_linear_in_what_is_recomputed(*, is_exact: bool) -> None:
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_no_choice_is_below_the_bounds(*, is_exact: bool) -> None:
-    """What is held, and every level, the savings of the recomputed layers added; equal where nothing is recomputed."""
+def test_least_levels_are_at_most_those_of_any_choice(*, is_exact: bool) -> None:
+    """They are equal if no layer is recomputed."""
     for seed in range(8):
         costs = costs_at(random_profile(seed, 5, exact=is_exact, sizes=(1, 4)), 3)
         firsts, savings = np.array([1, 2]), most_savings(costs)
@@ -272,16 +271,14 @@ def test_no_choice_is_below_the_bounds(*, is_exact: bool) -> None:
                             assert level + is_exact * spared >= least[row, end - 2]
 
 
-def test_which_layers_must_be_said() -> None:
-    """All stages at once know nothing of single layers."""
+def test_peaks_of_many_stages_refuse_single_layers() -> None:
     with pytest.raises(ValueError, match="use `stage_memory`"):
         peak_bytes_of_stages(exact(), np.arange(3), slice(0, 3), moments_with(2), choices=["layers"])
 
 
 @pytest.mark.parametrize("in_halves", [False, True])
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_a_chunk_as_it_depends_on_its_layers(*, is_exact: bool, in_halves: bool) -> None:
-    """Whichever are recomputed, each part is what it is of the chunk that recomputes those."""
+def test_memory_of_a_chunk_as_function_of_recomputed_layers(*, is_exact: bool, in_halves: bool) -> None:
     for seed in range(8):
         rng = random.Random(seed)
         costs = costs_at(random_profile(seed, 6, exact=is_exact, sizes=(1, 4)), 2).of_replicas(1 + seed % 2)

@@ -1,4 +1,4 @@
-"""Gradients on their way to other replicas, and parameters that two chunks of a device share: worked out by hand."""
+"""Memory of gradient messages to replicas, and of parameters that chunks of a device share, by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,21 +18,21 @@ MANY = 10**9
 
 
 def costs_of(*, parameters: tuple[int, ...] = (100, 0, 1000)) -> ChainCosts:
-    """The last layer's backward is the highest."""
+    """Return layers of which the last has the highest backward peak."""
     return costs_at(even_chain(parameters), 1)
 
 
 def memory_of(
     costs: ChainCosts, *, m: int, replicas: int = 2, recompute: Recompute = "never", schedule: ScheduleName = "gpipe"
 ) -> StageMemory:
-    """Of one stage with all layers."""
+    """Return the memory of one stage with all layers."""
     partition = Partition(schedule=schedule, micro_batches=m, balance=(3,), recompute=(recompute,), replicas=replicas)
     (stage,) = Evaluation(costs, partition, Cluster(memory_bytes=(MANY,))).stages
     return stage.memory
 
 
-def test_a_small_stage_sends_all_gradients_behind_its_first_layer() -> None:
-    """1,100 bytes of them, and as many in the message; of the backward only the first layer's level is left then."""
+def test_small_stage_sends_all_gradients_in_one_message() -> None:
+    """1,100 bytes of gradients and as many in the message; only the first layer's backward level remains then."""
     memory = memory_of(costs_of(), m=3)
     assert memory.transfer == 1100
     # 70 above what is held in front of that layer, which is nothing, and the loss of 8 that the engine holds.
@@ -40,15 +40,14 @@ def test_a_small_stage_sends_all_gradients_behind_its_first_layer() -> None:
     assert memory.total == 1100 + 1100 + 1100 + 3 * 8 + 78
 
 
-def test_with_one_micro_batch_gradients_appear_in_the_same_backward() -> None:
-    """All are there when the first layer's are."""
+def test_one_micro_batch_sends_gradients_of_the_same_backward() -> None:
     memory = memory_of(costs_of(), m=1)
     assert memory.transfer == 1100
     assert memory.gradients + memory.working == 60 + 1100 + 8
 
 
-def test_a_large_stage_sends_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any time in its last backward: the highest level counts."""
+def test_large_stage_sends_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message may be sent at any time of the last backward, so the highest level counts."""
     monkeypatch.setattr(costs_module, "BUCKET_BYTES", 400)
     memory = memory_of(costs_of(), m=3)
     assert memory.transfer == 400
@@ -57,8 +56,7 @@ def test_a_large_stage_sends_one_message_at_a_time(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("recompute", ["never", "except-last", "always"])
-def test_what_waits_is_over_by_then(recompute: Recompute) -> None:
-    """With many micro-batches in flight the peak is before, and replicas change nothing."""
+def test_replicas_do_not_change_the_peak_with_many_micro_batches(recompute: Recompute) -> None:
     costs = costs_of(parameters=(4, 0, 4))
     assert memory_of(costs, m=9, recompute=recompute) == memory_of(costs, m=9, recompute=recompute, replicas=1)
 
@@ -69,7 +67,7 @@ def shared(
     optimizer: int = 0,
     others: Sequence[Sequence[int]] = ((2,), (), (0,), ()),
 ) -> tuple[list[StageMemory], list[StageMemory]]:
-    """Of four stages on two devices, tied to each other as told (the first and the third), and not."""
+    """Return memory of four stages on two devices, tied as requested and not tied."""
     found = []
     even = even_chain((0,) * 4, optimizer_peak_bytes=optimizer)
     for tied in (200, 0):
@@ -98,7 +96,7 @@ def shared(
 
 
 def test_chunks_of_a_device_hold_a_shared_parameter_once() -> None:
-    """Its gradient and its state, too; both count in the later chunk, whose backward is the first."""
+    """The later chunk, whose backward is the first, counts gradient and state."""
     tied, untied = shared(optimizer=5000)
     assert [a.parameters - b.parameters for a, b in zip(untied, tied, strict=True)] == [200, 0, 0, 0]
     assert [a.optimizer - b.optimizer for a, b in zip(untied, tied, strict=True)] == [400, 0, 0, 0]
@@ -106,14 +104,12 @@ def test_chunks_of_a_device_hold_a_shared_parameter_once() -> None:
     assert [a.total - b.total for a, b in zip(untied, tied, strict=True)] == [800, 0, 0, 0]
 
 
-def test_chunks_of_a_device_share_whatever_lies_between_them() -> None:
-    """The second stage, on the other device, has the parameter, too."""
+def test_chunks_share_a_parameter_that_another_device_has_too() -> None:
     tied, untied = shared(others=((1, 2), (0, 2), (0, 1), ()))
     assert [a.parameters - b.parameters for a, b in zip(untied, tied, strict=True)] == [200, 0, 0, 0]
     assert [a.gradients - b.gradients for a, b in zip(untied, tied, strict=True)] == [200, 0, 0, 0]
 
 
-def test_stages_of_their_own_devices_hold_a_copy_each() -> None:
-    """As before."""
+def test_stages_of_different_devices_hold_a_copy_each() -> None:
     tied, untied = shared(schedule="gpipe")
     assert tied == untied

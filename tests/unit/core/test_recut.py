@@ -1,4 +1,4 @@
-"""A plan with somebody's own cuts: as planned, but for what the cuts change."""
+"""Plans with changed cuts."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def plan_of(
     schedule: ScheduleName = "gpipe",
     chunks: int = 1,
 ) -> Plan:
-    """The best plan for three devices and four micro-batches."""
+    """Return the best plan for three devices and four micro-batches."""
     inputs = inputs_of(devices, 4, memory_bytes=cap, recompute=recompute)
     inputs = replace(
         inputs, schedule=schedule, chunks=chunks, profile=replace(inputs.profile, digest=digest_of(PROFILE))
@@ -33,8 +33,8 @@ def plan_of(
 
 @pytest.mark.parametrize("recompute", ["auto", "never", "except-last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_its_own_cuts_give_the_plan(recompute: RecomputePolicy, schedule: ScheduleName) -> None:
-    """But for the certificate, which was for a search."""
+def test_unchanged_cuts_give_the_same_plan(recompute: RecomputePolicy, schedule: ScheduleName) -> None:
+    """Only the certificate is dropped."""
     plan = plan_of(recompute=recompute, schedule=schedule)
     again = with_cuts(plan, PROFILE, plan.balance)
     assert again.solver.status == "given"
@@ -42,8 +42,7 @@ def test_its_own_cuts_give_the_plan(recompute: RecomputePolicy, schedule: Schedu
 
 
 @pytest.mark.parametrize("balance", [(6,), (1, 5), (2, 2, 2), (1, 1, 4)])
-def test_other_cuts_are_the_solvers_evaluation(balance: tuple[int, ...]) -> None:
-    """The same as `solve --balance` with the plan's M; no finding but that on memory."""
+def test_changed_cuts_equal_solve_with_balance(balance: tuple[int, ...]) -> None:
     plan = plan_of()
     again = with_cuts(plan, PROFILE, balance)
     solved = solve(PROFILE, Request(inputs=plan.inputs, balance=balance, micro_batches=4))
@@ -51,8 +50,8 @@ def test_other_cuts_are_the_solvers_evaluation(balance: tuple[int, ...]) -> None
     assert judge(again, PROFILE, profile_digest=digest_of(PROFILE), strict=True).fits
 
 
-def test_recomputation_follows_the_cap() -> None:
-    """The fastest choice that fits on each device, else the one that needs least, within what the plan allows."""
+def test_recomputation_follows_the_memory_limit() -> None:
+    """If no choice fits, the one with the lowest peak is used."""
     plan = plan_of()
     free = with_cuts(plan, PROFILE, (1, 5))
     assert [stage.recompute for stage in free.stages] == ["never", "never"]
@@ -78,14 +77,12 @@ def test_recomputation_follows_the_cap() -> None:
         ((1, 1, 1, 3), "4 stages need 4 devices, there are 3"),
     ],
 )
-def test_cuts_that_make_no_sense(balance: tuple[int, ...], expected: str) -> None:
-    """As in a plan edited by hand."""
+def test_invalid_cuts_are_refused(balance: tuple[int, ...], expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         with_cuts(plan_of(), PROFILE, balance)
 
 
-def test_interleaved_stages_share_their_devices_choice() -> None:
-    """Both chunks of a device."""
+def test_chunks_of_a_device_have_the_same_recomputation() -> None:
     plan = plan_of(schedule="interleaved", devices=2, chunks=2)
     assert plan.chunks == 2
     again = with_cuts(plan, PROFILE, plan.balance)

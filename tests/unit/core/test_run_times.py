@@ -1,4 +1,4 @@
-"""What processes waited for, from made-up forwards and backwards."""
+"""Waiting times of processes, from synthetic forwards and backwards."""
 
 import pytest
 
@@ -18,8 +18,7 @@ ONE = [f(0, 0, 0, 10), f(0, 1, 11, 21), b(0, 0, 58, 78), b(0, 1, 81, 101)]
 TWO = [f(1, 0, 13, 23), f(1, 1, 26, 36), b(1, 0, 37, 57), b(1, 1, 58, 78)]
 
 
-def test_a_gap_is_idle_until_the_sender_is_done_and_transfer_from_then_on():
-    """On the first stage: 21 to 57 idle, 57 to 58 transfer; 78 to 81 transfer alone, as it was ready already."""
+def test_gap_is_idle_until_the_sender_finishes_then_transfer():
     waits = find_waits({0: ONE, 1: TWO})
     assert waits.window_ns == 101_000
     assert waits.idle_ns == {0: 36_000, 1: 10_000 + 23_000}
@@ -34,8 +33,7 @@ def test_a_gap_is_idle_until_the_sender_is_done_and_transfer_from_then_on():
     assert waits.overhead_ns == (1000, 1000, 1000)
 
 
-def test_everything_adds_up():
-    """Computing, waiting and the engine's own time are the whole of each process's time."""
+def test_computing_waiting_and_overhead_add_up_to_the_step():
     waits = find_waits({0: ONE, 1: TWO})
     computed = sum(span.end_ns - span.start_ns for span in (*ONE, *TWO))
     moved = sum(t.end_ns - t.start_ns for t in waits.transfers)
@@ -43,14 +41,12 @@ def test_everything_adds_up():
     assert waits.bubble() == pytest.approx((sum(waits.idle_ns.values()) + moved) / (2 * waits.window_ns))
 
 
-def test_clocks_that_disagree_a_little_give_no_negative_time():
-    """A forward that seems to begin before its input was ready received it in no time."""
+def test_disagreeing_clocks_give_no_negative_transfer():
     (transfer,) = find_waits({0: [f(0, 0, 0, 10)], 1: [f(1, 0, 8, 18)]}).transfers
     assert transfer.start_ns == transfer.end_ns == 8000
 
 
-def test_chunks_of_one_process_hand_over_in_place():
-    """With one process nothing is transferred; gaps are the engine's."""
+def test_chunks_of_one_process_have_no_transfers():
     waits = find_waits({0: [f(0, 0, 0, 10), f(1, 0, 12, 20), b(1, 0, 20, 30), b(0, 0, 33, 40)]})
     assert waits.transfers == ()
     assert waits.overhead_ns == (2000, 0, 3000)
@@ -65,8 +61,8 @@ def w(stage, micro_batch, start, end):
     return RunSpan("weight backward", stage, micro_batch, start * 1000, end * 1000)
 
 
-def test_half_a_backward_waits_for_the_half_or_the_whole_of_the_next_stage():
-    """Gradients of weights wait for nobody; a gap in front of them is the engine's."""
+def test_input_gradient_waits_for_the_backward_of_the_next_stage():
+    """Weight gradients wait for no transfer."""
     one = [f(0, 0, 0, 10), f(0, 1, 10, 20), i(0, 0, 36, 40), b(0, 1, 60, 70), w(0, 0, 72, 80)]
     two = [f(1, 0, 12, 20), i(1, 0, 20, 34), b(1, 1, 34, 55)]
     waits = find_waits({0: one, 1: two})
@@ -79,8 +75,7 @@ def test_half_a_backward_waits_for_the_half_or_the_whole_of_the_next_stage():
     assert waits.overhead_ns == (0, 2000, 0, 0)
 
 
-def test_the_halves_of_a_backward_count_as_one():
-    """However far apart they are."""
+def test_split_backward_counts_as_one_backward():
     spans = [f(0, 0, 0, 10), i(0, 0, 10, 14), f(0, 1, 14, 24), b(0, 1, 24, 34), w(0, 0, 34, 40)]
     assert typical_us([spans], "backward", 0) == 10.0
     assert typical_us([spans], "input backward", 0) == 4.0
@@ -88,8 +83,8 @@ def test_the_halves_of_a_backward_count_as_one():
     assert typical_us([spans], "recompute", 0) == 0.0
 
 
-def test_means_over_the_middle_steps():
-    """A slow step does not count, a long gap of a usual one does; what not every process recorded is left out."""
+def test_waits_are_averaged_over_the_middle_steps():
+    """Steps that some process did not record are left out."""
 
     def slower(spans, factor):
         return tuple(s._replace(start_ns=s.start_ns * factor, end_ns=s.end_ns * factor) for s in spans)
@@ -106,20 +101,17 @@ def test_means_over_the_middle_steps():
     assert waiting.crossing_us == {("forward", 0): 3.0, ("backward", 0): 2.0}  # 3 and 1
 
 
-def test_a_transfer_that_overlaps_is_known_only_where_it_was_waited_for():
-    """The rest of one whose receiver was busy says nothing of all of it."""
+def test_overlapping_transfers_count_only_if_the_receiver_waits():
     waiting = mean_waits({0: [RunStep(0, tuple(ONE))], 1: [RunStep(0, tuple(TWO))]}, overlaps=True)
     assert waiting is not None
     assert waiting.crossing_us == {("forward", 0): 3.0, ("backward", 0): 2.0}
 
 
-def test_no_steps_no_waiting():
-    """A run that only warmed up."""
+def test_run_without_steps_has_no_waits():
     assert mean_waits({0: [], 1: []}, overlaps=False) is None
 
 
-def test_typical_times():
-    """Recomputation is summed over the layers of a micro-batch, and 0 for one that is not recomputed."""
+def test_typical_times_sum_recomputation_of_layers():
     again = [
         RunSpan("recompute", 0, 0, 58_000, 60_000),
         RunSpan("recompute", 0, 0, 62_000, 65_000),
@@ -134,8 +126,7 @@ def test_typical_times():
     assert typical_us([], "forward", 0) == 0.0
 
 
-def test_what_is_longer_now_and_then_counts():
-    """A micro-batch's times are averaged over the middle steps; of the micro-batches the one in the middle counts."""
+def test_typical_time_averages_middle_steps_and_takes_the_median_micro_batch():
     steps = [[f(0, 0, 0, first), f(0, 1, 30, 36), f(0, 2, 60, 61 + end)]
              for first, end in ((6, 0), (6, 1), (10, 2), (10, 3), (6, -1), (6, 90))]  # fmt: skip
     assert typical_us(steps, "forward", 0) == 6.0

@@ -1,4 +1,4 @@
-"""Schedules as action lists: complete, in order, and with as many micro-batches waiting as the memory model says."""
+"""Action orders of schedules: completeness, order, and micro-batches in flight."""
 
 from itertools import product
 
@@ -14,12 +14,12 @@ SIZES = [(1, 1), (1, 5), (2, 2), (2, 3), (3, 7), (4, 4), (4, 9), (8, 8), (8, 32)
 
 
 def as_text(actions: tuple[Action, ...]) -> str:
-    """`0F0 0F1 0B0 0B1`."""
+    """Return a text such as `0F0 0F1 0B0 0B1`."""
     return " ".join(map(str, actions))
 
 
 def most_waiting(actions: tuple[Action, ...]) -> int:
-    """The most micro-batches between their forward and their backward, walking the list."""
+    """Return the most micro-batches between forward and backward in the action order."""
     waiting: set[int] = set()
     most = 0
     for action in actions:
@@ -32,14 +32,12 @@ def most_waiting(actions: tuple[Action, ...]) -> int:
     return most
 
 
-def test_gpipe_does_all_forwards_first() -> None:
-    """Forwards of all micro-batches, then backwards in the same order."""
+def test_gpipe_runs_all_forwards_first() -> None:
     stages = SCHEDULES["gpipe"].actions(2, 3)
     assert [as_text(stage) for stage in stages] == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
 
 
-def test_1f1b_alternates_after_its_warm_up() -> None:
-    """Stage k warms up with K-k forwards, then a backward follows each forward."""
+def test_1f1b_alternates_after_the_warm_up() -> None:
     stages = SCHEDULES["1f1b"].actions(3, 4)
     assert [as_text(stage) for stage in stages] == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
@@ -50,10 +48,9 @@ def test_1f1b_alternates_after_its_warm_up() -> None:
 
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
-def test_every_micro_batch_passes_every_stage_once_each_way(
+def test_every_micro_batch_has_one_forward_and_backward_per_stage(
     schedule: ScheduleName, num_stages: int, micro_batches: int
 ) -> None:
-    """Each list holds every forward and every backward once, each kind in the order of the micro-batches."""
     stages = SCHEDULES[schedule].actions(num_stages, micro_batches)
     assert len(stages) == num_stages
     for stage in stages:
@@ -63,8 +60,7 @@ def test_every_micro_batch_passes_every_stage_once_each_way(
 
 
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
-def test_1f1b_keeps_as_many_micro_batches_waiting_as_stages_follow(num_stages: int, micro_batches: int) -> None:
-    """Walking the lists counts min(M, K-k) waiting on stage k: what the memory model is told."""
+def test_1f1b_has_as_many_micro_batches_in_flight_as_later_stages(num_stages: int, micro_batches: int) -> None:
     stages = SCHEDULES["1f1b"].actions(num_stages, micro_batches)
     counted = [most_waiting(stage) for stage in stages]
     assert counted == [min(micro_batches, num_stages - k) for k in range(num_stages)]
@@ -72,28 +68,24 @@ def test_1f1b_keeps_as_many_micro_batches_waiting_as_stages_follow(num_stages: i
 
 
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
-def test_gpipe_keeps_every_micro_batch_waiting(num_stages: int, micro_batches: int) -> None:
-    """All M wait on every stage, the last included."""
+def test_gpipe_has_every_micro_batch_in_flight(num_stages: int, micro_batches: int) -> None:
     stages = SCHEDULES["gpipe"].actions(num_stages, micro_batches)
     assert {most_waiting(stage) for stage in stages} == {micro_batches}
     assert {SCHEDULES["gpipe"].in_flight(k, num_stages, micro_batches) for k in range(num_stages)} == {micro_batches}
 
 
 def test_gpipe_runs_with_fewer_micro_batches_than_stages() -> None:
-    """Slowly, but correctly: M = 1 on eight stages is one forward and one backward each."""
     stages = SCHEDULES["gpipe"].actions(8, 1)
     assert [as_text(stage) for stage in stages] == [f"{k}F0 {k}B0" for k in range(8)]
 
 
 def test_1f1b_is_refused_with_fewer_micro_batches_than_stages() -> None:
-    """The engine would refuse it late; here the error names M and K, and what to do."""
     with pytest.raises(UsageError, match=r"M = 3, K = 4") as refused:
         SCHEDULES["1f1b"].actions(4, 3)
     assert "--schedule gpipe" in refused.value.hint
 
 
-def test_interleaved_runs_chunk_after_chunk() -> None:
-    """K = 2, M = 4, V = 2 by hand: chunk 0 with micro-batches 0 and 1, then chunk 1, then chunk 0 with 2 and 3."""
+def test_interleaved_action_order_by_hand() -> None:
     stages = SCHEDULES["interleaved"].actions(2, 4, 2)
     assert [as_text(stage) for stage in stages] == [
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
@@ -103,8 +95,7 @@ def test_interleaved_runs_chunk_after_chunk() -> None:
 
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
-def test_formulas_of_what_waits_agree_with_a_walk(schedule: ScheduleName, num_stages: int, micro_batches: int) -> None:
-    """What GPipe and 1F1B say of themselves is what any schedule would count in its list."""
+def test_in_flight_formulas_equal_the_action_order(schedule: ScheduleName, num_stages: int, micro_batches: int) -> None:
     kind = SCHEDULES[schedule]
     for device in range(num_stages):
         walked = Base.in_flight(kind, device, num_stages, micro_batches)
@@ -113,8 +104,9 @@ def test_formulas_of_what_waits_agree_with_a_walk(schedule: ScheduleName, num_st
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
-def test_the_execution_order_keeps_lists_and_needs(schedule: ScheduleName, chunks: int, num_devices: int) -> None:
-    """All actions once, every device's in its own order, each after the neighbour's that it needs."""
+def test_execution_order_respects_action_orders_and_dependencies(
+    schedule: ScheduleName, chunks: int, num_devices: int
+) -> None:
     lists = SCHEDULES[schedule].actions(num_devices, 2 * num_devices, chunks)
     num_stages = num_devices * chunks
     order = execution_order(lists)
@@ -129,8 +121,8 @@ def test_the_execution_order_keeps_lists_and_needs(schedule: ScheduleName, chunk
         assert needed[1] < 0 or place[needed] < n
 
 
-def test_no_pair_of_schedules_is_the_same_by_mistake() -> None:
-    """From two stages on, 1F1B and GPipe differ on every stage that does not wait for all M."""
+def test_gpipe_and_1f1b_differ() -> None:
+    """Stages with all M in flight are the exception."""
     for num_stages, micro_batches in product((2, 4), (4, 8)):
         gpipe = SCHEDULES["gpipe"].actions(num_stages, micro_batches)
         other = SCHEDULES["1f1b"].actions(num_stages, micro_batches)

@@ -1,7 +1,7 @@
-"""Our action lists against the engine over a whole grid of sizes, interleaved chunks included.
+"""Action orders compared with torch over a grid of sizes, including interleaved chunks.
 
-The engine's own loop runs on stages that compute nothing, send nothing and note what is asked of them; so what is
-compared is what is executed. For the interleaved schedule the announced `pipeline_order` is compared as well.
+The engine's own loop runs on stages that only record calls, so the executed order is compared. For the interleaved
+schedule, `pipeline_order` is compared too.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ MOST_MICRO_BATCHES = 26  # three rounds of eight devices, and then some
 
 
 class SilentStage:
-    """What the schedules use of a `PipelineStage`. Notes forwards and backwards in `calls` as (kind, i, stage)."""
+    """Stub of `PipelineStage` that records forwards and backwards in `calls` as (kind, i, stage)."""
 
     submod = None
 
@@ -51,7 +51,7 @@ class SilentStage:
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_operations
 
     def nothing(self, *_args: Any) -> None:
-        """Hand-over within a device, and gradients scaled at the end of a step."""
+        """Accept transfers within a device and scaling of gradients."""
 
     set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = perform_reduce_grad = nothing
 
@@ -65,7 +65,7 @@ def engine_of(
     device: int = 0,
     calls: list[Any] | None = None,
 ) -> Any:
-    """The engine's schedule on one device."""
+    """Return the engine's schedule of one device."""
     stages: list[Any] = [
         SilentStage(
             chunk * num_devices + device,
@@ -83,7 +83,7 @@ def engine_of(
 def executed(
     schedule: ScheduleName, num_devices: int, micro_batches: int, chunks: int = 1
 ) -> list[list[tuple[str, int, int]]]:
-    """Per device what the engine's loop calls."""
+    """Return the calls of the engine's loop per device."""
     rows = []
     for device in range(num_devices):
         calls: list[tuple[str, int, int]] = []
@@ -98,13 +98,13 @@ def executed(
 def ours(
     schedule: ScheduleName, num_devices: int, micro_batches: int, chunks: int = 1
 ) -> list[list[tuple[str, int, int]]]:
-    """Our lists in the same form."""
+    """Return our action orders in the same form."""
     rows = SCHEDULES[schedule].actions(num_devices, micro_batches, chunks)
     return [[(a.kind, a.micro_batch, a.stage) for a in row] for row in rows]
 
 
 def engine_refuses(schedule: ScheduleName, num_devices: int, micro_batches: int, chunks: int = 1) -> bool:
-    """Whether the engine's constructor raises."""
+    """Return True if the engine's constructor raises."""
     try:
         engine_of(schedule, num_devices, micro_batches, chunks)
     except ValueError:
@@ -113,7 +113,7 @@ def engine_refuses(schedule: ScheduleName, num_devices: int, micro_batches: int,
 
 
 def accepted(num_devices: int) -> Iterator[tuple[int, int]]:
-    """(M, V) that the engine interleaves on so many devices."""
+    """Yield (M, V) that the engine can interleave."""
     for chunks, micro_batches in product(range(1, MOST_CHUNKS + 1), range(1, MOST_MICRO_BATCHES + 1)):
         if not engine_refuses("interleaved", num_devices, micro_batches, chunks):
             yield micro_batches, chunks
@@ -122,8 +122,7 @@ def accepted(num_devices: int) -> Iterator[tuple[int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_one_stage_per_device_runs_in_the_engines_order(schedule: ScheduleName, num_devices: int) -> None:
-    """GPipe with any M, 1F1B from M = K on."""
+def test_gpipe_and_1f1b_equal_the_executed_order_of_torch(schedule: ScheduleName, num_devices: int) -> None:
     fewest = num_devices if schedule == "1f1b" else 1
     for micro_batches in range(fewest, MOST_MICRO_BATCHES + 1):
         assert ours(schedule, num_devices, micro_batches) == executed(schedule, num_devices, micro_batches)
@@ -131,8 +130,7 @@ def test_one_stage_per_device_runs_in_the_engines_order(schedule: ScheduleName, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", DEVICES)
-def test_interleaved_is_what_the_engine_announces(num_devices: int) -> None:
-    """`pipeline_order` without its idle slots, for every M and V that the engine takes, M below K included."""
+def test_interleaved_equals_the_announced_order_of_torch(num_devices: int) -> None:
     tried = 0
     for micro_batches, chunks in accepted(num_devices):
         order = engine_of("interleaved", num_devices, micro_batches, chunks).pipeline_order
@@ -146,8 +144,7 @@ def test_interleaved_is_what_the_engine_announces(num_devices: int) -> None:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
-def test_interleaved_is_what_the_engine_executes(num_devices: int) -> None:
-    """The loop over the order with its sends and receives keeps the announced order on every device."""
+def test_interleaved_equals_the_executed_order_of_torch(num_devices: int) -> None:
     for micro_batches, chunks in ((1, 2), (3, 3), (num_devices, 2), (2 * num_devices, 1), (3 * num_devices, 4)):
         if not engine_refuses("interleaved", num_devices, micro_batches, chunks):
             engine = executed("interleaved", num_devices, micro_batches, chunks)
@@ -158,8 +155,7 @@ def test_interleaved_is_what_the_engine_executes(num_devices: int) -> None:
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 4)]
 )
-def test_refused_exactly_where_the_engine_refuses(schedule: ScheduleName, chunks: int) -> None:
-    """1F1B below K micro-batches, interleaved where M // K rounds are not equal; GPipe never."""
+def test_sizes_are_refused_exactly_if_torch_refuses_them(schedule: ScheduleName, chunks: int) -> None:
     refused = 0
     for num_devices, micro_batches in product(DEVICES, range(1, 41)):
         size = {"num_devices": num_devices, "micro_batches": micro_batches, "chunks": chunks}
@@ -173,8 +169,7 @@ def test_refused_exactly_where_the_engine_refuses(schedule: ScheduleName, chunks
     assert (refused > 0) == (schedule != "gpipe")
 
 
-def test_the_number_that_a_refusal_offers_is_accepted() -> None:
-    """The hint's `--micro-batches N` is a number that does interleave."""
+def test_suggested_number_of_micro_batches_can_be_interleaved() -> None:
     offered = 0
     for num_devices, micro_batches in product(DEVICES, range(1, 41)):
         try:
@@ -189,7 +184,6 @@ def test_the_number_that_a_refusal_offers_is_accepted() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_chunks_need_the_interleaved_schedule(schedule: ScheduleName) -> None:
-    """The engine gives GPipe and 1F1B one stage per device; fewer than one chunk is no schedule at all."""
     with pytest.raises(UsageError, match=rf"{schedule} .*2 chunks") as refused:
         SCHEDULES[schedule].actions(2, 4, 2)
     assert "interleaved" in refused.value.hint

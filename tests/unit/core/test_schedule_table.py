@@ -1,4 +1,4 @@
-"""Torch's compute-only schedule files: written so that torch reads them, read with what is wrong said by its place."""
+"""Schedule files in torch's compute-only format: writing, reading, and errors with row and column."""
 
 from pathlib import Path
 from typing import Any
@@ -14,30 +14,27 @@ from planner.core.schedule import SCHEDULES, Action, Schedule, orders_as_csv, or
 from tests.unit.core.test_halves_match_torch import planned, stage_of
 
 actions = st.builds(Action, st.integers(0, 10**9 - 1), st.sampled_from("FBIW"), st.integers(0, 10**9 - 1))
-"""Whether they can run makes no difference to a table."""
+"""Arbitrary actions, which need not be able to run."""
 
 
-def test_by_hand() -> None:
-    """A row for each device, a cell for each action, nothing for idle slots."""
+def test_schedule_csv_by_hand() -> None:
     assert orders_as_csv(SCHEDULES["1f1b"].actions(2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
     assert orders_as_csv(SCHEDULES["zb-h1"].actions(2, 2)) == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(actions, min_size=1).map(tuple), min_size=1).map(tuple))
-def test_what_was_written_is_read_back(rows: tuple[tuple[Action, ...], ...]) -> None:
-    """Any lists."""
+def test_action_orders_survive_a_round_trip(rows: tuple[tuple[Action, ...], ...]) -> None:
     assert orders_from_csv(orders_as_csv(rows)) == rows
 
 
-def test_idle_slots_spaces_and_quotes_mean_nothing() -> None:
-    """As spreadsheets and torch write them: empty cells, quotes, carriage returns, a byte order mark, blank lines."""
+def test_idle_slots_spaces_and_quotes_are_ignored() -> None:
+    """Spreadsheets and torch also write carriage returns, a byte order mark and blank lines."""
     text = '\ufeff,0F0, ,0F1,,"0B0",0B1\r\n,,1F0,1B0,1F1,1B1,\r\n\r\n'
     assert orders_from_csv(text) == SCHEDULES["1f1b"].actions(2, 2)
 
 
-def test_what_torch_may_run_at_once_is_read_as_one_after_the_other() -> None:
-    """A forward and a backward of two micro-batches."""
+def test_overlapped_actions_are_read_as_consecutive() -> None:
     (row,) = orders_from_csv("0F0,(0F1;1B0)OVERLAP_F_B, ( 1F1 ; 0B0 )OVERLAP_F_B")
     assert " ".join(map(str, row)) == "0F0 0F1 1B0 1F1 0B0"
 
@@ -67,8 +64,7 @@ def test_what_torch_may_run_at_once_is_read_as_one_after_the_other() -> None:
         ("x" * 200_000, "row 1: field larger than field limit (131072)"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
-    """Row and column are counted from 1, as spreadsheets and editors do."""
+def test_errors_name_row_and_column(text: str, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         orders_from_csv(text)
     assert refused.value.message == message
@@ -76,7 +72,7 @@ def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
 
 
 def runtime(num_devices: int, chunks: int, micro_batches: int) -> Any:
-    """Torch's runtime for any schedule on the first device, without processes and without a stage that could run."""
+    """Return torch's runtime on the first device, without processes."""
     stages = [stage_of(index, num_devices * chunks, num_devices) for index in range(chunks)]
     for stage in stages:
         stage.has_backward, stage.stage_index_to_group_rank = True, {}
@@ -85,8 +81,7 @@ def runtime(num_devices: int, chunks: int, micro_batches: int) -> Any:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=lambda schedule: schedule.name)
-def test_torch_loads_our_tables(schedule: Schedule, tmp_path: Path) -> None:
-    """It takes them as valid, puts every stage where we have it, and finds transfers that do not block each other."""
+def test_torch_loads_written_schedule_files(schedule: Schedule, tmp_path: Path) -> None:
     chunks = schedule.exact_chunks or (2 if schedule.is_chunked else 1)
     rows = schedule.actions(4, 8, chunks)
     path = tmp_path / "schedule.csv"
@@ -105,8 +100,7 @@ def test_torch_loads_our_tables(schedule: Schedule, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "holds"), [("zbv", ",,"), ("dualpipev", ")OVERLAP_F_B")])
-def test_we_read_torchs_tables(name: str, holds: str, tmp_path: Path) -> None:
-    """Files that torch writes, with idle slots and with overlaps."""
+def test_schedule_files_of_torch_are_read(name: str, holds: str, tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
     planned(name, 4, 8, 2)._dump_csv(str(path), format="compute_only")
     text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The simulator: one thing at a time, nothing before what it needs, and no waiting in circles."""
+"""Simulator: exclusive devices and links, dependencies, and detection of deadlocks."""
 
 import random
 from itertools import pairwise
@@ -14,7 +14,7 @@ KINDS: list[tuple[ScheduleName, int]] = [("gpipe", 1), ("1f1b", 1), ("interleave
 
 
 def stage(forward: float, backward: float, *, last: float | None = None, send: float = 0.0, blocking: bool = False):
-    """One stage's times."""
+    """Return the times of one stage."""
     return StageTimes(
         forward_us=forward,
         backward_us=backward,
@@ -25,12 +25,12 @@ def stage(forward: float, backward: float, *, last: float | None = None, send: f
 
 
 def end_of(events: tuple[Event, ...]) -> float:
-    """When all is done."""
+    """Return the end of the last event."""
     return max(event.end_us for event in events)
 
 
 def random_stages(rng: random.Random, num_stages: int) -> list[StageTimes]:
-    """Unequal stages, with links or blocking links or none, the last without one."""
+    """Return unequal stages with free, blocking or no links."""
     links = rng.choice(["none", "free", "blocking"])
     stages = []
     for k in range(num_stages):
@@ -41,7 +41,7 @@ def random_stages(rng: random.Random, num_stages: int) -> list[StageTimes]:
     return stages
 
 
-def test_two_stages_and_two_micro_batches_by_hand() -> None:
+def test_gpipe_with_two_stages_by_hand() -> None:
     """GPipe with a link of 1: every event at the time that a pencil gives.
 
     stage 0: F0 0-2, F1 2-4, B0 14-15 (gradient 0 arrives at 14), B1 18-19
@@ -66,8 +66,8 @@ def test_two_stages_and_two_micro_batches_by_hand() -> None:
     }
 
 
-def test_a_blocking_link_keeps_the_receiver_busy() -> None:
-    """The same two stages: receiving is spent on the receiving stage, there is no event on the link."""
+def test_blocking_link_occupies_the_receiver() -> None:
+    """Receiving has no event of its own."""
     actions = SCHEDULES["gpipe"].actions(2, 2)
     events = simulate(actions, [stage(2, 1, send=1, blocking=True), stage(3, 4)])
     found = {(e.kind, e.stage, e.micro_batch): (e.start_us, e.end_us) for e in events}
@@ -84,21 +84,19 @@ def test_a_blocking_link_keeps_the_receiver_busy() -> None:
     }
 
 
-def test_the_last_micro_batch_has_its_own_backward_time() -> None:
-    """`except-last` spares micro-batch M-1 its recomputation, no other."""
+def test_last_micro_batch_has_its_own_backward_time() -> None:
     events = simulate(SCHEDULES["gpipe"].actions(1, 3), [stage(1, 5, last=2)])
     assert [(e.micro_batch, e.end_us - e.start_us) for e in events if e.kind == "B"] == [(0, 5), (1, 5), (2, 2)]
 
 
 def track_of(event: Event, num_devices: int) -> tuple[int, int]:
-    """The device that is busy, twice, or the devices that a transfer leaves and reaches."""
+    """Return the occupied device, twice, or the two devices of a transfer."""
     step = {"F": 0, "B": 0, "send F": 1, "send B": -1}[event.kind]
     return event.device, (event.device + step) % num_devices
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
-def test_nothing_does_two_things_at_once(schedule: ScheduleName, chunks: int) -> None:
-    """On 60 random pipelines: per device, and per direction of a link, events follow each other without overlap."""
+def test_events_of_a_device_or_link_do_not_overlap(schedule: ScheduleName, chunks: int) -> None:
     rng = random.Random(7)
     links_seen = 0
     for _ in range(60):
@@ -123,8 +121,7 @@ def test_nothing_does_two_things_at_once(schedule: ScheduleName, chunks: int) ->
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
-def test_nothing_starts_before_what_it_needs(schedule: ScheduleName, chunks: int) -> None:
-    """F waits for the previous stage's F and the transfer, B for the next stage's B and the transfer, in list order."""
+def test_events_start_after_their_dependencies(schedule: ScheduleName, chunks: int) -> None:
     rng = random.Random(11)
     checked = 0
     for _ in range(40):
@@ -148,8 +145,7 @@ def test_nothing_starts_before_what_it_needs(schedule: ScheduleName, chunks: int
     assert checked > 500
 
 
-def test_a_stage_waits_no_longer_than_it_must() -> None:
-    """Every action starts when its stage is free or its input arrives, whichever is later; here on unequal stages."""
+def test_events_start_as_early_as_possible() -> None:
     stages = [stage(5, 1, send=2), stage(1, 8, send=0.5), stage(4, 4)]
     actions = SCHEDULES["1f1b"].actions(3, 6)
     events = {(e.kind, e.stage, e.micro_batch): e for e in simulate(actions, stages)}
@@ -167,7 +163,7 @@ def test_a_stage_waits_no_longer_than_it_must() -> None:
             free = event.end_us
 
 
-def test_chunks_by_hand() -> None:
+def test_interleaved_chunks_by_hand() -> None:
     """Two devices with two chunks each, one micro-batch, times that are all different: it goes round and back.
 
     forward: stage 0 on device 0, link 1, stage 1 on device 1, link back to the front 10, stage 2 on device 0, link 2,
@@ -193,11 +189,10 @@ def test_chunks_by_hand() -> None:
     ]
 
 
-def test_chunks_share_the_direction_of_a_link() -> None:
-    """Three devices, two chunks: what chunk 0 is still sending holds up what chunk 1 sends the same way.
+def test_chunks_share_a_link_per_direction() -> None:
+    """Device 0 runs F0 at 0-1, F1 at 1-2 and F2 at 2-3 of chunk 0 and sends each for 100.
 
-    Device 0 runs F0 0-1, F1 1-2, F2 2-3 of chunk 0 and sends each for 100. Forwards of chunk 1 come back at 101 or
-    later and go out over the same link, each after all of chunk 0 that was ready before.
+    Forwards of chunk 1 return at 101 or later and use the same link, after all of chunk 0.
     """
     stages = [stage(1, 1, send=send) for send in (100, 0, 0, 7, 0, 0)]
     events = simulate(SCHEDULES["interleaved"].actions(3, 3, 2), stages)
@@ -214,8 +209,7 @@ def test_chunks_share_the_direction_of_a_link() -> None:
     assert len(back) == 6
 
 
-def test_with_two_devices_the_way_round_is_the_link_between_them() -> None:
-    """K = 2: device 1 sends forwards of stage 1 to the front where it sends backwards of stage 3, one at a time."""
+def test_two_devices_use_one_link_for_both_chunks() -> None:
     actions = SCHEDULES["interleaved"].actions(2, 4, 2)
     events = simulate(actions, [stage(2, 1, send=5), stage(1, 3, send=9), stage(2, 2, send=6), stage(1, 1)])
     sent_by = {device: [e for e in events if e.device == device and e.kind not in "FB"] for device in (0, 1)}
@@ -226,42 +220,36 @@ def test_with_two_devices_the_way_round_is_the_link_between_them() -> None:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_one_device_sends_nothing_to_itself(*, blocking: bool) -> None:
-    """K = 1 with three chunks: everything one after the other, no transfer and no receiving, whatever links cost."""
+def test_one_device_has_no_transfers(*, blocking: bool) -> None:
     actions = SCHEDULES["interleaved"].actions(1, 4, 3)
     events = simulate(actions, [stage(1, 2, send=100, blocking=blocking)] * 3)
     assert {e.kind for e in events} == {"F", "B"}
     assert end_of(events) == 3 * 4 * (1 + 2)
 
 
-def test_stages_must_be_shared_out_evenly() -> None:
-    """Three stages do not lie on two devices."""
+def test_stages_must_be_a_multiple_of_devices() -> None:
     with pytest.raises(ValueError, match="3 stages cannot be divided evenly among 2 devices"):
         simulate(SCHEDULES["gpipe"].actions(2, 2), [stage(1, 1)] * 3)
 
 
-def test_events_come_sorted_by_start() -> None:
-    """What a picture draws from left to right."""
+def test_events_are_sorted_by_start() -> None:
     events = simulate(SCHEDULES["1f1b"].actions(3, 5), [stage(1, 2, send=1), stage(3, 1, send=2), stage(2, 2)])
     starts = [event.start_us for event in events]
     assert starts == sorted(starts)
     assert len(events) == 3 * 5 * 2 + 2 * 5 * 2
 
 
-def test_waiting_in_a_circle_is_reported() -> None:
-    """Stage 0 wants B0 before F0, so nobody can begin: an error that says where each stage stands, no endless loop."""
+def test_circular_waiting_is_a_deadlock() -> None:
     lists = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     with pytest.raises(ValueError, match=r"deadlock.*B0.*F0"):
         simulate(lists, [stage(1, 1), stage(1, 1)])
 
 
-def test_waiting_for_what_never_comes_is_reported_when_others_are_done() -> None:
-    """Stage 0 finishes its only forward, stage 1 waits for one that nobody computes: the same error."""
+def test_waiting_for_a_missing_action_is_a_deadlock() -> None:
     with pytest.raises(ValueError, match=r"deadlock.*F1"):
         simulate([[Action(0, "F", 0)], [Action(1, "F", 1)]], [stage(1, 1), stage(1, 1)])
 
 
-def test_a_backward_without_its_forward_is_reported() -> None:
-    """The last stage cannot run B1 before F1."""
+def test_backward_before_its_forward_is_a_deadlock() -> None:
     with pytest.raises(ValueError, match="deadlock"):
         simulate([[Action(0, "F", 0), Action(0, "B", 1), Action(0, "F", 1), Action(0, "B", 0)]], [stage(1, 1)])

@@ -1,4 +1,4 @@
-"""Schedules with backwards in halves: complete, without deadlock, with the bubbles and the memory of their papers."""
+"""Schedules with split backwards: completeness, no deadlocks, and bubbles and memory of their papers."""
 
 import inspect
 import re
@@ -26,7 +26,7 @@ EVEN = (1.0, 1.0, 1.0)
 
 
 def sizes(name: str) -> Iterator[tuple[int, int, int]]:
-    """K, M, V that a schedule runs with."""
+    """Yield the K, M and V that a schedule supports."""
     schedule = SCHEDULES[name]
     for num_devices, micro_batches, chunks in product(
         (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 6, 8, 13, 16, 24), (1, 2, 3)
@@ -39,17 +39,17 @@ def sizes(name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def chunks_of(name: str) -> int:
-    """Two stages on each device where there may be several."""
+    """Return 2 for schedules with several chunks, else 1."""
     return 2 if SCHEDULES[name].is_chunked else 1
 
 
 def as_text(row: Sequence[Action]) -> str:
-    """`0F0 0F1 0I0 0W0`."""
+    """Return a text such as `0F0 0F1 0I0 0W0`."""
     return " ".join(map(str, row))
 
 
 def holds(row: Sequence[Action], *, until: str) -> list[int]:
-    """How many forwards a device holds after each of its actions, until their W or until their I; B is both."""
+    """Return the forwards that a device holds after each action, until their W or I; B is both."""
     ends = ("B", until)
     return list(accumulate((action.kind == "F") - (action.kind in ends) for action in row))
 
@@ -63,7 +63,7 @@ def idle(
     send: float = 0.0,
     chunks: int | None = None,
 ) -> float:
-    """What a step is longer than its work, in the paper's way: the longest span of a device from first F to last W."""
+    """Return the idle time as in the papers: the longest span of a device from first F to last W, less its work."""
     chunks = chunks or chunks_of(name)
     forward, input_backward, weight_backward = (time / chunks for time in times)
     stage = StageTimes(
@@ -85,8 +85,7 @@ def idle(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_lists_in_the_documentation_are_true(name: str) -> None:
-    """The example in the docstring of the class or of its module."""
+def test_action_orders_equal_the_docstrings(name: str) -> None:
     schedule = type(SCHEDULES[name])
     text = f"{inspect.getdoc(schedule)}\n{inspect.getdoc(inspect.getmodule(schedule))}"
     drawn = re.findall(r"(?m)^ *device \d: (.*)$", text)
@@ -96,8 +95,7 @@ def test_the_lists_in_the_documentation_are_true(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_micro_batch_passes_every_stage_once(name: str) -> None:
-    """By F and B or by F, I and W, each stage on its device; and no device waits for what never comes."""
+def test_every_micro_batch_has_fb_or_fiw_per_stage_without_deadlock(name: str) -> None:
     for num_devices, micro_batches, chunks in sizes(name):
         rows = SCHEDULES[name].actions(num_devices, micro_batches, chunks)
         passes: dict[tuple[int, int], list[str]] = {}
@@ -112,14 +110,12 @@ def test_every_micro_batch_passes_every_stage_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_dualpipev_has_whole_backwards(name: str) -> None:
-    """The others could put every gradient of weights off."""
     kinds = Counter(action.kind for row in SCHEDULES[name].actions(4, 8, chunks_of(name)) for action in row)
     assert set(kinds) == (set("FBIW") if name == "dualpipev" else set("FIW"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_pair_of_devices_has_its_transfers_in_one_order(name: str) -> None:
-    """What one sends the other receives, in both rows in the same order, ahead of the action that begins with it."""
+def test_pairs_of_devices_have_the_same_order_of_transfers(name: str) -> None:
     for num_devices, micro_batches, chunks in sizes(name):
         schedule = SCHEDULES[name]
         rows = instruction_lists(schedule.actions(num_devices, micro_batches, chunks))
@@ -159,10 +155,9 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("num_devices", "micro_batches", "times", "send", "bubbles"), PUBLISHED)
-def test_bubbles_are_those_published(
+def test_bubbles_equal_the_published_ones(
     num_devices: int, micro_batches: int, times: tuple[float, float, float], send: float, bubbles: tuple[float, ...]
 ) -> None:
-    """To all four digits, by this repository's simulator."""
     ideal = micro_batches * sum(times)
     wastes = [idle(name, num_devices, micro_batches, times, send=send) for name in ("1f1b", "zb-h1", "zb-h2")]
     assert tuple(round(waste / (ideal + waste), 4) for waste in wastes) == bubbles
@@ -172,8 +167,8 @@ def test_bubbles_are_those_published(
     "times", [EVEN, (18.5, 18.0, 9.25), (29.75, 29.5, 19.75), (2.0, 3.0, 1.0), (3.0, 2.0, 2.0), (3.0, 2.0, 0.0)]
 )
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 7, 8])
-def test_bubbles_of_zero_bubble_by_formula(num_devices: int, times: tuple[float, float, float]) -> None:
-    """Where W takes no longer than F and than I, with 2K micro-batches and more, without transfers."""
+def test_bubbles_of_zero_bubble_equal_the_formulas(num_devices: int, times: tuple[float, float, float]) -> None:
+    """The formulas hold if W is at most F and I, M is at least 2K, and there are no transfers."""
     forward, input_backward, weight_backward = times
     both, gaps = forward + input_backward, num_devices - 1
     for micro_batches in (2 * num_devices, 3 * num_devices):
@@ -194,8 +189,8 @@ def test_bubbles_of_zero_bubble_by_formula(num_devices: int, times: tuple[float,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", range(1, 17))
-def test_bubbles_on_a_v_of_even_stages(num_devices: int) -> None:
-    """F = I = W: ZB-V wastes nothing with 2K-1 micro-batches; V-Half half and V-Min two thirds of what 1F1B wastes."""
+def test_bubbles_of_v_schedules_with_even_stages(num_devices: int) -> None:
+    """With F = I = W, ZB-V has no bubble from M = 2K-1; V-Half has half and V-Min two thirds of that of 1F1B."""
     for micro_batches in (num_devices, 2 * num_devices, 3 * num_devices):
         of_1f1b = idle("1f1b", num_devices, micro_batches, EVEN)
         assert of_1f1b == pytest.approx(3 * (num_devices - 1))
@@ -205,8 +200,8 @@ def test_bubbles_on_a_v_of_even_stages(num_devices: int) -> None:
     assert idle("zbv", num_devices, max(1, 2 * num_devices - 1), EVEN) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_uneven_halves_cost_v_min_with_every_micro_batch_and_v_half_once() -> None:
-    """V-Half repeats without a gap where W + 2I >= 2F and W + 2F >= 2I, as its paper says; V-Min where F = I = W."""
+def test_uneven_split_backwards_slow_v_min_per_micro_batch_and_v_half_once() -> None:
+    """V-Half repeats without gaps if W + 2I >= 2F and W + 2F >= 2I, as its paper says; V-Min if F = I = W."""
     for times in [(18.5, 18.0, 9.25), (2.0, 2.5, 1.0), (2.5, 2.0, 1.0), (1.0, 1.0, 2.0)]:
         for num_devices in (2, 3, 4, 5, 7, 8):
             half, later = (idle("v-half", num_devices, micro_batches, times) for micro_batches in (32, 64))
@@ -217,7 +212,7 @@ def test_uneven_halves_cost_v_min_with_every_micro_batch_and_v_half_once() -> No
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("share", [0.0, 0.366, 0.432, 1.0])
-def test_memory_of_zero_bubble_is_that_of_its_paper(num_devices: int, share: float) -> None:
+def test_memory_of_zero_bubble_equals_its_paper(num_devices: int, share: float) -> None:
     """Stage i, from 1, of ZB-H1: (K-i+1) M_B + (i-1) M_W; of ZB-H2: (2K-2i+1) M_B + (2i-2) M_W. M_W = share M_B."""
     for name, kept, late in [("zb-h1", num_devices, 1), ("zb-h2", 2 * num_devices - 1, 2)]:
         for micro_batches in (2 * num_devices, 4 * num_devices):
@@ -228,7 +223,7 @@ def test_memory_of_zero_bubble_is_that_of_its_paper(num_devices: int, share: flo
 
 
 @pytest.mark.parametrize("num_devices", range(1, 17))
-def test_memory_on_a_v_is_that_of_its_paper(num_devices: int) -> None:
+def test_memory_of_v_schedules_equals_their_paper(num_devices: int) -> None:
     """In forwards of a stage, two to a micro-batch, until their W: a half and a third of 1F1B's, which is 2K."""
     most = {
         "zbv": 2 * num_devices,
@@ -243,8 +238,8 @@ def test_memory_on_a_v_is_that_of_its_paper(num_devices: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_more_is_held_with_fewer_micro_batches(name: str) -> None:
-    """Neither than with 4K, nor than there are; but that rounds of interleaved may be longer than K."""
+def test_fewer_micro_batches_need_no_more_memory(name: str) -> None:
+    """Rounds of the interleaved schedule may be longer than K."""
     for num_devices, micro_batches, chunks in sizes(name):
         rows = SCHEDULES[name].actions(num_devices, micro_batches, chunks)
         enough = SCHEDULES[name].actions(num_devices, 4 * num_devices, chunks)
@@ -253,15 +248,14 @@ def test_no_more_is_held_with_fewer_micro_batches(name: str) -> None:
         assert max(max(holds(row, until="W")) for row in rows) <= min(most, chunks * micro_batches)
 
 
-def test_interleaved_zero_bubble_holds_a_micro_batch_for_each_device() -> None:
-    """In forwards of a stage V K, until their W: what 1F1B's first device holds."""
+def test_interleaved_zero_bubble_holds_one_micro_batch_per_device() -> None:
     for num_devices, chunks in product((1, 2, 3, 4, 8), (1, 2, 3, 4)):
         rows = SCHEDULES["interleaved-zb"].actions(num_devices, 4 * num_devices, chunks)
         assert {max(holds(row, until="W")) for row in rows} == {num_devices * chunks}
 
 
 def documented() -> list[list[str]]:
-    """The rows of the table of figures in docs/schedules.md."""
+    """Return the rows of the table of figures in docs/schedules.md."""
     lines = (ROOT / "docs/schedules.md").read_text(encoding="utf-8").splitlines()
     begin = next(n for n, line in enumerate(lines) if line.startswith("| schedule | bubble, even"))
     rows = takewhile(lambda line: line.startswith("| `"), lines[begin + 2 :])
@@ -269,8 +263,7 @@ def documented() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("row", documented(), ids=lambda row: row[0])
-def test_figures_in_the_documentation_are_true(row: list[str]) -> None:
-    """Bubbles of three cases with K = 8, M = 32, and what is held."""
+def test_figures_in_the_documentation_equal_the_simulation(row: list[str]) -> None:
     name, *bubbles, held = row
     measured = []
     for times, send in [(EVEN, 0.0), *((times, send) for k, m, times, send, _ in PUBLISHED if (k, m) == (8, 32))]:
@@ -281,13 +274,12 @@ def test_figures_in_the_documentation_are_true(row: list[str]) -> None:
     assert max(max(holds(row, until="W")) for row in rows) / chunks_of(name) == float(held)
 
 
-def test_the_documentation_has_all_schedules() -> None:
-    """Each in the table of figures."""
+def test_documentation_lists_all_schedules() -> None:
     assert [row[0] for row in documented()] == list(SCHEDULES)
 
 
 @pytest.mark.parametrize(("num_devices", "chunks"), [(2, 2), (4, 2), (4, 3), (8, 2)])
-def test_interleaved_wastes_and_holds_as_documented(num_devices: int, chunks: int) -> None:
+def test_interleaved_bubble_and_memory_equal_the_documentation(num_devices: int, chunks: int) -> None:
     """(K-1)(F+B)/V idle, and K + (K-1)/V micro-batches on the first device."""
     rows = SCHEDULES["interleaved"].actions(num_devices, 4 * num_devices, chunks)
     assert max(max(holds(row, until="W")) for row in rows) == chunks * num_devices + num_devices - 1
@@ -297,8 +289,8 @@ def test_interleaved_wastes_and_holds_as_documented(num_devices: int, chunks: in
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
-def test_boundaries_between_devices_are_crossed_as_often_as_documented(name: str, num_devices: int) -> None:
-    """Forth and back: K-1 with one stage each, VK-1 in a loop, 2(K-1) on a V."""
+def test_number_of_transfers_equals_the_documentation(name: str, num_devices: int) -> None:
+    """Each direction has K-1 with one stage per device, VK-1 in a loop, 2(K-1) in a V."""
     chunks = chunks_of(name)
     crossed = num_devices * chunks - 1 if SCHEDULES[name].placement == "loop" else 2 * (num_devices - 1)
     rows = instruction_lists(SCHEDULES[name].actions(num_devices, 8, chunks))
@@ -307,8 +299,7 @@ def test_boundaries_between_devices_are_crossed_as_often_as_documented(name: str
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_bound_is_below_the_step(name: str) -> None:
-    """Nobody waits for a W: not all of a micro-batch's work is on the longest path."""
+def test_schedule_bound_is_at_most_the_step(name: str) -> None:
     schedule, chunks = SCHEDULES[name], chunks_of(name)
     stage = StageTimes(
         forward_us=1.0,
@@ -339,16 +330,14 @@ def test_the_bound_is_below_the_step(name: str) -> None:
         ("interleaved-zb", (4, 9, 2), "interleaved zero bubble runs the micro-batches in M // K rounds of equal size"),
     ],
 )
-def test_what_cannot_run_is_refused(name: str, size: tuple[int, int, int], message: str) -> None:
-    """With the numbers, and what to do."""
+def test_unsupported_sizes_are_refused(name: str, size: tuple[int, int, int], message: str) -> None:
     with pytest.raises(UsageError) as refused:
         SCHEDULES[name].actions(*size)
     assert refused.value.message.startswith(message)
     assert refused.value.hint.startswith("use ")
 
 
-def test_dualpipev_says_how_many_devices_there_may_be() -> None:
-    """Two stages on each, and a micro-batch for every stage."""
+def test_most_devices_of_dualpipev_is_exact() -> None:
     for micro_batches in range(2, 30):
         most = int(SCHEDULES["dualpipev"].most_devices(micro_batches))
         SCHEDULES["dualpipev"].refuse(most, micro_batches, 2)

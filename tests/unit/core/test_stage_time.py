@@ -1,4 +1,4 @@
-"""How long a stage is busy, and what its optimizer adds: the same law for one stage and for tables of stages."""
+"""Busy time of a stage and its optimizer step: one rule for single stages and tables of stages."""
 
 import random
 
@@ -16,12 +16,15 @@ from tests.support.chains import even_chain, random_profile
 
 
 def tail_of(stages: list[StageTimes], own_us: list[float]) -> float:
-    """The tail of the optimizers' steps `own_us`."""
+    """Return the tail of the optimizer steps `own_us`."""
     return float(optimizer_tail_us(np.array(own_us), np.array([hidden_us(s, s.send_us) for s in stages])))
 
 
-def test_an_optimizer_step_is_hidden_by_drain_and_fill() -> None:
-    """Stage 0's counts in full; stage k's beyond the backward and forward of the stages in front, and the links."""
+def test_optimizer_step_is_hidden_by_drain_and_fill() -> None:
+    """All of stage 0's step counts.
+
+    For stage k, only the part beyond backward, forward and links of the previous stages counts.
+    """
     stages = [
         StageTimes(forward_us=4, backward_us=9, last_backward_us=7, send_us=1),
         StageTimes(forward_us=3, backward_us=6, last_backward_us=6, send_us=2),
@@ -35,7 +38,7 @@ def test_an_optimizer_step_is_hidden_by_drain_and_fill() -> None:
 
 
 def test_recomputation_hides_no_optimizer_step() -> None:
-    """Behind a slower stage the drain is as long without it: more work must never seem to make a step shorter."""
+    """More work must never make a step shorter."""
     stages = [
         StageTimes(forward_us=4, backward_us=9, last_backward_us=9, recompute_us=4, last_recompute_us=4),
         StageTimes(forward_us=1, backward_us=1, last_backward_us=1),
@@ -43,8 +46,7 @@ def test_recomputation_hides_no_optimizer_step() -> None:
     assert tail_of(stages, [0, 20]) == 20 - 4 - 5
 
 
-def test_tails_of_many_partitions_are_those_of_each() -> None:
-    """Arrays with further dimensions in front: max over k of U_k - sum_{j<k} hidden_j, written out."""
+def test_tails_of_many_partitions_equal_those_of_each() -> None:
     rng = np.random.default_rng(0)
     own, hidden = rng.uniform(0, 50, (7, 3, 5)), rng.uniform(0, 9, (7, 3, 5))
     tails = optimizer_tail_us(own, hidden)
@@ -57,8 +59,8 @@ def test_tails_of_many_partitions_are_those_of_each() -> None:
     ("choice", "recompute_us", "last_recompute_us"),
     [("never", 0, 0), ("except-last", 5, 0), ("always", 5, 5), ("layers", 2, 2)],
 )
-def test_what_is_computed_again(choice: Recompute, recompute_us: float, last_recompute_us: float) -> None:
-    """The forward without the executor's time, or that of single layers; on a device twice as fast, half of each."""
+def test_recompute_time_of_each_choice(choice: Recompute, recompute_us: float, last_recompute_us: float) -> None:
+    """Recomputation excludes the executor's overhead; a device with speed 2 halves it."""
     code = (*CHOICES, "layers").index(choice)
     times = busy_times(
         np.float64(10), np.float64(30), code, has_backward=True, layers_us=4.0, speed=2.0, overhead_us=0.5
@@ -67,14 +69,12 @@ def test_what_is_computed_again(choice: Recompute, recompute_us: float, last_rec
 
 
 @pytest.mark.parametrize("code", range(LAYERS))
-def test_nothing_is_computed_again_without_a_backward(code: int) -> None:
-    """Frozen layers at the front of a chain hold no activations, whatever was chosen for them."""
+def test_stages_without_backward_have_no_recompute_time(code: int) -> None:
     times = busy_times(np.float64(10), np.float64(30), code, has_backward=False)
     assert times == (10, 30, 30, 0, 0)
 
 
-def test_tables_of_stages_hold_what_partitions_say() -> None:
-    """Differences of sums are the sums over layers: times, recomputation, all-reduce, ties, on random chains."""
+def test_tables_of_stage_times_equal_partitions() -> None:
     rng = random.Random(5)
     for seed in range(40):
         num_layers, replicas = rng.randint(4, 9), rng.choice([1, 3])
@@ -107,8 +107,7 @@ def test_tables_of_stages_hold_what_partitions_say() -> None:
         assert tail == pytest.approx(evaluation.optimizer_us)
 
 
-def test_replicas_wait_for_no_gradients_where_there_are_none() -> None:
-    """Not even the latency; of many stages at once, only those with gradients sum them."""
+def test_stages_without_gradients_have_no_all_reduce() -> None:
     cluster = Cluster(memory_bytes=(10**9,) * 4, allreduce=Link(latency_us=7.0, bytes_per_s=1e6))
     costs = costs_at(even_chain([3, 3, 3], [0, 4, 0]), 1).of_replicas(2)
     own = ChainSums.of(costs, cluster, 2).own_us(np.array([0, 1, 2]), np.array([1, 2, 3]), 1.0)

@@ -1,4 +1,4 @@
-"""The closed form of GPipe's step: equal to the simulator, to the paper's bubble, and to published figures."""
+"""Closed form of GPipe's step time, compared with the simulator, the paper and published figures."""
 
 import random
 from fractions import Fraction
@@ -18,14 +18,14 @@ from tests.support.profiles import inputs_of, profile_of
 def partition_of(
     balance: tuple[int, ...], micro_batches: int, *, recompute: Recompute = "never", schedule: ScheduleName = "gpipe"
 ) -> Partition:
-    """The same recomputation on every stage."""
+    """Return a partition with the same recomputation on every stage."""
     return Partition(
         schedule=schedule, micro_batches=micro_batches, balance=balance, recompute=(recompute,) * len(balance)
     )
 
 
 def predicted_step_us(num_stages: int, micro_batches: int, num_layers: int = 48, batch: int = 32) -> float:
-    """Step of a chain of equal layers, F:B = 1:2, whose times are proportional to the micro-batch size."""
+    """Return the step of equal layers with F:B = 1:2 and times proportional to the micro-batch size."""
     size = Fraction(batch, micro_batches)
     profile = profile_of([float(size)] * num_layers, [float(2 * size)] * num_layers)
     balance = (num_layers // num_stages,) * num_stages
@@ -35,8 +35,7 @@ def predicted_step_us(num_stages: int, micro_batches: int, num_layers: int = 48,
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 7, 8, 15, 16])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_equal_stages_have_exactly_the_papers_bubble(schedule: ScheduleName, num_stages: int) -> None:
-    """Idle share (K-1)/(M+K-1), in whole numbers, for GPipe and 1F1B alike, by the simulator and by `predict`."""
+def test_equal_stages_have_the_bubble_of_the_paper(schedule: ScheduleName, num_stages: int) -> None:
     stages = [StageTimes(forward_us=1, backward_us=2, last_backward_us=2)] * num_stages
     profile = profile_of([1.0] * num_stages, [2.0] * num_stages)
     costs, cluster = costs_at(profile, 1), inputs_of(num_stages, 1).cluster
@@ -58,8 +57,7 @@ def test_equal_stages_have_exactly_the_papers_bubble(schedule: ScheduleName, num
     assert tried >= 3
 
 
-def test_the_closed_form_is_the_simulators_time() -> None:
-    """On 400 random pipelines of unequal stages with links, blocking links, and a cheaper last micro-batch."""
+def test_closed_form_equals_the_simulator() -> None:
     rng = random.Random(3)
     with_links = with_last = 0
     for _ in range(400):
@@ -88,7 +86,7 @@ def test_the_closed_form_is_the_simulators_time() -> None:
 
 
 def test_forward_and_backward_have_separate_bottlenecks() -> None:
-    """T = ΣF + (M-1) max F + ΣB + (M-1) max B, though the two maxima lie on different stages."""
+    """T = ΣF + (M-1) max F + ΣB + (M-1) max B, with maxima on different stages."""
     stages = [
         StageTimes(forward_us=10, backward_us=1, last_backward_us=1),
         StageTimes(forward_us=2, backward_us=9, last_backward_us=9),
@@ -96,8 +94,8 @@ def test_forward_and_backward_have_separate_bottlenecks() -> None:
     assert gpipe_step_us(stages, 5) == 12 + 4 * 10 + 10 + 4 * 9
 
 
-def test_a_slow_link_is_the_bottleneck() -> None:
-    """T = ΣF + ΣC + (M-1) max(F, C), and the same backward: a link slower than the stages sets the pace."""
+def test_slow_link_is_the_bottleneck() -> None:
+    """T = ΣF + ΣC + (M-1) max(F, C), and the same backward."""
     stages = [
         StageTimes(forward_us=1, backward_us=2, last_backward_us=2, send_us=7),
         StageTimes(forward_us=3, backward_us=4, last_backward_us=4),
@@ -105,8 +103,7 @@ def test_a_slow_link_is_the_bottleneck() -> None:
     assert gpipe_step_us(stages, 4) == 1 + 7 + 3 + 3 * 7 + 4 + 7 + 2 + 3 * 7
 
 
-def test_a_blocking_link_adds_to_the_receiver() -> None:
-    """Stage 1 receives and computes 3 + 7 per micro-batch, backward stage 0 receives and computes 2 + 7."""
+def test_blocking_link_adds_to_the_receiver() -> None:
     stages = [
         StageTimes(forward_us=1, backward_us=2, last_backward_us=2, send_us=7, blocking=True),
         StageTimes(forward_us=3, backward_us=4, last_backward_us=4),
@@ -115,8 +112,8 @@ def test_a_blocking_link_adds_to_the_receiver() -> None:
 
 
 @pytest.mark.parametrize("num_jobs", [1, 2, 3, 8])
-def test_the_flow_shop_equals_its_recursion(num_jobs: int) -> None:
-    """C(job, machine) = max(C(job-1, machine), C(job, machine-1)) + p, on 50 random shops whose last job differs."""
+def test_flow_shop_equals_its_recursion(num_jobs: int) -> None:
+    """C(job, machine) = max(C(job-1, machine), C(job, machine-1)) + p."""
     rng = random.Random(num_jobs)
     for _ in range(50):
         machines = []
@@ -131,8 +128,7 @@ def test_the_flow_shop_equals_its_recursion(num_jobs: int) -> None:
         assert flow_shop_us(machines, num_jobs) == pytest.approx(done[-1], rel=1e-12)
 
 
-def test_one_micro_batch_takes_the_sum_of_everything() -> None:
-    """M = 1 is no pipeline: all stages and links one after another, the last micro-batch's backward only."""
+def test_one_micro_batch_takes_the_sum_of_all_times() -> None:
     stages = [
         StageTimes(forward_us=1, backward_us=100, last_backward_us=2, send_us=5),
         StageTimes(forward_us=3, backward_us=100, last_backward_us=4),
@@ -141,16 +137,16 @@ def test_one_micro_batch_takes_the_sum_of_everything() -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "published"), [(2, 1.8), (4, 3.4), (8, 6.3)])
-def test_speed_ups_are_those_of_the_paper(num_stages: int, published: float) -> None:
-    """Transformer-48 with M = 32 against K = 2, M = 1: KM/(M+K-1), within 8 % of what the GPipe paper measured."""
+def test_speedups_agree_with_the_gpipe_paper(num_stages: int, published: float) -> None:
+    """Transformer-48 with M = 32 is compared with K = 2, M = 1: KM/(M+K-1), within 8 % of the measurements."""
     speed_up = predicted_step_us(2, 1) / predicted_step_us(num_stages, 32)
     assert speed_up == pytest.approx(num_stages * 32 / (32 + num_stages - 1), rel=1e-12)
     assert speed_up == pytest.approx(published, rel=0.08)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 32])
-def test_recomputing_all_but_the_last_costs_what_was_published(micro_batches: int) -> None:
-    """With F:B = 1:2 on one device, time without over with is 3/(3+(M-1)/M): 0.857 at M = 2 (published 0.858)."""
+def test_cost_of_except_last_agrees_with_published_figures(micro_batches: int) -> None:
+    """With F:B = 1:2 on one device the ratio is 3/(3+(M-1)/M): 0.857 at M = 2, 0.858 published."""
     profile = profile_of([1.0] * 6, [2.0] * 6)
     costs, cluster = costs_at(profile, 1), inputs_of(1, 1).cluster
     without = Evaluation(costs, partition_of((6,), micro_batches), cluster).step_us
@@ -161,8 +157,8 @@ def test_recomputing_all_but_the_last_costs_what_was_published(micro_batches: in
         assert without / spared == pytest.approx(0.853, rel=0.01)
 
 
-def test_the_best_cut_depends_on_the_schedule() -> None:
-    """F 30 10 10 10, B 20 20 20 60, M = 32 (findings 8): GPipe pays max F + max B, 1F1B about max(F+B)."""
+def test_best_cut_depends_on_the_schedule() -> None:
+    """GPipe waits for max F + max B, 1F1B for about max(F+B)."""
     costs = costs_at(profile_of([30, 10, 10, 10], [20, 20, 20, 60]), 1)
     cluster = inputs_of(2, 32).cluster
     times = {
@@ -177,8 +173,8 @@ def test_the_best_cut_depends_on_the_schedule() -> None:
     assert times["1f1b"][2, 2] < times["gpipe"][3, 1]
 
 
-def test_1f1b_is_never_slower_than_its_list_of_actions_allows() -> None:
-    """On unequal stages 1F1B takes at least M times the largest F+B plus what leads to and from that stage."""
+def test_1f1b_step_is_within_its_bounds() -> None:
+    """The lower bound is M times the largest F+B plus the way to and from that stage."""
     rng = random.Random(5)
     for _ in range(50):
         num_stages = rng.randint(1, 5)

@@ -1,4 +1,4 @@
-"""Rates of published runs: by chip and kind of model, with the error range of such predictions."""
+"""Compute rates of published runs by chip and kind of model, with error ranges."""
 
 from dataclasses import replace
 
@@ -13,16 +13,14 @@ DENSE = {"from_formula": "transformer", "layers": 4, "hidden": 64, "heads": 4, "
 EXPERTS = {**DENSE, "from_formula": "mixtral", "feed_forward": 64, "experts": 4, "experts_per_token": 2}
 
 
-def test_rates_are_of_known_devices() -> None:
-    """Every rate is that of some accelerator, and other accelerators have none."""
+def test_rates_belong_to_known_accelerators() -> None:
     found = [sustained_rate(of.name, experts=experts) for of in ACCELERATORS for experts in (False, True)]
     assert set(SUSTAINED) <= {each for each in found if each is not None}
     assert sustained_rate("v100") is None
     assert sustained_rate("tpu:v4", experts=True) is None
 
 
-def test_a_kind_without_runs_has_another_kinds_rate_and_no_range() -> None:
-    """No mixture of experts on A100 is known."""
+def test_model_kind_without_runs_uses_another_rate_without_range() -> None:
     dense = sustained_rate("a100-80gb")
     assert dense is not None
     assert sustained_rate("a100-40gb", experts=True) == replace(dense, errors="")
@@ -40,16 +38,14 @@ def test_a_kind_without_runs_has_another_kinds_rate_and_no_range() -> None:
         (DENSE, "v100", {}, "peak"),
     ],
 )
-def test_a_prediction_has_the_errors_of_its_rate(shape: dict, device: str, more: dict, kind: str | None) -> None:
-    """Steps at the rate of published runs are off as these are from each other."""
+def test_predictions_have_the_error_range_of_their_rate(shape: dict, device: str, more: dict, kind: str | None) -> None:
     profile = api.profile(**shape, device=f"estimate:{device}", batch_sizes="1", **more)
     plan = api.solve(profile, devices=2, batch=4, schedule="gpipe")
     errors = None if kind is None else (STEPS[kind].least, STEPS[kind].most)
     assert certainty_of(plan, profile).step_ratio == errors
 
 
-def test_the_accuracy_says_that_exchanged_tokens_have_no_time_of_their_own() -> None:
-    """If experts are divided among replicas."""
+def test_accuracy_mentions_token_exchange_of_divided_experts() -> None:
     alone, divided = (
         api.profile(**EXPERTS, device="estimate:h100", batch_sizes="1", expert_parallel=groups) for groups in (1, 2)
     )

@@ -1,4 +1,4 @@
-"""Instructions of an interleaved pipeline, transfers included: an order that never blocks, and what is held."""
+"""Instruction lists of interleaved pipelines, including transfers: no blocking, and memory counts."""
 
 import random
 from collections.abc import Sequence
@@ -21,13 +21,12 @@ def rows_of(devices: int, chunks: int, micro_batches: int) -> Rows:
 
 
 def as_text(row: Sequence[Instruction]) -> str:
-    """`s2F0` and `r2F0`: sent, received."""
+    """Return a text such as `s2F0` for sent and `r2F0` for received."""
     short = {"run": "", "send": "s", "receive": "r"}
     return " ".join(f"{short[x.do]}{x.stage}{x.kind}{x.micro_batch}" for x in row)
 
 
-def test_by_hand() -> None:
-    """K = 2, V = 2, M = 2: sent behind the action, received behind what the other has by then."""
+def test_instruction_lists_by_hand() -> None:
     assert [as_text(row) for row in rows_of(2, 2, 2)] == [
         "0F0 s0F0 0F1 s0F1 r2F0 2F0 s2F0 r2F1 2F1 s2F1 r2B0 2B0 s2B0 r2B1 2B1 s2B1 r0B0 0B0 r0B1 0B1",
         "r1F0 r1F1 1F0 s1F0 r3F0 1F1 s1F1 r3F1 3F0 3B0 s3B0 r1B0 3F1 3B1 s3B1 r1B1 1B0 s1B0 1B1 s1B1",
@@ -35,8 +34,7 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
-def test_every_pair_of_devices_has_its_transfers_in_one_order(devices: int, chunks: int, micro_batches: int) -> None:
-    """What one sends, another receives, before it needs it; in both rows of a pair in the same order."""
+def test_pairs_of_devices_have_the_same_order_of_transfers(devices: int, chunks: int, micro_batches: int) -> None:
     rows = rows_of(devices, chunks, micro_batches)
     transfers: dict[tuple[int, int], list[list[tuple[str, int, int]]]] = {}
     for device, row in enumerate(rows):
@@ -64,7 +62,7 @@ def test_every_pair_of_devices_has_its_transfers_in_one_order(devices: int, chun
 
 
 def step_time(rows: Rows, times: dict[str, list[float]], *, waits: bool) -> float:  # noqa: C901 - one loop
-    """Transfers take no time once both sides are there; `waits`: for all gradients sent but the last."""
+    """Return the step time if transfers take no time; with `waits`, devices wait for all but the last sent gradient."""
     devices, stages = len(rows), len(times["F"])
     at, clock = [0] * devices, [0.0] * devices
     sent: dict[tuple[str, int, int], float] = {}
@@ -101,8 +99,8 @@ def step_time(rows: Rows, times: dict[str, list[float]], *, waits: bool) -> floa
 
 
 @pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
-def test_waiting_for_all_gradients_but_the_last_costs_nothing(devices: int, chunks: int, micro_batches: int) -> None:
-    """So that the executor may let go of them; even and uneven stages. Little where M is no multiple of K."""
+def test_waiting_for_sent_gradients_costs_nothing(devices: int, chunks: int, micro_batches: int) -> None:
+    """The executor waits to release their memory. It costs up to 1 % if M is not a multiple of K."""
     rows = rows_of(devices, chunks, micro_batches)
     for seed in range(20):
         draw = random.Random(seed)
@@ -112,8 +110,8 @@ def test_waiting_for_all_gradients_but_the_last_costs_nothing(devices: int, chun
         assert without <= step_time(rows, times, waits=True) <= without * (1.01 if micro_batches % devices else 1.0)
 
 
-def test_counts_by_hand() -> None:
-    """Device 1 of K = 2, V = 2, M = 2, action by action: F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1."""
+def test_part_counts_by_hand() -> None:
+    """Device 1 with K = 2, V = 2, M = 2 runs F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1."""
     counts = part_counts(INTERLEAVED.actions(2, 2, 2))[1]
     during = {part: counts.during[:, :, n].tolist() for n, part in enumerate(PARTS)}
     assert during["held"] == [[0, 0], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0], [0, 0], [0, 0]]
@@ -132,8 +130,7 @@ def test_counts_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
-def test_only_moments_that_cannot_be_the_peak_are_left_out(devices: int, chunks: int, micro_batches: int) -> None:
-    """Whatever the bytes of the parts."""
+def test_omitted_moments_cannot_be_the_peak(devices: int, chunks: int, micro_batches: int) -> None:
     actions = INTERLEAVED.actions(devices, micro_batches, chunks)
     both = zip(part_counts(actions), moments_of(actions), strict=True)
     for (counts, moments), seed in product(both, range(5)):

@@ -1,4 +1,4 @@
-"""Quantities mean exactly what they say, and what is not a quantity with its unit is refused."""
+"""Parsing and formatting of quantities with units."""
 
 from collections.abc import Callable
 
@@ -44,22 +44,19 @@ from planner.core.values.units import (
         ("9007199254740993B", 9007199254740993),
     ],
 )
-def test_a_size_is_an_exact_whole_number_of_bytes(text: str, size_bytes: int) -> None:
-    """No binary fraction comes in between, so 0.1GB is 100,000,000 bytes; parts of a byte are dropped."""
+def test_sizes_are_exact_integers(text: str, size_bytes: int) -> None:
     parsed = parse_bytes(text)
     assert parsed == size_bytes
     assert type(parsed) is int
 
 
 @pytest.mark.parametrize("text", ["8gb", "8Gb", "8GB", "8gB", " 8 GB ", "8.0GB", "8000 mb", "08GB"])
-def test_case_and_spaces_do_not_matter_to_a_size(text: str) -> None:
-    """All of these are 8·10^9 bytes."""
+def test_sizes_ignore_case_and_spaces(text: str) -> None:
     assert parse_bytes(text) == 8 * 10**9
 
 
 @pytest.mark.parametrize("parse", [parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_us, parse_share])
-def test_a_bare_number_is_refused(parse: Callable[[str], float]) -> None:
-    """Nobody agrees on what 8 means: the error names the value, the hint a spelling that works."""
+def test_numbers_without_unit_are_refused(parse: Callable[[str], float]) -> None:
     with pytest.raises(UsageError, match=r"`8` has no unit") as refused:
         parse("8")
     assert "for example" in refused.value.hint
@@ -85,8 +82,7 @@ def test_a_bare_number_is_refused(parse: Callable[[str], float]) -> None:
         ".",
     ],
 )
-def test_what_is_not_a_size_is_refused_with_its_text(text: str) -> None:
-    """A typo never becomes another number."""
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_bytes(text)
     assert f"`{text}`" in refused.value.message
@@ -94,8 +90,7 @@ def test_what_is_not_a_size_is_refused_with_its_text(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["8G", "8Gi", "8bytes", "8GBps", "8%", "8ms", "8bit"])
-def test_an_unknown_unit_of_size_is_named(text: str) -> None:
-    """The error repeats the unit, the hint lists those there are."""
+def test_unknown_units_of_size_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=f"unknown unit `{text[1:]}`") as refused:
         parse_bytes(text)
     assert "GiB" in refused.value.hint
@@ -113,28 +108,24 @@ def test_an_unknown_unit_of_size_is_named(text: str) -> None:
         ("2TB/s", 2e12),
     ],
 )
-def test_a_rate_is_bytes_per_second(text: str, bytes_per_s: float) -> None:
-    """The same prefixes as sizes."""
+def test_rates_are_bytes_per_second(text: str, bytes_per_s: float) -> None:
     assert parse_bytes_per_s(text) == bytes_per_s
 
 
 @pytest.mark.parametrize("text", ["190TFLOP/s", "190 tflop/s", "0.19PFLOP/s", "190000 GFLOP/s"])
-def test_a_rate_of_computing_is_operations_per_second(text: str) -> None:
-    """Decimal prefixes, in upper or lower case."""
+def test_compute_rates_are_operations_per_second(text: str) -> None:
     assert parse_flops_per_s(text) == 190e12
 
 
 @pytest.mark.parametrize("text", ["190TFLOP", "190TFLOPS", "190TB/s", "0TFLOP/s", "2000PFLOP/s"])
-def test_a_rate_of_computing_without_time_or_of_nothing_is_refused(text: str) -> None:
-    """TFLOPS are operations to some, and a rate to others."""
+def test_compute_rates_without_time_or_of_zero_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_flops_per_s(text)
     assert f"`{text}`" in refused.value.message
 
 
 @pytest.mark.parametrize("text", ["25GB", "25GB/", "25GB/ms", "25/s", "25Gbps", "25GB/s/s", "0GB/s", "-1GB/s"])
-def test_a_rate_without_time_or_of_zero_is_refused(text: str) -> None:
-    """A link of 0 B/s never moves anything, and 25GB is no rate."""
+def test_rates_without_time_or_of_zero_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_bytes_per_s(text)
     assert f"`{text}`" in refused.value.message
@@ -144,34 +135,30 @@ def test_a_rate_without_time_or_of_zero_is_refused(text: str) -> None:
     ("text", "time_us"),
     [("5us", 5.0), ("5µs", 5.0), ("1.5ms", 1500.0), ("60s", 60e6), ("0us", 0.0), ("0.1ms", 100.0), (" 2 s", 2e6)],
 )
-def test_a_time_is_in_microseconds(text: str, time_us: float) -> None:
-    """Microseconds, milliseconds, seconds."""
+def test_times_are_in_microseconds(text: str, time_us: float) -> None:
     assert parse_us(text) == time_us
 
 
 def test_both_letters_mu_mean_micro() -> None:
-    """The Greek letter (U+03BC), which keyboards and normalisation give, is as good as the micro sign (U+00B5)."""
+    """Keyboards and Unicode normalization give the Greek letter (U+03BC) instead of the micro sign (U+00B5)."""
     assert parse_us("5\u00b5s") == 5.0
     assert parse_us("5\u03bcs") == 5.0
 
 
 @pytest.mark.parametrize("text", ["5m", "5min", "5h", "5ns", "5 seconds", "5GB", "-5us", "5"])
-def test_an_unknown_unit_of_time_is_refused(text: str) -> None:
-    """`5m` may be minutes or milliseconds: neither is guessed."""
+def test_unknown_units_of_time_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_us(text)
     assert f"`{text}`" in refused.value.message
 
 
 @pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0%", 0.0), ("99.9%", 0.999), (" 12.5 %", 0.125)])
-def test_a_share_is_a_percentage(text: str, share: float) -> None:
-    """5% is 0.05, to the last bit of a float."""
+def test_shares_are_percentages(text: str, share: float) -> None:
     assert parse_share(text) == share
 
 
 @pytest.mark.parametrize("text", ["100%", "250%", "0.05", "5", "-5%", "5 percent", "%"])
-def test_a_share_of_everything_or_without_percent_is_refused(text: str) -> None:
-    """100% headroom would leave no memory; 0.05 may be meant as 5% or as 0.05%."""
+def test_shares_of_100_percent_or_without_percent_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_share(text)
     assert f"`{text}`" in refused.value.message
@@ -192,8 +179,7 @@ def test_a_share_of_everything_or_without_percent_is_refused(text: str) -> None:
         (-1500, "-1.46 KiB"),
     ],
 )
-def test_bytes_are_shown_in_binary_units(size_bytes: int, text: str) -> None:
-    """Three significant digits in the largest unit that leaves a whole part."""
+def test_bytes_are_formatted_in_binary_units(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text
 
 
@@ -201,8 +187,7 @@ def test_bytes_are_shown_in_binary_units(size_bytes: int, text: str) -> None:
     ("bytes_per_s", "text"),
     [(25e9, "25.0 GB/s"), (999.0, "999 B/s"), (1000.0, "1.00 kB/s"), (1.25e6, "1.25 MB/s"), (3e15, "3000 TB/s")],
 )
-def test_rates_are_shown_in_decimal_units(bytes_per_s: float, text: str) -> None:
-    """As links are sold."""
+def test_rates_are_formatted_in_decimal_units(bytes_per_s: float, text: str) -> None:
     assert format_rate(bytes_per_s) == text
 
 
@@ -217,8 +202,7 @@ def test_rates_are_shown_in_decimal_units(bytes_per_s: float, text: str) -> None
         (3.6e9, "3600 s"),
     ],
 )
-def test_times_are_shown_in_the_unit_that_reads_best(time_us: float, text: str) -> None:
-    """Three significant digits."""
+def test_times_are_formatted_with_three_digits(time_us: float, text: str) -> None:
     assert format_us(time_us) == text
 
 
@@ -233,14 +217,10 @@ def test_times_are_shown_in_the_unit_that_reads_best(time_us: float, text: str) 
         (format_rate, 999.9e3, "1.00 MB/s"),
     ],
 )
-def test_rounding_up_to_the_next_digit_keeps_three_digits(
-    show: Callable[[float], str], value: float, text: str
-) -> None:
-    """A number just below a power of ten is shown as that power, not with a digit too many or in the lower unit."""
+def test_rounding_up_keeps_three_digits(show: Callable[[float], str], value: float, text: str) -> None:
     assert show(value) == text
 
 
 @pytest.mark.parametrize("size_bytes", [1, 999, 1024, 123_456, 8 * 10**9, 85_017_493_504])
-def test_a_size_in_bytes_reads_back_as_itself(size_bytes: int) -> None:
-    """What a file or an error says in bytes can be typed again."""
+def test_sizes_in_bytes_survive_a_round_trip(size_bytes: int) -> None:
     assert parse_bytes(f"{size_bytes}B") == size_bytes

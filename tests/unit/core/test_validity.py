@@ -1,4 +1,4 @@
-"""Lists of actions from anywhere: what is a step of a pipeline, and what is said of what is none."""
+"""Validity of action orders from any source, and errors for invalid ones."""
 
 import random
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ Lists = list[list[Action]]
 
 
 def lists_in(text: str) -> Lists:
-    """A row for each device, separated by slashes: `0F0,0B0 / 1F0,1B0`."""
+    """Return the action orders of a text with a row per device, separated by slashes: `0F0,0B0 / 1F0,1B0`."""
     return [list(row) for row in orders_from_csv(text.replace(" / ", "\n"))]
 
 
 def at_random(draw: random.Random, num_devices: int, chunks: int, micro_batches: int) -> Lists:
-    """Valid lists by list scheduling: what can run is drawn, one thing after the other, in no good order at all."""
+    """Return valid action orders, drawn from the runnable actions at each point."""
     stages = list(range(num_devices * chunks))
     draw.shuffle(stages)
     device_of = {stage: place % num_devices for place, stage in enumerate(stages)}
@@ -48,7 +48,7 @@ def at_random(draw: random.Random, num_devices: int, chunks: int, micro_batches:
 
 
 def is_ready(action: Action, num_stages: int, over: set[object]) -> bool:
-    """Whether all it needs is over; a backward needs its own forward anyway."""
+    """Return True if all dependencies are done; a backward also needs its own forward."""
     need = needed_message(action.kind, action.stage, num_stages)
     waits = [] if need is None else [(need.flow, need.stage, action.micro_batch)]
     return set(waits) <= over
@@ -60,8 +60,8 @@ sizes = st.tuples(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 3), s
 
 @settings(max_examples=60, deadline=None)
 @given(sizes)
-def test_lists_in_any_order_that_holds_are_valid(size: tuple[int, int, int, int]) -> None:
-    """Wherever the stages lie, whole and halved backwards side by side; and they run, transfers included."""
+def test_runnable_action_orders_are_valid(size: tuple[int, int, int, int]) -> None:
+    """Stages lie anywhere, and whole and split backwards are mixed."""
     seed, num_devices, chunks, micro_batches = size
     rows = at_random(random.Random(seed), num_devices, chunks, micro_batches)
     check_orders(rows, micro_batches)
@@ -71,7 +71,7 @@ def test_lists_in_any_order_that_holds_are_valid(size: tuple[int, int, int, int]
 
 
 def mutated(draw: random.Random, rows: Lists) -> Lists:
-    """The lists with one thing wrong."""
+    """Return the action orders with one fault."""
     device = draw.choice([device for device, row in enumerate(rows) if row])
     row = rows[device]
     place = draw.randrange(len(row))
@@ -104,8 +104,7 @@ def mutated(draw: random.Random, rows: Lists) -> Lists:
 
 @settings(max_examples=200, deadline=None)
 @given(sizes)
-def test_one_thing_wrong_is_refused(size: tuple[int, int, int, int]) -> None:
-    """Dropped, doubled, renamed, moved to another device, put behind what needs it."""
+def test_single_faults_are_refused(size: tuple[int, int, int, int]) -> None:
     seed, num_devices, chunks, micro_batches = size
     draw = random.Random(seed)
     rows = mutated(draw, at_random(draw, num_devices, chunks, micro_batches))
@@ -116,8 +115,8 @@ def test_one_thing_wrong_is_refused(size: tuple[int, int, int, int]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(sizes)
-def test_neighbours_in_the_other_order_are_refused_if_and_only_if_they_cannot_run(size: tuple[int, ...]) -> None:
-    """Against a run of the lists, device by device, that knows nothing but what each action needs."""
+def test_swapped_actions_are_refused_exactly_if_they_cannot_run(size: tuple[int, ...]) -> None:
+    """The reference is an independent run of the action orders."""
     seed, num_devices, chunks, micro_batches = size
     draw = random.Random(seed)
     rows = at_random(draw, num_devices, chunks, micro_batches)
@@ -133,7 +132,7 @@ def test_neighbours_in_the_other_order_are_refused_if_and_only_if_they_cannot_ru
 
 
 def runs_to_its_end(rows: Sequence[Sequence[Action]]) -> bool:
-    """Whether devices that take their lists as far as they can all come to the end."""
+    """Return True if all devices finish when each runs its actions as far as possible."""
     num_stages = len({action.stage for row in rows for action in row})
     at, over = [0] * len(rows), set[object]()
     went_on = True
@@ -149,7 +148,6 @@ def runs_to_its_end(rows: Sequence[Sequence[Action]]) -> bool:
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=lambda schedule: schedule.name)
 def test_named_schedules_are_valid(schedule: Schedule) -> None:
-    """Every schedule at a few sizes."""
     for num_devices, micro_batches in [(1, 4), (2, 4), (3, 6), (4, 16), (8, 16)]:
         chunks = schedule.exact_chunks or (3 if schedule.is_chunked else 1)
         check_orders(schedule.actions(num_devices, micro_batches, chunks), micro_batches)
@@ -183,22 +181,19 @@ def test_named_schedules_are_valid(schedule: Schedule) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said(text: str, micro_batches: int, message: str) -> None:
-    """By the device, the action, and what is the matter with it."""
+def test_errors_name_device_action_and_fault(text: str, micro_batches: int, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         check_orders(lists_in(text), micro_batches)
     assert refused.value.message == message
 
 
 @pytest.mark.parametrize(("rows", "message"), [([], "no action orders"), ([[]], "device 0 has no action")])
-def test_no_work_is_no_step(rows: Lists, message: str) -> None:
-    """Neither without devices nor with an idle one."""
+def test_action_orders_without_actions_are_refused(rows: Lists, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_orders(rows, 1)
 
 
-def test_a_long_circle_is_cut_short() -> None:
-    """Four devices are named."""
+def test_error_of_a_long_deadlock_names_four_devices() -> None:
     rows = [[Action(k, "B", 0), Action(k, "F", 0)][::-1] for k in range(7)]
     rows[6] = [Action(6, "F", 1), Action(6, "F", 0), Action(6, "B", 0), Action(6, "B", 1)]
     for k in range(6):

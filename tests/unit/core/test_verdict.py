@@ -1,4 +1,4 @@
-"""`judge` recomputes a plan from the profile and trusts none of its numbers."""
+"""Verdicts of `judge`, which recomputes a plan from the profile and trusts none of its numbers."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,19 +19,19 @@ DIGEST = "sha256:0"
 
 
 def six_layers(**changes: Any) -> Profile:
-    """Equal layers of 100 bytes each of parameters and gradients, and 50 saved per micro-batch."""
+    """Return equal layers with 100 bytes each of parameters and gradients, and 50 saved per micro-batch."""
     values = {"parameter_bytes": 100, "forward_us": 10.0, "backward_us": 20.0, "output_bytes": 20, "saved_bytes": 50}
     return chain(*(layer(f"h.{n}", **{**values, **changes}) for n in range(6)))
 
 
 def plan_of(profile: Profile | None = None, **options: Any) -> Plan:
-    """Three stages of two layers, M = 4."""
+    """Return a plan with three stages of two layers and M = 4."""
     given = six_layers() if profile is None else profile
     return solve(given, Request(inputs=inputs_of(3, 4, **options), balance=(2, 2, 2)))
 
 
 def codes(verdict: Verdict) -> list[tuple[str, str, int | None]]:
-    """Code, severity and stage of every finding except GP103: limits of a few bytes lie in every error range."""
+    """Return code, severity and stage of findings, except GP103: limits of a few bytes lie in every error range."""
     found = [finding for finding in verdict.findings if finding.code != "GP103"]
     return [(finding.code, finding.severity, finding.stage) for finding in found]
 
@@ -42,16 +42,14 @@ LAST = 400 + 4 * 120 + 20
 FIRST = 400 + 4 * 100 + 20
 
 
-def test_a_plan_fresh_from_the_solver_fits() -> None:
-    """No finding, and recomputation changes nothing."""
+def test_new_plan_fits_without_findings() -> None:
     plan = plan_of()
     assert [stage.memory.total for stage in plan.stages] == [FIRST, MIDDLE, LAST]
     verdict = judge(plan, six_layers(), profile_digest=DIGEST)
     assert (verdict.fits, verdict.findings, verdict.plan, verdict.memory) == (True, (), plan, "fits")
 
 
-def test_a_plan_from_a_free_search_fits_and_keeps_its_certificate() -> None:
-    """The same for an optimal plan: status and bound stay as long as nothing was edited."""
+def test_optimal_plan_keeps_its_certificate() -> None:
     plan = solve(six_layers(), Request(inputs=inputs_of(3, 4, memory_bytes=2000)))
     verdict = judge(plan, six_layers(), profile_digest=DIGEST)
     assert verdict.fits
@@ -59,8 +57,7 @@ def test_a_plan_from_a_free_search_fits_and_keeps_its_certificate() -> None:
     assert plan.solver.status == "optimal"
 
 
-def test_every_stage_over_its_cap_is_an_error() -> None:
-    """GP101 once per stage, with stage, layers and how much over; not for the stage that fits."""
+def test_every_stage_over_its_limit_is_an_error() -> None:
     plan = plan_of()
     verdict = judge(plan, six_layers(), profile_digest=DIGEST, memory_bytes=(FIRST, MIDDLE - 1, 500))
     assert not verdict.fits
@@ -71,15 +68,13 @@ def test_every_stage_over_its_cap_is_an_error() -> None:
     assert all("--mem" in finding.hint for finding in verdict.findings[:2])
 
 
-def test_a_stage_exactly_at_its_cap_fits() -> None:
-    """Not a byte over is not over, and without headroom there is nothing to warn of."""
+def test_stage_exactly_at_its_limit_fits() -> None:
     verdict = judge(plan_of(), six_layers(), profile_digest=DIGEST, memory_bytes=(FIRST, MIDDLE, LAST))
     assert verdict.fits
     assert codes(verdict) == []
 
 
 def test_too_little_headroom_is_a_warning() -> None:
-    """GP102 for the stage that leaves less than 5 % free; it fits all the same."""
     caps = (FIRST * 2, 950, 950)  # 920 of 950 is 3.2 % free, 900 of 950 is 5.3 %
     verdict = judge(plan_of(), six_layers(), profile_digest=DIGEST, memory_bytes=caps, headroom=0.05)
     assert verdict.fits
@@ -89,7 +84,7 @@ def test_too_little_headroom_is_a_warning() -> None:
 
 
 def test_a_limit_within_the_error_range_is_tight() -> None:
-    """GP103 for each device whose largest expected peak exceeds its memory; headroom for that range makes it fit."""
+    """GP103 is reported for devices whose largest expected peak exceeds their memory."""
     large = six_layers(parameter_bytes=10**8)
     plan = plan_of(large)
     needs = plan.device_bytes()
@@ -105,14 +100,12 @@ def test_a_limit_within_the_error_range_is_tight() -> None:
     assert over.memory == "does not fit"
 
 
-def test_a_stage_over_its_cap_is_not_warned_of_twice() -> None:
-    """GP101 alone, whatever headroom was asked for."""
+def test_stage_over_its_limit_has_one_finding() -> None:
     verdict = judge(plan_of(), six_layers(), profile_digest=DIGEST, memory_bytes=(900,) * 3, headroom=0.01)
     assert codes(verdict) == [("GP101", "error", 1), ("GP102", "warning", 2)]
 
 
-def test_the_plans_own_caps_are_judged_without_an_override() -> None:
-    """A cap lowered by hand in the plan's inputs."""
+def test_limits_of_the_plan_are_judged_by_default() -> None:
     plan = plan_of()
     tight = replace(plan, inputs=replace(plan.inputs, memory_bytes=(10**6, 900, 10**6)))
     verdict = judge(tight, six_layers(), profile_digest=DIGEST)
@@ -120,16 +113,15 @@ def test_the_plans_own_caps_are_judged_without_an_override() -> None:
     assert not verdict.fits
 
 
-def test_an_override_of_the_caps_is_shown_in_the_recomputed_plan() -> None:
-    """What is judged is what is reported."""
+def test_recomputed_plan_has_the_overriding_limits() -> None:
     verdict = judge(plan_of(), six_layers(), profile_digest=DIGEST, memory_bytes=(5000, 6000, 7000))
     assert verdict.plan is not None
     assert [stage.memory_bytes for stage in verdict.plan.stages] == [5000, 6000, 7000]
     assert verdict.plan.inputs.memory_bytes == (5000, 6000, 7000)
 
 
-def test_another_profile_makes_the_plan_stale() -> None:
-    """GP201 with both digests and the command that helps; memory is judged by the profile of today."""
+def test_changed_profile_makes_the_plan_stale() -> None:
+    """Memory is judged by the new profile."""
     plan = plan_of(memory_bytes=1000)
     now = six_layers(parameter_bytes=150)
     verdict = judge(plan, now, profile_digest="sha256:ffff0000ffff0000")
@@ -147,15 +139,13 @@ def test_another_profile_makes_the_plan_stale() -> None:
     assert verdict.plan.stages[0].memory.parameters == 300
 
 
-def test_a_stale_plan_that_would_still_fit_is_stale_all_the_same() -> None:
-    """Nobody checked the numbers behind it."""
+def test_stale_plan_that_fits_is_an_error() -> None:
     verdict = judge(plan_of(), six_layers(), profile_digest="sha256:1")
     assert not verdict.fits
     assert codes(verdict) == [("GP201", "error", None)]
 
 
-def test_a_stale_plan_of_another_length_says_both() -> None:
-    """GP201 and GP202; there is nothing to recompute."""
+def test_stale_plan_with_another_number_of_layers_has_two_findings() -> None:
     shorter = replace(six_layers(), layers=six_layers().layers[:5])
     verdict = judge(plan_of(), shorter, profile_digest="sha256:1")
     assert codes(verdict) == [("GP201", "error", None), ("GP202", "error", None)]
@@ -163,16 +153,15 @@ def test_a_stale_plan_of_another_length_says_both() -> None:
     assert verdict.plan is None
 
 
-def test_a_stale_plan_whose_micro_batch_size_is_no_longer_profiled_is_stale() -> None:
-    """The answer is "no: solve again" (exit 1), not "bad usage" (exit 2): the profile was taken anew at other sizes."""
+def test_plan_with_an_unprofiled_micro_batch_size_is_stale() -> None:
+    """The answer is no (exit 1) instead of bad usage (exit 2), because the profile was repeated with other sizes."""
     now = replace(six_layers(), micro_batch_sizes=(8,))
     verdict = judge(plan_of(), now, profile_digest="sha256:1")
     assert not verdict.fits
     assert ("GP201", "error", None) in codes(verdict)
 
 
-def test_a_renamed_layer_is_an_error() -> None:
-    """GP202 names the stage, the name it has, and what the layer is called now."""
+def test_renamed_layer_is_an_error() -> None:
     plan = plan_of()
     layers = [replace(x, name=x.name.replace("h.2", "blocks.2")) for x in six_layers().layers]
     verdict = judge(plan, chain(*layers), profile_digest="sha256:1")
@@ -183,16 +172,14 @@ def test_a_renamed_layer_is_an_error() -> None:
     assert not verdict.fits
 
 
-def test_a_name_edited_in_the_plan_is_an_error() -> None:
-    """The profile is the plan's own, but a stage names a layer that never was."""
+def test_unknown_layer_name_in_the_plan_is_an_error() -> None:
     plan = plan_of()
     stages = (plan.stages[0], replace(plan.stages[1], last="h.33"), plan.stages[2])
     verdict = judge(replace(plan, stages=stages), six_layers(), profile_digest=DIGEST)
     assert codes(verdict) == [("GP202", "error", 1)]
 
 
-def test_an_edited_balance_is_recomputed() -> None:
-    """The stages of the verdict follow the new cuts, not the old numbers; GP203 says that they differ."""
+def test_edited_balance_is_recomputed() -> None:
     plan = replace(plan_of(), balance=(1, 4, 1))
     verdict = judge(plan, six_layers(), profile_digest=DIGEST)
     assert verdict.fits
@@ -209,16 +196,14 @@ def test_an_edited_balance_is_recomputed() -> None:
     assert verdict.plan.stages[1].memory.parameters == 400
 
 
-def test_an_edited_balance_that_no_longer_fits_is_an_error() -> None:
-    """The memory of the new cuts is judged, whatever the plan still says."""
+def test_edited_balance_that_does_not_fit_is_an_error() -> None:
     plan = replace(plan_of(memory_bytes=1000), balance=(1, 4, 1))
     verdict = judge(plan, six_layers(), profile_digest=DIGEST)
     assert not verdict.fits
     assert codes(verdict) == [("GP101", "error", 1), ("GP203", "warning", None)]
 
 
-def test_an_edited_plan_no_longer_claims_to_be_optimal() -> None:
-    """The certificate was for other cuts: with them gone, "optimal, gap 0" beside a slower step would be false."""
+def test_edited_plan_is_not_optimal() -> None:
     plan = solve(six_layers(), Request(inputs=inputs_of(3, 4)))
     edited = replace(plan, balance=(1, 4, 1))
     verdict = judge(edited, six_layers(), profile_digest=DIGEST)
@@ -227,8 +212,7 @@ def test_an_edited_plan_no_longer_claims_to_be_optimal() -> None:
     assert verdict.plan.solver.status != "optimal" or verdict.plan.solver.gap > 0
 
 
-def test_an_edited_recomputation_is_recomputed() -> None:
-    """`always` on stage 1: slower, smaller, and noticed."""
+def test_edited_recomputation_is_recomputed() -> None:
     plan = plan_of()
     stages = (plan.stages[0], replace(plan.stages[1], recompute="always"), plan.stages[2])
     verdict = judge(replace(plan, stages=stages), six_layers(), profile_digest=DIGEST)
@@ -239,7 +223,6 @@ def test_an_edited_recomputation_is_recomputed() -> None:
 
 
 def test_edited_micro_batches_are_recomputed() -> None:
-    """Half as many of twice the size, which the profile covers."""
     values = {"forward_us": (1.0, 2.0), "backward_us": (2.0, 4.0), "output_bytes": (0, 0), "saved_bytes": (10, 20)}
     profile = chain(*(layer(f"h.{n}", **values) for n in range(6)), sizes=(1, 2))
     plan = solve(profile, Request(inputs=inputs_of(3, 4), balance=(2, 2, 2), micro_batches=4))
@@ -251,8 +234,7 @@ def test_edited_micro_batches_are_recomputed() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.01, 2.0])
-def test_an_edited_prediction_is_not_believed(factor: float) -> None:
-    """A step time written by hand: GP203, and the recomputed one beside it."""
+def test_edited_prediction_is_recomputed(factor: float) -> None:
     plan = plan_of()
     step_us = plan.predicted.step_us
     edited = replace(plan, predicted=replace(plan.predicted, step_us=step_us * factor))
@@ -263,8 +245,7 @@ def test_an_edited_prediction_is_not_believed(factor: float) -> None:
     assert verdict.plan.predicted.step_us == step_us
 
 
-def test_an_edited_memory_figure_is_not_believed() -> None:
-    """Zeros in the plan do not make it fit."""
+def test_edited_memory_is_recomputed() -> None:
     plan = plan_of(memory_bytes=10**6)
     stages = tuple(replace(stage, memory=StageMemory(), memory_bytes=1) for stage in plan.stages)
     edited = replace(plan, stages=stages)
@@ -273,8 +254,8 @@ def test_an_edited_memory_figure_is_not_believed() -> None:
     assert [code for code, _, _ in codes(over)] == ["GP101"] * 3
 
 
-def test_rounded_times_are_not_an_edit() -> None:
-    """A plan file holds times to 0.1 us."""
+def test_rounded_times_are_not_reported() -> None:
+    """A plan file stores times to 0.1 us."""
     plan = plan_of(six_layers(forward_us=10.03, backward_us=20.07))
     written = replace(plan.predicted, step_us=round(plan.predicted.step_us, 1))
     verdict = judge(
@@ -288,20 +269,17 @@ def test_rounded_times_are_not_an_edit() -> None:
 @pytest.mark.parametrize(
     ("balance", "said"), [((2, 2, 1), "adds up to 5"), ((3, 3, 3), "adds up to 9"), ((0, 3, 3), "at least one")]
 )
-def test_cuts_that_lose_a_layer_are_bad_usage(balance: tuple[int, ...], said: str) -> None:
-    """Exit 2, not a verdict: with the plan's own profile only a hand can have made them."""
+def test_invalid_cuts_are_bad_usage(balance: tuple[int, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         judge(replace(plan_of(), balance=balance), six_layers(), profile_digest=DIGEST)
 
 
-def test_caps_for_another_number_of_devices_are_bad_usage() -> None:
-    """Two caps for three devices: refused with both numbers, not an IndexError."""
+def test_limits_for_another_number_of_devices_are_bad_usage() -> None:
     with pytest.raises(UsageError):
         judge(plan_of(), six_layers(), profile_digest=DIGEST, memory_bytes=(10**6, 10**6))
 
 
 def test_links_reserve_and_overhead_of_the_plan_are_used() -> None:
-    """They are inputs, so the verdict's numbers include them."""
     inputs: dict[str, Any] = {"link": Link(latency_us=4.0), "reserve_bytes": 77, "overhead_us": 0.5}
     plan = plan_of(**inputs)
     verdict = judge(plan, six_layers(), profile_digest=DIGEST)
@@ -311,8 +289,7 @@ def test_links_reserve_and_overhead_of_the_plan_are_used() -> None:
     assert verdict.plan.predicted.step_us == (3 + 3) * (20.5 + 40.5) + 4 * 4.0
 
 
-def test_the_verdict_keeps_what_was_asked() -> None:
-    """Inputs of the recomputed plan are the plan's own."""
+def test_verdict_keeps_the_inputs_of_the_plan() -> None:
     plan = plan_of()
     verdict = judge(plan, six_layers(), profile_digest=DIGEST)
     assert verdict.plan is not None
@@ -320,8 +297,7 @@ def test_the_verdict_keeps_what_was_asked() -> None:
     assert verdict.plan.inputs == plan.inputs
 
 
-def test_chunks_of_a_v_are_added_up_by_device() -> None:
-    """Under caps that every device of a V just meets a plan fits, however much two chunks of one place would need."""
+def test_memory_of_v_chunks_is_added_up_by_device() -> None:
     inputs = replace(inputs_of(2, 4), schedule="zbv", chunks=2)
     plan = solve(six_layers(), Request(inputs=inputs, balance=(3, 1, 1, 1), micro_batches=4))
     needs = plan.device_bytes()

@@ -1,4 +1,4 @@
-"""Gradients of shared parameters, which wait in a backward for those of the other layers: worked out by hand."""
+"""Waiting gradients of shared parameters in a backward, worked out by hand."""
 
 from dataclasses import replace
 
@@ -18,16 +18,16 @@ PARAMETERS = (80, 0, 100, 0, 100, 0)
 
 
 def costs_of(*, tied: bool = True) -> ChainCosts:
-    """Six layers, of which the third and the fifth use the same parameters."""
+    """Return six layers, of which the third and the fifth use the same parameters."""
     costs = costs_at(even_chain(PARAMETERS), 1)
     tie = TiedParameters(first=2, second=4, parameter_bytes=100.0, gradient_bytes=100.0, optimizer_bytes=0.0)
     return replace(costs, ties=(tie,) if tied else ())
 
 
-def test_one_gradient_waits_from_the_last_use_to_the_first() -> None:
-    """Beside the gradient in a later backward; in the first one the two are one in front of the first use.
+def test_shared_gradient_waits_from_its_last_use_to_its_first() -> None:
+    """Later backwards hold a second gradient meanwhile; in the first backward, the two become one before the first use.
 
-    While the last use runs its backward, 90 wait: its first backward, in which the gradient stays, is higher by that.
+    While the last use runs, 90 bytes wait, because its first backward is higher by the gradient that remains.
     """
     costs = costs_of()
     assert waiting_in(costs, "later", 0, 6).tolist() == [0, 0, 100, 100, 90, 0]
@@ -35,15 +35,13 @@ def test_one_gradient_waits_from_the_last_use_to_the_first() -> None:
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (3, 6), (4, 6)])
-def test_nothing_waits_for_what_is_elsewhere(first: int, end: int) -> None:
-    """A stage of one of the layers alone has its gradient at once."""
+def test_stage_with_one_use_has_no_waiting_gradients(first: int, end: int) -> None:
     costs = costs_of()
     for backward in ("first", "later"):
         assert not waiting_in(costs, backward, first, end).any()  # type: ignore[arg-type]
 
 
-def test_what_many_stages_hold_is_what_each_holds() -> None:
-    """For every first and every last layer, with several ties, of which one is of three layers."""
+def test_waiting_gradients_of_many_stages_equal_those_of_each() -> None:
     ties = [TiedParameters(first=a, second=b, parameter_bytes=s, gradient_bytes=s, optimizer_bytes=0.0)
             for a, b, s in ((0, 3, 7.0), (3, 5, 7.0), (2, 4, 20.0), (2, 5, 1.0))]  # fmt: skip
     costs = replace(costs_of(), ties=tuple(ties))
@@ -61,8 +59,8 @@ def test_what_many_stages_hold_is_what_each_holds() -> None:
             assert whole[first, last] == alone.total
 
 
-def test_the_levels_of_a_stage() -> None:
-    """The highest of the layers' backwards, what waits included; the same with no layer recomputed by itself."""
+def test_backward_levels_include_waiting_gradients() -> None:
+    """Recomputing no single layer gives the same levels."""
 
     def moments(*, tied: bool, recompute: Recompute) -> tuple[float, float]:
         stages, _ = window_of_stage(costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=())

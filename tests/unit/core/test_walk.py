@@ -21,7 +21,7 @@ from tests.support.profiles import inputs_of
 
 
 def calls_of_a_check(schedule: ScheduleName) -> list[tuple[str, str]]:
-    """File and name of every function that the check of a plan from exact records enters."""
+    """Return file and name of every function that the check of a plan from exact records enters."""
     profile = random_profile(3, 6, exact=True)
     plan = solve(profile, Request(inputs=replace(inputs_of(2, 4), schedule=schedule), micro_batches=4))
     calls = []
@@ -40,16 +40,14 @@ def calls_of_a_check(schedule: ScheduleName) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_the_check_of_a_plan_is_read_with_few_returns(schedule: ScheduleName) -> None:
-    """At most 25 returns to a file."""
+def test_check_of_a_plan_returns_to_few_files(schedule: ScheduleName) -> None:
     files = [file for file, _ in dict.fromkeys(calls_of_a_check(schedule)) if file.startswith(("judge/", "cost/"))]
     visits = [file for file, _ in groupby(files)]
     assert len(visits) - len(set(visits)) <= 25
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_a_plan_is_evaluated_once(schedule: ScheduleName) -> None:
-    """Each stage's times, and each of the figures that are made of them, are computed once."""
+def test_check_evaluates_the_plan_once(schedule: ScheduleName) -> None:
     calls = Counter(name for file, name in calls_of_a_check(schedule) if file == "cost/evaluate.py")
     assert calls["Evaluation._times_of"] == 2
     for figure in ("step_us", "updates_us", "memory", "predicted", "stages"):

@@ -1,4 +1,4 @@
-"""Profiles of several widths: the price of collectives, and what a request may choose."""
+"""Profiles of several tensor-parallel widths: collectives, and valid requests."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ LINK = Link(latency_us=3.0, bytes_per_s=100e6)
 
 
 def profile(*widths: int, collective_bytes: int = 400) -> Profile:
-    """Four layers whose times shrink with the width."""
+    """Return four layers whose times shrink with the width."""
     made = {}
     for width in widths:
         alone = profile_of([80.0 / width] * 4, [160.0 / width] * 4, parameter_bytes=80 // width, output_bytes=100)
@@ -34,16 +34,16 @@ def profile(*widths: int, collective_bytes: int = 400) -> Profile:
     )
 
 
-def test_a_ring_moves_nearly_twice_the_bytes() -> None:
-    """Two GPUs move as many bytes as are summed, four one and a half times as many; each sum has one latency."""
+def test_collective_times_by_hand() -> None:
+    """A ring of n GPUs moves 2 (n-1)/n times the bytes; each sum has one latency."""
     assert collectives_us(1000, 2, 1, LINK) == 0
     assert collectives_us(1000, 2, 2, LINK) == 2 * 3 + 10
     assert collectives_us(1000, 2, 4, LINK) == 2 * 3 + 15
     assert collectives_us(1000, 2, 4, Link(latency_us=3.0)) == 2 * 3
 
 
-def test_times_include_the_collectives_once() -> None:
-    """In both directions; weight gradients need none. Converting again changes nothing."""
+def test_layer_times_include_collectives_once() -> None:
+    """Both directions have them, weight gradients do not. A second conversion changes nothing."""
     wide = profile(1, 4)
     split = tuple(
         replace(layer, backward_input_us=(20.0,), backward_weight_us=(20.0,)) for layer in wide.widths[0].layers
@@ -59,8 +59,7 @@ def test_times_include_the_collectives_once() -> None:
     assert profile_at_width(profile(1), inputs_of(2, 4).cluster) == profile(1)
 
 
-def test_a_faster_device_has_no_faster_link() -> None:
-    """Stages divide times by the speed; the collectives take as long as before."""
+def test_device_speed_does_not_change_collective_times() -> None:
     inputs = replace(inputs_of(4, 4, link=LINK), tensor_parallel=4, schedule="gpipe")
     times = []
     for speed in (1.0, 2.0):
@@ -81,10 +80,9 @@ def test_a_faster_device_has_no_faster_link() -> None:
         ({"links": (LINK,) * 7}, (1, 2, 4), (1,)),
     ],
 )
-def test_groups_are_inside_nodes_of_equal_devices(
+def test_usable_widths_are_within_nodes_of_equal_devices(
     asked: dict[str, Any], widths: tuple[int, ...], usable: tuple[int, ...]
 ) -> None:
-    """Other widths of the profile are left out."""
     assert usable_widths(profile(*widths), replace(inputs_of(8, 4, link=LINK), **asked)) == usable
 
 
@@ -99,20 +97,19 @@ def test_groups_are_inside_nodes_of_equal_devices(
         ({"link": Link()}, "the link within a node is unknown"),
     ],
 )
-def test_what_no_group_can_do_is_refused(asked: dict[str, Any], said: str) -> None:
-    """With the values, before anything is searched."""
+def test_impossible_widths_are_refused(asked: dict[str, Any], said: str) -> None:
     inputs = replace(inputs_of(8, 4, link=LINK), **asked)
     with pytest.raises(UsageError, match=said):
         solve(profile(1, 2, 4), Request(inputs=inputs))
 
 
-def test_no_link_is_needed_where_nothing_is_summed() -> None:
+def test_widths_without_collectives_need_no_link() -> None:
     """Measured times include their collectives."""
     assert usable_widths(profile(1, 2, collective_bytes=0), inputs_of(8, 4)) == (1, 2)
 
 
-def test_given_cuts_and_a_check_use_the_plans_width() -> None:
-    """`check --balance` and `check` evaluate groups; a changed profile without the width makes the plan stale."""
+def test_check_uses_the_width_of_the_plan() -> None:
+    """A profile without this width makes the plan stale."""
     inputs = replace(inputs_of(8, 4, link=LINK), schedule="gpipe", tensor_parallel=4)
     wide = profile(1, 2, 4)
     plan = solve(wide, Request(inputs=inputs))

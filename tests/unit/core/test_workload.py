@@ -1,4 +1,4 @@
-"""Tokens, model FLOPs, duration and cost of a training run, recomputed from the numbers of the profile."""
+"""Tokens, model FLOPs, duration and cost of a training run, recomputed from the profile."""
 
 from dataclasses import replace
 
@@ -20,8 +20,8 @@ def by_formula(**other: object) -> Profile:
     return api.profile(from_formula="transformer", **SHAPE, **{**options, **other})  # type: ignore[arg-type]
 
 
-def test_model_flops_are_three_forwards_of_every_layer() -> None:
-    """The formulas' backward is two forwards, so that the utilization without a bubble is rate over peak."""
+def test_model_flops_are_three_times_the_forward() -> None:
+    """The formulas count a backward as two forwards, so the utilization without a bubble is rate over peak."""
     profile = by_formula()
     forward = sum(layer.forward_flops[-1] for layer in profile.layers) / 2
     workload = workload_of(profile)
@@ -35,8 +35,7 @@ def test_model_flops_are_three_forwards_of_every_layer() -> None:
     assert plan.predicted.tokens_per_s == pytest.approx(128 * plan.predicted.samples_per_s)
 
 
-def test_recomputation_and_unequal_stages_lower_the_utilization() -> None:
-    """Model FLOPs are the same; what differs is the time."""
+def test_recomputation_lowers_the_utilization() -> None:
     profile = by_formula()
     kept, again = (api.solve(profile, devices=2, batch=8, recompute=r, schedule="gpipe") for r in ("never", "always"))
     ratio = kept.predicted.step_us / again.predicted.step_us
@@ -45,7 +44,6 @@ def test_recomputation_and_unequal_stages_lower_the_utilization() -> None:
 
 
 def test_gpus_of_a_stage_share_its_flops() -> None:
-    """Each of two GPUs computes half: the same utilization at twice the speed, and twice the GPUs to pay for."""
     one, two = (
         api.solve(by_formula(tensor_parallel=t), devices=2 * t, batch=8, recompute="never", tokens="1M", price=2)
         for t in (1, 2)
@@ -68,8 +66,11 @@ def frozen(profile: Profile, *gradients: int) -> Profile:
 @pytest.mark.parametrize(
     ("gradients", "forwards"), [((8, 8, 8), 9), ((0, 8, 8), 7), ((0, 8, 0), 6), ((8, 0, 8), 8), ((0, 0, 0), 9)]
 )
-def test_frozen_layers_have_no_weight_gradients(gradients: tuple[int, ...], forwards: int) -> None:
-    """Nor input gradients before the first trained layer; without any gradients the profile does not say."""
+def test_model_flops_of_frozen_layers(gradients: tuple[int, ...], forwards: int) -> None:
+    """Layers before the first trained one have no input gradients either.
+
+    A profile without any gradients counts as trained.
+    """
     profile = frozen(profile_of([1.0] * 3, [2.0] * 3), *gradients)
     assert workload_of(profile).flops == 10 * forwards
 
@@ -85,8 +86,7 @@ def test_frozen_layers_have_no_weight_gradients(gradients: tuple[int, ...], forw
         (Model(), 0),
     ],
 )
-def test_tokens_of_a_sample(model: Model, tokens: int) -> None:
-    """They are a setting, or the length of an input of token ids."""
+def test_tokens_of_a_sample_are_a_setting_or_the_input_length(model: Model, tokens: int) -> None:
     assert workload_of(replace(profile_of([1.0]), model=model)).tokens == tokens
 
 
@@ -94,8 +94,8 @@ def solved(**options: object) -> Plan:
     return api.solve(by_formula(), devices=2, batch=8, schedule="gpipe", **options)  # type: ignore[arg-type]
 
 
-def test_a_run_is_so_many_steps() -> None:
-    """The last step may be shorter; it is counted as a whole one."""
+def test_duration_and_cost_of_a_training_run() -> None:
+    """A shorter last step counts as a whole one."""
     run = solved(tokens="1M", price="2.50").training
     assert run is not None
     assert run.steps == -(-(10**6) // (128 * 8)) == 977
@@ -109,16 +109,14 @@ def test_a_run_is_so_many_steps() -> None:
     assert solved().training is None
 
 
-def test_unused_devices_are_paid_for() -> None:
-    """The request is for all of them."""
+def test_cost_includes_unused_devices() -> None:
     inputs = replace(inputs_of(8, 4), samples=400, price=3.0)
     run = training_run(inputs, 3.6e9, workload_of(profile_of([1.0])))
     assert run is not None
     assert (run.steps, run.gpu_hours, run.cost) == (100, 800, 2400)
 
 
-def test_tokens_need_a_profile_that_knows_them() -> None:
-    """Both lengths contradict each other, and a price is above 0."""
+def test_invalid_training_lengths_and_prices_are_refused() -> None:
     with pytest.raises(UsageError, match="does not state the tokens of a sample") as refused:
         api.solve(profile_of([1.0] * 2), devices=1, mem="1GB", tokens="1T")
     assert "--samples" in refused.value.hint
@@ -132,8 +130,7 @@ def test_tokens_need_a_profile_that_knows_them() -> None:
             solved(tokens=tokens)
 
 
-def test_the_run_is_asked_for_again() -> None:
-    """A plan records length and price, and `check` computes the run from them."""
+def test_check_recomputes_the_training_run() -> None:
     profile = by_formula()
     plan = solved(tokens="15T", price="2.50")
     verdict = api.check(plan, profile=profile)
@@ -156,18 +153,16 @@ def test_the_run_is_asked_for_again() -> None:
     ],
 )
 def test_peak_rates_by_reported_name(name: str, dtype: str, peak: float) -> None:
-    """Boards that are slower than the one of the data sheet have no peak here."""
+    """Boards slower than that of the data sheet have no peak rate."""
     assert peak_flops_per_s(name, dtype) == peak
 
 
-def test_every_device_of_the_table_finds_its_own_rate() -> None:
-    """Also those whose words another device has too."""
+def test_full_names_find_their_own_rate() -> None:
     for rates in RATES.values():
         assert peak_flops_per_s(rates.full_name, "bf16") == rates.half_flops_per_s
 
 
-def test_a_layer_without_flops_counts_nothing() -> None:
-    """A profile by hand has none, so that no utilization is shown."""
+def test_profile_without_flops_has_no_utilization() -> None:
     device = Device(kind="cuda", name="NVIDIA H100 80GB HBM3")
     workload = workload_of(replace(profile_of([1.0]), device=device))
     assert (workload.utilization(1.0, 1), workload.peak_flops_per_s) == (0, 67e12)
