@@ -27,7 +27,7 @@ _MUCH_RECOMPUTED = 0.02
 """Share of the compute time from which recomputation of single layers is worth a note."""
 
 _LITTLE_SLOWER = 0.02
-"""How much slower a plan with a simpler schedule may be, to be worth a note, as a share of the step time."""
+"""Largest share of the step time by which a plan with a simpler schedule may be slower to be worth a note."""
 
 
 @with_options(SolveOptions)

@@ -105,6 +105,9 @@ def write_emitted(
         repeat_options: Function that returns the `solve` options of a plan's request.
         say: Function that is called with a description of each slow operation before it begins.
 
+    Returns:
+        Paths of the files, and notes for the user.
+
     Raises:
         InfeasibleError: In the engine, the plan needs more memory than its limit.
         UsageError: The engine is unknown or cannot run the plan, an input would be overwritten, the nodes have too few

@@ -54,6 +54,9 @@ def arguments(description: str | None, *, steps: int, seed: int) -> ScriptArgume
         description: Description for `--help`.
         steps: Default of `--steps`.
         seed: Default of `--seed`.
+
+    Returns:
+        The parsed options.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -21,6 +21,9 @@ def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
         plain: Content of the file as JSON text.
         document: The parsed file, for line numbers.
 
+    Returns:
+        The content as an instance of `kind`.
+
     Raises:
         FileError: Keys are unknown or missing, or have values of other types; the error lists these keys.
     """

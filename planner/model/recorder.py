@@ -38,6 +38,9 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         loss_of: Function from the output to the loss, which shows the outputs that the loss reads; None: all outputs.
         ghosts: Whether to run without the values of parameters and buffers, which takes hardly any time and memory.
 
+    Returns:
+        The recording.
+
     Raises:
         ModelError: The forward calls `torch.autograd.grad`.
         NeedsValuesError: With ghosts, the model reads the value of a parameter, a buffer, or a result of one.

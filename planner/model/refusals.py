@@ -24,6 +24,9 @@ def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError
         where: Name of the layer or the model, for the message.
         error: Error that it raised. A `PlannerError` is returned unchanged.
         inputs: Description of the inputs, for the message.
+
+    Returns:
+        The error with a hint.
     """
     if isinstance(error, PlannerError):
         return error

@@ -19,6 +19,9 @@ def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, st
         build: The function or class.
         settings: Texts by name, as the user typed them.
 
+    Returns:
+        The converted settings by name.
+
     Raises:
         UsageError: The function has no such parameter, or the text does not fit its type.
     """

@@ -38,6 +38,9 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
         meter: Meter of the device.
         buffer_bytes: Bytes of the layer's buffers before its first run, at any micro-batch size.
 
+    Returns:
+        The layer's exact memory record, in bytes.
+
     Raises:
         ModelError: The layer has sparse gradients.
     """

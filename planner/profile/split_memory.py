@@ -36,6 +36,9 @@ def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> Split
         unit: Layer to measure.
         received: Input of the layer.
         meter: Meter of the device.
+
+    Returns:
+        Memory of both passes, in bytes.
     """
     subject = _MeasuredUnit(unit=unit, received=received, meter=meter)
     with unit.weight_cast_cache(), subject.split.weight_cast_cache():

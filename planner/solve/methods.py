@@ -219,6 +219,9 @@ def search_cases(
         starts: Answers from which the searches of some cases start, as `start` of `search_for`.
         ranks: Estimated step times by width, replicas and M, which sort the cases if several widths share the effort.
         budget: Number of actions to simulate per schedule; if empty, the request decides.
+
+    Returns:
+        The best answer, with the lower bounds of all cases.
     """
     is_open = request.inputs.schedule == "auto"
     results = _Pass(cases, budget or budgets(request), upper_us, is_ranked=ranks is not None)

@@ -55,6 +55,9 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
         device: Device from `chip_devices` or from JAX.
         time_us: Function that returns the time of an executable.
 
+    Returns:
+        The compiled executables.
+
     Raises:
         LacksOperatorError: torchax cannot translate the layer.
         OutOfMemoryError: The layer alone needs more memory than the device has.
@@ -100,6 +103,9 @@ def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.
         rule: Rule of the optimizer.
         device: Device from `chip_devices` or from JAX.
         time_us: Function that returns the time of an executable.
+
+    Returns:
+        The compiled optimizer step.
     """
     shapes = list(map(jax_shape_of, parameters))
 

@@ -76,6 +76,9 @@ def compile_program(
         device: Device from `chip_devices` or from JAX.
         donated: Indices of arguments whose memory the executable may reuse for results.
 
+    Returns:
+        The executable.
+
     Raises:
         OutOfMemoryError: The program alone needs more memory than the device has.
     """

@@ -77,6 +77,9 @@ def judge(
         headroom: Share of the limit that should stay free, in [0, 1).
         strict: True to treat warnings as errors.
 
+    Returns:
+        The verdict, with recomputed figures and findings.
+
     Raises:
         UsageError: The plan breaks an invariant, such as a missing layer or an empty stage.
     """

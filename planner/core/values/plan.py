@@ -98,7 +98,7 @@ class Inputs:
     min_micro_batch: int = field(default=1, metadata=LEFT_OUT)
     """Smallest allowed number of samples in a micro-batch."""
     simplest: float = field(default=0.0, metadata=LEFT_OUT)
-    """By which share of the step time a plan with a simpler schedule may be slower than the fastest plan found."""
+    """Share of the step time by which a plan with a simpler schedule may be slower than the fastest plan found."""
     extrapolate: bool = False
     """True if micro-batch sizes outside the profiled range are allowed."""
     tokens: int = field(default=0, metadata=LEFT_OUT)

@@ -34,6 +34,9 @@ def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         where: Path of the value in the state, such as "others['schedule']".
         tensors: Dict to which the tensors in `value` are added, each under its path.
 
+    Returns:
+        The nested JSON value, in which the path of a tensor stands for the tensor.
+
     Raises:
         UsageError: The value contains an object of another type.
     """

@@ -108,6 +108,9 @@ def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[s
         state: State of the rank, as JSON value.
         tensors: Tensors by name, for which `is_storable` is true.
 
+    Returns:
+        Entry of the file in the checkpoint's index.
+
     Raises:
         ValueError: The state is too large.
     """

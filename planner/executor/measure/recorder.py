@@ -68,6 +68,9 @@ class Recorder:
             work: Function to run.
             stage: Index of the stage.
             micro_batch: Index of the micro-batch in the current part of the mini-batch.
+
+        Returns:
+            The result of `work`.
         """
         micro_batch += self.first_micro_batch
         self._backward_of = micro_batch if kind in _RECOMPUTING else None

@@ -207,6 +207,9 @@ def add_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) 
         report: Report of the run.
         runs: Recordings of all processes, on the same clock.
         overlaps: Whether transfers overlap with computation.
+
+    Returns:
+        The report with these times.
     """
     waiting: dict[int, MeanWaits] = {}
     for replica in sorted({run.replica for run in runs}):

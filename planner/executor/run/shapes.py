@@ -133,6 +133,9 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
         precision: Precision of the layers.
         device: Device of the layers; autocast has different rules on the CPU and on CUDA.
 
+    Returns:
+        Shapes and types of the tensors at every boundary.
+
     Raises:
         ModelError: A layer does not fit its input, or cannot be trained in micro-batches.
     """
