@@ -47,7 +47,8 @@ def shape_from_config(
         raise UsageError(
             f"{source}: there is no formula for "
             + (f"`model_type: {name}`" if name else "a file without `model_type`"),
-            hint=f"build the model with transformers: `--from-formula never`; formulas exist for {', '.join(FAMILIES)}",
+            hint="with torch and transformers installed, `--from-formula never` profiles the model itself; "
+            f"formulas exist for {', '.join(FAMILIES)}",
         )
     fields = ConfigReader(content, defaults()[name])
     shape = FAMILIES[name](fields, sequence)

@@ -152,6 +152,8 @@ def _stages(plan: Plan) -> Section:
     body = values_table(stage_table(plan).pick(*columns), text=3, marks={"stage": " ◀"})
     lead = "Times are for one micro-batch; backward includes recomputation."
     lead += " ◀ marks the slowest." if len(plan.stages) > 1 else ""
+    if plan.tensor_parallel > 1:
+        lead += f" Each device is a group of {plan.tensor_parallel} GPUs that share its layers; memory is of one GPU."
     return Section(
         anchor="stages", title="Stages", lead=lead, body=scroll(body, "stages") if len(plan.stages) > _MANY else body
     )
@@ -169,6 +171,7 @@ def _provenance(plan: Plan, profile: Profile | None, digest: str) -> Section:
         ("GPUs that share each layer", str(plan.tensor_parallel) if plan.tensor_parallel > 1 else ""),
         ("optimizer", f"divided among {plan.replicas} replicas" if plan.divides_optimizer else ""),
         ("devices", f"{inputs.devices}, memory limit {', '.join(map(format_bytes, limits))}"),
+        ("headroom", f"{percent(inputs.headroom)} of the memory, not part of the limit" if inputs.headroom else ""),
         ("batch", str(inputs.batch)),
         ("requested schedule", inputs.schedule),
         ("requested recomputation", inputs.recompute),

@@ -191,6 +191,13 @@ def test_wrong_files_are_refused_with_all_reasons(content: dict[str, object], to
     assert told in refused.value.message
 
 
+def test_an_unknown_family_is_refused_with_what_to_do():
+    """The hint says what the other way needs, because it fails without torch."""
+    with pytest.raises(UsageError) as refused:
+        shape_from_config({"model_type": "bert"}, 32, source="config.json")
+    assert "with torch and transformers installed, `--from-formula never`" in refused.value.hint
+
+
 CHECKED = {("llama", "fp32"), ("mixtral", "bf16-mixed"), ("t5", "bf16-mixed"), ("phi3", "bf16")}
 """Families and precisions that every run of the tests compares."""
 

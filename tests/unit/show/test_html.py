@@ -168,6 +168,15 @@ def test_memory_over_the_cap_is_said_in_words():
     assert Page(page_of(plan(cap=1000))).words.count("! over") == 3
 
 
+def test_groups_of_gpus_and_headroom_are_explained():
+    """A reader of the report alone learns what a device is, and why the limit is below the GPU's memory."""
+    planned = replace(plan(), tensor_parallel=8, inputs=replace(plan().inputs, headroom=0.25))
+    text = page_of(planned, profiled=False, stepped=False)
+    assert "Each device is a group of 8 GPUs that share its layers; memory is of one GPU." in text
+    assert "25.0 % of the memory, not part of the limit" in text
+    assert "is a group of" not in page_of(plan())
+
+
 def test_a_run_is_set_beside_its_plan():
     """Every stage's forward, backward and peak with its difference; other stages are not compared."""
     words = Page(page_of(plan(), measured=report(plan()))).words
