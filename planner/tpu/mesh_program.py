@@ -52,9 +52,10 @@ class Packing:
         self._flat = slots_waste_memory(sum(map(num_bytes, self.shapes)), most_bytes)
         if self._flat:
             dtypes = sorted({shape.dtype for stage in self._stages for shape in stage}, key=str)
-            lengths = {dtype: max(self._length(stage, dtype) for stage in self._stages) for dtype in dtypes}
-            shaped = _vector if in_loops else tiled_shape
-            self.shapes = [jax.ShapeDtypeStruct(shaped(lengths[dtype]), dtype) for dtype in dtypes]
+            self.shapes = []
+            for dtype in dtypes:
+                length = max(sum(math.prod(s.shape) for s in stage if s.dtype == dtype) for stage in self._stages)
+                self.shapes.append(jax.ShapeDtypeStruct((length,) if in_loops else tiled_shape(length), dtype))
 
     def pack(self, stage: int, arrays: Sequence[Array], numpy: ModuleType = jnp) -> list[Array]:
         """Pack a stage's arrays, padded with zeros.
@@ -115,14 +116,6 @@ class Packing:
         for n, shape in enumerate(self.shapes):
             free.setdefault((tuple(shape.shape), shape.dtype), []).append(n)
         return [free[tuple(shape.shape), shape.dtype].pop(0) for shape in self._held[stage]]
-
-    @staticmethod
-    def _length(stage: Sequence[jax.ShapeDtypeStruct], dtype: jnp.dtype) -> int:
-        return sum(math.prod(shape.shape) for shape in stage if shape.dtype == dtype)
-
-
-def _vector(length: int) -> tuple[int, ...]:
-    return (length,)
 
 
 def _padded(array: Array, whole: jax.ShapeDtypeStruct, numpy: ModuleType) -> Array:

@@ -44,14 +44,9 @@ class JaxPipeline:
     def parameters(self) -> tuple[list[Any], list[Any]]:
         """Return trained parameters, then frozen parameters and buffers: packed, with the stage as first dimension."""
         program = self.program
-        return (
-            program.place_on_devices(
-                program.trained, [self._state(k, stage.trained) for k, stage in enumerate(program.stages)]
-            ),
-            program.place_on_devices(
-                program.fixed, [self._state(k, stage.fixed) for k, stage in enumerate(program.stages)]
-            ),
-        )
+        trained = [self._state(k, stage.trained) for k, stage in enumerate(program.stages)]
+        fixed = [self._state(k, stage.fixed) for k, stage in enumerate(program.stages)]
+        return program.place_on_devices(program.trained, trained), program.place_on_devices(program.fixed, fixed)
 
     def split_batch(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
         """Return inputs and targets of a mini-batch on every device, as arrays of shape (micro-batch, sample, …).

@@ -23,12 +23,12 @@ def comparison_table(comparison: Comparison) -> Table:
         comparison.plans,
         column("plan", "plan", attrgetter("path")),
         column("schedule", "schedule", lambda row: schedule_of(row.plan.schedule).title, drop=2),
-        column("devices", "GPUs" if groups else "devices", _devices, "count"),
+        column("devices", "GPUs" if groups else "devices", attrgetter("plan.num_gpus"), "count"),
         *(width if groups else ()),
         column("size", "M x b", lambda row: f"{row.plan.micro_batches} x {row.plan.micro_batch_size}", "count", drop=3),
         column("step", "step", attrgetter("plan.predicted.step_us"), "us", drop=1),
         column("samples", "samples/s", _per_s, "rate"),
-        column("per_device", "per\ndevice", lambda row: _per_s(row) / _devices(row), "rate", drop=5),
+        column("per_device", "per\ndevice", lambda row: _per_s(row) / row.plan.num_gpus, "rate", drop=5),
         column("bubble", "bubble", attrgetter("plan.predicted.bubble"), "percent", drop=4),
         column("peak", "peak", lambda row: max(row.plan.device_bytes()), "bytes"),
         column("limit", "limit", lambda row: min(stage.memory_bytes for stage in row.plan.stages), "bytes", drop=6),
@@ -60,10 +60,6 @@ class _Change(NamedTuple):
     bytes: int | None
     us_before: float | None
     us: float | None
-
-
-def _devices(row: ComparedPlan) -> int:
-    return row.plan.num_gpus
 
 
 def _per_s(row: ComparedPlan) -> float:
