@@ -105,10 +105,6 @@ def release_file_pages(address: int, size_bytes: int) -> None:
     """Let the system take back pages of a mapped file now; it reads them again if they are used.
 
     Pages that this process has changed, or that belong to no file, stay in memory. Without Linux this does nothing.
-
-    Args:
-        address: First byte.
-        size_bytes: Number of bytes.
     """
     begin = address - address % _PAGE_BYTES
     try:

@@ -84,12 +84,7 @@ def _planned(path: Path, num_processes: int) -> Balance:
 
 
 def load_planned(balance: Balance, folder: Path) -> LoadedModel:
-    """Load the model that a balance configuration names, in the planned precision.
-
-    Args:
-        balance: The balance configuration.
-        folder: Folder of the balance configuration; the model's path is relative to it.
-    """
+    """Load the model that the balance configuration in `folder` names, in the planned precision."""
     path, colon, entry = balance.model.source.rpartition(":")
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"
     return reload_model(source, balance.model, balance.dtype, optimizer=balance.optimizer)

@@ -40,9 +40,6 @@ TASKS: Final = {
 def configuration_module(path: str) -> ModuleType:
     """Return a module with `build_model` and `example_batch` for the model of a config.json.
 
-    Args:
-        path: Path of the config.json.
-
     Raises:
         MissingPackageError: transformers is not installed.
     """

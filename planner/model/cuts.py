@@ -153,10 +153,6 @@ class Cuts:
     def missing_outputs(self, cut: int, holds: frozenset[str]) -> frozenset[int]:
         """Return the outputs that the loss does not read and that stages after `cut` cannot compute.
 
-        Args:
-            cut: Time of the cut.
-            holds: Parameters and buffers that the stages after the cut have.
-
         Returns:
             Indices of leaves of the model's output.
         """

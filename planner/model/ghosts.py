@@ -114,21 +114,6 @@ class AbsentGhost(Ghost):
     """Ghost of a tensor that another stage has."""
 
 
-def absent_ghost(like: Tensor, device: torch.device, origin: str) -> AbsentGhost:
-    """Return an absent ghost, which replaces a tensor that another stage has.
-
-    Args:
-        like: Tensor with the shape, strides and dtype of the ghost.
-        device: Device that the ghost reports.
-        origin: Name of the parameter, or of the module that returned the tensor.
-    """
-    ghost: AbsentGhost = Tensor._make_wrapper_subclass(
-        AbsentGhost, like.shape, strides=like.stride(), dtype=like.dtype, device=device
-    )
-    ghost.origin = origin
-    return ghost
-
-
 def check_present(tensors: Iterable[Any], where: str) -> None:
     """Check that no tensor depends on an absent ghost.
 
@@ -140,11 +125,18 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
             raise control_flow_error(f'{where} depends on "{tensor.origin}", which another stage has')
 
 
-def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
-    """Return a ghost with the shape and dtype of `tensor`."""
+def ghost_like(tensor: Tensor, device: torch.device, origin: str = "") -> Ghost:
+    """Return a ghost with the shape, strides and dtype of `tensor`.
+
+    Args:
+        tensor: Tensor with the shape, strides and dtype of the ghost.
+        device: Device that the ghost reports.
+        origin: For an absent ghost, the name of the parameter, or of the module that returned the tensor.
+    """
     ghost: Ghost = Tensor._make_wrapper_subclass(
-        Ghost, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device
+        AbsentGhost if origin else Ghost, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device
     )
+    ghost.origin = origin
     return ghost
 
 
@@ -229,7 +221,7 @@ def _needs_values(func: Any, origin: str) -> Exception:
 
 
 def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
-    ghost = absent_ghost(inner, inner.device, origin) if origin else ghost_like(inner, inner.device)
+    ghost = ghost_like(inner, inner.device, origin)
     ghost._fake = inner
     return ghost
 

@@ -100,7 +100,14 @@ def cut_errors(
     for cut, name, values in cuts:
         # The path is checked first: if it varies, tensors of the two recordings do not correspond.
         through = next((call.path for call in varying if call.enter < cut <= call.exit), None)
-        error = _data_dependence(name, values, shapes) if through is None else _no_fixed_path(through)
+        error: ModelError | None
+        if through is None:
+            error = _data_dependence(name, values, shapes)
+        else:
+            error = ModelError(
+                f'"{through or "the model"}" calls other modules for another batch size: it takes no fixed path',
+                hint="a pipeline needs the same layers for every batch",
+            )
         if error is not None:
             refusals[cut] = error
     return refusals
@@ -190,13 +197,6 @@ def _data_dependence(name: str, values: Sequence[int], shapes: Shapes) -> ModelE
                 "`pack_padded_sequence`, masks or routing between modules",
             )
     return None
-
-
-def _no_fixed_path(path: str) -> ModelError:
-    return ModelError(
-        f'"{path or "the model"}" calls other modules for another batch size: it takes no fixed path',
-        hint="a pipeline needs the same layers for every batch",
-    )
 
 
 def _another_structure(path: str) -> ModelError:

@@ -22,10 +22,6 @@ def input_tensor(text: str, batch_size: int) -> Tensor:
 
     Floating-point numbers are normally distributed. Integers are uniform from 0 to below the upper bound.
 
-    Args:
-        text: Text of the form shape[:dtype[:upper bound]].
-        batch_size: Number of samples.
-
     Raises:
         UsageError: The text has another form.
     """

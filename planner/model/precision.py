@@ -31,7 +31,7 @@ def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
 
     def loss_fn(output: Any, target: Any) -> Tensor:
         if precision in _CONVERTED:
-            output = tree_map_only(Tensor, _as_float32, output)
+            output = to_precision(output, "fp32")
         return loaded.loss_fn(output, target).float()
 
     return replace(
@@ -97,10 +97,6 @@ def converted(module: nn.Module, precision: Precision) -> nn.Module:
 def dtype_of(module: nn.Module) -> str:
     """Return the dtype of a module's first parameter, such as `float32`."""
     return str(next((p.dtype for p in module.parameters()), torch.float32)).removeprefix("torch.")
-
-
-def _as_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _converted_batches(

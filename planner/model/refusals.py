@@ -69,9 +69,6 @@ def explain_refusals(where: str) -> Iterator[None]:
 
     These are the errors for in-place writes that backward forbids, and for hooks on tensors without gradients.
 
-    Args:
-        where: Name of the layer whose code runs in the block.
-
     Raises:
         ModelError: Torch raised one of these errors.
     """

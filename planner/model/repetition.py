@@ -34,12 +34,7 @@ class Repetition:
         return is_over and cut <= self._exit_of(self._runner_of[maker.parent])
 
     def exposed(self, storage: int, cut: int) -> set[int]:
-        """Return the indices of the tensors in a storage that calls returned and that repeated code can use.
-
-        Args:
-            storage: Number of the storage.
-            cut: Time of the cut, after which code of open calls runs again.
-        """
+        """Return the indices of the tensors in a storage that calls returned and that repeated code can use."""
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes(call, cut)}
 

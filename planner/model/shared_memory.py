@@ -68,10 +68,6 @@ def check_hooks(hooked: Mapping[str, nn.Parameter], layers: Sequence[Layer]) -> 
     Autograd calls a hook with the sum of the gradients of all uses of the parameter. In a pipeline, each stage would
     call the hook with the gradient of its own layers alone.
 
-    Args:
-        hooked: Parameters with hooks, by their names in the model.
-        layers: Layers of the model's chain.
-
     Raises:
         ModelError: A shared parameter has a hook; the message names the parameter.
     """

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.core.errors import ModelError
 from planner.core.values.devices import TORCH_KINDS
-from planner.model.ghosts import SHAPE_ONLY, absent_ghost, zeros_without_memory
+from planner.model.ghosts import SHAPE_ONLY, ghost_like, zeros_without_memory
 from planner.model.leaves import ConstantLeaf, TensorLeaf
 from planner.model.nests import ABSENT, tensors_in
 from planner.model.stage_part import StagePart
@@ -73,7 +73,7 @@ class StandIns:
             if self._with_ghosts:
                 like = torch.empty(shape, dtype=meta.dtype, device="meta")
                 call = recording.exposures[storage][0][1]
-                return absent_ghost(
+                return ghost_like(
                     like, self._device, "an input of the model" if call < 0 else recording.calls[call].path
                 )
             if storage in self._part.overwritten:  # a tensor that is written into needs separate memory
@@ -84,7 +84,7 @@ class StandIns:
         """Return a stand-in for a parameter or buffer of another stage, which repeated code may use."""
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
-                return absent_ghost(tensor, self._device, name)
+                return ghost_like(tensor, self._device, name)
             return zeros_without_memory(tensor.shape, tensor.dtype, self._device)
 
     def output(self, number: int, name: str, leaf: Any) -> Any:

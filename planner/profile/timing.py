@@ -122,10 +122,6 @@ def split_into_passes(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Ite
     """Divide keys into lists of neighboring layers of one micro-batch size that are timed together.
 
     The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has a single layer.
-
-    Args:
-        keys: Digest and micro-batch size of each layer, in order.
-        kept_bytes: Bytes that each layer keeps from forward to backward.
     """
     stretch: dict[Key, None] = {}
     kept = size = 0

@@ -16,7 +16,7 @@ from planner.executor.build.own_stage import BuildError, build_only, to_meta
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, refuse_sparse
 from planner.model.closures import other_reachable_tensors
-from planner.model.ghosts import Ghost, absent_ghost
+from planner.model.ghosts import Ghost, ghost_like
 from planner.model.growth import SIZES
 from planner.model.held import copy_attributes, loose_tensors, move_loose_tensors, named_tensors, replace_tensors
 from planner.model.lean import allocate_parameters
@@ -197,7 +197,7 @@ def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device:
 
     def other(tensor: Tensor) -> Tensor:
         instead = keep(tensor)
-        return absent_ghost(tensor, device, names[id(tensor)]) if instead is None else instead
+        return ghost_like(tensor, device, names[id(tensor)]) if instead is None else instead
 
     replace_tensors(model, other)
 
@@ -234,7 +234,7 @@ def _with_its_parameters(tensor: Tensor, held_ids: Collection[int], device: torc
     """Return `tensor` on `device`, or a placeholder if it was computed from parameters other than `held_ids`."""
     if tensor.is_leaf or leaves_behind([tensor]) <= set(held_ids):
         return tensor.to(device)
-    return absent_ghost(tensor, device, "a tensor computed from parameters of another stage")
+    return ghost_like(tensor, device, "a tensor computed from parameters of another stage")
 
 
 def _instances(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:

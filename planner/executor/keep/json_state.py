@@ -67,12 +67,7 @@ def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_json(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Convert the result of `to_json` back to the original value. A damaged `value` raises errors of several types.
-
-    Args:
-        value: JSON value.
-        tensor: Function that returns the tensor that is stored under a name.
-    """
+    """Convert the result of `to_json` back to the original value. A damaged `value` raises errors of several types."""
     if isinstance(value, list):
         return [from_json(item, tensor) for item in value]
     if not isinstance(value, dict):

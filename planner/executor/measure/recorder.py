@@ -128,12 +128,7 @@ class Recorder:
         return result
 
     def _collected(self, base: Moment, base_ns: int) -> tuple[RunSpan, ...]:
-        """Return the step's actions on the host's clock.
-
-        Args:
-            base: Moment on the device's clock.
-            base_ns: The same moment on the host's clock.
-        """
+        """Return the step's actions on the host's clock."""
         spans = tuple(
             RunSpan(kind, stage, micro_batch, *(base_ns + moment.ns_since(base) for moment in moments))
             for kind, stage, micro_batch, *moments in self._pending

@@ -116,7 +116,10 @@ def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
     Args:
         processes: Actions of each process, by rank, on the same clock.
     """
-    rows = {rank: _computing(spans) for rank, spans in processes.items()}
+    rows = {
+        rank: sorted((s for s in spans if s.kind in _KINDS), key=lambda s: s.start_ns)
+        for rank, spans in processes.items()
+    }
     ready = {(_flow(s), s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
     overlap = any(span.kind == WEIGHT_BACKWARD.label for row in rows.values() for span in row)
     begins_ns, window_ns = _windows(rows, overlap=overlap)
@@ -314,10 +317,6 @@ def _middle_half(steps: Iterable[tuple[int, Item]]) -> list[Item]:
 
 def _window_ns(spans: Sequence[RunSpan]) -> int:
     return max((span.end_ns for span in spans), default=0) - min((span.start_ns for span in spans), default=0)
-
-
-def _computing(spans: Iterable[RunSpan]) -> list[RunSpan]:
-    return sorted((s for s in spans if s.kind in _KINDS), key=lambda span: span.start_ns)
 
 
 def _flow(span: RunSpan) -> Flow | None:

@@ -47,11 +47,6 @@ def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source
     return counts
 
 
-def weights_of(counts: Sequence[float], total: float) -> list[float]:
-    """Return each count divided by `total`, the sum over all replicas; zeros if `total` is 0."""
-    return [count / total if total else 0.0 for count in counts]
-
-
 def weigh_losses(
     parts: Sequence[MiniBatchPart], counts: Sequence[float], total: float
 ) -> list[tuple[MiniBatchPart, int, list[float]]]:
@@ -62,7 +57,7 @@ def weigh_losses(
         counts: Number of items that the loss of each micro-batch averages over; empty without the last stage.
         total: Sum of the counts of all replicas. Weights are counts divided by this sum.
     """
-    weights = weights_of(counts, total)
+    weights = [count / total if total else 0.0 for count in counts]  # zeros if no loss counts anything
     firsts = accumulate((part.micro_batches for part in parts), initial=0)
     return [(p, first, weights[first : first + p.micro_batches]) for p, first in zip(parts, firsts, strict=False)]
 

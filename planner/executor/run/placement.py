@@ -69,10 +69,12 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
     """
     devices = balance.num_devices
     if num_processes != balance.num_processes:
+        sizes = " or ".join(map(str, balance.smaller))
         raise UsageError(
             f"the plan needs {_needed(balance)}, but {pluralize(num_processes, 'process', 'es')} "
             f"{'was' if num_processes == 1 else 'were'} started",
-            hint=f"run `{launch_command(balance.num_processes, 'train.py')}`{_other_sizes(balance)}",
+            hint=f"run `{launch_command(balance.num_processes, 'train.py')}`"
+            + (f"; there are plans for {sizes} processes, too" if sizes else ""),
         )
     position = rank % devices
     return ProcessPlace(
@@ -106,12 +108,6 @@ class ProcessGroups:
         pipelines = [dist.new_group([r * place.num_devices + d for d in devices]) for r in replicas]
         copies = [dist.new_group([r * place.num_devices + d for r in replicas]) for d in devices]
         return cls(pipelines[place.replica], copies[place.rank % place.num_devices])
-
-
-def _other_sizes(balance: Balance) -> str:
-    """Return a hint that lists the numbers of processes of smaller plans; empty if there are no smaller plans."""
-    sizes = " or ".join(map(str, balance.smaller))
-    return f"; there are plans for {sizes} processes, too" if sizes else ""
 
 
 def _needed(balance: Balance) -> str:

@@ -41,12 +41,7 @@ def error_for_exception(error: BaseException, position: Position) -> PlannerErro
 
 
 def error_after_exit(left: Mapping[str, Any], position: Position) -> PlannerError:
-    """Return the error of a rank that still waits after another rank exited with code 0.
-
-    Args:
-        left: Position of the rank that exited, from `Position.summary`.
-        position: Position of this rank.
-    """
+    """Return the error of a rank that still waits after another rank exited with code 0."""
     return TrainingError(
         f"{left['name'] or 'another rank'} exited {left['where']} (SystemExit: 0) "
         f"while {position.name or 'this rank'} waited {position.where}",

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from planner.core.errors import ModelError, UsageError
-from planner.executor.run.losses import loss_counts, weights_of, zero_loss_of
-from planner.executor.run.parts import count_samples, micro_batches_of, mini_batch_parts
+from planner.executor.run.losses import loss_counts, weigh_losses, zero_loss_of
+from planner.executor.run.parts import MiniBatchPart, count_samples, micro_batches_of, mini_batch_parts
 from planner.model.load import Batch
 
 
 def test_weights_are_parts_of_the_whole() -> None:
     """Also where there is no whole."""
-    assert weights_of([2, 2, 0, 4], 8) == [0.25, 0.25, 0.0, 0.5]
-    assert weights_of([0.0, 0.0], 0) == [0.0, 0.0]
+    parts = [MiniBatchPart(Batch(None, None), 3, 2), MiniBatchPart(Batch(None, None), 1, 1)]
+    assert weigh_losses(parts, [2, 2, 0, 4], 8) == [(parts[0], 0, [0.25, 0.25, 0.0]), (parts[1], 3, [0.5])]
+    assert [weights for _, _, weights in weigh_losses(parts, [0.0] * 4, 0)] == [[0.0] * 3, [0.0]]
 
 
 def test_counts_are_the_model_files() -> None:

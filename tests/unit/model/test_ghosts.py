@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.model.chain import chain_of
-from planner.model.ghosts import absent_ghost, ghost_like
+from planner.model.ghosts import ghost_like
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,5 @@ def test_a_batch_first_layer_hands_samples_on_first(kind: Callable[..., nn.Modul
 def test_a_value_of_another_stage_that_is_read_is_named() -> None:
     """With what to do, in place of the operator alone."""
     with pytest.raises(ModelError, match=r'code between modules, .* reads values of "blocks.0"') as refused:
-        absent_ghost(torch.empty(2), torch.device("cpu"), "blocks.0").sum().item()
+        ghost_like(torch.empty(2), torch.device("cpu"), "blocks.0").sum().item()
     assert "move this code into a module" in refused.value.hint
