@@ -13,7 +13,6 @@ Under the plan that wrote the checkpoint, a run resumes bit for bit. Under anoth
 and their optimizer state by name. All other state is equal on all ranks, and is read from the first rank's file.
 """
 
-import json
 import shutil
 import signal
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -296,7 +296,7 @@ class Checkpoints:
         """Load the initial weights, and report which types were cast on any rank."""
         pipeline = self._pipeline
         own = begin_with_weights(weights, pipeline.named_tensors(), pipeline.first_names)
-        cast = json.loads(self._exchange.decide(json.dumps(own), _union))
+        cast = self._exchange.decide(own, lambda casts: sorted(set(chain.from_iterable(casts))))
         if cast:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")
 
@@ -311,7 +311,7 @@ class Checkpoints:
                 raise
             except Exception as error:  # of any kind: an older checkpoint may be readable
                 problem = _problem(error, source)
-            first = json.loads(self._exchange.decide(json.dumps(problem), _first_problem))
+            first = self._exchange.decide(problem, lambda found: next(filter(None, found), None))
             if first is None:
                 assert held is not None
                 self._restore(source, held)
@@ -360,15 +360,6 @@ class _Problem(NamedTuple):
 
     message: str
     hint: str
-
-
-def _union(reports: Sequence[str]) -> str:
-    """Return the casts that the ranks report, without repetition."""
-    return json.dumps(sorted({cast for report in reports for cast in json.loads(report)}))
-
-
-def _first_problem(reports: Sequence[str]) -> str:
-    return next((report for report in reports if report != "null"), "null")
 
 
 def _problem(error: BaseException, source: Path) -> _Problem:

@@ -7,6 +7,7 @@ from planner.core.values.partial import Measurement, PartialProfile
 from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
+from planner.model.optimizers import ModelOptimizer
 from planner.profile.timing import Samples
 from planner.profile.units import Key
 
@@ -123,3 +124,7 @@ class ProfilingTask:
     """Function that is called with warnings for the user."""
     note: Callable[[str], None]
     """Function that is called with notes about defaults."""
+
+    def whole_optimizer(self) -> ModelOptimizer:
+        """Return the optimizer of the whole model."""
+        return ModelOptimizer(self.loaded.build_optimizer, self.chain.model.parameters())

@@ -123,16 +123,13 @@ def check_loss(loaded: LoadedModel) -> CheckedLoss:
 def _checked(loaded: LoadedModel) -> CheckedLoss:
     lean = build_lean(loaded.build)
     batches = [loaded.example_batch(samples) for samples in _SAMPLES]
-    fitting = [batch for batch in batches if _checked_bytes(loaded, lean, batch) <= _budget_bytes()]
+    budget_bytes = min(_MOST_BYTES, available_bytes() // 4)
+    fitting = [batch for batch in batches if _checked_bytes(loaded, lean, batch) <= budget_bytes]
     if not fitting:
         return _assumed(loaded, lean, batches[0])
     model = loaded.build()
     with _as_built(model, loaded), evaluation_mode(model):
         return _compared(loaded, model, fitting[0])
-
-
-def _budget_bytes() -> int:
-    return min(_MOST_BYTES, available_bytes() // 4)
 
 
 def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
@@ -163,7 +160,7 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
     The last stage does not have the parameters of other stages, so this part of their gradients would be lost.
     """
     leaves, nest = flatten(output)
-    cut = [_cut_off(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    cut = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     read = leaves_behind(tensors_in(_fresh_loss(loaded)(unflatten(cut, nest), targets)))
     names = [name for name, parameter in model.named_parameters() if id(parameter) in read]
     if names:
@@ -183,10 +180,6 @@ def _output_of(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
     inputs, targets = to_device(tuple(batch), device)
     args, kwargs = arguments_of(inputs)
     return model(*args, **kwargs), targets
-
-
-def _cut_off(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _fresh_loss(loaded: LoadedModel) -> Any:

@@ -4,8 +4,9 @@ A process group would open a connection between every two ranks, and end a rank 
 Here, every rank has only a connection to the store, and waits as long as the watch reports no failure.
 """
 
+import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -28,14 +29,14 @@ class ValueExchange:
         self._rank, self._world = rank, world
         # torch declares `clone` only for some types of stores.
         store: Any = job_store(_JOINING) if world > 1 else None
-        self._store = None if store is None else store.clone()
+        self._store: Any = None if store is None else store.clone()
         self._round = 0
 
-    def decide(self, value: str, decide: Callable[[Sequence[str]], str]) -> str:
+    def decide(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Return the result of `decide` for the values of all ranks; every rank must call this method.
 
         Args:
-            value: Value of this rank.
+            value: Value of this rank, which JSON can represent; a tuple may become a list.
             decide: Function that is called on the first rank only, with the values in the order of ranks. It must not
                 raise an error.
         """
@@ -44,23 +45,23 @@ class ValueExchange:
         self._round += 1
         name = f"exchange/{self._round}"
         if self._rank > 0:
-            self._store.set(f"{name}/{self._rank}", zlib.compress(value.encode()))
+            self._set(f"{name}/{self._rank}", value)
             self._store.wait([name], _LONGEST)
-            result = zlib.decompress(self._store.get(name)).decode()
+            result = self._get(name)
             if self._store.add(f"{name}/read", 1) == self._world - 1:
                 self._store.set(f"{name}/done", "")
             return result
         keys = [f"{name}/{rank}" for rank in range(1, self._world)]
         self._store.wait(keys, _LONGEST)
-        result = decide([value, *(zlib.decompress(self._store.get(key)).decode() for key in keys)])
-        self._store.set(name, zlib.compress(result.encode()))
+        result = decide([value, *map(self._get, keys)])
+        self._set(name, result)
         # Delete this round's values, which may be large, and the previous result, which all ranks have read by now.
         before = f"exchange/{self._round - 1}"
         for key in (*keys, before, f"{before}/read", f"{before}/done"):
             self._store.delete_key(key)
         return result
 
-    def value_of_first_rank(self, value: str) -> str:
+    def value_of_first_rank(self, value: Any) -> Any:
         """Return the first rank's value; every rank must call this method."""
         return self.decide(value, lambda values: values[0])
 
@@ -71,3 +72,9 @@ class ValueExchange:
                 self._store.wait([f"exchange/{self._round}/done"], _JOINING)
             except dist.DistError:  # a rank has died, which the watch reports
                 return
+
+    def _set(self, key: str, value: Any) -> None:
+        self._store.set(key, zlib.compress(json.dumps(value).encode()))
+
+    def _get(self, key: str) -> Any:
+        return json.loads(zlib.decompress(self._store.get(key)))

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from planner.executor.keep.stored import StoredCheckpoint
+from planner.model.load import to_device
 
 ParameterGroups = list[tuple[list[str], dict[str, Any]]]
 
@@ -51,7 +51,7 @@ class OptimizerState:
             state = checkpoint.file_of_tensor(name)[0].optimizer_state(name)
             # As in torch's optimizers, the step count is on the CPU unless the optimizer steps on the device.
             found[name] = {
-                part: held if part == "step" and id(parameter) not in on_device else _moved(held, parameter.device)
+                part: held if part == "step" and id(parameter) not in on_device else to_device(held, parameter.device)
                 for part, held in state.items()
             }
         return {name: state for name, state in found.items() if state}
@@ -84,7 +84,3 @@ class OptimizerState:
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

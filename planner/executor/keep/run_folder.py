@@ -52,13 +52,12 @@ class RunFolder:
             self._check_empty("this is a new run")
             return []
         folder = Path(str(self.path) if resume == "auto" else resume)
-        names = ""
+        there: list[Path] = []
         if self._is_first:
             there = checkpoints_in(folder)[::-1]
             if not there or is_checkpoint(folder):
                 there = [folder] if latest_checkpoint(str(folder)) else []
-            names = "\n".join(map(str, there))
-        candidates = [Path(name) for name in self._exchange.value_of_first_rank(names).splitlines()]
+        candidates = [Path(name) for name in self._exchange.value_of_first_rank([str(path) for path in there])]
         if not candidates and resume != "auto":
             raise FileError("the folder has no checkpoint", path=resume)
         return candidates
@@ -103,8 +102,8 @@ class RunFolder:
         if self._is_first:
             mark.touch()
         self._exchange.value_of_first_rank("")
-        blind = self._exchange.decide("" if mark.exists() else "blind", _first_with_any)
-        if blind:
+        blind = self._exchange.decide(mark.exists(), lambda seen: seen.index(False) if not all(seen) else None)
+        if blind is not None:
             raise UsageError(
                 f"rank {blind} does not see the checkpoint folder of rank 0 ({path})",
                 hint="it must be on a file system that all machines share",
@@ -133,8 +132,3 @@ class RunFolder:
         except OSError as error:
             raise FileError(f"{names} cannot be moved aside: {error.strerror}", path=str(self.path)) from error
         self._tell(f"moved to {aside}, because this run does not continue them: {names}", False)
-
-
-def _first_with_any(values: Sequence[str]) -> str:
-    """Return the first rank whose value is not empty, as text; empty if all values are empty."""
-    return next((str(rank) for rank, value in enumerate(values) if value), "")

@@ -1,7 +1,6 @@
 """Writer of one checkpoint: every rank writes its file, and the first rank writes the index."""
 
 import io
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -69,7 +68,7 @@ class CheckpointWriter:
         if in_thread:
             copied = {name: tensor.to("cpu", copy=True) for name, tensor in stored.tensors.items()}
             threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = threads.submit(self._write, RankState(stored.state, copied))
+            self._pending = threads.submit(lambda: self._decided(self._write_file(RankState(stored.state, copied))))
             threads.shutdown(wait=False)
         else:
             # While the main thread writes, this rank does not wait for other ranks.
@@ -93,9 +92,6 @@ class CheckpointWriter:
         if problem:
             raise NotWrittenError(problem)
 
-    def _write(self, stored: RankState) -> str:
-        return self._decided(self._write_file(stored))
-
     def _write_file(self, stored: RankState) -> dict[str, Any]:
         """Write this rank's file; return the file's entry and names, or the problem, for the first rank."""
         try:
@@ -111,14 +107,14 @@ class CheckpointWriter:
 
     def _decided(self, report: dict[str, Any]) -> str:
         """Return the reason why a rank could not write its part; empty if all ranks succeeded."""
-        return self._exchange.decide(json.dumps(report), self._published)
+        problem: str = self._exchange.decide(report, self._published)
+        return problem
 
-    def _published(self, reports: Sequence[str]) -> str:
-        parts = [json.loads(report) for report in reports]
-        problem = next((str(part["problem"]) for part in parts if "problem" in part), "")
+    def _published(self, reports: Sequence[dict[str, Any]]) -> str:
+        problem = next((str(report["problem"]) for report in reports if "problem" in report), "")
         if not problem:
             try:
-                self._publish([WrittenFile(FileEntry(**part["entry"]), tuple(part["names"])) for part in parts])
+                self._publish([WrittenFile(FileEntry(**each["entry"]), tuple(each["names"])) for each in reports])
             except Exception as error:  # reported on all ranks
                 problem = str(error)
         if problem:

@@ -36,7 +36,12 @@ class StepSeeds:
 
     def seed_generators(self, layer: int, micro_batch: int) -> None:
         """Seed this process's generators for the draws of `layer` in `micro_batch`."""
-        _seed_generators(layer_seed(self.seed, self.step, layer, self.first_micro_batch + micro_batch))
+        seed = layer_seed(self.seed, self.step, layer, self.first_micro_batch + micro_batch)
+        # `torch.manual_seed` would seed every kind of device, which takes 100 us instead of 1. Python's and NumPy's
+        # generators are seeded, too (8 us), because models draw masks and skipped layers from them.
+        seed_host(seed)
+        if (of_device := _device_generator()) is not None:
+            of_device.manual_seed(seed)
 
 
 class HostStates(NamedTuple):
@@ -119,14 +124,6 @@ def keeping_random_state() -> Iterator[None]:
         np.random.set_state(numpy)
         if of_device is not None and device_state is not None:
             of_device.set_state(device_state)
-
-
-def _seed_generators(seed: int) -> None:
-    # `torch.manual_seed` would seed every kind of device, which takes 100 us instead of 1. Python's and NumPy's
-    # generators are seeded, too (8 us), because models draw masks and skipped layers from them.
-    seed_host(seed)
-    if (of_device := _device_generator()) is not None:
-        of_device.manual_seed(seed)
 
 
 def _device_generator() -> torch.Generator | None:

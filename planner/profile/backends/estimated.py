@@ -115,7 +115,7 @@ class EstimatedBackend:
             flops = records.measure_distinct(clock.flops_of)
             clock = self.clock(experts=clock.has_experts)
             peaks_add = _peaks_add(task)
-            whole = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
+            whole = task.whole_optimizer()
             units, idle = records.units, idle_parameters(task, records)
             first = first_of_same_cost([unit.module for unit in units], [unit.digest for unit in units], whole)
             by_first = {
@@ -243,7 +243,7 @@ class RooflineClock:
 
 def _peaks_add(task: ProfilingTask) -> bool:
     """Return True if the optimizer updates all parameters at once, as torch's optimizers do on a GPU by default."""
-    one = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters()).build_for(())
+    one = task.whole_optimizer().build_for(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
 
 

@@ -15,7 +15,6 @@ from planner.device.meter import Meter
 from planner.model.batch_norm import deferred_batch_norms
 from planner.model.lean import allocate_parameters
 from planner.model.load import LoadedModel
-from planner.model.optimizers import ModelOptimizer
 from planner.profile.flops import forward_flops
 from planner.profile.idle import idle_parameters, stepped_parameters
 from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
@@ -95,16 +94,19 @@ class MeasuredBackend:
             rewritten_bytes=rewritten,
             idle=idle,
             optimizer=optimizer,
-            optimizer_boundary_peaks=_boundary_peaks(task, records, idle, device=self.device, meter=meter),
+            optimizer_boundary_peaks=optimizer_boundary_peaks(
+                stepped_parameters(records, idle), task.whole_optimizer(), device=self.device, meter=meter
+            ),
             flops=records.measure_distinct(forward_flops),
             times=times,
             half_times_us={
                 key: half_times_of(task.measurements.half_samples[key], times[key]) for key in records.inputs
             },
         )
+        largest = max(records.distinct.values(), key=lambda unit: unit.parameter_bytes)
         return BackendResult(
             sizes=records.sizes,
-            optimizer_peaks_add=_peaks_add(task, records, meter),
+            optimizer_peaks_add=has_additive_peaks(largest.module, task.whole_optimizer(), meter=meter),
             layers=layer_profiles(task, costs),
         )
 
@@ -121,7 +123,7 @@ def _optimizer_costs(
 ) -> list[OptimizerCost]:
     # A training step accesses parameters and gradients of all layers between two updates of one layer.
     between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
-    units, whole = records.units, _whole(task)
+    units, whole = records.units, task.whole_optimizer()
     first = first_of_same_cost([unit.module for unit in units], [unit.digest for unit in units], whole)
     distinct = list(dict.fromkeys(first))
     keys = [(units[n].digest, records.sizes[0]) for n in distinct]
@@ -139,26 +141,6 @@ def _optimizer_costs(
         for n, (digest, _) in zip(distinct, task.steps.each(keys, records.names), strict=True)
     }
     return [costs[n] for n in first]
-
-
-def _boundary_peaks(
-    task: ProfilingTask,
-    records: UnitRecords,
-    idle: Mapping[str, Collection[str]],
-    *,
-    device: torch.device,
-    meter: Meter,
-) -> list[int]:
-    return optimizer_boundary_peaks(stepped_parameters(records, idle), _whole(task), device=device, meter=meter)
-
-
-def _whole(task: ProfilingTask) -> ModelOptimizer:
-    return ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
-
-
-def _peaks_add(task: ProfilingTask, records: UnitRecords, meter: Meter) -> bool:
-    largest = max(records.distinct.values(), key=lambda unit: unit.parameter_bytes)
-    return has_additive_peaks(largest.module, _whole(task), meter=meter)
 
 
 def _times(task: ProfilingTask, records: UnitRecords, clock: Clock) -> dict[Key, LayerTimes]:
