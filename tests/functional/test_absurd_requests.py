@@ -1,4 +1,4 @@
-"""Absurd numbers: one message each, at once, exit code 2; and nothing is written that cannot be read."""
+"""Tests of absurd numbers in options and files: one message at once, exit code 2, and no unreadable output."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ DIGITS = "9" * 400
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A profile of six layers."""
+    """Write a profile of six layers."""
     monkeypatch.chdir(tmp_path)
     files.write("profile.yaml", gate.two_sizes())
     return tmp_path
@@ -51,8 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"--devices 2 --mem 8GB --time-limit {DIGITS}s", "not a quantity"),
     ],
 )
-def test_an_absurd_option_is_one_message(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Short, too: nobody reads 400 digits."""
+def test_absurd_options_give_one_short_message(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with limited_cpu_time(20):
         ran = call(capsys, "solve", *options.split())
     assert ran.code == 2, ran
@@ -63,8 +62,7 @@ def test_an_absurd_option_is_one_message(options: str, message: str, capsys: pyt
 
 
 @pytest.mark.parametrize("options", ["--speed 1e6", "--speed 1e-6", "--link 1B/s", "--mem 1000PB"])
-def test_what_is_taken_is_written_so_that_it_is_read(options: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The ends of the ranges: solved, and checked."""
+def test_values_at_the_ends_of_ranges_are_solved_and_checked(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--devices", "2"] if "--devices" not in options else []
     asked += ["--mem", "8GB"] if "--mem" not in options else []
     assert call(capsys, "solve", *asked, "--batch", "8", *options.split()).code == 0
@@ -72,8 +70,7 @@ def test_what_is_taken_is_written_so_that_it_is_read(options: str, capsys: pytes
     assert (ran.code, "error" in ran.err) == (0, False)
 
 
-def test_absurd_numbers_in_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Links that move nothing, speeds, infinities, a run without stages: each names its key."""
+def test_absurd_numbers_in_files_name_their_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "solve", "--devices", "2", "--mem", "8GB", "--batch", "8").code == 0
     text = Path("plan.yaml").read_text()
     for old, new, message in (
@@ -104,8 +101,7 @@ def test_absurd_numbers_in_files(folder: Path, capsys: pytest.CaptureFixture[str
     assert (ran.code, "`micro_batch_sizes`: at most 1000000000 samples" in ran.err) == (2, True)
 
 
-def test_columns_without_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A terminal of 10**400 columns draws as on the widest there is."""
+def test_huge_terminal_widths_are_limited(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from planner.show.terminal.style import style_for
 
     class Terminal:

@@ -1,4 +1,4 @@
-"""Whatever is wrong with what a user gives, one message says so: exit code 2, no traceback, nothing half-written."""
+"""Tests of bad input: one message, exit code 2, no traceback, and no partly written output."""
 
 import contextlib
 import io
@@ -44,7 +44,7 @@ class build_optimizer(torch.optim.SGD):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model.py, and profile.yaml, plan.yaml (two stages), balance.yaml and train.py made from it."""
+    """Write model.py, profile.yaml, plan.yaml (two stages), balance.yaml and train.py."""
     folder = tmp_path_factory.mktemp("finished")
     write_model(folder)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
@@ -58,7 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> Path:
-    """The working directory: a copy of `finished`."""
+    """Change to a copy of `finished`."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     no_calibration(monkeypatch)
@@ -66,13 +66,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> Pat
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Everything in `folder`, Python's caches left out."""
+    """Return the content of all files in `folder`, except Python's caches."""
     entries = (entry for entry in folder.rglob("*") if "__pycache__" not in entry.parts)
     return {str(e.relative_to(folder)): e.read_bytes() if e.is_file() else None for e in entries}
 
 
 def refused(capsys: Capsys, folder: Path, *arguments: str) -> Ran:
-    """Runs a command that must be refused, and checks what every refusal has in common."""
+    """Run a command that must be refused, and check the properties of every refusal."""
     before = contents(folder)
     done = call(capsys, *arguments)
     assert done.code == 2, done
@@ -147,10 +147,9 @@ def _replace(pattern: str, new: str) -> Callable[[Path], None]:
         pytest.param(_append("schema: gpipe-plan/plan/v1\n"), "`schema` is defined twice", id="key-twice"),
     ],
 )
-def test_a_broken_file_is_named(
+def test_messages_on_unreadable_files_begin_with_the_file_name(
     here: Path, capsys: Capsys, *, name: str, arguments: tuple[str, ...], spoil: Callable[[Path], None], told: str
 ) -> None:
-    """Missing, a folder, empty, of another version, with a key too many: the message begins with the file's name."""
     spoil(here / name)
     done = refused(capsys, here, *arguments)
     assert re.match(rf"{re.escape(name)}(:\d+)?: error: ", done.error), done.error
@@ -185,10 +184,9 @@ def test_a_broken_file_is_named(
         ("plan.yaml", _replace(r"devices: 2", "devices: true"), "inputs.devices", "true"),
     ],
 )
-def test_a_broken_value_is_named_with_line_and_key(
+def test_messages_on_invalid_values_name_file_line_and_key(
     here: Path, capsys: Capsys, *, name: str, spoil: Callable[[Path], None], key: str, told: str
 ) -> None:
-    """`file:line: error: `key`: what is wrong`, at the line where the key stands."""
     was = (here / name).read_text().splitlines()
     spoil(here / name)
     now = (here / name).read_text().splitlines()
@@ -204,8 +202,8 @@ def test_a_broken_value_is_named_with_line_and_key(
     assert key.rpartition(".")[2].partition("[")[0] in now[line - 1] or told == "is missing"
 
 
-def test_a_misspelt_key_gets_a_suggestion(here: Path, capsys: Capsys) -> None:
-    """The nearest key there is, for a key that must be there as well."""
+def test_misspelled_keys_get_a_suggestion(here: Path, capsys: Capsys) -> None:
+    """Suggest the nearest key, also if this key is required."""
     _replace(r"forward_us:", "foward_us:")(here / "profile.yaml")
     assert "did you mean `forward_us`?" in call(capsys, *SOLVE).err
 
@@ -221,13 +219,11 @@ def test_a_misspelt_key_gets_a_suggestion(here: Path, capsys: Capsys) -> None:
         (("show", "model.py"), "model.py"),
     ],
 )
-def test_a_file_of_another_kind_is_named(here: Path, capsys: Capsys, arguments: tuple[str, ...], told: str) -> None:
-    """A plan is no profile."""
+def test_a_plan_is_refused_as_profile(here: Path, capsys: Capsys, arguments: tuple[str, ...], told: str) -> None:
     assert told in refused(capsys, here, *arguments).error
 
 
-def test_stdin_may_be_broken_as_well(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing, or bytes that are no text: called `-`, an error of the input like any other."""
+def test_empty_or_binary_stdin_is_an_input_error(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert refused(capsys, here, "check", "-").error.startswith("-: error: is empty")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
@@ -240,18 +236,16 @@ def test_stdin_may_be_broken_as_well(here: Path, capsys: Capsys, monkeypatch: py
     ids=lambda value: value[0],
 )
 @pytest.mark.parametrize("output", ["model.py/inside.yaml", "x" * 300], ids=["under a file", "name too long"])
-def test_an_output_that_cannot_be_written_is_named(
+def test_unwritable_outputs_are_named_and_leave_no_files(
     here: Path, capsys: Capsys, arguments: tuple[str, ...], output: str
 ) -> None:
-    """And nothing is left behind."""
     done = refused(capsys, here, *arguments, "-o", output)
     assert done.error.startswith(output)
     assert ": error: cannot be written: " in done.error
 
 
 @pytest.mark.parametrize("arguments", [SOLVE, ("profile", "model.py", *FAST)], ids=lambda value: value[0])
-def test_an_output_that_is_a_folder_is_named(here: Path, capsys: Capsys, arguments: tuple[str, ...]) -> None:
-    """`-o .` is no file name."""
+def test_a_folder_as_output_is_refused(here: Path, capsys: Capsys, arguments: tuple[str, ...]) -> None:
     assert refused(capsys, here, *arguments, "-o", ".").error.startswith(".: error: is a directory")
 
 
@@ -314,15 +308,16 @@ def test_an_output_that_is_a_folder_is_named(here: Path, capsys: Capsys, argumen
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_bad_usage_is_refused(here: Path, capsys: Capsys, arguments: tuple[str, ...], told: list[str]) -> None:
-    """The message names the option or the value that is wrong."""
+def test_bad_usage_names_the_option_or_value(
+    here: Path, capsys: Capsys, arguments: tuple[str, ...], told: list[str]
+) -> None:
     done = refused(capsys, here, *arguments)
     assert done.error.startswith("error: ")
     assert [part for part in told if part not in done.error.replace("'", "`")] == [], done.error
 
 
-def test_refusals_say_what_to_do(here: Path, capsys: Capsys) -> None:
-    """The hint after a wrong micro-batch count lists the right ones; after a wrong format, the formats."""
+def test_refusals_list_valid_values(here: Path, capsys: Capsys) -> None:
+    """The hint lists valid numbers of micro-batches, or the formats."""
     for arguments, hint in (
         ((*SOLVE, "--batch", "8", "--micro-batches", "3"), "one of 1, 2, 4, 8"),
         ((*SOLVE, "--format", "xml"), "one of text, json"),
@@ -356,18 +351,16 @@ def test_refusals_say_what_to_do(here: Path, capsys: Capsys) -> None:
     ],
     ids=" ".join,
 )
-def test_bad_options_of_profile_are_refused(
+def test_bad_options_of_profile_are_refused_before_measuring(
     here: Path, capsys: Capsys, options: tuple[str, ...], told: list[str]
 ) -> None:
-    """Before anything is measured, and in the user's own words."""
     done = refused(capsys, here, "profile", "model.py", *options)
     assert [part for part in told if part not in done.error] == [], done.error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "right"), [("x=maybe", False), ("x=TRUE", True), ("x=false", True)])
-def test_a_truth_value_is_true_or_false(here: Path, capsys: Capsys, *, text: str, right: bool) -> None:
-    """Not yes, not 1: a setting of type bool takes these two words."""
+def test_boolean_settings_accept_only_true_and_false(here: Path, capsys: Capsys, *, text: str, right: bool) -> None:
     write_model(here, HEAD + BUILD.replace("width: int = 16", "width: int = 16, x: bool = True") + EXAMPLE + LOSS)
     if right:
         assert call(capsys, "profile", "model.py", *FAST, "--set", text).code == 0
@@ -380,8 +373,7 @@ def test_a_truth_value_is_true_or_false(here: Path, capsys: Capsys, *, text: str
     ["banana", "", "3x", "-1", "0x-3", "8:floaty", "8:int64:0", "8:int64:-5", "8:int64:many", "8:complex64", "8:a:2:b"],
 )
 @pytest.mark.parametrize("position", ["first", "second"])
-def test_a_bad_input_shape_is_refused(here: Path, capsys: Capsys, shape: str, position: str) -> None:
-    """Wherever it stands among several `--input`, and whatever is wrong with it: it is named, with an example."""
+def test_bad_input_shapes_are_named_with_an_example(here: Path, capsys: Capsys, shape: str, position: str) -> None:
     write_model(here, HEAD + BUILD + LOSS)
     shapes = [shape] if position == "first" else ["8", shape]
     options = [word for text in shapes for word in ("--input", text)]
@@ -458,15 +450,14 @@ BODY = BUILD + EXAMPLE + LOSS
         ),
     ],
 )
-def test_a_broken_model_is_explained(here: Path, capsys: Capsys, text: str, told: str) -> None:
-    """What the user's own code did, with their file and line where it is known, never as a bug of ours."""
+def test_errors_of_the_model_file_are_reported_as_user_errors(here: Path, capsys: Capsys, text: str, told: str) -> None:
     write_model(here, text, name="bad.py")
     done = refused(capsys, here, "profile", "bad.py", *FAST)
     assert told in done.error
 
 
 def test_errors_in_user_code_name_file_and_line(here: Path, capsys: Capsys) -> None:
-    """The line in the user's file, not one of torch's below it."""
+    """Name the line in the user's file, not a line of torch."""
     text = MODEL + "def helper():\n    return torch.randn(-1)\ndef build_model():\n    return helper()\n"
     write_model(here, text, name="bad.py")
     line = text.splitlines().index("    return torch.randn(-1)") + 1
@@ -474,8 +465,8 @@ def test_errors_in_user_code_name_file_and_line(here: Path, capsys: Capsys) -> N
 
 
 @pytest.mark.slow
-def test_a_file_without_a_loss_needs_targets_only_for_its_own(here: Path, capsys: Capsys) -> None:
-    """`--input` gives no targets: with a `loss_fn` of the file's own, that is said, not a bug."""
+def test_a_loss_fn_with_input_needs_targets(here: Path, capsys: Capsys) -> None:
+    """`--input` gives no targets, so the `loss_fn` of the file cannot be called."""
     write_model(here, HEAD + BUILD + LOSS, name="bad.py")
     assert "`loss_fn" in refused(capsys, here, "profile", "bad.py", *FAST, "--input", "8").error
 
@@ -491,13 +482,12 @@ def test_a_file_without_a_loss_needs_targets_only_for_its_own(here: Path, capsys
         ("model.py:", "model.py"),
     ],
 )
-def test_a_wrong_model_argument_is_named(here: Path, capsys: Capsys, source: str, told: str) -> None:
-    """Missing, a folder, no Python, no such entry, an entry that is no model."""
+def test_invalid_model_arguments_are_named(here: Path, capsys: Capsys, source: str, told: str) -> None:
+    """The file is missing, a folder or no Python; or the entry is missing or no model."""
     assert told in refused(capsys, here, "profile", source, *FAST).error
 
 
-def test_a_finished_model_takes_no_settings(here: Path, capsys: Capsys) -> None:
-    """Nothing is built, so nothing can be set."""
+def test_settings_for_a_model_instance_are_refused(here: Path, capsys: Capsys) -> None:
     write_model(here, HEAD + "model = nn.Sequential(nn.Linear(8, 4))\n" + EXAMPLE, name="bad.py")
     assert "takes no `--set width" in refused(capsys, here, "profile", "bad.py", "--set", "width=3").error
 
@@ -516,8 +506,8 @@ def build_model(): return Noisy()
 """
 
 
-def test_a_model_that_cannot_be_cut_says_where_and_why(here: Path, capsys: Capsys) -> None:
-    """The same noise for all layers would have to be drawn on every stage."""
+def test_models_without_cuts_report_where_and_why(here: Path, capsys: Capsys) -> None:
+    """All layers share the same noise, so every stage would have to draw it."""
     write_model(here, MODEL + _NOISY, name="bad.py")
     done = refused(capsys, here, "profile", "bad.py", *FAST)
     assert 'the model (Noisy) cannot be cut: after "layers.0": random numbers are drawn' in done.error
@@ -527,8 +517,7 @@ def test_a_model_that_cannot_be_cut_says_where_and_why(here: Path, capsys: Capsy
 
 
 @pytest.mark.slow
-def test_batch_norm_at_one_sample_names_the_size(here: Path, capsys: Capsys) -> None:
-    """A layer that refuses micro-batches of 1 is named with that size."""
+def test_a_layer_that_needs_two_samples_is_named_with_the_size(here: Path, capsys: Capsys) -> None:
     write_model(here, MODEL.replace("nn.ReLU()", "nn.BatchNorm1d(width)"), name="bad.py")
     error = refused(capsys, here, "profile", "bad.py", *FAST).error
     assert 'layer "1" (BatchNorm1d)' in error
@@ -561,7 +550,7 @@ def _refused(folder: Path, told: str, *arguments: str) -> None:
 
 @pytest.mark.slow
 def test_the_script_refuses_a_wrong_number_of_processes(here: Path) -> None:
-    """Under torchrun or without: one message with the right command, no traceback of ours, exit code not 0."""
+    """Report the right command in one message, under torchrun and without."""
     alone = _train(here, "train.py", "--steps", "1", "--report", "run.json")
     assert (alone.code, alone.out) == (2, "")
     assert alone.error == "error: the plan needs 2 processes (2 stages), but 1 process was started"
@@ -576,8 +565,8 @@ def test_the_script_refuses_a_wrong_number_of_processes(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_with_another_balance_is_refused(here: Path, capsys: Capsys) -> None:
-    """As on a machine that has the files of the plan before: told once, before any step."""
+def test_ranks_with_different_balances_are_refused(here: Path, capsys: Capsys) -> None:
+    """One machine still has the files of an earlier plan. The error is reported once, before any step."""
     assert call(capsys, "emit", "-o", "other").code == 0
     balance = here / "other/balance.yaml"
     balance.write_text(balance.read_text().replace("micro_batches: 4", "micro_batches: 2"))
@@ -603,7 +592,7 @@ def test_a_rank_with_another_balance_is_refused(here: Path, capsys: Capsys) -> N
     ids=["one layer more", "another width", "gone"],
 )
 def test_the_script_refuses_a_changed_model(here: Path, capsys: Capsys, old: str, new: str, told: str) -> None:
-    """More layers, other shapes, no entry: told before any step, exit code 2, no report."""
+    """The model has more layers, other shapes or no entry."""
     assert call(capsys, "solve", "--devices", "1", "--mem", "8GB", "-o", "one.yaml").code == 0
     assert call(capsys, "emit", "one.yaml", "-o", "one").code == 0
     write_model(here, MODEL.replace(old, new))
@@ -616,20 +605,18 @@ def test_the_script_refuses_a_changed_model(here: Path, capsys: Capsys, old: str
     ("arguments", "told"), [(("--steps", "0"), "--steps"), (("--stepz", "3"), "--stepz"), (("--seed", "x"), "--seed")]
 )
 def test_the_script_refuses_bad_options(here: Path, arguments: tuple[str, ...], told: str) -> None:
-    """As any command: exit code 2, the option named."""
     _refused(here, told, "train.py", *arguments)
 
 
 @pytest.mark.slow
-def test_the_script_refuses_a_broken_balance(here: Path) -> None:
-    """File, line and key, as everywhere."""
+def test_the_script_names_file_line_and_key_of_a_broken_balance(here: Path) -> None:
     balance = here / "balance.yaml"
     balance.write_text(balance.read_text().replace("micro_batches: 4", "micro_batches: four"))
     _refused(here, r"balance\.yaml:\d+: .*micro_batches", "train.py")
 
 
-def test_an_unwritable_output_is_told_before_anything_is_measured(tmp_path: Path, capsys: Capsys) -> None:
-    """The model is not even loaded: its file would raise."""
+def test_unwritable_outputs_are_reported_before_loading_the_model(tmp_path: Path, capsys: Capsys) -> None:
+    """Loading this model would raise."""
     (tmp_path / "model.py").write_text("raise SystemExit('loaded')\n")
     (tmp_path / "out").mkdir()
     assert run(["profile", str(tmp_path / "model.py"), "-o", str(tmp_path / "out")]) == 2
@@ -637,7 +624,6 @@ def test_an_unwritable_output_is_told_before_anything_is_measured(tmp_path: Path
 
 
 def test_a_loss_without_gradient_is_refused(tmp_path: Path, capsys: Capsys) -> None:
-    """A detached loss would profile with no backward, and train nothing."""
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch import nn\n"
         "def build_model(): return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))\n"

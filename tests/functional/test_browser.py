@@ -156,8 +156,8 @@ def browse(folder: Path, page: str, *options: str) -> subprocess.CompletedProces
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("name", REPORTS)
-def test_the_report_in_a_browser(name, width, theme, tmp_path):
-    """No console message, no part over another or out of sight, keys walk from box to box."""
+def test_the_report_works_in_a_browser(name, width, theme, tmp_path):
+    """Check for console messages, overlapping or hidden elements, and keyboard navigation."""
     (tmp_path / "report.html").write_text(REPORTS[name](), encoding="utf-8")
     (tmp_path / "probe.html").write_text(
         PROBE.replace("LOOK", LOOK).replace("WIDTH", str(width)).replace("THEME", theme), encoding="utf-8"
@@ -181,8 +181,8 @@ def test_the_report_in_a_browser(name, width, theme, tmp_path):
         browse(tmp_path, "probe.html", f"--screenshot={picture}", f"--window-size={max(width, 500)},4200")
 
 
-def test_the_explorer_in_a_browser(tmp_path):
-    """Wide and narrow: no console message, nothing over another; what handles are at is what the page shows."""
+def test_the_explorer_works_in_a_browser(tmp_path):
+    """Check narrow and wide windows for console messages and overlaps, and the values of controls."""
     (tmp_path / "explore.html").write_text(
         explore_html(
             ExplorerRequest(plan=plan(), profile=profile(), micro_batches=(2, 4), command=("gpipe-plan solve",))

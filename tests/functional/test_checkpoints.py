@@ -1,4 +1,4 @@
-"""Runs that are stopped in every way, and go on as if nothing had happened; runs that fail, and say where."""
+"""Tests of stopped and failed runs: resumed runs equal undisturbed ones, and failures name their place."""
 
 import json
 import os
@@ -26,7 +26,7 @@ CUTS = {"one": (5,), "two": (2, 3), "three": (1, 2, 2)}
 
 
 class Ran(NamedTuple):
-    """How a run ended."""
+    """Result of a run."""
 
     code: int
     out: str
@@ -36,19 +36,19 @@ class Ran(NamedTuple):
 
     @property
     def errors(self) -> list[str]:
-        """Messages of ours."""
+        """Return the messages of gpipe-plan."""
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
     @property
     def ours(self) -> str:
-        """All but what torchrun says itself."""
+        """Return the output without the lines of torchrun."""
         own = self.err.partition('Traceback (most recent call last):\n  File "<frozen runpy>"')[0]
         return "\n".join(line for line in own.splitlines() if "/elastic/" not in line)
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders `one`, `two` and `three` with train.py and balance.yaml, for as many stages."""
+    """Write train.py and balance.yaml for one, two and three stages to folders `one`, `two` and `three`."""
     folder = tmp_path_factory.mktemp("runs")
     template = resources.files("planner.emit").joinpath("train_template.py.txt").read_text(encoding="utf-8")
     for name, balance in CUTS.items():
@@ -61,7 +61,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(here: Path) -> list[float]:
-    """Losses of ten steps; checkpoints after 4, 8 and 10 in `plain`."""
+    """Return the losses of ten steps, with checkpoints after steps 4, 8 and 10 in `plain`."""
     done = train(here, "two", "--checkpoint", "plain", "--report", "plain.json")
     assert done.code == 0, done.err
     losses: list[float] = json.loads((here / "plain.json").read_text())["losses"]
@@ -71,7 +71,7 @@ def undisturbed(here: Path) -> list[float]:
 
 
 def train(here: Path, name: str, *arguments: str, mischief: str = "", restarts: int = 0, dropout: float = 0.1) -> Ran:
-    """Ten steps of folder `name`, a checkpoint every four; `mischief` is done once, and then torchrun is part of it."""
+    """Train ten steps of folder `name` under torchrun, with a checkpoint every four steps and one `mischief`."""
     arguments = (f"{name}/train.py", "--steps", "10", "--checkpoint-every", "4", *arguments)
     count = len(CUTS[name])
     if count > 1 and not mischief:
@@ -94,22 +94,22 @@ def train(here: Path, name: str, *arguments: str, mischief: str = "", restarts: 
 
 
 def weights(here: Path, checkpoint: str) -> dict[str, Tensor]:
-    """What a checkpoint exports."""
+    """Return the exported weights of a checkpoint."""
     assert run(["export", str(here / checkpoint), "-o", str(here / "exported.pt"), "-q"]) == 0
     state: dict[str, Tensor] = torch.load(here / "exported.pt", weights_only=True)
     return state
 
 
 def check_equal(here: Path, folder: str, report: str, losses: list[float]) -> None:
-    """The run that ended in `folder` had these last losses, to the bit, and ends with the same parameters."""
+    """Check that the run in `folder` has exactly these last losses and the final parameters."""
     assert json.loads((here / report).read_text())["losses"] == losses
     expected, got = weights(here, "plain/step-00000010"), weights(here, f"{folder}/step-00000010")
     assert list(got) == list(expected)
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_killed_stage_is_named_and_the_restart_goes_on(here: Path, undisturbed: list[float]) -> None:
-    """Kill -9 in the middle of step 6: the survivor says who, torchrun starts again, all is equal to the bit."""
+def test_a_killed_stage_is_named_and_the_restart_is_exact(here: Path, undisturbed: list[float]) -> None:
+    """Kill -9 in step 6: the other stage names the killed one, and torchrun restarts both."""
     arguments = ("--checkpoint", "killed", "--resume", "auto", "--report", "killed.json")
     done = train(here, "two", *arguments, mischief="kill 25 2", restarts=1)
     assert done.code == 0, done.err
@@ -123,8 +123,8 @@ def test_a_killed_stage_is_named_and_the_restart_goes_on(here: Path, undisturbed
 
 @pytest.mark.timed
 @pytest.mark.nightly
-def test_of_three_the_killed_one_is_named(here: Path) -> None:
-    """The one in the middle, for which both others wait, or wait for one that waits; all are gone within 30 s."""
+def test_the_killed_stage_of_three_is_named(here: Path) -> None:
+    """The middle stage is killed; the others wait for it, directly or not. All end within 30 s."""
     done = train(here, "three", mischief="kill 13 2")
     assert done.code != 0
     assert is_within(done.seconds, 30)
@@ -134,8 +134,8 @@ def test_of_three_the_killed_one_is_named(here: Path) -> None:
     assert "Traceback" not in done.ours
 
 
-def test_sigterm_saves_and_the_next_run_goes_on(here: Path, undisturbed: list[float]) -> None:
-    """Sent to torchrun, in a step that would not have been saved; half-written folders of a crash are cleared away."""
+def test_sigterm_saves_a_checkpoint_to_resume_from(here: Path, undisturbed: list[float]) -> None:
+    """SIGTERM goes to torchrun, in a step without a checkpoint. Partly written folders of a crash are removed."""
     done = train(here, "two", "--checkpoint", "stopped", mischief="term 22 1")
     assert done.code != 0
     assert "stopped by SIGTERM after" in done.out
@@ -152,7 +152,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(here: Path, undisturbed: list[fl
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(here: Path, undisturbed: list[float]) -> None:
-    """Training goes on with a warning; the run ends with an error, and can be resumed from what is there."""
+    """Training continues with a warning. The run ends with an error and can be resumed."""
     done = train(here, "two", "--checkpoint", "full", mischief="full 22 3")
     assert done.code != 0
     assert "warning: full: the checkpoint of step 8 was not written: [Errno 27] File too large" in done.err
@@ -167,8 +167,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(here: Path, undisturbed: list[fl
     check_equal(here, "full", "full.json", undisturbed[4:])
 
 
-def test_another_number_of_stages_and_none(here: Path, undisturbed: list[float]) -> None:
-    """Two stages wrote; one goes on, then two, three and one; each next loss is that of the plain model."""
+def test_resuming_with_other_numbers_of_stages_is_exact(here: Path, undisturbed: list[float]) -> None:
+    """Resume a checkpoint of two stages with one, two, three and one; compare losses with the plain model."""
     del undisturbed
     source = "plain/step-00000008"
     for step, name in enumerate(("one", "two", "three", "one"), 8):
@@ -184,8 +184,8 @@ def test_another_number_of_stages_and_none(here: Path, undisturbed: list[float])
 
 
 @pytest.mark.timed
-def test_a_hanging_stage_is_told_after_the_timeout(here: Path) -> None:
-    """Of two that both do nothing, the one that waits for nobody is named."""
+def test_a_hanging_stage_is_named_after_the_timeout(here: Path) -> None:
+    """Both stages are idle; the stage that waits for no other is named."""
     done = train(here, "two", "--timeout", "3s", mischief="hang 13 3")
     assert done.code != 0
     assert len(done.errors) == 1
@@ -196,8 +196,8 @@ def test_a_hanging_stage_is_told_after_the_timeout(here: Path) -> None:
 
 
 @pytest.mark.timed
-def test_an_error_of_the_user_is_told_once_with_its_lines(here: Path) -> None:
-    """The stage, the micro-batch, and where in the user's file; nothing from the other stage."""
+def test_errors_of_the_model_are_reported_once_with_their_line(here: Path) -> None:
+    """The message has stage, micro-batch and line of the user's file; the other stage prints nothing."""
     done = train(here, "three", mischief="raise 5 loss")
     assert done.code != 0
     assert is_within(done.seconds, 30)
@@ -210,8 +210,7 @@ def test_an_error_of_the_user_is_told_once_with_its_lines(here: Path) -> None:
 
 
 @pytest.mark.timed
-def test_not_a_number_is_found_where_it_begins(here: Path) -> None:
-    """With `--check-nan` the stage that made it is named, not the one that computed the loss."""
+def test_check_nan_names_the_stage_that_computed_the_nan(here: Path) -> None:
     done = train(here, "two", "--check-nan", mischief="nan 9 1")
     assert done.code != 0
     assert is_within(done.seconds, 30)

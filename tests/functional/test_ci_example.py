@@ -1,4 +1,4 @@
-"""The worked example of `docs/ci.md`, run as it stands there; and what it needs from the repository."""
+"""Tests of the example of `docs/ci.md`: its commands run, and the repository has what it uses."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ _VARYING = (
 
 
 def steady(text: str) -> str:
-    """`text` without what differs from one measurement to the next: times, and all that is computed from them."""
+    """Return `text` without times and values computed from them, which differ between measurements."""
     for pattern, instead in _VARYING:
         text = pattern.sub(instead, text)
     return text
@@ -31,7 +31,7 @@ def steady(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, int, int, str]]:
-    """Every command of the page in order: line, what the page shows, wanted code, real code, real stdout."""
+    """Return for each command of the page: line, shown output, expected code, real code, real stdout."""
     folder = tmp_path_factory.mktemp("ci")
     (model,) = blocks("docs/ci.md", "python")
     (folder / "model.py").write_text(model)
@@ -67,20 +67,18 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, in
     return rows
 
 
-def test_every_command_ends_as_the_page_says(printed: list[tuple[str, str, int, int, str]]) -> None:
-    """Exit code 0, or the one in its comment."""
+def test_commands_have_the_exit_codes_of_the_page(printed: list[tuple[str, str, int, int, str]]) -> None:
     assert [(line, code) for line, _, code, *_ in printed] == [(line, real) for line, _, _, real, _ in printed]
 
 
-def test_the_answers_are_those_on_the_page(printed: list[tuple[str, str, int, int, str]]) -> None:
-    """Findings, bytes per stage, what would fit: all that does not depend on how fast this machine is."""
+def test_outputs_equal_those_on_the_page(printed: list[tuple[str, str, int, int, str]]) -> None:
+    """Compare findings, bytes and suggested limits, which do not depend on the speed of the machine."""
     for line, shown, _, _, out in printed:
         for part in steady(shown).split("\n…\n"):
             assert part.strip() in steady(out), line
 
 
-def test_the_failing_check_names_stage_bytes_and_what_would_fit() -> None:
-    """The message that the page promises."""
+def test_the_failing_check_names_stage_bytes_and_a_limit_that_fits() -> None:
     shown = next(output for _, code, output in commands("docs/ci.md") if code == 1)
     assert re.search(
         r'GP101 error: stage 1 \("2" to "4"\) needs [\d.]+ MiB, [\d.]+ MiB over its limit of 38.1 MiB', shown
@@ -89,8 +87,7 @@ def test_the_failing_check_names_stage_bytes_and_what_would_fit() -> None:
     assert "`--devices 3` fits" in shown
 
 
-def test_the_pages_hook_and_action_are_those_of_the_repository() -> None:
-    """Inputs and ids that the page uses exist."""
+def test_hook_ids_and_action_inputs_of_the_page_exist() -> None:
     workflow, hooks = (yaml.safe_load(text) for text in blocks("docs/ci.md", "yaml"))
     ours = next(step for step in workflow["jobs"]["plan"]["steps"] if "gpipe-plan" in step["uses"])
     assert set(ours["with"]) <= set(yaml.safe_load((ROOT / "action.yml").read_text())["inputs"])
