@@ -288,7 +288,7 @@ def _smaller_plan(folder: Path, draw: random.Random) -> _Row:
 
 def _lost_node() -> _Row:
     """Lose one of two nodes with its launcher, which comes back: the test of that, several times."""
-    test = "tests/functional/test_two_nodes.py::test_a_node_that_is_lost_comes_back"
+    test = "tests/functional/test_two_nodes.py::test_a_lost_node_rejoins_the_run"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "nightly", "-p", "no:cacheprovider", test]
     done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False) for _ in range(_LOST_NODES)]
     for failed in done:

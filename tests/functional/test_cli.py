@@ -1,4 +1,4 @@
-"""The commands as a user types them: what they write, say and exit with."""
+"""Tests of the commands as a user types them: files, messages and exit codes."""
 
 import contextlib
 import io
@@ -59,7 +59,7 @@ Capsys = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model.py, and profile.yaml and plan.yaml made from it."""
+    """Write model.py, and profile.yaml and plan.yaml made from it."""
     folder = tmp_path_factory.mktemp("finished")
     write_model(folder)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
@@ -72,7 +72,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with nothing in it but model.py."""
+    """Change to a folder with nothing but model.py."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
@@ -83,20 +83,20 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def here(empty: Path, finished: Path) -> Path:
-    """The working directory, with model.py, profile.yaml and plan.yaml."""
+    """Change to a folder with model.py, profile.yaml and plan.yaml."""
     shutil.copytree(finished, empty, dirs_exist_ok=True)
     return empty
 
 
 def replace_once(path: Path, old: str, new: str) -> None:
-    """Edits a file by hand."""
+    """Edit a file as a user does by hand."""
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
 
 
 def visible(folder: Path) -> set[str]:
-    """Names of all files in `folder`, hidden ones too, Python's caches left out."""
+    """Return the names of all files in `folder`, including hidden ones, except Python's caches."""
     return {entry.name for entry in folder.iterdir() if entry.name != "__pycache__"}
 
 
@@ -104,8 +104,7 @@ def visible(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_can_be_quiet_and_print_json(name: str, capsys: Capsys) -> None:
-    """Or names its formats in the help of `--format`."""
+def test_every_command_has_quiet_and_format_options(name: str, capsys: Capsys) -> None:
     done = call(capsys, name, "--help")
     assert "-q, --quiet" in done.out
     option = done.out[done.out.index("--format ") :]
@@ -114,8 +113,8 @@ def test_every_command_can_be_quiet_and_print_json(name: str, capsys: Capsys) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("reserve", "told"), [(10**9, "reserve of 1GB per device is"), (0, "try `--reserve 1GB`")])
-def test_an_estimate_says_what_it_keeps_free(here: Path, capsys: Capsys, reserve: int, told: str) -> None:
-    """An allowance, or nothing at all; what the user says of it needs no note."""
+def test_estimates_report_the_memory_they_reserve(here: Path, capsys: Capsys, reserve: int, told: str) -> None:
+    """An amount given by the user needs no note."""
     profile = files.read_profile("profile.yaml")
     device = replace(profile.device, how="estimated", reserve_bytes=reserve)
     files.write("estimate.yaml", replace(profile, device=device))
@@ -125,8 +124,8 @@ def test_an_estimate_says_what_it_keeps_free(here: Path, capsys: Capsys, reserve
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_work_as_typed(empty: Path, capsys: Capsys) -> None:
-    """Profile, solve, emit, check and show, with default file names; each says which command comes next."""
+def test_readme_commands_work_with_default_file_names(empty: Path, capsys: Capsys) -> None:
+    """Each command prints the next one."""
     profiled = call(capsys, "profile", "model.py", *FAST)
     assert (profiled.code, visible(empty)) == (0, {"model.py", "profile.yaml"})
     assert "next: gpipe-plan solve --devices 2 --mem 8GB\n" in profiled.err
@@ -153,8 +152,8 @@ def test_the_commands_of_the_readme_work_as_typed(empty: Path, capsys: Capsys) -
 
 
 @pytest.mark.slow
-def test_every_next_command_names_the_files_that_were_written(here: Path, capsys: Capsys) -> None:
-    """With names of one's own the next command carries them, and works as printed."""
+def test_suggested_next_commands_use_the_written_files(here: Path, capsys: Capsys) -> None:
+    """Run the suggested commands as printed."""
     solved = call(capsys, *SOLVE, "-o", "plans/two.yaml")
     assert solved.err.endswith("next: gpipe-plan emit plans/two.yaml\n")
     profiled = call(capsys, "profile", "model.py", *FAST, "-o", "small.yaml")
@@ -164,8 +163,8 @@ def test_every_next_command_names_the_files_that_were_written(here: Path, capsys
 
 
 @pytest.mark.slow
-def test_the_answer_goes_to_stdout_and_all_else_to_stderr(here: Path, capsys: Capsys) -> None:
-    """Notes, progress and the next command are on stderr, and gone with `--quiet`; the answer stays the same."""
+def test_only_the_result_is_on_stdout(here: Path, capsys: Capsys) -> None:
+    """Notes, progress and the next command are on stderr, and `--quiet` removes them."""
     for arguments in (("profile", "model.py", *FAST), SOLVE, ("emit",), ("check",), ("show",)):
         loud, quiet = call(capsys, *arguments), call(capsys, *arguments, "--quiet")
         assert (loud.code, quiet.code, quiet.err) == (0, 0, ""), arguments
@@ -192,7 +191,7 @@ def test_the_answer_goes_to_stdout_and_all_else_to_stderr(here: Path, capsys: Ca
 def test_format_json_prints_exactly_one_document(
     here: Path, capsys: Capsys, arguments: tuple[str, ...], schema: str
 ) -> None:
-    """And nothing else; its first key is the schema. Also where the file itself goes to stdout."""
+    """Its first key is the schema. The same holds if the file itself goes to stdout."""
     done = call(capsys, *arguments, "--format", "json")
     assert done.code == 0, done.err
     document = json.loads(done.out)
@@ -201,8 +200,7 @@ def test_format_json_prints_exactly_one_document(
 
 
 @pytest.mark.slow
-def test_what_the_users_model_prints_does_not_mix_with_the_answer(empty: Path, capsys: Capsys) -> None:
-    """A model.py may print while it is imported, built and run; stdout still holds one JSON document."""
+def test_output_of_the_model_does_not_mix_with_json(empty: Path, capsys: Capsys) -> None:
     noisy = MODEL + "print('imported')\n" + BUILD.replace("return", "print('built')\n    return", 1)
     write_model(empty, noisy.replace("return ((", "print('loss')\n    return (("))
     done = call(capsys, "profile", "model.py", *FAST, "--format", "json")
@@ -210,8 +208,7 @@ def test_what_the_users_model_prints_does_not_mix_with_the_answer(empty: Path, c
     assert json.loads(done.out)["schema"] == "gpipe-plan/profile/v1"
 
 
-def test_json_of_a_plan_is_the_plan(here: Path, capsys: Capsys) -> None:
-    """What `--format json` prints can be saved and used as the file itself."""
+def test_printed_json_of_a_plan_is_a_plan_file(here: Path, capsys: Capsys) -> None:
     (here / "again.json").write_text(call(capsys, "show", "--format", "json").out)
     assert files.read_plan("again.json") == files.read_plan("plan.yaml")
     assert call(capsys, "check", "again.json").code == 0
@@ -221,7 +218,6 @@ def test_json_of_a_plan_is_the_plan(here: Path, capsys: Capsys) -> None:
 
 
 def test_dash_is_stdin_and_stdout(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`solve - -o -` reads a profile and writes a plan, no file; that plan can be piped into `check - --profile`."""
     (here / "plan.yaml").unlink()
     monkeypatch.setattr(sys, "stdin", io.StringIO((here / "profile.yaml").read_text()))
     solved = call(capsys, SOLVE[0], "-", *SOLVE[1:], "-o", "-")
@@ -235,10 +231,7 @@ def test_dash_is_stdin_and_stdout(here: Path, capsys: Capsys, monkeypatch: pytes
     assert (checked.code, checked.out.splitlines()[-1]) == (0, "fits"), checked.err
 
 
-def test_a_plan_to_stdout_refers_to_the_profile_from_here(
-    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`solve -o -` piped into `check -`, `emit -` and `show -` needs no further option."""
+def test_piped_plans_find_their_profile(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = call(capsys, *SOLVE, "-o", "-").out
     for arguments in (("check", "-"), ("emit", "-"), ("show", "-")):
         monkeypatch.setattr(sys, "stdin", io.StringIO(plan))
@@ -247,17 +240,17 @@ def test_a_plan_to_stdout_refers_to_the_profile_from_here(
 
 @pytest.mark.slow
 def test_a_profile_to_stdout_can_be_solved(empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`profile -o -` writes the profile alone to stdout, and no file."""
+    """No file is written."""
     profiled = call(capsys, "profile", "model.py", *FAST, "-o", "-")
     assert (profiled.code, visible(empty)) == (0, {"model.py"})
     monkeypatch.setattr(sys, "stdin", io.StringIO(profiled.out))
     assert call(capsys, SOLVE[0], "-", *SOLVE[1:]).code == 0
 
 
-def test_a_plan_solved_from_stdin_asks_for_its_profile(
+def test_plans_solved_from_stdin_need_the_profile_option(
     here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its profile has no name: `check` says to pass `--profile`, and does not wait for the terminal."""
+    """`check` names `--profile` and does not wait for the terminal."""
     monkeypatch.setattr(sys, "stdin", io.StringIO((here / "profile.yaml").read_text()))
     assert call(capsys, SOLVE[0], "-", *SOLVE[1:]).code == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
@@ -268,10 +261,8 @@ def test_a_plan_solved_from_stdin_asks_for_its_profile(
 
 
 @pytest.mark.slow
-def test_files_may_lie_in_folders_and_move_together(
-    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Paths in files are relative to the file: profile, plan and script keep finding each other after a move."""
+def test_files_that_move_together_find_each_other(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in files are relative to the file."""
     assert call(capsys, "profile", "model.py", *FAST, "-o", "a/profiles/p.yaml").code == 0
     assert call(capsys, SOLVE[0], "a/profiles/p.yaml", *SOLVE[1:], "-o", "a/plans/q.yaml").code == 0
     assert call(capsys, "emit", "a/plans/q.yaml", "-o", "a/out").code == 0
@@ -288,13 +279,11 @@ def test_files_may_lie_in_folders_and_move_together(
 
 @pytest.mark.slow
 def test_an_absolute_model_path_stays_absolute(here: Path, capsys: Capsys) -> None:
-    """So that profiles of a shared model file may go anywhere."""
     assert call(capsys, "profile", str(here / "model.py"), *FAST, "-o", "a/p.yaml").code == 0
     assert files.read_profile("a/p.yaml").model.source == f"{here / 'model.py'}:build_model"
 
 
-def test_json_is_written_where_the_suffix_says_so(here: Path, capsys: Capsys) -> None:
-    """A plan in JSON holds the same and is read back like one in YAML."""
+def test_output_format_follows_the_suffix(here: Path, capsys: Capsys) -> None:
     assert call(capsys, *SOLVE, "-o", "plan.json").code == 0
     assert json.loads((here / "plan.json").read_text())["balance"] == [2, 3]
     assert files.read_plan("plan.json") == files.read_plan("plan.yaml")
@@ -303,15 +292,14 @@ def test_json_is_written_where_the_suffix_says_so(here: Path, capsys: Capsys) ->
 
 @pytest.mark.slow
 def test_solving_twice_gives_the_same_bytes(here: Path, capsys: Capsys) -> None:
-    """A plan is a function of profile and options: no clock, no random order."""
     first = call(capsys, "solve", "--devices", "3", "--mem", "8GB", "-o", "one.yaml")
     second = call(capsys, "solve", "--devices", "3", "--mem", "8GB", "-o", "two.yaml")
     assert (first.code, second.code) == (0, 0)
     assert (here / "one.yaml").read_bytes() == (here / "two.yaml").read_bytes()
 
 
-def test_a_special_file_is_written_to_not_replaced(here: Path, capsys: Capsys) -> None:
-    """`-o /dev/stdout` or a named pipe must not put a regular file in its place."""
+def test_special_files_are_not_replaced(here: Path, capsys: Capsys) -> None:
+    """`-o /dev/stdout` and named pipes must not become regular files."""
     os.mkfifo("pipe")
     reader = os.open("pipe", os.O_RDWR | os.O_NONBLOCK)
     try:
@@ -326,7 +314,7 @@ def test_a_special_file_is_written_to_not_replaced(here: Path, capsys: Capsys) -
 
 @pytest.mark.slow
 def test_settings_reach_the_model_and_the_profile(empty: Path, capsys: Capsys) -> None:
-    """`--set` is typed by the signature: 8·24 + 24 + 24·24 + 24 + 24·4 + 4 parameters."""
+    """Expect 8·24 + 24 + 24·24 + 24 + 24·4 + 4 parameters."""
     assert call(capsys, "profile", "model.py", *FAST, "--set", "width=24").code == 0
     profile = files.read_profile("profile.yaml")
     assert profile.model.settings == {"width": 24}
@@ -336,8 +324,8 @@ def test_settings_reach_the_model_and_the_profile(empty: Path, capsys: Capsys) -
 
 
 @pytest.mark.slow
-def test_input_stands_in_for_an_example_batch(empty: Path, capsys: Capsys) -> None:
-    """Shape, dtype and bound; without `loss_fn` the mean of the output is trained, and a note says so."""
+def test_input_option_replaces_the_example_batch(empty: Path, capsys: Capsys) -> None:
+    """Without `loss_fn`, the loss is the mean of the output, and a note reports this."""
     write_model(empty, HEAD + "model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4))\n")
     done = call(capsys, "profile", "model.py", *FAST, "--input", "6:int64:50")
     assert done.code == 0, done.err
@@ -349,10 +337,10 @@ def test_input_stands_in_for_an_example_batch(empty: Path, capsys: Capsys) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "name", "states"), [((), "adamw", 2), (("--optimizer", "sgd"), "sgd", 0)])
-def test_the_optimizer_is_the_one_asked_for(
+def test_optimizer_option_replaces_adamw(
     empty: Path, capsys: Capsys, options: tuple[str, ...], name: str, states: int
 ) -> None:
-    """AdamW by default (two numbers per parameter, and its step counters), else `--optimizer`."""
+    """AdamW keeps two numbers per parameter, and its step counters."""
     assert call(capsys, "profile", "model.py", *FAST, *options).code == 0
     profile = files.read_profile("profile.yaml")
     assert profile.optimizer == name
@@ -360,8 +348,7 @@ def test_the_optimizer_is_the_one_asked_for(
 
 
 @pytest.mark.slow
-def test_the_files_own_optimizer_comes_first_and_the_option_before_it(empty: Path, capsys: Capsys) -> None:
-    """`build_optimizer` is used where there is one, unless `--optimizer` says otherwise."""
+def test_optimizer_option_overrides_build_optimizer(empty: Path, capsys: Capsys) -> None:
     write_model(empty, MODEL + "def build_optimizer(parameters):\n    return torch.optim.SGD(parameters, lr=1.0)\n")
     assert call(capsys, "profile", "model.py", *FAST).code == 0
     assert files.read_profile("profile.yaml").layers[0].optimizer_bytes == 0
@@ -369,8 +356,7 @@ def test_the_files_own_optimizer_comes_first_and_the_option_before_it(empty: Pat
     assert files.read_profile("profile.yaml").layers[0].optimizer_bytes > 0
 
 
-def test_an_entry_is_named_after_a_colon(empty: Path, capsys: Capsys) -> None:
-    """`model.py:NAME` is profiled instead of `build_model`."""
+def test_the_name_after_a_colon_selects_the_entry(empty: Path, capsys: Capsys) -> None:
     write_model(empty, MODEL + "def tiny():\n    return nn.Sequential(nn.Linear(8, 4))\n")
     assert call(capsys, "profile", "model.py:tiny", *FAST).code == 0
     profile = files.read_profile("profile.yaml")
@@ -378,8 +364,7 @@ def test_an_entry_is_named_after_a_colon(empty: Path, capsys: Capsys) -> None:
 
 
 @pytest.mark.slow
-def test_an_in_place_layer_is_profiled(empty: Path, capsys: Capsys) -> None:
-    """`nn.ReLU(inplace=True)` behind a layer with parameters, as in most vision models."""
+def test_in_place_layers_are_profiled(empty: Path, capsys: Capsys) -> None:
     write_model(empty, MODEL.replace("nn.ReLU()", "nn.ReLU(inplace=True)"))
     done = call(capsys, "profile", "model.py", *FAST)
     assert done.code == 0, done.err
@@ -387,10 +372,9 @@ def test_an_in_place_layer_is_profiled(empty: Path, capsys: Capsys) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError, ProcessException])
-def test_a_profile_survives_a_failed_calibration(
+def test_a_failed_calibration_is_a_warning(
     empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    """Minutes of measuring are not lost because two processes could not be started: a warning, and the file."""
 
     def fail(*_: object, **__: object) -> None:
         raise ProcessException("exploded", 1, 2) if error is ProcessException else error("exploded")
@@ -403,8 +387,7 @@ def test_a_profile_survives_a_failed_calibration(
 
 
 @pytest.mark.slow
-def test_layer_names_are_shown_as_they_are(empty: Path, capsys: Capsys) -> None:
-    """Brackets are no markup, and neither is anything else in a name."""
+def test_layer_names_are_not_read_as_markup(empty: Path, capsys: Capsys) -> None:
     build = """
 def build_model():
     from collections import OrderedDict
@@ -430,8 +413,7 @@ def build_model():
 
 
 @pytest.mark.slow
-def test_names_that_the_terminal_cannot_show_do_not_stop_a_command(empty: Path, capsys: Capsys) -> None:
-    """JSON and YAML of a layer called `ä` on an ASCII stdout: written with escapes, not refused as a bug."""
+def test_names_are_escaped_on_ascii_terminals(empty: Path, capsys: Capsys) -> None:
     build = "def build_model():\n    m = nn.Sequential()\n    m.add_module('\u00e4', nn.Linear(8, 4))\n    return m\n"
     write_model(empty, HEAD + build + EXAMPLE + LOSS)
     assert call(capsys, "profile", "model.py", *FAST).code == 0
@@ -447,8 +429,8 @@ def test_names_that_the_terminal_cannot_show_do_not_stop_a_command(empty: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "auto"])
-def test_an_impossible_cap_is_explained_and_the_advice_works(here: Path, capsys: Capsys, schedule: str) -> None:
-    """Exit code 1, nothing written, the layer or stage in the way, and a `--mem` that does fit."""
+def test_an_impossible_memory_limit_names_one_that_fits(here: Path, capsys: Capsys, schedule: str) -> None:
+    """The exit code is 1, nothing is written, and the suggested `--mem` works."""
     (here / "plan.yaml").unlink()
     asked = ("solve", "--devices", "2", "--schedule", schedule, "--mem")
     refused = call(capsys, *asked, "500B")
@@ -466,8 +448,7 @@ def test_an_impossible_cap_is_explained_and_the_advice_works(here: Path, capsys:
     assert with_its_number.code == 0, with_its_number.err
 
 
-def test_advice_on_the_number_of_devices_works(here: Path, capsys: Capsys) -> None:
-    """Under a cap that one device cannot keep but several can, the fewest that do are named."""
+def test_the_suggested_number_of_devices_is_the_smallest_that_fits(here: Path, capsys: Capsys) -> None:
     # Other schedules may fit on fewer devices than the advice names, which is of the one asked for.
     asked = ("solve", "--schedule", "gpipe")
     several = call(capsys, *asked, "--devices", "5", "--mem", "1B")
@@ -481,8 +462,8 @@ def test_advice_on_the_number_of_devices_works(here: Path, capsys: Capsys) -> No
     assert call(capsys, *asked, "--devices", str(int(advised[1]) - 1), "--mem", smallest[1]).code == 1
 
 
-def test_what_another_schedule_would_give_is_said(here: Path, capsys: Capsys) -> None:
-    """Where one is asked for, with the option that gives it; the certificate speaks of that schedule alone."""
+def test_a_note_names_a_faster_schedule(here: Path, capsys: Capsys) -> None:
+    """The optimality certificate covers the requested schedule only."""
     asked = ("solve", "--devices", "2", "--mem", "8GB")
     (here / "profile.yaml").write_text(files.dump(profile_of([1e4] * 8, [2e4] * 8, saved_bytes=1000, size=2)))
     gpipe = call(capsys, *asked, "--batch", "8", "--schedule", "gpipe")
@@ -497,8 +478,8 @@ def test_what_another_schedule_would_give_is_said(here: Path, capsys: Capsys) ->
     assert "would take" not in call(capsys, *asked, "--batch", "8", "--schedule", "gpipe", "--quiet").err
 
 
-def test_a_simpler_schedule_that_is_hardly_slower_is_said(here: Path, capsys: Capsys) -> None:
-    """Its step is that of the plan that the option gives; with the option, nothing is said."""
+def test_a_note_names_a_simpler_schedule_that_is_hardly_slower(here: Path, capsys: Capsys) -> None:
+    """The option in the note gives a plan with the step time in the note, and removes the note."""
     profile = profile_of([1e4] * 8, [2e4] * 8, saved_bytes=1000, size=1, output_bytes=8000)
     (here / "profile.yaml").write_text(files.dump(profile))
     asked = ("solve", "--devices", "2", "--mem", "8GB", "--batch", "64")
@@ -512,14 +493,12 @@ def test_a_simpler_schedule_that_is_hardly_slower_is_said(here: Path, capsys: Ca
     assert call(capsys, "check").code == 0
 
 
-def test_the_cap_is_echoed_in_both_units(here: Path, capsys: Capsys) -> None:
-    """8 GB are 7.45 GiB: people mean either."""
+def test_the_memory_limit_is_printed_in_gb_and_gib(here: Path, capsys: Capsys) -> None:
     assert "8 GB = 7.45 GiB" in call(capsys, *SOLVE).err
 
 
 @pytest.mark.slow
-def test_the_plan_records_what_was_asked(here: Path, capsys: Capsys) -> None:
-    """Every option as it was resolved."""
+def test_the_plan_records_the_resolved_options(here: Path, capsys: Capsys) -> None:
     options = ("--batch", "4", "--recompute", "always", "--link", "25GB/s,5us", "--reserve", "1MB", "--headroom", "10%")
     assert call(capsys, "solve", "--devices", "2", "--mem", "1GB,2GB", *options).code == 0
     inputs = files.read_plan("plan.yaml").inputs
@@ -532,8 +511,7 @@ def test_the_plan_records_what_was_asked(here: Path, capsys: Capsys) -> None:
 # check
 
 
-def test_check_says_no_over_the_cap(here: Path, capsys: Capsys) -> None:
-    """Exit code 1, finding GP101 for each stage that is over; a cap that suffices is exit code 0."""
+def test_check_reports_stages_above_the_memory_limit(here: Path, capsys: Capsys) -> None:
     over = call(capsys, "check", "--mem", "1kB")
     assert over.code == 1
     assert over.out.count("GP101 error: stage ") == 2
@@ -544,8 +522,7 @@ def test_check_says_no_over_the_cap(here: Path, capsys: Capsys) -> None:
     assert [(f["code"], f["stage"]) for f in json.loads(one_over.out)["findings"]] == [("GP101", 1)]
 
 
-def test_headroom_warns_and_does_not_change_the_answer(here: Path, capsys: Capsys) -> None:
-    """A stage that fits without the wanted room is GP102, a warning."""
+def test_headroom_warns_without_changing_the_exit_code(here: Path, capsys: Capsys) -> None:
     need = max(stage.memory.total for stage in files.read_plan("plan.yaml").stages)
     tight = call(capsys, "check", "--mem", f"{need}B", "--headroom", "20%")
     assert tight.code == 0
@@ -553,8 +530,8 @@ def test_headroom_warns_and_does_not_change_the_answer(here: Path, capsys: Capsy
     assert call(capsys, "check", "--mem", f"{need - 1}B").code == 1
 
 
-def test_headroom_auto_is_a_share_that_is_told(here: Path, capsys: Capsys) -> None:
-    """The plan is to the byte that of the share in the note; `check` takes it, too; `show` has the same bounds."""
+def test_headroom_auto_equals_the_share_in_its_note(here: Path, capsys: Capsys) -> None:
+    """The plans have the same bytes. `check` and `show` use the same share."""
     solved = call(capsys, *SOLVE, "--headroom", "auto")
     share = re.search(r"note: headroom ([\d.]+)% of every memory limit", solved.err)
     assert share is not None
@@ -574,8 +551,7 @@ def test_headroom_auto_is_a_share_that_is_told(here: Path, capsys: Capsys) -> No
     assert call(capsys, "sweep", "--devices", "1", "--mem", "8GB", "--batch", "2", "--headroom", "auto").code == 0
 
 
-def test_a_plan_is_stale_once_a_number_of_its_profile_changes(here: Path, capsys: Capsys) -> None:
-    """One digit of one byte count is enough: exit code 1, GP201, the plan's own numbers are not trusted."""
+def test_a_changed_number_in_the_profile_makes_the_plan_stale(here: Path, capsys: Capsys) -> None:
     saved = files.read_profile("profile.yaml").layers[0].saved_bytes
     replace_once(
         here / "profile.yaml",
@@ -588,15 +564,13 @@ def test_a_plan_is_stale_once_a_number_of_its_profile_changes(here: Path, capsys
     assert stale.out.splitlines()[-1].startswith("does not fit")
 
 
-def test_a_comment_or_other_spacing_does_not_make_a_plan_stale(here: Path, capsys: Capsys) -> None:
-    """The digest is over the meaning of the profile, not its bytes."""
+def test_comments_and_spacing_do_not_make_a_plan_stale(here: Path, capsys: Capsys) -> None:
     text = (here / "profile.yaml").read_text()
     (here / "profile.yaml").write_text("# measured on a quiet night\n" + text.replace(", ", ",  "))
     assert call(capsys, "check").code == 0
 
 
-def test_a_profile_of_other_layers_is_told_by_name(here: Path, capsys: Capsys) -> None:
-    """A renamed layer is GP202, and named."""
+def test_a_renamed_layer_is_reported_by_name(here: Path, capsys: Capsys) -> None:
     replace_once(here / "profile.yaml", "name: '4'", "name: head")
     stale = call(capsys, "check")
     assert stale.code == 1
@@ -606,8 +580,8 @@ def test_a_profile_of_other_layers_is_told_by_name(here: Path, capsys: Capsys) -
 
 
 @pytest.mark.parametrize("shown", ["text", "json"])
-def test_a_balance_edited_by_hand_is_recomputed(here: Path, capsys: Capsys, shown: str) -> None:
-    """`check` answers for the edited cuts with the numbers of solving for these cuts; a warning says so."""
+def test_check_recomputes_an_edited_balance(here: Path, capsys: Capsys, shown: str) -> None:
+    """The numbers equal those of solving for these cuts, and a warning reports the edit."""
     replace_once(here / "plan.yaml", "balance: [2, 3]", "balance: [4, 1]")
     checked = call(capsys, "check", "--format", shown)
     assert checked.code == 0
@@ -621,8 +595,7 @@ def test_a_balance_edited_by_hand_is_recomputed(here: Path, capsys: Capsys, show
         assert now["stages"] == asked["stages"]
 
 
-def test_edited_recomputation_is_recomputed_too(here: Path, capsys: Capsys) -> None:
-    """What is asked of the executor changes time and memory."""
+def test_check_recomputes_edited_recomputation(here: Path, capsys: Capsys) -> None:
     plan = files.read_plan("plan.yaml")
     was = plan.stages[0].recompute
     now = "always" if was == "never" else "never"
@@ -638,8 +611,9 @@ def test_edited_recomputation_is_recomputed_too(here: Path, capsys: Capsys) -> N
     ("balance", "told"),
     [("[2, 2]", "4 layers"), ("[3, 3]", "6 layers"), ("[5, 0]", "every stage needs at least one layer")],
 )
-def test_a_balance_that_loses_layers_is_refused(here: Path, capsys: Capsys, balance: str, told: str) -> None:
-    """Every layer belongs to exactly one stage and no stage is empty: anything else is no plan."""
+def test_balances_without_all_layers_or_with_empty_stages_are_refused(
+    here: Path, capsys: Capsys, balance: str, told: str
+) -> None:
     replace_once(here / "plan.yaml", "balance: [2, 3]", f"balance: {balance}")
     for arguments in (("check",), ("emit",)):
         refused = call(capsys, *arguments)
@@ -648,8 +622,7 @@ def test_a_balance_that_loses_layers_is_refused(here: Path, capsys: Capsys, bala
     assert "train.py" not in visible(here)
 
 
-def test_invented_predictions_are_not_believed(here: Path, capsys: Capsys) -> None:
-    """Numbers in the plan that the profile does not bear out are reported, and do not make it fit."""
+def test_predictions_that_the_profile_contradicts_are_reported(here: Path, capsys: Capsys) -> None:
     plan = files.read_plan("plan.yaml")
     total = plan.stages[0].memory.total
     replace_once(here / "plan.yaml", f"total: {total}", "total: 1")
@@ -657,8 +630,7 @@ def test_invented_predictions_are_not_believed(here: Path, capsys: Capsys) -> No
     assert call(capsys, "check", "--mem", "100B").code == 1
 
 
-def test_a_moved_profile_is_named_with_an_option(here: Path, capsys: Capsys) -> None:
-    """Without it the missing file is named; with it every command works."""
+def test_profile_option_replaces_a_moved_profile(here: Path, capsys: Capsys) -> None:
     (here / "profile.yaml").rename(here / "moved.yaml")
     for arguments in (("check",), ("emit",), ("show",)):
         missing = call(capsys, *arguments)
@@ -670,8 +642,8 @@ def test_a_moved_profile_is_named_with_an_option(here: Path, capsys: Capsys) -> 
 # emit
 
 
-def test_an_edited_script_stays_and_runs_the_new_balance(here: Path, capsys: Capsys) -> None:
-    """Emitting again renews balance.yaml alone once a person changed train.py; only `--force` replaces that."""
+def test_emit_keeps_an_edited_script_and_renews_the_balance(here: Path, capsys: Capsys) -> None:
+    """Only `--force` replaces an edited train.py."""
     assert call(capsys, "emit").code == 0
     assert call(capsys, "emit").code == 0
     emitted = (here / "train.py").read_text()
@@ -690,7 +662,6 @@ def test_an_edited_script_stays_and_runs_the_new_balance(here: Path, capsys: Cap
 
 
 def test_an_edited_balance_is_not_overwritten(here: Path, capsys: Capsys) -> None:
-    """The plan is the place to edit; what somebody wrote into balance.yaml all the same is not lost."""
     assert call(capsys, "emit").code == 0
     with (here / "balance.yaml").open("a") as file:
         file.write("# mine\n")
@@ -704,8 +675,7 @@ def test_an_edited_balance_is_not_overwritten(here: Path, capsys: Capsys) -> Non
     assert files.read_balance("balance.yaml").balance == (3, 2)
 
 
-def test_somebody_elses_script_is_not_overwritten(here: Path, capsys: Capsys) -> None:
-    """A train.py that was never emitted is a person's own."""
+def test_a_script_that_was_not_emitted_is_not_overwritten(here: Path, capsys: Capsys) -> None:
     (here / "train.py").write_text("print('mine')\n")
     refused = call(capsys, "emit")
     assert refused.code == 2
@@ -713,8 +683,7 @@ def test_somebody_elses_script_is_not_overwritten(here: Path, capsys: Capsys) ->
     assert "balance.yaml" not in visible(here)
 
 
-def test_something_else_in_the_scripts_place_is_told(here: Path, capsys: Capsys) -> None:
-    """A folder called train.py, or a file that is no text, is an error of the user's, not a bug of ours."""
+def test_a_folder_or_binary_file_named_train_py_is_a_user_error(here: Path, capsys: Capsys) -> None:
     (here / "train.py").write_bytes(b"\xff\xfe\x00")
     refused = call(capsys, "emit")
     assert refused.code == 2
@@ -728,7 +697,7 @@ def test_something_else_in_the_scripts_place_is_told(here: Path, capsys: Capsys)
 
 
 def test_the_script_describes_the_edited_plan(here: Path, capsys: Capsys) -> None:
-    """After an edit by hand the table in train.py shows the stages that will run, not those that were solved for."""
+    """The table in train.py has the edited stages."""
     replace_once(here / "plan.yaml", "balance: [2, 3]", "balance: [4, 1]")
     assert call(capsys, "emit").code == 0
     assert files.read_balance("balance.yaml").balance == (4, 1)
@@ -738,7 +707,6 @@ def test_the_script_describes_the_edited_plan(here: Path, capsys: Capsys) -> Non
 
 
 def test_nothing_is_emitted_from_a_stale_plan(here: Path, capsys: Capsys) -> None:
-    """The answer is no, as `check` says: exit code 1, the reason and what to do, no file."""
     replace_once(here / "profile.yaml", "parameters: 484", "parameters: 485")
     refused = call(capsys, "emit")
     assert "another profile" in refused.error
@@ -751,7 +719,7 @@ def test_nothing_is_emitted_from_a_stale_plan(here: Path, capsys: Capsys) -> Non
 
 
 def run_of(plan: Plan) -> RunReport:
-    """The report of a short run under `plan`."""
+    """Return the report of a short run under `plan`."""
     stages = tuple(
         StageRun(
             index=stage.index,
@@ -774,8 +742,8 @@ def run_of(plan: Plan) -> RunReport:
     )
 
 
-def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
-    """The report finds plan.yaml beside it; another plan is not compared with, and a warning says so."""
+def test_show_compares_a_run_with_its_plan_only(here: Path, capsys: Capsys) -> None:
+    """Another plan in the same folder is not used, and a warning reports this."""
     report = run_of(files.read_plan("plan.yaml"))
     files.write("run.json", report)
     beside = call(capsys, "show", "run.json")
@@ -793,8 +761,7 @@ def test_show_sets_a_run_beside_its_plan(here: Path, capsys: Capsys) -> None:
     assert json.loads(call(capsys, "show", "run.json", "--format", "json").out)["schema"] == "gpipe-plan/run/v1"
 
 
-def test_show_writes_what_is_asked_for(here: Path, capsys: Capsys) -> None:
-    """A report, a picture and a trace in one go, each said on stderr; stdout has the text as ever."""
+def test_show_writes_report_picture_and_trace_at_once(here: Path, capsys: Capsys) -> None:
     text = call(capsys, "show").out
     done = call(capsys, "show", "--html", "out/report.html", "--svg", "step.svg", "--trace", "step.json")
     assert (done.code, done.out) == (0, text)
@@ -806,8 +773,7 @@ def test_show_writes_what_is_asked_for(here: Path, capsys: Capsys) -> None:
     assert "Profile of model.py" in (here / "profile.html").read_text(encoding="utf-8")
 
 
-def test_one_file_may_go_to_stdout(here: Path, capsys: Capsys) -> None:
-    """`-` takes the place of the text; two of them, or JSON beside it, are refused before anything is written."""
+def test_show_writes_at_most_one_file_to_stdout(here: Path, capsys: Capsys) -> None:
     done = call(capsys, "show", "--svg", "-")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("<svg")
@@ -820,7 +786,7 @@ def test_one_file_may_go_to_stdout(here: Path, capsys: Capsys) -> None:
 
 
 def test_only_plans_have_a_timeline(here: Path, capsys: Capsys) -> None:
-    """A profile gives a report, but neither picture nor trace; `--run` goes with a plan."""
+    """A profile gives a report, but no picture or trace; `--run` needs a plan."""
     for option in ("--svg", "--trace"):
         done = call(capsys, "show", "profile.yaml", option, "x")
         assert done.code == 2
@@ -829,8 +795,8 @@ def test_only_plans_have_a_timeline(here: Path, capsys: Capsys) -> None:
     assert not (here / "x").exists()
 
 
-def test_a_run_is_shown_from_either_side(here: Path, capsys: Capsys) -> None:
-    """`show plan.yaml --run run.json` and `show run.json` write the same report; a run of another plan is left out."""
+def test_show_of_plan_and_of_run_write_the_same_report(here: Path, capsys: Capsys) -> None:
+    """`show plan.yaml --run run.json` equals `show run.json`. A run of another plan is left out."""
     plan = files.read_plan("plan.yaml")
     files.write("run.json", run_of(plan))
     beside = call(capsys, "show", "--run", "run.json", "--html", "a.html")
@@ -856,8 +822,8 @@ def test_a_run_is_shown_from_either_side(here: Path, capsys: Capsys) -> None:
 
 
 @pytest.mark.slow
-def test_show_is_ascii_where_the_terminal_is(here: Path, capsys: Capsys) -> None:
-    """With an ASCII stream, no locale and no colour, plan, profile and run are told in ASCII, and files stay UTF-8."""
+def test_show_prints_ascii_on_ascii_terminals(here: Path, capsys: Capsys) -> None:
+    """Files stay UTF-8."""
     files.write("run.json", run_of(files.read_plan("plan.yaml")))
     plain = {"PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C", "NO_COLOR": "1"}
     for name in ("plan.yaml", "profile.yaml", "run.json"):
@@ -873,7 +839,6 @@ def test_show_is_ascii_where_the_terminal_is(here: Path, capsys: Capsys) -> None
 
 @pytest.mark.parametrize("kind", ["profile", "plan", "balance", "run", "links", "calibration", "partial"])
 def test_schema_prints_a_json_schema(capsys: Capsys, kind: str) -> None:
-    """One document, of an object whose `schema` key is the kind's."""
     done = call(capsys, "schema", kind)
     assert (done.code, done.err) == (0, "")
     schema = json.loads(done.out)
@@ -881,8 +846,8 @@ def test_schema_prints_a_json_schema(capsys: Capsys, kind: str) -> None:
     assert schema["properties"]["schema"]["const"] == f"gpipe-plan/{kind}/v1"
 
 
-def test_an_editor_is_shown_the_schema_of_a_plan(here: Path, capsys: Capsys) -> None:
-    """As docs/file-formats.md has it: the command answers, and the line for the editor changes nothing of the plan."""
+def test_the_schema_line_for_editors_does_not_change_the_plan(here: Path, capsys: Capsys) -> None:
+    """Use the command and the line of docs/file-formats.md."""
     ((typed, _),) = lines("docs/file-formats.md")
     (modeline,) = blocks("docs/file-formats.md", "yaml")
     asked, schema_file = typed.split(" > ")
@@ -896,8 +861,7 @@ def test_an_editor_is_shown_the_schema_of_a_plan(here: Path, capsys: Capsys) -> 
     assert call(capsys, "check").code == 0
 
 
-def test_version_names_what_the_numbers_depend_on(capsys: Capsys) -> None:
-    """This package, python and torch, on one line."""
+def test_version_prints_package_python_and_torch(capsys: Capsys) -> None:
     done = call(capsys, "--version")
     assert (done.code, done.err) == (0, "")
     assert re.fullmatch(r"gpipe-plan \d+\.\d+\.\d+ \(python 3\.\d+\.\d+, torch 2\..*\)\n", done.out)
@@ -922,8 +886,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_every_command_explains_itself(capsys: Capsys, name: str, flag: str) -> None:
-    """`--help` lists every option on stdout, in plain text, and exits with 0."""
+def test_help_lists_every_option(capsys: Capsys, name: str, flag: str) -> None:
     done = call(capsys, name, flag)
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith(f"Usage: gpipe-plan {name} ")
@@ -931,23 +894,20 @@ def test_every_command_explains_itself(capsys: Capsys, name: str, flag: str) -> 
     assert "\x1b" not in done.out
 
 
-def test_help_lists_the_commands(capsys: Capsys) -> None:
-    """All of them, and how they follow each other."""
+def test_help_lists_the_commands_and_their_order(capsys: Capsys) -> None:
     done = call(capsys, "--help")
     assert (done.code, done.err) == (0, "")
     assert all(re.search(rf"^  {name} ", done.out, re.MULTILINE) for name in COMMANDS)
     assert "gpipe-plan solve --devices 8 --mem 8GB" in done.out
 
 
-def test_no_command_shows_the_help(capsys: Capsys) -> None:
-    """`gpipe-plan` alone is a question, not a mistake: the same help, no error."""
+def test_without_a_command_the_help_is_printed(capsys: Capsys) -> None:
     done = call(capsys)
     assert "Usage: gpipe-plan" in done.out + done.err
     assert "error:" not in done.err
 
 
-def test_debug_shows_the_traceback(here: Path, capsys: Capsys) -> None:
-    """Which nothing else does."""
+def test_only_debug_prints_a_traceback(here: Path, capsys: Capsys) -> None:
     assert "Traceback" not in call(capsys, "check", "missing.yaml").err
     assert "Traceback (most recent call last)" in call(capsys, "check", "missing.yaml", "--debug").err
 
@@ -970,8 +930,8 @@ PIPED = (
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", PIPED, ids=" ".join)
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
-def test_a_reader_that_went_away_changes_nothing(here: Path, arguments: tuple[str, ...], closed: str) -> None:
-    """`| head`, `2>&1 | head`: exit code 0 and no traceback, even if the reader was gone from the start."""
+def test_a_closed_pipe_is_no_error(here: Path, arguments: tuple[str, ...], closed: str) -> None:
+    """The same holds if the reader of `| head` has ended before the start."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: write_end}
@@ -984,8 +944,7 @@ def test_a_reader_that_went_away_changes_nothing(here: Path, arguments: tuple[st
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash for `set -o pipefail`")
-def test_head_does_not_change_the_answer_no(here: Path) -> None:
-    """The exit code of `check | head -1` under pipefail is that of `check`: 1 over the cap."""
+def test_exit_code_1_of_check_survives_a_pipe_to_head(here: Path) -> None:
     line = f"set -o pipefail; {shlex.join(command('check', '--mem', '1kB'))} | head -1"
     done = subprocess.run(
         ["bash", "-c", line], cwd=here, env=environment(), capture_output=True, text=True, check=False
@@ -1010,7 +969,7 @@ def build_model():
 
 @pytest.fixture
 def profiling(empty: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process in the middle of profiling."""
+    """Start a process and wait until it is measuring."""
     write_model(empty, HEAD + SLOW + EXAMPLE + LOSS)
     process = subprocess.Popen(
         command("profile", "model.py", "--repeat", "500", "--proof-budget", "0s"),
@@ -1030,8 +989,7 @@ def profiling(empty: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen[str]") -> None:
-    """Exit code 130, no traceback, no half-written profile; what was measured is kept."""
+def test_ctrl_c_ends_profiling_and_keeps_the_measurements(empty: Path, profiling: "subprocess.Popen[str]") -> None:
     assert profiling.stderr is not None
     assert profiling.stderr.readline().startswith("profiling model.py")
     forwards = empty / ".cache" / "forwards"
@@ -1049,8 +1007,8 @@ def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen
 
 
 @pytest.mark.slow
-def test_an_interrupted_profile_goes_on(empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the partial file, which is gone in the end; of another optimizer it is of no use, and that is said."""
+def test_an_interrupted_profile_is_continued(empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partial file is removed at the end. A partial file of another optimizer is not used."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -1072,8 +1030,7 @@ def test_an_interrupted_profile_goes_on(empty: Path, capsys: Capsys, monkeypatch
         (empty / "profile.yaml").unlink()
 
 
-def test_a_spoilt_partial_profile_is_refused(empty: Path, capsys: Capsys) -> None:
-    """With file and line; it may be somebody's, so nothing is overwritten."""
+def test_a_broken_partial_profile_is_refused_and_kept(empty: Path, capsys: Capsys) -> None:
     (empty / "profile.yaml.partial").write_text("schema: gpipe-plan/partial/v1\nwhat: 1\n")
     done = call(capsys, "profile", "model.py", *FAST)
     assert done.code == 2
@@ -1082,18 +1039,16 @@ def test_a_spoilt_partial_profile_is_refused(empty: Path, capsys: Capsys) -> Non
 
 
 @pytest.mark.slow
-def test_auto_sizes_go_up_to_the_batch(empty: Path, capsys: Capsys) -> None:
-    """Powers of two, and the batch itself."""
+def test_auto_sizes_are_powers_of_two_and_the_batch(empty: Path, capsys: Capsys) -> None:
     fast = ("--repeat", "2", "--time-budget", "0s")
     for options, sizes in (((), (1, 2, 4, 8)), (("--batch", "6"), (1, 2, 4, 6)), (("--batch", "1"), (1,))):
         assert call(capsys, "profile", "model.py", *fast, *options).code == 0
         assert files.read_profile("profile.yaml").micro_batch_sizes == sizes
 
 
-def test_an_interrupt_while_writing_leaves_nothing_behind(
+def test_an_interrupt_while_writing_keeps_the_old_plan(
     here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither half a plan nor a hidden temporary file; the old plan is untouched."""
     before, names = (here / "plan.yaml").read_bytes(), visible(here)
 
     def interrupted(*_: object) -> None:
@@ -1106,8 +1061,7 @@ def test_an_interrupt_while_writing_leaves_nothing_behind(
     assert visible(here) == names
 
 
-def test_an_interrupt_anywhere_is_130(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a traceback, not exit code 1 or 2."""
+def test_interrupts_give_exit_code_130(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`show` and `check` of plans that are not what their profile gives: said, never believed, never a bug."""
+"""Tests of `show` and `check` with plans that contradict their profile."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.support.cli import call
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
-    """An optimal plan beside its profile."""
+    """Write an optimal plan and its profile."""
     monkeypatch.chdir(tmp_path)
     files.write("profile.yaml", gate.profile())
     assert call(capsys, "solve", "--devices", "3", "--mem", "2MB", "--batch", "4", "--schedule", "gpipe").code == 0
@@ -35,10 +35,10 @@ def _predicted(plan: Plan, **changes: Any) -> Plan:
         (lambda plan: replace(plan, solver=replace(plan.solver, gap=0.5)), "GP205"),
     ],
 )
-def test_show_says_what_the_profile_gives(
+def test_show_uses_the_figures_of_the_profile(
     plan: Plan, edit: Callable[[Plan], Plan], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A warning, the profile's figures, and no word of "optimal" where the cuts are others."""
+    """Plans with other cuts are not called optimal."""
     right = call(capsys, "show").out
     files.write("plan.yaml", edit(plan))
     for more in ((), ("--html", "x.html", "--svg", "x.svg")):
@@ -72,10 +72,9 @@ def test_show_says_what_the_profile_gives(
         ),
     ],
 )
-def test_what_cannot_be_shown_is_refused(
+def test_show_and_check_refuse_the_same_plans(
     plan: Plan, edit: Callable[[Plan], Plan], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By `show` as by `check`, in whatever form it is asked for."""
     files.write("plan.yaml", edit(plan))
     for arguments in (("show",), ("show", "--html", "x.html"), ("show", "--trace", "x.json"), ("check",)):
         ran = call(capsys, *arguments)
@@ -84,8 +83,7 @@ def test_what_cannot_be_shown_is_refused(
         assert "bug" not in ran.err
 
 
-def test_show_of_a_stale_plan(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
-    """The layers are the same, their costs are others: shown with the costs of today."""
+def test_show_of_a_stale_plan_uses_current_costs(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     files.write("profile.yaml", gate.profile(widened=1000))
     ran = call(capsys, "show")
     assert ran.code == 0

@@ -1,4 +1,4 @@
-"""Plans and profiles that try to run code: nothing runs, whatever the command."""
+"""Tests of plans and profiles that try to run code: no command runs it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ NAMES = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A plan beside its profile, and a module that marks that it was imported."""
+    """Write a plan, its profile, and a module that records its import."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "press.py").write_text("import os\nos.mkdir('mark')\n")
@@ -39,8 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("key", ["schedule: gpipe", "method: dynamic-programming", "path: profile.yaml"])
-def test_a_plan_with_tags_is_refused(folder: Path, tag: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tags of Python's own YAML mean nothing here."""
+def test_python_tags_in_yaml_are_refused(folder: Path, tag: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = Path("plan.yaml").read_text()
     assert key in text
     Path("plan.yaml").write_text(text.replace(key, f"{key.partition(':')[0]}: {tag}"))
@@ -51,8 +50,9 @@ def test_a_plan_with_tags_is_refused(folder: Path, tag: str, key: str, capsys: p
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_stay_names_in_what_is_emitted(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers and models may be called anything; the scripts still compile, and mean what they meant."""
+def test_emitted_scripts_quote_layer_and_model_names(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = Path("profile.yaml").read_text()
     measured = files.read_profile("profile.yaml")
     assert "h.3" in text

@@ -1,4 +1,4 @@
-"""Ranks of which one alone fails or does something else: found at once or agreed on, and told of the right stage."""
+"""Tests of jobs in which one rank fails or deviates: all ranks end, and the right stage is named."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ with Watch({timeout}) as watch:
 
 
 def ended(folder: Path, script: str, *, timeout: float = 30.0) -> Ended:
-    """Runs a loop of one's own on two ranks."""
+    """Run a given loop on two ranks."""
     write_balance(TWO, folder / "balance.yaml")
     (folder / "worker.py").write_text(BEGIN.format(timeout=timeout) + script)
     with Job(2, ["worker.py"], folder) as job:
@@ -51,8 +51,8 @@ COMMIT_FAILS = """
 
 @pytest.mark.timed
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_commit_that_fails_on_the_first_rank_fails_on_all(tmp_path: Path, is_async: bool) -> None:  # noqa: FBT001
-    """The ranks agree that the step is not saved, try again at the end together, and end with one message."""
+def test_a_failed_checkpoint_commit_fails_on_all_ranks(tmp_path: Path, is_async: bool) -> None:  # noqa: FBT001
+    """All ranks try again at the end and print one message."""
     done = ended(tmp_path, COMMIT_FAILS.replace("{is_async}", str(is_async)))
     assert done.codes == (2, 2), done
     (error,) = done.errors
@@ -69,8 +69,7 @@ CLIPS_LATE = """
 """
 
 
-def test_a_rank_that_waits_for_the_norm_of_the_gradients_says_so(tmp_path: Path) -> None:
-    """The stage that hangs before `clip_gradients` is named."""
+def test_a_stage_that_hangs_before_clip_gradients_is_named(tmp_path: Path) -> None:
     done = ended(tmp_path, CLIPS_LATE, timeout=3.0)
     (error,) = done.errors
     assert error.startswith("error: stage 0 (layers 0 to 1) has been between steps for ")

@@ -1,4 +1,4 @@
-"""Every command that README and guides show is run, in the order of the page, on small models."""
+"""Tests that run the commands of README and guides, in the order of the page, on small models."""
 
 import contextlib
 import re
@@ -70,7 +70,7 @@ def loss_fn(output, target):
 
 
 def prepare(page: str, folder: Path) -> None:
-    """What the page takes for granted, in a form that is quick to measure."""
+    """Write the files that the page assumes, in a form that is quick to measure."""
     if page == "README":
         source = (ROOT / "sample_models" / "transformer_lm.py").read_text()
         (folder.parent / "sample_models").mkdir()
@@ -131,8 +131,8 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.nightly) if p in SLOW else p for p in PAGES])
-def test_every_command_ends_as_the_page_says(page: str, tmp_path: Path) -> None:
-    """With exit code 0, or 1 where the page shows the error; and `console` blocks name what is written."""
+def test_commands_of_pages_have_the_documented_exit_codes(page: str, tmp_path: Path) -> None:
+    """The code is 1 if the page shows an error, else 0. `console` blocks name the written files."""
     if page == "tpu" and find_spec("torchax") is None:
         pytest.skip("needs the extra: pip install 'gpipe-plan[tpu]'")
     folder = tmp_path / page / "here"
@@ -149,8 +149,7 @@ def test_every_command_ends_as_the_page_says(page: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(6))
-def test_every_recipe_is_a_model_that_can_be_profiled(number: int, tmp_path: Path) -> None:
-    """Each Python block of docs/recipes.md is a complete model.py."""
+def test_recipes_are_complete_model_files(number: int, tmp_path: Path) -> None:
     recipe = blocks("docs/recipes.md", "python")[number]
     for package in ("transformers", "timm"):
         if package in recipe:
@@ -159,8 +158,7 @@ def test_every_recipe_is_a_model_that_can_be_profiled(number: int, tmp_path: Pat
     assert run("gpipe-plan profile model.py --batch-sizes 1,2", tmp_path).returncode == 0
 
 
-def test_every_option_that_is_mentioned_exists() -> None:
-    """In some command of ours, or in an emitted script."""
+def test_options_in_the_documentation_exist() -> None:
     others = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}
     others |= {"--rdzv-conf", "--standalone", "--env", "--signal", "--requeue", "--help"}
     others |= {"--pipeline-model-parallel-layout", "--mtp-num-layers"}

@@ -1,4 +1,4 @@
-"""Plans taken to other engines and back, as a user types it."""
+"""Tests of exporting plans to other engines and importing them again."""
 
 import re
 import shlex
@@ -22,7 +22,7 @@ PAGE = (DOCS / "engines.md").read_text(encoding="utf-8")
 
 
 def profile_of(*names: str) -> Profile:
-    """Layers of a millisecond and some kilobytes."""
+    """Write a profile with layers of a millisecond and some kilobytes."""
     cost = {"forward_us": (500.0, 1000.0), "backward_us": (900.0, 2000.0), "output_bytes": (10, 20)}
     layers = (layer(name, parameter_bytes=1000, saved_bytes=(500, 1000), **cost) for name in names)
     return chain(*layers, sizes=(1, 2))
@@ -30,7 +30,7 @@ def profile_of(*names: str) -> Profile:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> Path:
-    """The working directory, with a profile and a plan of two stages."""
+    """Change to a folder with a profile and a plan of two stages."""
     monkeypatch.chdir(tmp_path)
     files.write("profile.yaml", profile_of("wte", "h.0", "h.1", "h.2", "head"))
     files.write("gpt.yaml", profile_of("wte", "h.0", "h.1", "h.2", "head"))
@@ -39,15 +39,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> Pat
 
 
 def solve(capsys: Capsys, *arguments: str) -> Ran:
-    """`gpipe-plan solve` for two devices and four samples."""
+    """Run `gpipe-plan solve` for two devices and four samples."""
     ran = call(capsys, "solve", "--devices", "2", "--mem", "8GB", "--batch", "4", "--recompute", "never", *arguments)
     assert ran.code == 0, ran.err
     return ran
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_to_an_engine_and_back(here: Path, capsys: Capsys, name: str) -> None:
-    """One file, named on stdout; imported again it gives the same cuts, for `solve` and for `check`."""
+def test_exported_cuts_are_imported_unchanged(here: Path, capsys: Capsys, name: str) -> None:
     before = set(here.iterdir())
     emitted = call(capsys, "emit", "--format", name, "-o", "out")
     assert emitted.code == 0
@@ -68,8 +67,7 @@ def test_to_an_engine_and_back(here: Path, capsys: Capsys, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["balance.yaml", "plan.yaml"])
-def test_our_own_files_are_lists_too(here: Path, capsys: Capsys, name: str) -> None:
-    """The emitted balance, and another plan."""
+def test_balance_and_plan_files_are_imported_as_cuts(here: Path, capsys: Capsys, name: str) -> None:
     profile = files.read_profile("profile.yaml")
     files.write("profile.yaml", replace(profile, model=Model(source="model.py:build_model")))
     solve(capsys, "--balance", "2,3")
@@ -78,8 +76,7 @@ def test_our_own_files_are_lists_too(here: Path, capsys: Capsys, name: str) -> N
     assert files.read_plan("imported.yaml").balance == (2, 3)
 
 
-def test_an_edited_file_is_kept(here: Path, capsys: Capsys) -> None:
-    """Unless `--force` is given."""
+def test_edited_engine_files_are_kept_without_force(here: Path, capsys: Capsys) -> None:
     assert call(capsys, "emit", "--format", "torch").code == 0
     path = here / "plan_torch.py"
     text = path.read_text()
@@ -91,16 +88,14 @@ def test_an_edited_file_is_kept(here: Path, capsys: Capsys) -> None:
     assert path.read_text() == text
 
 
-def test_unknown_formats_are_named(here: Path, capsys: Capsys) -> None:
-    """With those that there are."""
+def test_unknown_formats_list_the_valid_ones(here: Path, capsys: Capsys) -> None:
     refused = call(capsys, "emit", "--format", "alpa")
     assert refused.code == 2
     assert "unknown `--format alpa`" in refused.error
     assert "native, jax, torchgpipe, torch, torchtitan" in refused.err
 
 
-def test_a_plan_that_a_format_cannot_hold_writes_nothing(here: Path, capsys: Capsys) -> None:
-    """Exit code 2, the reason and a remedy."""
+def test_plans_that_a_format_cannot_express_write_nothing(here: Path, capsys: Capsys) -> None:
     files.write("profile.yaml", profile_of("wte", "h.0.attn", "h.0.mlp", "h.1.attn", "head"))
     solve(capsys, "--balance", "2,3")
     before = set(here.iterdir())
@@ -124,8 +119,10 @@ def test_a_plan_that_a_format_cannot_hold_writes_nothing(here: Path, capsys: Cap
         (("--balance", "-"), 2, "expected whole numbers"),
     ],
 )
-def test_check_judges_a_list(here: Path, capsys: Capsys, arguments: tuple[str, ...], code: int, expected: str) -> None:
-    """That somebody wrote by hand, in place of the plan's; the plan stays."""
+def test_check_balance_replaces_the_cuts_of_the_plan(
+    here: Path, capsys: Capsys, arguments: tuple[str, ...], code: int, expected: str
+) -> None:
+    """The plan file does not change."""
     before = (here / "plan.yaml").read_bytes()
     checked = call(capsys, "check", *arguments)
     assert checked.code == code
@@ -133,8 +130,7 @@ def test_check_judges_a_list(here: Path, capsys: Capsys, arguments: tuple[str, .
     assert (here / "plan.yaml").read_bytes() == before
 
 
-def test_a_list_for_another_profile_is_stale_all_the_same(here: Path, capsys: Capsys) -> None:
-    """`check --balance` does not forget what `check` looks at."""
+def test_check_balance_still_detects_stale_plans(here: Path, capsys: Capsys) -> None:
     files.write("profile.yaml", profile_of("wte", "h.0", "h.1", "h.2", "lm_head"))
     checked = call(capsys, "check", "--balance", "3,2")
     assert checked.code == 1
@@ -147,8 +143,7 @@ def test_a_list_for_another_profile_is_stale_all_the_same(here: Path, capsys: Ca
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines() if line]
 
 
-def test_every_command_of_the_page_works(here: Path, capsys: Capsys) -> None:
-    """In its order, and with what it left."""
+def test_commands_of_the_engines_page_work_in_order(here: Path, capsys: Capsys) -> None:
     assert len(COMMANDS) >= 12
     for line in COMMANDS:
         ran = call(capsys, *shlex.split(line)[1:])
@@ -156,8 +151,7 @@ def test_every_command_of_the_page_works(here: Path, capsys: Capsys) -> None:
     assert files.read_plan("imported.yaml").balance == files.read_plan("torchgpipe.yaml").balance
 
 
-def test_the_page_names_every_format_and_file(here: Path, capsys: Capsys) -> None:
-    """And its Python is Python, with names that the files define."""
+def test_the_engines_page_names_every_format_and_file(here: Path, capsys: Capsys) -> None:
     for name in ENGINES:
         (path,) = call(capsys, "emit", "--format", name, "-q").out.split()
         assert f"| `{name}` | `{path}` |" in PAGE
@@ -186,8 +180,7 @@ def example_batch(size):
 
 
 @pytest.mark.slow
-def test_the_loop_with_parts_of_transformers_trains(tmp_path: Path) -> None:
-    """Where the page says why its Trainer does not: as it stands there, on two stages."""
+def test_the_transformers_loop_of_the_page_trains_on_two_stages(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (loop,) = (block for block in blocks("docs/engines.md", "python") if "get_scheduler" in block)
     (tmp_path / "train.py").write_text(loop)

@@ -1,4 +1,4 @@
-"""What every rank of a pipeline knows, whichever stage it runs."""
+"""Tests of values that every rank of a pipeline knows."""
 
 import json
 from pathlib import Path
@@ -90,8 +90,8 @@ dist.destroy_process_group()
     ],
     ids=["four", "interleaved", "replicas"],
 )
-def test_the_loss_is_known_on_every_rank(tmp_path: Path, case: Case) -> None:
-    """And metrics of an evaluation. To the bit, so a schedule that waits for a plateau lowers all learning rates."""
+def test_loss_and_metrics_are_equal_on_every_rank(tmp_path: Path, case: Case) -> None:
+    """ReduceLROnPlateau therefore lowers all learning rates in the same step."""
     write_balance(case, tmp_path / "balance.yaml")
     (tmp_path / "worker.py").write_text(PLATEAU)
     run_ranks(case.num_processes, ["worker.py"], tmp_path, DROPOUT="0.5", RESULT="result.json")
@@ -105,8 +105,8 @@ def test_the_loss_is_known_on_every_rank(tmp_path: Path, case: Case) -> None:
     assert samples == case.batch
 
 
-def test_a_process_group_that_is_there_is_taken(tmp_path: Path) -> None:
-    """The same losses to the bit, and the group is left to who made it; ranks are those of the group."""
+def test_an_existing_process_group_is_used(tmp_path: Path) -> None:
+    """Losses are bit-for-bit equal, and the group is not destroyed."""
     write_script(Case(model=MISCHIEF, balance=(2, 3), batch=8, micro_batches=4), tmp_path)
     (tmp_path / "group.py").write_text(GROUP)
     for script in ("train.py", "group.py"):

@@ -1,7 +1,4 @@
-"""What is done to a run, what it prints, how long until the other ranks have ended, and what is lost.
-
-`docs/training.md` has a table of these.
-"""
+"""Tests of the table of faults in `docs/training.md`: message, time until other ranks end, and lost work."""
 
 import re
 import signal
@@ -25,7 +22,7 @@ INTERLEAVED: Final = Case(
 
 
 def train(case: Case, folder: Path, *arguments: str, mischief: str = "") -> Job:
-    """Ten steps, a checkpoint every four; `mischief` is done once."""
+    """Train ten steps with a checkpoint every four, and cause `mischief` once."""
     write_script(case, folder)
     environment = {"MISCHIEF": f"{mischief} {'-'.join(mischief.split())}"} if mischief else {}
     given = ["train.py", "--steps", "10", "--checkpoint-every", "4", *arguments]
@@ -33,7 +30,7 @@ def train(case: Case, folder: Path, *arguments: str, mischief: str = "") -> Job:
 
 
 def ended(case: Case, folder: Path, *arguments: str, mischief: str = "") -> Ended:
-    """As `train`, waited for."""
+    """Return the result of `train`."""
     with train(case, folder, *arguments, mischief=mischief) as job:
         return job.ended()
 
@@ -41,7 +38,7 @@ def ended(case: Case, folder: Path, *arguments: str, mischief: str = "") -> Ende
 @pytest.mark.timed
 @pytest.mark.parametrize("where", ["data", "0"])
 def test_system_exit_of_one_rank_ends_all(tmp_path: Path, where: str) -> None:
-    """Told once, with the line of the user's; its own exit code stays, that of the others says that a run failed."""
+    """The line is reported once. The rank keeps its exit code, and the others report a failed run."""
     done = ended(TWO, tmp_path, mischief=f"exit 9 {where}")
     assert sorted(done.codes) == [2, 3], done
     assert is_within(done.seconds, 10)
@@ -53,8 +50,8 @@ def test_system_exit_of_one_rank_ends_all(tmp_path: Path, where: str) -> None:
 
 
 @pytest.mark.timed
-def test_a_rank_that_leaves_the_others_alone_is_named(tmp_path: Path) -> None:
-    """`sys.exit(0)` on one rank: not success, since the others wait for what it does no more."""
+def test_a_rank_that_exits_early_with_code_0_is_named(tmp_path: Path) -> None:
+    """This is a failure because the others wait for the rank."""
     done = ended(TWO, tmp_path, mischief="leave 9 1")
     assert done.codes == (2, 2), done
     assert is_within(done.seconds, 15)
@@ -64,8 +61,7 @@ def test_a_rank_that_leaves_the_others_alone_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.timed
-def test_all_ranks_may_leave_early(tmp_path: Path) -> None:
-    """`sys.exit(0)` on every rank is no failure, and keeps nobody waiting."""
+def test_exit_code_0_on_every_rank_is_no_failure(tmp_path: Path) -> None:
     write_script(TWO, tmp_path)
     script = (tmp_path / "train.py").read_text()
     early = "            if loss < 100.0:\n                raise SystemExit(0)\n"
@@ -80,8 +76,7 @@ def test_all_ranks_may_leave_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.timed
-def test_a_second_sigterm_ends_at_once_and_says_so(tmp_path: Path) -> None:
-    """While a stage hangs, so that the step after which the first one stops is never reached."""
+def test_a_second_sigterm_ends_a_hanging_run_at_once(tmp_path: Path) -> None:
     with train(TWO, tmp_path, "--checkpoint", "saved", mischief="hang 25 3") as job:
         job.wait_for((tmp_path / "hang-25-3").exists)
         job.send(signal.SIGTERM, 0)
@@ -97,8 +92,7 @@ def test_a_second_sigterm_ends_at_once_and_says_so(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-00000004"]
 
 
-def test_the_first_sigterm_says_when_it_stops(tmp_path: Path) -> None:
-    """After a whole step, and what a second one would do."""
+def test_the_first_sigterm_reports_when_the_run_stops(tmp_path: Path) -> None:
     with train(TWO, tmp_path, "--checkpoint", "saved", "--steps", "100000") as job:
         job.wait_for("step 3: loss")
         job.send(signal.SIGTERM, 1)
@@ -110,8 +104,7 @@ def test_the_first_sigterm_says_when_it_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.timed
-def test_a_failure_under_interleaved_names_one_process(tmp_path: Path) -> None:
-    """Not torch's whole schedule, and a process with two stages is one thing."""
+def test_failures_under_interleaved_name_one_process(tmp_path: Path) -> None:
     done = ended(INTERLEAVED, tmp_path, mischief="raise 9 2")
     assert done.codes == (2, 2), done
     assert is_within(done.seconds, 10)
@@ -130,8 +123,7 @@ def test_a_failure_under_interleaved_names_one_process(tmp_path: Path) -> None:
     )
 
 
-def test_a_stopped_process_is_not_called_gone(tmp_path: Path) -> None:
-    """It lives, and may be continued: SIGSTOP is one of the causes that the message names."""
+def test_a_stopped_process_is_a_possible_cause_in_the_message(tmp_path: Path) -> None:
     with train(TWO, tmp_path, "--steps", "100000", "--timeout", "2s") as job:
         job.wait_for("step 3: loss")
         job.send(signal.SIGSTOP, 1)
@@ -150,4 +142,4 @@ def test_every_fault_in_the_table_has_a_test() -> None:
     defined = set(re.findall(r"^def (test_\w+)\(", sources, re.MULTILINE))
     assert set(named) <= defined
     here = re.findall(r"^def (test_\w+)\(tmp_path", Path(__file__).read_text(), re.MULTILINE)
-    assert set(here) - {"test_the_first_sigterm_says_when_it_stops"} <= set(named)
+    assert set(here) - {"test_the_first_sigterm_reports_when_the_run_stops"} <= set(named)

@@ -1,4 +1,4 @@
-"""What a newcomer is told on the way: help that fits the terminal, hints that lead on."""
+"""Tests of help and hints for new users."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -19,7 +19,7 @@ COMMANDS = ("profile", "profile-links", "solve", "emit", "check", "verify", "exp
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a profile in it."""
+    """Change to a folder with a profile."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     files.write("profile.yaml", random_profile(1, 4))
@@ -28,15 +28,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "export", "schema"])
 def test_help_fits_80_columns(here: Path, capsys: Capsys, command: str) -> None:
-    """Also that of all commands, whose lines are not wrapped; and no argument stands in two pairs of brackets."""
+    """No argument is shown in two pairs of brackets."""
     done = call(capsys, *command.split(), "--help")
     assert done.code == 0
     assert [line for line in done.out.splitlines() if len(line) > 80] == []
     assert "[[" not in done.out
 
 
-def test_the_help_has_every_summary_in_full(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is cut off, and a wider terminal has longer lines."""
+def test_help_shows_every_summary_in_full(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = call(capsys, "--help").out
     assert "..." not in narrow.partition("Commands:")[2]
     monkeypatch.setenv("COLUMNS", "130")
@@ -56,8 +55,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("command", SECTIONS)
-def test_many_options_are_in_sections(here: Path, capsys: Capsys, command: str) -> None:
-    """Each in one, and what every command has at the end."""
+def test_options_are_grouped_in_sections(here: Path, capsys: Capsys, command: str) -> None:
     lines = call(capsys, command, "--help").out.splitlines()
     titles = [line for line in lines if line[:1].isupper() and line.endswith(":")]
     wanted = ("Arguments", *SECTIONS[command], "Options")
@@ -70,15 +68,13 @@ def test_many_options_are_in_sections(here: Path, capsys: Capsys, command: str) 
     assert len(set(every)) == len(every) > 2 * len(titles)
 
 
-def test_show_without_a_plan_says_how_to_make_one(here: Path, capsys: Capsys) -> None:
-    """Not how to make a profile, which there is."""
+def test_show_without_a_plan_suggests_solve(here: Path, capsys: Capsys) -> None:
     done = call(capsys, "show")
     assert done.code == 2
     assert "hint: make it with `gpipe-plan solve`, or name another" in done.err
 
 
-def test_a_mistyped_option_is_put_right(here: Path, capsys: Capsys) -> None:
-    """With the help of the command, not of all."""
+def test_mistyped_options_get_a_suggestion(here: Path, capsys: Capsys) -> None:
     done = call(capsys, "solve", "--device", "4")
     assert done.code == 2
     assert "error: no such option: --device\n" in done.err
@@ -86,16 +82,14 @@ def test_a_mistyped_option_is_put_right(here: Path, capsys: Capsys) -> None:
     assert "? see `gpipe-plan solve --help`" in done.err
 
 
-def test_a_missing_value_leads_to_the_help_of_its_command(here: Path, capsys: Capsys) -> None:
-    """Whatever else is wrong with a command line."""
+def test_a_missing_value_points_to_the_help_of_its_command(here: Path, capsys: Capsys) -> None:
     assert "hint: see `gpipe-plan solve --help`" in call(capsys, "solve", "--devices").err
 
 
 @pytest.mark.parametrize(("memory_bytes", "next_"), [(24 * 10**9, " --devices 2\n"), (0, " --devices 2 --mem 8GB\n")])
-def test_the_next_command_has_the_memory_of_the_device(
+def test_the_suggested_command_has_the_memory_of_the_device(
     here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, memory_bytes: int, next_: str
 ) -> None:
-    """A card of 24 GB is not planned for as one of 8: its own memory is the cap by default."""
     known = random_profile(1, 4)
     known = replace(known, model=replace(known.model, source="model.py:model"))
     profile = replace(known, device=replace(known.device, kind="cuda", how="estimated", memory_bytes=memory_bytes))
@@ -113,8 +107,7 @@ def test_the_next_command_has_the_memory_of_the_device(
     assert f"next: gpipe-plan solve new.yaml{next_}" in done.err
 
 
-def test_one_layer_is_one_layer(here: Path, capsys: Capsys) -> None:
-    """In words."""
+def test_counts_of_one_are_singular(here: Path, capsys: Capsys) -> None:
     files.write("profile.yaml", random_profile(1, 1))
     shown = call(capsys, "show", "profile.yaml").out
     assert "\n1 layer\n" in shown
@@ -122,8 +115,7 @@ def test_one_layer_is_one_layer(here: Path, capsys: Capsys) -> None:
     assert "1 layers" not in refused.err
 
 
-def test_piped_output_has_the_columns_that_are_asked_for(here: Path, capsys: Capsys) -> None:
-    """As on a terminal so wide."""
+def test_columns_sets_the_width_of_piped_output(here: Path, capsys: Capsys) -> None:
     shown = call(capsys, "show", "profile.yaml").out
     assert max(map(len, shown.splitlines())) <= 80
 
@@ -131,10 +123,9 @@ def test_piped_output_has_the_columns_that_are_asked_for(here: Path, capsys: Cap
 @pytest.mark.parametrize(
     ("mem", "policy", "is_told"), [("25kB", "auto", True), ("25kB", "always", False), ("1MB", "auto", False)]
 )
-def test_recomputation_of_single_layers_is_offered(
+def test_a_hint_suggests_recomputation_of_single_layers(
     here: Path, capsys: Capsys, mem: str, policy: str, *, is_told: bool
 ) -> None:
-    """Where stages recompute much, and the request does not allow it."""
     files.write("profile.yaml", profile_of([100.0] * 6, [200.0] * 6, saved_bytes=4_000))
     done = call(
         capsys, "solve", "--devices", "2", "--mem", mem, "--batch", "4", "--schedule", "gpipe", "--recompute", policy

@@ -1,4 +1,4 @@
-"""`check` and its neighbours as CI runs them: exit codes in every format, pipes, signals, the action, the hook."""
+"""Tests of `check`, `explain`, `compare` and `sweep` in CI: exit codes, pipes, signals, action and hook."""
 
 import json
 import os
@@ -29,7 +29,7 @@ FORMATS = ("text", "json", "github", "junit", "sarif", "markdown")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with profile.yaml and plan.yaml."""
+    """Change to a folder with profile.yaml and plan.yaml."""
     monkeypatch.chdir(tmp_path)
     gate.write(tmp_path)
     return tmp_path
@@ -68,7 +68,7 @@ CODES = [
 def test_the_exit_code_is_the_same_in_every_format(
     here: Path, capsys: Capsys, arguments: tuple[str, ...], code: int, format_: str
 ) -> None:
-    """0 fits, 1 does not, 2 no answer: then stdout is empty and stderr says why."""
+    """0 fits, 1 does not fit, 2 is an error: then stdout is empty and stderr has the message."""
     done = call(capsys, "check", *arguments, "--format", format_)
     assert done.code == code, done.err
     assert (done.out == "") == (code == 2)
@@ -106,10 +106,9 @@ OTHERS = [
 @pytest.mark.parametrize(
     ("arguments", "code"), OTHERS, ids=lambda value: " ".join(value) if isinstance(value, tuple) else None
 )
-def test_explain_compare_and_sweep_end_as_documented(
+def test_explain_compare_and_sweep_have_documented_exit_codes(
     here: Path, capsys: Capsys, arguments: tuple[str, ...], code: int
 ) -> None:
-    """0 done, 1 nothing trains, 2 no answer."""
     done = call(capsys, *arguments)
     assert done.code == code, done.err
     assert (done.out == "") == (code == 2)
@@ -118,8 +117,7 @@ def test_explain_compare_and_sweep_end_as_documented(
 
 
 @pytest.mark.parametrize("name", ["explain", "compare", "sweep", "check"])
-def test_the_commands_explain_themselves(capsys: Capsys, name: str) -> None:
-    """Every option is in the help."""
+def test_help_of_ci_commands_lists_every_option(capsys: Capsys, name: str) -> None:
     done = call(capsys, name, "--help")
     assert (done.code, done.err) == (0, "")
     assert "--format" in done.out
@@ -127,8 +125,7 @@ def test_the_commands_explain_themselves(capsys: Capsys, name: str) -> None:
         assert all(option in done.out for option in ("--device", "--against", "--strict", "--headroom", "sarif"))
 
 
-def test_against_finds_its_finding(here: Path, capsys: Capsys) -> None:
-    """A grown layer: the note, the table, and the numbers in JSON."""
+def test_check_against_reports_a_grown_layer(here: Path, capsys: Capsys) -> None:
     (here / "main-plan.yaml").write_text((here / "plan.yaml").read_text())
     gate.write(here, widened=1000, cap=2_000_000)
     told = call(capsys, "check", "--against", "main-plan.yaml")
@@ -139,8 +136,7 @@ def test_against_finds_its_finding(here: Path, capsys: Capsys) -> None:
     assert [s["bytes"] - s["bytes_before"] for s in document["difference"]["stages"]] == [0, 2000, 0]
 
 
-def test_annotations_point_at_the_stages_line(here: Path, capsys: Capsys) -> None:
-    """Where `- {index: 1, …}` stands in plan.yaml, also after somebody added a line."""
+def test_annotations_point_at_the_line_of_the_stage(here: Path, capsys: Capsys) -> None:
     (here / "plan.yaml").write_text("# mine\n" + (here / "plan.yaml").read_text())
     line = next(n for n, text in enumerate((here / "plan.yaml").read_text().splitlines(), 1) if "index: 1," in text)
     out = call(capsys, "check", "--mem", "910kB", "--format", "github").out
@@ -148,7 +144,6 @@ def test_annotations_point_at_the_stages_line(here: Path, capsys: Capsys) -> Non
 
 
 def test_a_sweep_writes_plans_that_check_accepts(here: Path, capsys: Capsys) -> None:
-    """Every cell with a plan, and nothing for the others."""
     done = call(capsys, "sweep", "--devices", "1,3", "--mem", "900kB,2MB", "--batch", "4", "-o", "out/cells")
     assert done.code == 0, done.err
     names = sorted(path.name for path in (here / "out" / "cells").iterdir())
@@ -158,8 +153,7 @@ def test_a_sweep_writes_plans_that_check_accepts(here: Path, capsys: Capsys) -> 
     assert "smallest that trains: 1 device with 2MB" in done.out
 
 
-def test_compare_reads_what_sweep_wrote(here: Path, capsys: Capsys) -> None:
-    """Several device counts in one table; JSON holds the plans."""
+def test_compare_reads_plans_of_sweep(here: Path, capsys: Capsys) -> None:
     call(capsys, "sweep", "--devices", "1,2,3", "--mem", "2MB", "--batch", "4", "-o", "cells")
     paths = [f"cells/{count}x2MB.yaml" for count in (1, 2, 3)]
     text = call(capsys, "compare", *paths).out
@@ -175,8 +169,7 @@ def test_compare_reads_what_sweep_wrote(here: Path, capsys: Capsys) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash for `set -o pipefail`")
 @pytest.mark.parametrize("format_", FORMATS)
-def test_head_changes_no_exit_code(here: Path, format_: str) -> None:
-    """`check … | head -1` under pipefail ends as `check` does, in every format."""
+def test_a_pipe_to_head_changes_no_exit_code(here: Path, format_: str) -> None:
     line = f"set -o pipefail; {shlex.join(command('check', '--mem', '900kB', '--format', format_))} | head -1"
     done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
@@ -192,8 +185,7 @@ def test_head_changes_no_exit_code(here: Path, format_: str) -> None:
     ],
     ids=lambda value: value[0],
 )
-def test_a_reader_that_went_away_changes_nothing(here: Path, arguments: tuple[str, ...]) -> None:
-    """Exit code 0 and no traceback, even if the reader was gone from the start."""
+def test_a_closed_pipe_is_no_error_in_any_format(here: Path, arguments: tuple[str, ...]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     process = subprocess.Popen(
@@ -205,8 +197,7 @@ def test_a_reader_that_went_away_changes_nothing(here: Path, arguments: tuple[st
 
 
 @pytest.mark.parametrize("verb", ["check", "sweep"])
-def test_ctrl_c_is_130(here: Path, verb: str) -> None:
-    """While it waits for its file: no traceback, nothing on stdout."""
+def test_ctrl_c_gives_exit_code_130(here: Path, verb: str) -> None:
     process = subprocess.Popen(
         command(verb, "-"),
         env=environment(),
@@ -228,7 +219,7 @@ def test_ctrl_c_is_130(here: Path, verb: str) -> None:
 
 @pytest.mark.nightly
 def test_check_takes_less_than_half_a_second(here: Path) -> None:
-    """Of processor time, the best of five: what other processes on this machine do must not count."""
+    """Use the smallest processor time of five runs, to exclude other processes."""
     spent = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -244,7 +235,7 @@ ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 
 
 def run_action(folder: Path, **inputs: str) -> tuple[subprocess.CompletedProcess[str], str, str]:
-    """The step of the action that checks, as a runner runs it: its process, the summary, and the outputs."""
+    """Run the checking step of the action as a runner does; return process, summary and outputs."""
     (step,) = [step for step in ACTION["runs"]["steps"] if step.get("id") == "check"]
     given = {name: declared["default"] for name, declared in ACTION["inputs"].items()} | inputs
     variables = {
@@ -277,7 +268,6 @@ def run_action(folder: Path, **inputs: str) -> tuple[subprocess.CompletedProcess
 
 
 def test_the_action_passes_a_plan_that_fits(here: Path) -> None:
-    """Annotations of warnings on stdout, a summary, the output."""
     done, summary, outputs = run_action(here, headroom="9%")
     assert done.returncode == 0, done.stderr
     assert "::warning file=plan.yaml,line=" in done.stdout
@@ -286,8 +276,8 @@ def test_the_action_passes_a_plan_that_fits(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_action_fails_a_plan_that_does_not(here: Path) -> None:
-    """With every input: files for code scanning and other servers are written all the same."""
+def test_the_action_fails_a_plan_that_does_not_fit(here: Path) -> None:
+    """All output files are written."""
     (here / "my plan.yaml").write_text((here / "plan.yaml").read_text())
     done, summary, outputs = run_action(
         here,
@@ -308,8 +298,8 @@ def test_the_action_fails_a_plan_that_does_not(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_action_has_no_answer_to_a_broken_question(here: Path) -> None:
-    """Exit code 2, no output: a missing file is not `does not fit`. A plan's name is never a piece of the script."""
+def test_the_action_reports_errors_with_exit_code_2(here: Path) -> None:
+    """A missing file is not reported as `does not fit`. The name of a plan is not run as script."""
     for plan in ("missing.yaml", "$(touch pwned).yaml", "--help"):
         done, summary, outputs = run_action(here, plan=plan)
         assert (done.returncode, summary, outputs) == (2, "", ""), plan
@@ -319,15 +309,14 @@ def test_the_action_has_no_answer_to_a_broken_question(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strict", "code"), [("True", 1), ("TRUE", 1), ("False", 0), ("", 0), ("yes", 2)])
-def test_the_action_reads_strict_as_yaml_writes_it(here: Path, strict: str, code: int) -> None:
-    """A runner hands `strict: True` on as it is written; what is neither is no answer."""
+def test_the_action_reads_strict_as_a_yaml_boolean(here: Path, strict: str, code: int) -> None:
     done, _, outputs = run_action(here, headroom="9%", strict=strict)
     assert done.returncode == code, done
     assert outputs == {0: "fits=true\n", 1: "fits=false\n", 2: ""}[code]
 
 
-def test_the_action_is_what_the_service_expects() -> None:
-    """Composite, every step with a shell, every input described and used, nothing of them inside a script."""
+def test_the_action_is_a_valid_composite_action() -> None:
+    """No input is interpolated into a script."""
     assert ACTION["runs"]["using"] == "composite"
     assert all(step["shell"] == "bash" for step in ACTION["runs"]["steps"])
     assert all("${{" not in step["run"] for step in ACTION["runs"]["steps"])
@@ -339,8 +328,7 @@ def test_the_action_is_what_the_service_expects() -> None:
 
 
 @pytest.mark.nightly
-def test_the_action_installs_all_that_check_needs(here: Path) -> None:
-    """Neither torch nor the solver's packages are imported, whatever the answer and the format."""
+def test_the_action_installs_all_packages_of_check(here: Path) -> None:
     (install,) = [step["run"] for step in ACTION["runs"]["steps"] if step["name"] == "Install"]
     assert install.endswith(' "$GITHUB_ACTION_PATH"')  # no extra
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -364,8 +352,8 @@ def test_the_action_installs_all_that_check_needs(here: Path) -> None:
 (HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
 
 
-def test_the_hook_runs_check(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
-    """For every plan that is committed, with options as a user may add them; the largest exit code counts."""
+def test_the_hook_checks_every_committed_plan(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+    """The largest exit code counts."""
     monkeypatch.chdir(here)
     assert HOOK["entry"] == f"python -I -m {check_files.__module__}"
     (here / "sub").mkdir()
@@ -382,15 +370,13 @@ def test_the_hook_runs_check(here: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.parametrize("name", ["plan.yaml", "profile.yaml", "sub/plan.yaml", "big.plan.yaml", "a/big.profile.json"])
-def test_the_hook_runs_for_plans_and_profiles(name: str) -> None:
-    """In any folder, and with a name before the kind; pre-commit passes them to it."""
+def test_the_hook_selects_plans_and_profiles(name: str) -> None:
     assert re.search(HOOK["files"], name)
     assert HOOK.get("pass_filenames", True)
     assert not any(re.search(HOOK["files"], other) for other in ("model.py", "airplan.yaml", "plan.yaml.orig"))
 
 
 def test_the_readme_names_every_command(capsys: Capsys) -> None:
-    """Whoever reads it finds what there is."""
     readme = (ROOT / "README.md").read_text()
     for name in ("check", "explain", "compare", "sweep"):
         assert f"gpipe-plan {name}" in readme

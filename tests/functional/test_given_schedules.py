@@ -1,4 +1,4 @@
-"""`solve --schedule FILE.csv`: what would this cost? And `check` of plans whose lists were edited."""
+"""Tests of `solve --schedule FILE.csv`, and of `check` with edited action orders."""
 
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ CHUNKS = {name: rule.exact_chunks or (2 if rule.is_chunked else 1) for name, rul
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the profile, in which the commands run."""
+    """Change to a folder with the profile."""
     monkeypatch.chdir(tmp_path)
     files.write("profile.yaml", PROFILE)
     return tmp_path
 
 
 def table(name: str, **changes: str) -> str:
-    """A file with a named schedule; `changes` are of its text."""
+    """Write a named schedule to a file, with `changes` of its text."""
     text = orders_as_csv(SCHEDULES[name].actions(DEVICES, MICRO_BATCHES, CHUNKS[name]))
     for old, new in changes.items():
         text = text.replace(old.lstrip("_"), new)
@@ -36,13 +36,13 @@ def table(name: str, **changes: str) -> str:
 
 
 def solved(schedule: Any, **asked: Any) -> Plan:
-    """A plan for the profile in this folder."""
+    """Return a plan for the profile in this folder."""
     return planner.solve("profile.yaml", **{"mem": "8GB", "batch": MICRO_BATCHES, "schedule": schedule, **asked})
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_named_schedule_costs_the_same_from_a_file(here: Path, name: str) -> None:
-    """Devices, micro-batches, chunks and placement follow from it; the cuts are chosen for it."""
+def test_a_named_schedule_from_a_file_gives_the_same_plan(here: Path, name: str) -> None:
+    """Devices, micro-batches, chunks and placement follow from the file."""
     named = solved(name, devices=DEVICES, micro_batches=MICRO_BATCHES, chunks=CHUNKS[name])
     given = solved(table(name), balance=named.balance, output="plan.yaml")
     assert given.schedule == "search"
@@ -56,8 +56,7 @@ def test_a_named_schedule_costs_the_same_from_a_file(here: Path, name: str) -> N
     assert planner.emit("plan.yaml", engine="csv", output="out")[0].read_text() == Path("mine.csv").read_text()
 
 
-def test_the_command_says_what_it_costs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And `check` takes what it writes, with nothing to say of the lists."""
+def test_solve_prints_the_cost_and_check_accepts_the_plan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = call(capsys, "solve", "--schedule", table("zbv"), "--mem", "8GB", "--batch", "4")
     assert done.code == 0, done.err
     assert "2 devices × 2 chunks × 4 micro-batches of 1 sample" in done.out  # noqa: RUF001 - as shown
@@ -79,23 +78,20 @@ def test_the_command_says_what_it_costs(here: Path, capsys: pytest.CaptureFixtur
         ({"balance": (4, 4)}, "`--balance` has 2 stages, but `mine.csv` has 4"),
     ],
 )
-def test_options_that_say_otherwise_are_refused(here: Path, asked: dict[str, Any], said: str) -> None:
-    """By name, with what the file has."""
+def test_options_that_contradict_the_file_are_refused(here: Path, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as refused:
         solved(table("zbv"), **asked)
     assert said in refused.value.message
 
 
-def test_a_file_for_more_stages_than_layers(here: Path) -> None:
-    """The profile has eight layers."""
+def test_files_with_more_stages_than_layers_are_refused(here: Path) -> None:
     rows = SCHEDULES["interleaved"].actions(2, 4, 5)
     Path("mine.csv").write_text(orders_as_csv(rows))
     with pytest.raises(UsageError, match=r"`mine\.csv` is for 10 stages, the profile has 8 layers"):
         solved("mine.csv")
 
 
-def test_replicas_share_a_file(here: Path) -> None:
-    """Each runs its lists."""
+def test_replicas_share_a_schedule_file(here: Path) -> None:
     plan = solved(table("zb-h1"), replicas=2, batch=8)
     assert (plan.inputs.devices, plan.replicas, plan.micro_batches) == (4, 2, 4)
     assert solved("mine.csv", replicas="auto", devices=4, batch=8).replicas == 2
@@ -118,8 +114,9 @@ def test_replicas_share_a_file(here: Path) -> None:
         ("\x00\n", "row 1"),
     ],
 )  # fmt: skip
-def test_bad_files_say_where(here: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
-    """With path, row and column, or device and action; exit code 2, and no traceback."""
+def test_bad_schedule_files_name_row_and_column(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
     Path("mine.csv").write_text(text)
     done = call(capsys, "solve", "--schedule", "mine.csv", "--mem", "8GB", "--batch", "4")
     assert done.code == 2
@@ -129,8 +126,7 @@ def test_bad_files_say_where(here: Path, capsys: pytest.CaptureFixture[str], tex
     assert "Traceback" not in done.err
 
 
-def test_files_that_cannot_be_read(here: Path) -> None:
-    """Missing, a folder, no text."""
+def test_unreadable_schedule_files_are_refused(here: Path) -> None:
     with pytest.raises(FileError, match="no such file") as refused:
         solved("nowhere.csv")
     assert "emit --format csv" in refused.value.hint
@@ -142,21 +138,18 @@ def test_files_that_cannot_be_read(here: Path) -> None:
         solved("mine.csv")
 
 
-def test_the_file_is_not_overwritten(here: Path) -> None:
-    """A plan is not written over what it was made from."""
+def test_the_schedule_file_is_not_overwritten(here: Path) -> None:
     with pytest.raises(PlannerError, match=r"mine\.csv"):
         solved(table("zbv"), output="mine.csv")
 
 
-def test_sweep_needs_a_schedule_for_any_number_of_devices(here: Path) -> None:
-    """And says what to ask."""
+def test_sweep_refuses_a_schedule_file(here: Path) -> None:
     with pytest.raises(UsageError, match="tries several numbers of devices") as refused:
         planner.sweep("profile.yaml", schedule=table("zbv"), mem="8GB")
     assert "solve --schedule mine.csv" in refused.value.hint
 
 
-def test_what_does_not_fit_says_what_would(here: Path) -> None:
-    """Computed with the lists' own memory."""
+def test_infeasible_schedule_files_name_a_limit_that_fits(here: Path) -> None:
     with pytest.raises(PlannerError, match=r"a device needs .* over") as refused:
         solved(table("zbv"), mem="3MB")
     enough = refused.value.hint.split("`--mem` ")[1].split()[0]
@@ -176,10 +169,9 @@ def test_what_does_not_fit_says_what_would(here: Path) -> None:
         ("3W0", "", "device 0: 3I0 is an input-gradient pass, its weight-gradient pass 3W0 is missing"),
     ],
 )
-def test_an_edited_order_is_judged(
+def test_check_judges_an_edited_action_order(
     here: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
 ) -> None:
-    """By device and action, with the line; another order that runs is judged anew."""
     solved(table("zbv"), output="plan.yaml")
     text = Path("plan.yaml").read_text()
     assert old in text
@@ -190,8 +182,7 @@ def test_an_edited_order_is_judged(
     assert not said or "plan.yaml:" in done.err
 
 
-def test_an_edited_order_may_need_more_memory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Memory is counted along the lists as they are now."""
+def test_check_counts_memory_of_the_edited_order(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = solved(table("zb-h1"), output="plan.yaml", balance=(4, 4), recompute="never")
     cap = max(plan.device_bytes())
     text = Path("plan.yaml").read_text()
@@ -203,8 +194,7 @@ def test_an_edited_order_may_need_more_memory(here: Path, capsys: pytest.Capture
     assert "GP101" in done.out + done.err
 
 
-def test_other_cuts_keep_the_order(here: Path) -> None:
-    """`check --balance` of a plan with lists."""
+def test_check_balance_keeps_the_action_order(here: Path) -> None:
     solved(table("zbv"), output="plan.yaml")
     verdict = planner.check("plan.yaml", balance=(1, 3, 1, 3))
     assert verdict.plan is not None
@@ -212,8 +202,8 @@ def test_other_cuts_keep_the_order(here: Path) -> None:
     assert verdict.plan.order
 
 
-def test_too_few_micro_batches_for_any_device(here: Path) -> None:
-    """DualPipeV needs as many as there are stages, and one device has two; other schedules are found all the same."""
+def test_schedules_without_enough_micro_batches_are_skipped(here: Path) -> None:
+    """DualPipeV needs as many micro-batches as there are stages."""
     with pytest.raises(PlannerError, match="needs at least as many micro-batches as stages"):
         solved("dualpipev", devices=DEVICES, batch=1)
     assert solved("auto", devices=DEVICES, batch=1).micro_batches == 1

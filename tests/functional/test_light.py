@@ -65,7 +65,7 @@ print(json.dumps(ran))
 
 
 def without(absent: tuple[str, ...], lines: tuple[str, ...], folder: Path) -> dict[str, Ran]:
-    """What commands do one after the other in a process where these packages cannot be imported."""
+    """Return the results of commands in a process that cannot import these packages."""
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, json.dumps(absent), json.dumps(lines)],
         cwd=folder,
@@ -80,7 +80,7 @@ def without(absent: tuple[str, ...], lines: tuple[str, ...], folder: Path) -> di
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a committed profile, a longer one and a model."""
+    """Write a committed profile, a longer one and a model."""
     folder = tmp_path_factory.mktemp("light")
     profile = (ROOT / "tests" / "fuzz" / "seeds" / "profile.yaml").read_text(encoding="utf-8")
     (folder / "profile.yaml").write_text(profile, encoding="utf-8")
@@ -92,29 +92,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(folder: Path) -> dict[str, Ran]:
-    """By command line."""
+    """Return the results by command line."""
     return without(ABSENT, (*ANSWERED, *REFUSED), folder)
 
 
 @pytest.mark.slow
-def test_all_that_needs_no_torch_answers(ran: dict[str, Ran], folder: Path) -> None:
-    """With exit code 0, and the files that were asked for."""
+def test_commands_without_torch_succeed(ran: dict[str, Ran], folder: Path) -> None:
     assert {line: (ran[line].code, ran[line].err) for line in ANSWERED if ran[line].code} == {}
     written = {"plan.yaml", "report.html", "step.svg", "step.json", "balance.yaml", "train.py", "train_jax.py"}
     assert written <= {path.name for path in folder.rglob("*")}
     assert ran["--version"].out.endswith(f"without torch, fvcore, networkx, safetensors: {TRAIN}\n")
 
 
-def test_what_needs_an_extra_says_how_to_install_it(ran: dict[str, Ran]) -> None:
-    """With exit code 2, one error, and the command."""
+def test_commands_that_need_an_extra_print_how_to_install_it(ran: dict[str, Ran]) -> None:
     for line, command in REFUSED.items():
         assert ran[line].code == 2, line
         assert "not installed" in ran[line].error
         assert ran[line].err.endswith(f"\n\nhint: {command}\n"), line
 
 
-def test_a_weaker_bound_is_told_once(ran: dict[str, Ran]) -> None:
-    """Where HiGHS would have given one; not where the answer is proven. `check` makes no fault of it."""
+def test_a_note_reports_that_highs_would_give_a_better_bound(ran: dict[str, Ran]) -> None:
+    """Proven plans have no such note, and `check` does not report it."""
     unproven, gpipe = ran[UNPROVEN], ran[f"{SOLVE} --schedule gpipe"]
     assert unproven.err.count("highspy is not installed; with it the gap may be smaller") == 1
     assert MILP in unproven.err
@@ -123,8 +121,7 @@ def test_a_weaker_bound_is_told_once(ran: dict[str, Ran]) -> None:
     assert "not installed" in ran["check unproven.yaml"].out
 
 
-def test_a_script_says_it_too(folder: Path) -> None:
-    """The emitted script is no command: its traceback ends with the message and the hint."""
+def test_emitted_scripts_print_how_to_install_an_extra(folder: Path) -> None:
     program = "import sys; sys.modules['torch'] = None; import runpy; runpy.run_path('train.py')"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, env=environment(), capture_output=True, text=True, check=False

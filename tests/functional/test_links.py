@@ -1,4 +1,4 @@
-"""Links measured one by one: measure, look, plan, check."""
+"""Tests of links that are measured one by one, in all commands that use them."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ FAST_LINK, SLOW_LINK = Link(latency_us=2.0, bytes_per_s=1e9), Link(latency_us=50
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a profile of six layers and two links."""
+    """Change to a folder with a profile of six layers and two links."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     files.write("profile.yaml", profile_of([100.0] * 6, [200.0] * 6, output_bytes=1000, size=2))
@@ -38,8 +38,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_measured_links_are_planned_with_and_checked(here: Path, capsys: Capsys) -> None:
-    """The plan holds them, so that `check` needs no further file; an edited one is recomputed."""
+def test_plans_record_the_measured_links(here: Path, capsys: Capsys) -> None:
+    """`check` needs no further file, and recomputes a plan with edited links."""
     options = ("--devices", "3", "--mem", "1GB", "--batch", "16", "--links", "links.yaml")
     done = call(capsys, "solve", *options)
     assert done.code == 0, done.err
@@ -54,7 +54,6 @@ def test_measured_links_are_planned_with_and_checked(here: Path, capsys: Capsys)
 
 
 def test_fewer_devices_use_the_first_links(here: Path, capsys: Capsys) -> None:
-    """Two devices are joined by the first; four have too few links."""
     assert call(capsys, "solve", "--devices", "2", "--mem", "1GB", "--links", "links.yaml").code == 0
     assert files.read_plan("plan.yaml").inputs.links == (FAST_LINK,)
     refused = call(capsys, "solve", "--devices", "4", "--mem", "1GB", "--links", "links.yaml")
@@ -67,8 +66,7 @@ def test_fewer_devices_use_the_first_links(here: Path, capsys: Capsys) -> None:
     [("--schedule", "1f1b"), ("--schedule", "interleaved"), ("--frontier", "--explain"), ("--solver", "milp")],
     ids=" ".join,
 )
-def test_links_go_with_every_question(here: Path, capsys: Capsys, options: tuple[str, ...]) -> None:
-    """And the plan is confirmed by `check`."""
+def test_links_combine_with_other_options(here: Path, capsys: Capsys, options: tuple[str, ...]) -> None:
     asked = ("solve", "--devices", "3", "--mem", "1GB", "--batch", "16", "--links", "links.yaml")
     done = call(capsys, *asked, *options)
     assert done.code == 0, done.err
@@ -93,25 +91,22 @@ def test_links_go_with_every_question(here: Path, capsys: Capsys, options: tuple
         (("--devices", "3", "--link", "1GB/s"), False),
     ],
 )
-def test_links_between_nodes_are_assumed_aloud(
+def test_a_note_reports_assumed_links_between_nodes(
     here: Path, capsys: Capsys, options: tuple[str, ...], *, is_noted: bool
 ) -> None:
-    """Where a pipeline leaves its node, over links of which only those within a node are known."""
     done = call(capsys, "solve", "--mem", "1GB", "--batch", "16", *options)
     assert done.code == 0, done.err
     assert ("note: no `--inter-link`: links between nodes are assumed" in done.err) == is_noted
 
 
-def test_another_file_is_no_list_of_links(here: Path, capsys: Capsys) -> None:
-    """Nor is one that is not there, which has to be made by another command."""
+def test_files_without_links_are_refused(here: Path, capsys: Capsys) -> None:
     asked = ("solve", "--devices", "3", "--mem", "1GB", "--links")
     assert "is a profile, a list of links is needed" in call(capsys, *asked, "profile.yaml").error
     missing = call(capsys, *asked, "nothing.yaml")
     assert (missing.code, "no such file" in missing.error, "profile-links" in missing.err) == (2, True, True)
 
 
-def test_links_are_shown(here: Path, capsys: Capsys) -> None:
-    """A row for each; as JSON the file itself."""
+def test_show_prints_links(here: Path, capsys: Capsys) -> None:
     shown = call(capsys, "show", "links.yaml")
     assert (shown.code, shown.err) == (0, "")
     assert "0 to 1" in shown.out
@@ -120,8 +115,7 @@ def test_links_are_shown(here: Path, capsys: Capsys) -> None:
     assert '"schema": "gpipe-plan/links/v1"' in call(capsys, "show", "links.yaml", "--format", "json").out
 
 
-def test_alone_it_says_how_to_start_it(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torchrun, and with a single process."""
+def test_links_without_torchrun_prints_the_command(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     for settings in ({}, {"RANK": "0", "WORLD_SIZE": "1"}):
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
@@ -131,10 +125,7 @@ def test_alone_it_says_how_to_start_it(here: Path, capsys: Capsys, monkeypatch: 
         assert "torchrun --nproc-per-node 4 -m planner profile-links" in done.err
 
 
-def test_only_the_first_process_tells_what_is_wrong(
-    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of them end, before anything is measured."""
+def test_only_the_first_process_prints_the_error(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, told in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
@@ -144,10 +135,9 @@ def test_only_the_first_process_tells_what_is_wrong(
 
 
 @pytest.mark.slow
-def test_links_between_two_processes_are_measured(
+def test_measured_links_are_blocking_and_slower_for_more_bytes(
     tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One link, blocking as gloo's are, slower for more bytes; `solve` reads it."""
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path)
     done = subprocess.run(

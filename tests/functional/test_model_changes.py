@@ -1,4 +1,4 @@
-"""`check --model`: is the model of today still the profiled one? Told from structure alone."""
+"""Tests of `check --model`, which compares the structure of the current model with the profile."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def loss_fn(output, target):
 
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with the model, its profile and a plan."""
+    """Change to a folder with the model, its profile and a plan."""
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path, MODEL)
     assert run(["profile", "model.py", "--batch-sizes", "2", "--time-budget", "0s", "--repeat", "2", "-q"]) == 0
@@ -51,16 +51,14 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_the_same_model_passes(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also with other weights: they do not count."""
+def test_the_same_model_passes_with_other_weights(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert run(["check", "--model", "model.py"]) == 0
     assert "GP301" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_wider_block_is_named_with_its_bytes(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 1, in every block, before and now."""
+def test_wider_blocks_are_named_with_old_and_new_bytes(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(planned, MODEL.replace("width: int = 32", "width: int = 48"))
     capsys.readouterr()
     assert run(["check", "--model", "model.py", "--format", "json"]) == 1
@@ -70,8 +68,8 @@ def test_a_wider_block_is_named_with_its_bytes(planned: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_a_plan_that_fits_is_not_said_to_be_too_large(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The answer names the change; `train.py` names the command that finds the layers."""
+def test_a_changed_model_is_not_reported_as_too_large(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train.py` names the command that finds the changed layers."""
     assert run(["emit", "-q"]) == 0
     write_model(planned, MODEL.replace("width: int = 32", "width: int = 48"))
     with pytest.raises(ModelError, match="the model has changed since it was planned") as refused:
@@ -84,8 +82,7 @@ def test_a_plan_that_fits_is_not_said_to_be_too_large(planned: Path, capsys: pyt
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_built_is_no_answer(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, neither yes nor no."""
+def test_a_model_that_cannot_be_built_gives_exit_code_2(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(
         planned, "def build_model():\n    raise ValueError('no')\n\ndef example_batch(n):\n    return None, None\n"
     )

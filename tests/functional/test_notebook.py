@@ -1,4 +1,4 @@
-"""`docs/notebook.ipynb`: its cells run, and what is stored beside them is what they show."""
+"""Tests of `docs/notebook.ipynb`: its cells run and give the stored outputs."""
 
 import ast
 import json
@@ -22,8 +22,7 @@ def shown_by(cell: str, names: dict[str, Any]) -> Any:
     return None if last is None else eval(compile(last, "cell", "eval"), names)
 
 
-def test_the_cells_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Jupyter. The plan is shown as a table, and the page of the last cell is written."""
+def test_cells_run_in_order_without_jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     no_calibration(monkeypatch)
     names: dict[str, Any] = {}

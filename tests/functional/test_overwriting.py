@@ -1,4 +1,4 @@
-"""No command writes over what it reads."""
+"""Tests that no command overwrites its input files."""
 
 import os
 from dataclasses import replace
@@ -15,7 +15,7 @@ SOLVE = ("--devices", "2", "--mem", "8GB", "--batch", "2")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A profile, its plan, and another name for each."""
+    """Write a profile, its plan, and another name for each."""
     monkeypatch.chdir(tmp_path)
     measured = profile_of([1.0, 2.0, 3.0], [2.0, 4.0, 6.0], parameter_bytes=10, size=1)
     files.write("h.yaml", measured)
@@ -47,10 +47,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("profile", "model.py:build", "-o", "model.py"),
     ],
 )
-def test_an_output_that_is_an_input_is_refused(
+def test_outputs_that_are_inputs_are_refused_before_computing(
     folder: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By whatever name, before anything is computed; every file is what it was."""
     (folder / "model.py").write_text("def build(): ...\n")
     (folder / "x").unlink(missing_ok=True)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -60,8 +59,8 @@ def test_an_output_that_is_an_input_is_refused(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_emit_leaves_the_model_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that is called train.py, even with `--force`; a plan called balance.yaml."""
+def test_emit_does_not_overwrite_the_model_or_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is called train.py, or the plan balance.yaml; `--force` changes nothing."""
     measured = files.read_profile("h.yaml")
     files.write("h.yaml", replace(measured, model=replace(measured.model, source="train.py:build_model")))
     Path("train.py").write_text("from torch import nn\nmodel = nn.Sequential(nn.Linear(2, 2))\n")
@@ -75,7 +74,6 @@ def test_emit_leaves_the_model_alone(folder: Path, capsys: pytest.CaptureFixture
     assert Path("train.py").read_bytes() == before["train.py"]
 
 
-def test_what_replaces_nothing_may_be_named_twice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """/dev/null, and outputs of different names."""
+def test_dev_null_may_be_named_twice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "show", "p.yaml", "--svg", "/dev/null", "--html", "/dev/null").code == 0
     assert call(capsys, "show", "p.yaml", "--svg", "a", "--html", "b").code == 0

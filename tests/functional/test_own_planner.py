@@ -1,4 +1,4 @@
-"""A user's own planner.py beside an emitted script."""
+"""Tests of emitted scripts in a folder with a user's own planner.py."""
 
 import subprocess
 import sys
@@ -37,8 +37,8 @@ def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_other_name_is_the_same_package(tmp_path: Path) -> None:
-    """Whatever lies beside the script, and under both names each module is there once."""
+def test_gpipe_plan_and_planner_are_the_same_package(tmp_path: Path) -> None:
+    """Each module exists once under both names."""
     (tmp_path / "planner.py").write_text("raise SystemExit('mine')")
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run(tmp_path / "script.py")
@@ -46,8 +46,7 @@ def test_the_other_name_is_the_same_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_emitted_script_begins(tmp_path: Path) -> None:
-    """It would end in an import error, or in the user's own code."""
+def test_an_emitted_script_does_not_import_the_users_planner(tmp_path: Path) -> None:
     (tmp_path / "planner.py").write_text("raise SystemExit('mine')")
     profile = replace(gate.profile(), model=Model(source="model.py:build_model"))
     emit(solve(profile, devices=2, mem="8GB"), profile=profile, output=tmp_path)

@@ -1,4 +1,4 @@
-"""The pictures of README and docs/schedules.md, and its figures, are those that the scripts give today."""
+"""Tests that pictures and figures of README and docs/schedules.md are current."""
 
 import runpy
 from pathlib import Path
@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "schedules.md"
 
 @pytest.fixture(scope="module")
 def drawn() -> tuple[dict[str, str], str]:
-    """The pictures by file name, and what the script prints."""
+    """Return the pictures by file name, and the output of the script."""
     printed = pytest.MonkeyPatch()
     lines: list[str] = []
     script = runpy.run_path(str(ROOT / "scripts" / "pictures.py"))
@@ -22,23 +22,20 @@ def drawn() -> tuple[dict[str, str], str]:
         printed.undo()
 
 
-def test_the_pictures_are_of_today(drawn: tuple[dict[str, str], str]) -> None:
-    """`make pictures` would change none of them."""
+def test_pictures_of_schedules_are_current(drawn: tuple[dict[str, str], str]) -> None:
     pictures, _ = drawn
     folder = ROOT / "docs" / "pictures"
     assert {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")} == pictures
 
 
-def test_the_page_shows_every_picture_and_their_figures(drawn: tuple[dict[str, str], str]) -> None:
-    """Each picture once; the table line by line as the script prints it."""
+def test_the_page_shows_every_picture_and_the_printed_table(drawn: tuple[dict[str, str], str]) -> None:
     pictures, table = drawn
     page = PAGE.read_text(encoding="utf-8")
     assert all(page.count(f"(pictures/{name})") == 1 for name in pictures)
     assert table in page
 
 
-def test_the_pictures_of_the_readme_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Badges show what pyproject.toml says; all pictures are in the README."""
+def test_pictures_and_badges_of_the_readme_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
     pictures = runpy.run_path(str(ROOT / "scripts" / "readme_pictures.py"))["badges"]()
     folder, readme = ROOT / "docs" / "pictures" / "readme", (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Values from files are shown, and obeyed by nobody: terminals, readers of either direction, the runner of GitHub."""
+"""Tests that terminals and CI runners never execute control characters from files."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ SOLVE = ("--devices", "2", "--mem", "8GB", "--batch", "2")
 
 
 def unsafe(text: str) -> list[str]:
-    """Lines that somebody would obey."""
+    """Return lines that a terminal or runner would execute."""
     return [
         line for line in text.split("\n") if not line.isprintable() or line.lstrip().startswith("::") or "##[" in line
     ]
@@ -33,7 +33,7 @@ def unsafe(text: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A profile in which everything that may be called anything is called something nasty, and plans of it."""
+    """Write a profile with control characters in all free texts, and plans of it."""
     monkeypatch.chdir(tmp_path)
     measured = profile_of([float(n + 1) for n in range(len(NASTY))], parameter_bytes=10**9, output_bytes=1000)
     layers = tuple(replace(layer, name=name) for layer, name in zip(measured.layers, NASTY, strict=True))
@@ -79,10 +79,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("show", "broken.yaml"),
     ],
 )
-def test_what_is_printed_is_obeyed_by_nobody(
+def test_commands_print_no_control_characters(
     folder: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On either stream, whatever the command."""
     text = Path("plan.yaml").read_text().replace("schedule: gpipe", 'schedule: "gpipe\\n::error::x"')
     Path("broken.yaml").write_text(text)
     ran = call(capsys, *arguments)
@@ -92,8 +91,7 @@ def test_what_is_printed_is_obeyed_by_nobody(
     assert "bug" not in ran.err
 
 
-def test_annotations_are_commands_of_ours_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A finding that names such a layer is still one command."""
+def test_each_finding_is_one_annotation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = call(capsys, "check", "plan.yaml", "--mem", "1GB", "--format", "github")
     assert ran.code == 1
     lines = ran.out.splitlines()
@@ -102,15 +100,13 @@ def test_annotations_are_commands_of_ours_alone(folder: Path, capsys: pytest.Cap
     assert not lines[-1].startswith("::")
 
 
-def test_files_hold_no_raw_controls(folder: Path) -> None:
-    """A plan that an editor shows is the plan that is read."""
+def test_written_files_have_no_control_characters(folder: Path) -> None:
     for name in ("p.yaml", "plan.yaml"):
         assert [line for line in Path(name).read_text().split("\n") if not line.isprintable()] == []
     assert json.loads(files.dump(files.read("p.yaml"), as_json=True))["layers"][2]["name"] == NASTY[2]
 
 
-def test_messages_of_several_lines_stay_one_message(capsys: pytest.CaptureFixture[str]) -> None:
-    """What follows a line break is indented, so nobody takes it for another message."""
+def test_later_lines_of_messages_are_indented(capsys: pytest.CaptureFixture[str]) -> None:
     Console(quiet=False).error(FileError("bad\nerror: not mine\n  more", path="a\nb", hint="do\nerror: this"))
     Console(quiet=False).error(PlannerError("one"))
     Console(quiet=False).warning("\x1b]0;title\x07")

@@ -1,4 +1,4 @@
-"""What a rank opens of a checkpoint when it resumes: a job of a thousand ranks reads from one file system."""
+"""Tests of which files of a checkpoint a rank opens: large jobs read from one file system."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ pipeline.close()
     ],
     ids=["same plan", "replicas", "fewer stages", "more stages"],
 )
-def test_a_rank_opens_the_index_and_the_files_of_its_own_layers(
+def test_a_rank_opens_only_files_of_its_own_layers_once(
     first: Case, then: Case, expected: dict[int, list[int]], tmp_path: Path
 ) -> None:
     """Each once; a weight of the last layer is tied to the first one's, and is stored by both ranks.

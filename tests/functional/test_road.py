@@ -1,4 +1,4 @@
-"""The whole road on a sample model, as a newcomer types it: profile, solve, emit, torchrun, and what came true."""
+"""Tests of the whole workflow on sample models: profile, solve, emit and torchrun."""
 
 import re
 from dataclasses import replace
@@ -17,12 +17,12 @@ SMALL = ["layers=4", "width=64", "feed_forward=256", "heads=4", "vocabulary=256"
 
 
 @pytest.mark.parametrize("recompute", ["never", pytest.param("always", marks=pytest.mark.nightly)])
-def test_the_prediction_of_memory_comes_true_and_the_loss_falls(
+def test_measured_memory_is_as_predicted_and_the_loss_falls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: str
 ) -> None:
-    """Peak memory of both stages within -1 % / +5 % of the prediction, by the allocator's own events.
+    """Peak memory of both stages is within -1 % / +5 % of the prediction.
 
-    A run that was to need half of that says so, once, and how to plan again.
+    A run above its prediction reports this once.
     """
     monkeypatch.chdir(tmp_path)
     settings = [word for setting in SMALL for word in ("--set", setting)]
@@ -54,15 +54,15 @@ def test_the_prediction_of_memory_comes_true_and_the_loss_falls(
 
 
 def expect_half_of_the_memory(path: str) -> None:
-    """Changes what a run is held against, but nothing of what it does."""
+    """Halve the prediction that the run is compared with."""
     balance = read_balance(path)
     assert balance.planned is not None
     half = min(stage.peak_bytes for stage in balance.stages) // 2
     write(path, replace(balance, planned=replace(balance.planned, reserve_bytes=half)))
 
 
-def test_a_model_of_transformers_goes_the_same_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is; its memory comes true too, and it trains on its own loss."""
+def test_memory_of_a_transformers_model_is_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model trains on its own loss."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     model = str(ROOT / "tests/zoo/models/tiny_gpt2.py")

@@ -1,4 +1,4 @@
-"""A run that is recorded: its report adds up, and its trace has every forward and backward of every rank in place."""
+"""Tests of recorded runs: consistent sums in the report, and complete traces."""
 
 import json
 from collections import defaultdict
@@ -19,7 +19,7 @@ STAGES, MICRO_BATCHES, STEPS = 3, 4, 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where three ranks trained five steps under 1F1B, recomputing."""
+    """Train five steps on three ranks under 1F1B with recomputation."""
     folder = tmp_path_factory.mktemp("run")
     case = Case(
         model=ROOT / "sample_models/transformer_lm.py",
@@ -40,8 +40,7 @@ def slices(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] == "X"]
 
 
-def test_the_report_has_everything(folder: Path) -> None:
-    """Times and waiting of every stage, speed of every step, transfers over every boundary."""
+def test_the_report_has_times_waits_speeds_and_transfers(folder: Path) -> None:
     report = read_run(str(folder / "run.json"))
     assert len(report.losses) == len(report.step_us) == len(report.samples_per_s) == STEPS
     assert report.samples_per_s[3] == pytest.approx(report.batch / report.step_us[3] * 1e6, rel=1e-3)
@@ -57,8 +56,8 @@ def test_the_report_has_everything(folder: Path) -> None:
     assert all(boundary.forward_us > 0 < boundary.backward_us for boundary in report.boundaries)
 
 
-def test_the_script_is_told_every_step_on_the_first_rank(folder: Path) -> None:
-    """And on no other: with the loss that the report has, and the samples of the whole mini-batch."""
+def test_only_the_first_rank_calls_step_callbacks(folder: Path) -> None:
+    """The loss is that of the report, and samples are those of the whole mini-batch."""
     report = read_run(str(folder / "run.json"))
     (told,) = folder.glob("steps_*.txt")
     assert told.name == "steps_0.txt"
@@ -66,7 +65,7 @@ def test_the_script_is_told_every_step_on_the_first_rank(folder: Path) -> None:
 
 
 def test_the_trace_has_every_forward_and_backward(folder: Path) -> None:
-    """Once per rank, step and micro-batch; the last micro-batch is not recomputed."""
+    """The last micro-batch is not recomputed."""
     found = defaultdict(list)
     for event in slices(folder):
         found[event["cat"], event["pid"], event["args"]["step"]].append(event["args"].get("micro_batch"))
@@ -78,8 +77,7 @@ def test_the_trace_has_every_forward_and_backward(folder: Path) -> None:
             assert len(found["optimizer", rank, step]) == 1
 
 
-def test_the_clocks_agree(folder: Path) -> None:
-    """No forward begins before the one it waits for ends, and no backward either: on one clock, to the microsecond."""
+def test_actions_begin_after_their_inputs_on_one_clock(folder: Path) -> None:
     ends = {}
     begins = {}
     for event in slices(folder):
@@ -91,8 +89,8 @@ def test_the_clocks_agree(folder: Path) -> None:
         assert before is None or before <= begin + 1
 
 
-def test_slices_of_a_row_nest(folder: Path) -> None:
-    """Two slices of one row lie apart or one within the other; recomputation lies in its backward."""
+def test_slices_of_a_row_are_disjoint_or_nested(folder: Path) -> None:
+    """A recomputation is nested in its backward."""
     rows = defaultdict(list)
     for event in slices(folder):
         rows[event["pid"], event["tid"]].append((event["ts"], -event["dur"], event))
@@ -109,16 +107,14 @@ def test_slices_of_a_row_nest(folder: Path) -> None:
             around.append(event)
 
 
-def test_every_receive_has_its_send(folder: Path) -> None:
-    """At the same time, on the sender's row of that direction."""
+def test_every_receive_has_a_send_at_the_same_time(folder: Path) -> None:
     sends = {(e["ts"], e["dur"]) for e in slices(folder) if e["cat"].startswith("send")}
     receives = {(e["ts"], e["dur"]) for e in slices(folder) if e["cat"] == "receive"}
     assert sends == receives
     assert receives
 
 
-def test_clocks_of_other_machines_are_set(folder: Path) -> None:
-    """One that is a second ahead is found to be, to within 20 ms on the busiest machine."""
+def test_clock_offsets_are_found_within_20_ms(folder: Path) -> None:
     for rank in range(1, STAGES):
         found = int((folder / f"offset_{rank}.txt").read_text())
         assert found == pytest.approx(-rank * 1e9, abs=2e7)

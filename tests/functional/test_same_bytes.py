@@ -1,4 +1,4 @@
-"""A command and the function of its name write the same bytes: there is one road, and the command only prints."""
+"""Tests that a command and its Python function write the same bytes."""
 
 import subprocess
 import sys
@@ -24,13 +24,13 @@ Capsys = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory."""
+    """Change to an empty folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def by_both(capsys: Capsys, output: str, *arguments: str, verb: Any, **keywords: Any) -> tuple[bytes, bytes]:
-    """What the command writes to `output`, and then the function."""
+    """Return the bytes that the command writes to `output`, and those of the function."""
     done = call(capsys, *arguments, "--output", output)
     assert done.code == 0, done.err
     of_command = Path(output).read_bytes()
@@ -43,7 +43,7 @@ def by_both(capsys: Capsys, output: str, *arguments: str, verb: Any, **keywords:
 
 
 def untimed(text: bytes, folder: Path) -> Profile:
-    """A profile without what a clock measured."""
+    """Return a profile without measured times."""
 
     def without(layer: LayerProfile) -> LayerProfile:
         no_times = (0.0,) * len(layer.forward_us)
@@ -64,8 +64,8 @@ def untimed(text: bytes, folder: Path) -> Profile:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["profile.yaml", "sub/deep/profile.yaml", "sub/profile.json"])
-def test_an_estimated_profile(here: Path, capsys: Capsys, output: str) -> None:
-    """To the byte, in any folder; the model's path in it leads from there to the model."""
+def test_estimated_profiles_are_equal(here: Path, capsys: Capsys, output: str) -> None:
+    """Model paths in profiles are relative to the profile."""
     write_model(here)
     fast = {"device": "estimate:h100", "batch_sizes": [1, 2], "settings": {"width": 24}, "proof_budget": "0s"}
     options = ("--device", "estimate:h100", "--batch-sizes", "1,2", "--set", "width=24", "--proof-budget", "0s")
@@ -82,8 +82,7 @@ def test_an_estimated_profile(here: Path, capsys: Capsys, output: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_measured_profile(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the times, with what the executor costs in either."""
+def test_measured_profiles_are_equal_except_times(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     no_calibration(monkeypatch)
     write_model(here)
     written = by_both(
@@ -105,8 +104,7 @@ def test_a_measured_profile(here: Path, capsys: Capsys, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_an_interrupted_profile_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From Python, too: what was measured is kept beside `output`, and gone when the profile is whole."""
+def test_an_interrupted_profile_is_continued_from_python(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -126,8 +124,8 @@ def test_an_interrupted_profile_goes_on(here: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_script_without_a_guard_is_run_once(here: Path) -> None:
-    """The processes that measure the executor do not run the caller's script again."""
+def test_scripts_without_main_guard_run_once(here: Path) -> None:
+    """Calibration starts processes that must not run the caller's script again."""
     write_model(here)
     (here / "script.py").write_text(
         """
@@ -152,8 +150,7 @@ print(profile.device.executor is not None)
 # Plans
 
 
-def test_a_plan(here: Path, capsys: Capsys) -> None:
-    """With its profile's path seen from the plan's folder."""
+def test_plans_are_equal(here: Path, capsys: Capsys) -> None:
     gate.write(here)
     of_command, of_function = by_both(
         capsys,
@@ -178,8 +175,7 @@ def test_a_plan(here: Path, capsys: Capsys) -> None:
     ],
     ids=["solve", "profile", "verify"],
 )
-def test_nothing_writes_over_what_it_reads(here: Path, write: Callable[[], object]) -> None:
-    """The functions refuse it as their commands do."""
+def test_functions_refuse_to_overwrite_their_input(here: Path, write: Callable[[], object]) -> None:
     gate.write(here)
     write_model(here)
     with pytest.raises(UsageError, match="would overwrite"):
@@ -189,8 +185,8 @@ def test_nothing_writes_over_what_it_reads(here: Path, write: Callable[[], objec
 # What runs a plan
 
 
-def a_plan_for(engine: str) -> None:
-    """Layers as Megatron-LM has them, cut for GPipe."""
+def plan_for_gpipe(engine: str) -> None:
+    """Return a GPipe plan of layers that Megatron-LM can express."""
     names = ("wte", "h.0", "h.1", "h.2", "h.3", "lm_head")
     of_gate = gate.profile()
     layers = tuple(replace(layer, name=name) for layer, name in zip(of_gate.layers, names, strict=True))
@@ -201,9 +197,8 @@ def a_plan_for(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["native", "jax", "csv", *ENGINES])
-def test_every_format(here: Path, capsys: Capsys, engine: str) -> None:
-    """The same files with the same bytes, and the function names those that the command names."""
-    a_plan_for(engine)
+def test_emitted_files_are_equal_in_every_format(here: Path, capsys: Capsys, engine: str) -> None:
+    plan_for_gpipe(engine)
     done = call(capsys, "emit", "plan.yaml", "-o", "out", "--format", engine)
     assert done.code == 0, done.err
     before = {path: path.read_bytes() for path in Path("out").iterdir()}
@@ -214,7 +209,6 @@ def test_every_format(here: Path, capsys: Capsys, engine: str) -> None:
     assert done.out.split() == [str(path) for path in paths]
 
 
-def test_an_unknown_format(here: Path) -> None:
-    """Refused before a plan is read."""
+def test_unknown_formats_are_refused_before_reading_the_plan(here: Path) -> None:
     with pytest.raises(PlannerError, match="unknown `--format caffe`"):
         planner.emit("nowhere.yaml", engine="caffe")

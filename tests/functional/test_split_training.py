@@ -1,4 +1,4 @@
-"""Training with backwards in halves computes what the unpipelined model computes."""
+"""Tests that training with split backward equals training of the unpipelined model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +34,7 @@ def results_of(cases: Sequence[Case], folder: Path) -> list[tuple[Case, dict[str
     return list(zip(cases, results, strict=True))
 
 
-def test_two_stages(tmp_path: Path) -> None:
-    """A Transformer and networks of convolutions, each recomputation, weights put off by nothing, a little, all."""
+def test_two_stages_with_split_backward(tmp_path: Path) -> None:
     small = (("image_size", 33),)
     cases = [
         Case(
@@ -66,8 +65,7 @@ def test_two_stages(tmp_path: Path) -> None:
         assert result["split_buffer"] < 1e-6, case
 
 
-def test_three_stages(tmp_path: Path) -> None:
-    """Weights that stages share or use twice, views, frozen ones, every precision, losses that overflow."""
+def test_three_stages_with_split_backward(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     cases = [
         Case(
@@ -101,8 +99,7 @@ def test_three_stages(tmp_path: Path) -> None:
         assert result["split_relative"] <= (0.0 if is_in_order else 0.02 if case.dtype else 1e-5), case
 
 
-def test_overflows_are_found_behind_the_last_w(tmp_path: Path) -> None:
-    """All stages skip the step, accumulated from two pieces and clipped."""
+def test_overflows_are_found_after_the_last_weight_gradient_pass(tmp_path: Path) -> None:
     case = Case(
         model=OVERFLOWING,
         balance=(1, 1, 1),
@@ -120,8 +117,7 @@ def test_overflows_are_found_behind_the_last_w(tmp_path: Path) -> None:
     assert result["split_norm"] < 1e-5
 
 
-def test_a_smaller_mini_batch_runs_what_there_is_of_the_lists(tmp_path: Path) -> None:
-    """Lists that were made for all of its micro-batches."""
+def test_smaller_mini_batches_run_a_part_of_the_action_order(tmp_path: Path) -> None:
     case = Case(
         model=EVERYDAY, balance=(5, 4), schedule="1f1b", later=1, batch=12, micro_batches=6, sizes=(12, 8), steps=2
     )
@@ -130,8 +126,7 @@ def test_a_smaller_mini_batch_runs_what_there_is_of_the_lists(tmp_path: Path) ->
     assert result["split_buffer"] < 1e-6
 
 
-def test_several_stages_on_a_rank(tmp_path: Path) -> None:
-    """Parameters that they share; dropout, batch normalisation, smaller mini-batches, evaluation, clipping."""
+def test_split_backward_with_several_stages_per_rank(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     common = {"chunks": 2, "steps": 2}
     cases = [
@@ -171,8 +166,7 @@ def test_several_stages_on_a_rank(tmp_path: Path) -> None:
         assert result.get("split_evaluated", 0.0) < 1e-5, case
 
 
-def test_replicas(tmp_path: Path) -> None:
-    """Gradients are summed behind the last of what was put off; parameters stay equal to the bit."""
+def test_replicas_sum_gradients_after_the_last_weight_gradient_pass(tmp_path: Path) -> None:
     common = {"replicas": 2, "micro_batches": 2, "steps": 3}
     cases = [
         Case(model=TRANSFORMER, balance=(2, 2), settings=SMALL, schedule="1f1b", later=1, **common),

@@ -1,4 +1,4 @@
-"""Commands that do not measure start at once: torch and fvcore, many times slower to import than all else, stay out."""
+"""Tests that commands without measurements do not import slow packages such as torch and fvcore."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ print(json.dumps({"code": run(sys.argv[1:]), "modules": sorted(sys.modules)}), f
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A folder with a profile and a plan; no model was run for them."""
+    """Write a profile and a plan by hand."""
     profile = replace(random_profile(1, 6), model=Model(source="model.py:build_model"))
     files.write(str(tmp_path / "profile.yaml"), profile)
     profile = files.read_profile(str(tmp_path / "profile.yaml"))
@@ -78,7 +78,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def probe(folder: Path, *arguments: str) -> dict[str, Any]:
-    """Runs a command in a process of its own: its exit code, and the modules it had imported by the end."""
+    """Run a command in its own process; return the exit code and the imported modules."""
     done = subprocess.run(
         [sys.executable, "-c", _PROBE, *arguments],
         cwd=folder,
@@ -120,8 +120,8 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
     ],
     ids=" ".join,
 )
-def test_torch_is_not_imported(here: Path, arguments: tuple[str, ...]) -> None:
-    """By anything but profiling itself; a `profile` with bad options does not wait for it either."""
+def test_only_profiling_imports_torch(here: Path, arguments: tuple[str, ...]) -> None:
+    """A `profile` with bad options does not import it either."""
     told = probe(here, *arguments)
     assert told["code"] == (2 if "xml" in arguments or "verify" in arguments else 0)
     assert "planner.cli.main" in told["modules"]
@@ -130,23 +130,20 @@ def test_torch_is_not_imported(here: Path, arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", UNUSED, ids=" ".join)
-def test_what_is_not_used_is_not_imported(here: Path, arguments: tuple[str, ...]) -> None:
-    """A command waits for its own modules alone."""
+def test_commands_import_only_their_own_modules(here: Path, arguments: tuple[str, ...]) -> None:
     told = probe(here, *arguments)
     assert [name for name in UNUSED[arguments] if name in told["modules"]] == []
 
 
 @pytest.mark.slow
-def test_the_probe_sees_torch_where_it_is_imported(here: Path) -> None:
-    """Profiling needs it: so the test above would notice."""
+def test_the_probe_detects_an_import_of_torch(here: Path) -> None:
     (here / "model.py").write_text("raise ValueError\n")
     told = probe(here, "profile", "model.py")
     assert told["code"] == 2
     assert "torch" in told["modules"]
 
 
-def test_python_dash_m_is_the_command(here: Path) -> None:
-    """`python -m planner` is `gpipe-plan`, in its help and its exit codes."""
+def test_python_dash_m_planner_equals_the_command(here: Path) -> None:
     helped = spawn(["--help"], here)
     assert (helped.code, helped.err) == (0, "")
     assert helped.out.startswith("Usage: gpipe-plan [OPTIONS] COMMAND")
@@ -156,13 +153,11 @@ def test_python_dash_m_is_the_command(here: Path) -> None:
 
 
 def test_the_console_script_is_installed() -> None:
-    """`gpipe-plan` leads to the same function."""
     (script,) = metadata.entry_points(group="console_scripts", name="gpipe-plan")
     assert script.value == "planner.__main__:main"
 
 
-def test_main_exits_with_the_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The console script hands the code of `run` to the shell."""
+def test_main_exits_with_the_code_of_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, code in ((["--help"], 0), (["check", "/nowhere/plan.yaml"], 2)):
         monkeypatch.setattr(sys, "argv", ["gpipe-plan", *arguments])
         with pytest.raises(SystemExit) as left:

@@ -1,4 +1,4 @@
-"""Ctrl-C during `solve`: the best plan so far, or an interrupt if there is none."""
+"""Tests of Ctrl-C during `solve`."""
 
 import signal
 from pathlib import Path
@@ -17,18 +17,18 @@ SOLVE = ("solve", "--devices", "2", "--mem", "8GB", "--batch", "2", "--extrapola
 
 
 def stop(*_: object, **__: object) -> None:
-    """What Ctrl-C does."""
+    """Act as Ctrl-C does."""
     signal.raise_signal(signal.SIGINT)
 
 
 def stopped_too_early(*_: object, **__: object) -> None:
-    """A search that is stopped before it finds a plan."""
+    """Replace the search by one that is stopped before it finds a plan."""
     stop()
     raise SolverError("the search was stopped before a plan was found")
 
 
-def test_ctrl_c_takes_the_best_plan_so_far(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one ends the search with exit code 0 and a note; before any plan was found, it interrupts."""
+def test_ctrl_c_returns_the_best_plan_so_far(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any plan, Ctrl-C is an interrupt."""
     monkeypatch.chdir(tmp_path)
     files.write("profile.yaml", random_profile(1, 6))
     handler = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Pipes, closed and full streams, Ctrl-C at any moment: what a shell does to a command."""
+"""Tests of pipes, of closed and full streams, and of Ctrl-C at any time."""
 
 import json
 import os
@@ -21,7 +21,7 @@ PYTHON = sys.executable
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A profile and its plan, whose layers are called anything."""
+    """Write a profile with unusual layer names, and its plan."""
     names = ["a", "\x7f", "😀\u2028", "l\nb", '"\\', "- {x: 1}", "\ud7ff\x85"]
     odd = chain(*(layer(name, forward_us=10.0, backward_us=20.0) for name in names))
     files.write(str(tmp_path / "profile.yaml"), odd)
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shell(script: str, folder: Path) -> Ran:
-    """Runs lines of bash, in which `plan` is our command."""
+    """Run lines of bash in which `plan` is the command."""
     text = f"set -o pipefail; plan() {{ '{PYTHON}' -m planner \"$@\"; }}; {script}"
     done = subprocess.run(
         ["bash", "-c", text], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False
@@ -53,8 +53,8 @@ SOLVE = "plan solve --devices 2 --mem 8GB --batch 4 --quiet"
         f"{SOLVE} -o - --format json | plan compare - <({SOLVE} -o -)",
     ],
 )
-def test_plans_come_from_pipes(folder: Path, script: str) -> None:
-    """Whatever the layers are called, in YAML and in JSON; the profile is looked for where we stand."""
+def test_plans_are_read_from_pipes(folder: Path, script: str) -> None:
+    """The profile is found relative to the working directory."""
     ran = shell(script, folder)
     assert ran.code == 0, ran
 
@@ -73,8 +73,7 @@ def test_plans_come_from_pipes(folder: Path, script: str) -> None:
         "plan check - <&-",
     ],
 )
-def test_streams_that_are_full_or_closed(folder: Path, script: str) -> None:
-    """One message and exit code 2: no answer was given."""
+def test_full_or_closed_streams_give_exit_code_2(folder: Path, script: str) -> None:
     assert shell("plan solve --devices 2 --mem 8GB --batch 4", folder).code == 0
     ran = shell(script, folder)
     assert ran.code == 2, ran
@@ -84,8 +83,7 @@ def test_streams_that_are_full_or_closed(folder: Path, script: str) -> None:
 
 
 @pytest.mark.slow
-def test_messages_need_no_stderr(folder: Path) -> None:
-    """The answer is the exit code; nothing strays to stdout."""
+def test_closed_stderr_does_not_change_the_exit_code(folder: Path) -> None:
     for closed in ("2>&-", "2>/dev/full"):
         ran = shell(f"plan solve --devices 2 --mem 8GB --batch 4 {closed}; plan show nothing.yaml {closed}", folder)
         assert ran.code == 2
@@ -93,8 +91,8 @@ def test_messages_need_no_stderr(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_standard_output_carries_the_result_alone(folder: Path) -> None:
-    """Whatever a library prints: at once, or held back by C's `printf` until the process ends."""
+def test_output_of_libraries_is_not_on_stdout(folder: Path) -> None:
+    """This includes text that C's `printf` buffers until the process ends."""
     script = folder / "noisy.py"
     script.write_text(
         """
@@ -132,8 +130,7 @@ MODULES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [*MODULES, "the end"])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_an_interrupt_is_one_line_at_any_moment(folder: Path, module: str, wrapped: bool) -> None:  # noqa: FBT001
-    """While a module is imported, also where that makes another error of it; and while the interpreter ends."""
+def test_interrupts_print_one_line_at_any_time(folder: Path, module: str, wrapped: bool) -> None:  # noqa: FBT001
     script = folder / "press.py"
     script.write_text(
         f"""
@@ -163,8 +160,8 @@ main()
     assert "Traceback" not in ran.err
 
 
-def test_an_interrupt_is_not_lost_where_an_object_is_torn_down(folder: Path) -> None:
-    """Python drops what is raised there, with a traceback; another error is told as ever."""
+def test_interrupts_in_destructors_are_not_lost(folder: Path) -> None:
+    """Python ignores exceptions in destructors after printing a traceback."""
     script = folder / "press.py"
     script.write_text(
         """
@@ -195,8 +192,8 @@ __main__.main()
     assert ran.err.count("Traceback") == 1
 
 
-def test_modes_survive(tmp_path: Path) -> None:
-    """Of a file that is written again; a new one has what the umask gives."""
+def test_file_modes_are_kept(tmp_path: Path) -> None:
+    """A new file has the mode of the umask."""
     path, script = tmp_path / "p.yaml", tmp_path / "train.py"
     files.write(str(path), gate.profile())
     mask = os.umask(0)
@@ -212,8 +209,7 @@ def test_modes_survive(tmp_path: Path) -> None:
     assert stat.S_IMODE(script.stat().st_mode) == 0o700
 
 
-def test_what_is_renamed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The content before the name, then the folder."""
+def test_content_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (done.append("sync"), fsync(handle))[1])
@@ -222,8 +218,7 @@ def test_what_is_renamed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     assert done == ["sync", "rename", "sync"]
 
 
-def test_the_action_runs_nothing_of_the_checkout(tmp_path: Path) -> None:
-    """A pip.py, a typer.py or a sitecustomize.py in a pull request is not imported by the step that installs."""
+def test_the_action_imports_no_modules_of_the_checkout(tmp_path: Path) -> None:
     action = (Path(__file__).parents[2] / "action.yml").read_text()
     lines = re.findall(r"^\s*(?:run: )?(python\S* .*-m pip) ", action, re.MULTILINE)
     assert len(lines) == action.count("pip install") == 1

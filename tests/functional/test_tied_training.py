@@ -1,4 +1,4 @@
-"""Tensors that several ranks hold, trained on two processes: copies are equal, and as in a plain loop."""
+"""Tests of tensors on several ranks: after training, copies are equal, and equal those of a plain loop."""
 
 from itertools import product
 from pathlib import Path
@@ -97,7 +97,7 @@ def in_a_plain_loop(folder: Path, micro_batches: int = 2) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_copies_with_unseeded_initial_values_are_equal(tmp_path: Path, replicas: int) -> None:
-    """Parameters, frozen ones and buffers, over stages and replicas, whatever each process drew."""
+    """Compare parameters, frozen parameters and buffers across stages and replicas."""
     ranks = trained(tmp_path, UNSEEDED, (3, 3), replicas)
     for earlier, later in product(ranks[::2], ranks[1::2]):
         for name in ("0.weight", "2.weight", "1.noise", "1.is_used"):
@@ -121,7 +121,7 @@ def build_model():
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_tied_parameter_without_a_gradient_is_not_decayed(tmp_path: Path, replicas: int) -> None:
-    """AdamW passes over a parameter whose gradient is None, and only over that."""
+    """AdamW skips a parameter only if its gradient is None."""
     ranks = trained(tmp_path, UNUSED, (3, 3), replicas)
     expected = in_a_plain_loop(tmp_path, 2 * replicas)
     for own in ranks:

@@ -1,4 +1,4 @@
-"""Pipelined training computes what the unpipelined model computes."""
+"""Tests that pipelined training equals training of the unpipelined model."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ SMALL = (("layers", 2), ("width", 32), ("feed_forward", 64), ("heads", 2), ("voc
 
 
 def test_loss_and_gradients_equal_the_unpipelined_model(tmp_path: Path) -> None:
-    """Both models of the GPipe paper, each recomputation; M = 1, 2, 4, 8; exact against the same micro-batches."""
+    """Exactly equal to the same micro-batches in one process, for each recomputation and M = 1, 2, 4, 8."""
     cases = [
         *(
             Case(model=model, balance=balance, settings=settings, recompute=recompute, micro_batches=4)
@@ -43,8 +43,7 @@ def test_loss_and_gradients_equal_the_unpipelined_model(tmp_path: Path) -> None:
         assert result["split_gradient"] == 0.0, case
 
 
-def test_awkward_boundaries_tied_weights_and_three_stages(tmp_path: Path) -> None:
-    """In-place first layers, views, integers, a dict with None, untouched and unread tensors, tied weights."""
+def test_unusual_boundary_tensors_and_tied_weights_on_three_stages(tmp_path: Path) -> None:
     cases = [
         Case(model=AWKWARD, balance=balance, recompute=recompute, schedule=schedule, micro_batches=4, steps=3)
         for balance, first, second in (
@@ -61,8 +60,7 @@ def test_awkward_boundaries_tied_weights_and_three_stages(tmp_path: Path) -> Non
         assert result["whole_parameter"] < 1e-5, case
 
 
-def test_losses_in_attributes_reentrant_checkpoints_and_a_loss_among_outputs(tmp_path: Path) -> None:
-    """Exact against the same micro-batches, however stages recompute."""
+def test_losses_in_attributes_and_reentrant_checkpoints(tmp_path: Path) -> None:
     cases = [
         Case(model=LEFT_BEHIND, balance=balance, recompute=recompute, schedule=schedule, steps=2)
         for balance, recompute, schedule in (
@@ -76,8 +74,7 @@ def test_losses_in_attributes_reentrant_checkpoints_and_a_loss_among_outputs(tmp
         assert result["split_gradient"] == 0.0, case
 
 
-def test_models_that_are_no_sequential(tmp_path: Path) -> None:
-    """Their own forward on every stage: keyword arguments, skips, tied and shared parameters, both schedules."""
+def test_models_with_their_own_forward(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     cases = [
         Case(model=model, balance=balance, recompute=recompute, schedule=schedule, micro_batches=4, steps=2)
@@ -90,8 +87,8 @@ def test_models_that_are_no_sequential(tmp_path: Path) -> None:
         assert result["whole_parameter"] < 1e-4, case
 
 
-def test_other_precisions(tmp_path: Path) -> None:
-    """Gradients are those of the unpipelined model in that precision: to the bit against the same micro-batches."""
+def test_gradients_in_other_precisions(tmp_path: Path) -> None:
+    """Exactly equal to the same micro-batches in that precision."""
     cases = [
         Case(
             model=TRANSFORMER,
@@ -152,7 +149,6 @@ def test_float16_with_scaled_loss(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters(tmp_path: Path) -> None:
-    """At either end, in the middle, whole stages: what is trained gets the gradients of the unpipelined model."""
     cases = [
         Case(
             model=FROZEN,
@@ -175,8 +171,7 @@ def test_frozen_parameters(tmp_path: Path) -> None:
         assert result["split_parameter"] == 0.0, case
 
 
-def test_interleaved(tmp_path: Path) -> None:
-    """Several stages on a rank, which may share a parameter, recomputed as each one is planned."""
+def test_interleaved_stages_with_shared_parameters(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     same = [
         Case(
@@ -233,8 +228,8 @@ def test_interleaved(tmp_path: Path) -> None:
             assert result["whole_gradient"] < 1e-5, case
 
 
-def test_replicas(tmp_path: Path) -> None:
-    """Gradients of the whole mini-batch, tied weights and overflows included; parameters stay equal to the bit."""
+def test_replicas_sum_gradients_of_the_whole_mini_batch(tmp_path: Path) -> None:
+    """Parameters stay bit-for-bit equal."""
     pytest.importorskip("transformers")
     common = {"replicas": 2, "micro_batches": 2, "steps": 3}
     cases = [
@@ -276,7 +271,7 @@ def test_replicas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("balance", [(5, 4), (1, 3, 3, 2)], ids=["two", "four"])
-def test_training_as_people_do_it(tmp_path: Path, balance: tuple[int, ...]) -> None:
+def test_complete_training_loops(tmp_path: Path, balance: tuple[int, ...]) -> None:
     """Dropout, batch normalisation, masked targets; five steps, each recomputation and schedule, to the bit.
 
     Then mini-batches that are smaller now and then (also than what 1F1B needs), in pieces, in several calls, clipped,
@@ -308,8 +303,7 @@ def test_training_as_people_do_it(tmp_path: Path, balance: tuple[int, ...]) -> N
         assert result.get("split_evaluated", 0.0) < 1e-6, case
 
 
-def test_the_whole_mini_batch_at_once(tmp_path: Path) -> None:
-    """Masked targets, pieces, clipping and smaller mini-batches: as if nothing had been cut at all."""
+def test_one_micro_batch_equals_the_unpipelined_model(tmp_path: Path) -> None:
     frozen = (("norm", "eval"),)
     cases = [
         Case(model=EVERYDAY, balance=(4, 5), settings=frozen, steps=5, clip=0.3, decay=0.8, evaluate=7, sizes=(8, 5)),
@@ -328,8 +322,7 @@ def test_the_whole_mini_batch_at_once(tmp_path: Path) -> None:
     assert normalised["whole_first_norm"] < 1e-6
 
 
-def test_sample_models(tmp_path: Path) -> None:
-    """Every one of them, as it is trained: batch normalisation, dropout, skips."""
+def test_training_of_sample_models(tmp_path: Path) -> None:
     models = {
         "mlp": ((5, 4), {"depth": 4, "width": 32}),
         "transformer_lm": ((2, 2), {**dict(SMALL), "dropout": 0.2}),
@@ -355,7 +348,6 @@ def test_sample_models(tmp_path: Path) -> None:
 
 
 def test_real_models_in_training_mode(tmp_path: Path) -> None:
-    """Their own dropout and batch normalisation, tied weights clipped once; a smaller mini-batch; evaluated."""
     pytest.importorskip("transformers")
     pytest.importorskip("timm")
     cases = [

@@ -1,4 +1,4 @@
-"""Two machines, played by two `torchrun` on this one, train what one `torchrun` trains."""
+"""Tests of two nodes, simulated by two `torchrun` on one machine."""
 
 import json
 import os
@@ -38,12 +38,8 @@ with pipeline_script("balance.yaml", given) as pipeline:
 """
 
 
-def test_two_nodes_train_what_one_trains(tmp_path: Path) -> None:
-    """The same losses to the bit: two replicas of two stages, a replica on each node.
-
-    Peak memory is that predicted, though gradients on their way to the other replica are there twice: with few tokens
-    that is where the peak is.
-    """
+def test_two_nodes_have_the_losses_of_one_node(tmp_path: Path) -> None:
+    """Losses are bit-for-bit equal. Measured peak memory, which includes gradients in transfer, is as predicted."""
     case = Case(
         model=ROOT / "sample_models/transformer_lm.py",
         balance=(3, 3),
@@ -84,11 +80,8 @@ def test_two_nodes_train_what_one_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_node_that_is_lost_comes_back(tmp_path: Path) -> None:
-    """Its launcher counts its restarts anew, the other's has counted one: they find each other all the same.
-
-    The run goes on from the last checkpoint and ends with the losses of an undisturbed one, to the bit.
-    """
+def test_a_lost_node_rejoins_the_run(tmp_path: Path) -> None:
+    """The launchers count restarts differently, and find each other. Losses equal those of an undisturbed run."""
     model = ROOT / "tests/zoo/models/mischief.py"
     write_script(Case(model=model, balance=(2, 3), batch=8, micro_batches=4), tmp_path)
     steps = ("train.py", "--steps", "10", "--checkpoint-every", "4")
@@ -125,7 +118,7 @@ def test_a_node_that_is_lost_comes_back(tmp_path: Path) -> None:
 
 
 def _node(port: int, folder: Path, arguments: Sequence[str], name: str) -> "subprocess.Popen[str]":
-    """One process on a machine of its own, whose launcher may start it again; stage 1 loses its machine in step 6."""
+    """Start one process on a simulated machine; stage 1 loses its machine in step 6."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     command += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3", "--max-restarts", "3"]

@@ -1,4 +1,4 @@
-"""Ranks of which one alone has a smaller mini-batch or leaves its loop: found before the step, with values."""
+"""Tests of jobs in which one rank has a smaller mini-batch or leaves its loop early."""
 
 from dataclasses import replace
 from itertools import product
@@ -54,14 +54,14 @@ OTHERS = {
 
 
 def ended(folder: Path, case: Case, *arguments: object, script: str = TRAIN) -> EndedRanks:
-    """Run a loop of its own on every rank."""
+    """Run a given loop on every rank."""
     write_balance(case, folder / "balance.yaml")
     (folder / "worker.py").write_text(script)
     return end_ranks(case.num_processes, ["worker.py", *map(str, arguments)], folder)
 
 
-def the_error(done: EndedRanks) -> str:
-    """Return the one message of ranks that all have failed soon."""
+def common_error(done: EndedRanks) -> str:
+    """Return the message that all ranks print."""
     assert set(done.codes) == {2}, done
     assert is_within(done.seconds, 8), done
     (error,) = [line for line in done.output.splitlines() if line.startswith("error: ")]
@@ -76,9 +76,9 @@ def the_error(done: EndedRanks) -> str:
         ("data ends", 1),
     ],
 )
-def test_one_stage_of_three_differs(tmp_path: Path, what: str, who: int) -> None:
-    """The first, a middle or the last one: no rank has updated parameters in that step, or has closed in good order."""
-    error = the_error(ended(tmp_path, THREE, who, what))
+def test_a_smaller_mini_batch_of_one_stage_is_reported_before_the_step(tmp_path: Path, what: str, who: int) -> None:
+    """No rank updates parameters in that step or exits with code 0."""
+    error = common_error(ended(tmp_path, THREE, who, what))
     own, others = OTHERS[what]
     if who == 0:
         assert error == f"error: rank 1 is {others}, but rank 0 is {own}"
@@ -90,8 +90,7 @@ def test_one_stage_of_three_differs(tmp_path: Path, what: str, who: int) -> None
     assert not list(tmp_path.glob("closed-*"))
 
 
-def test_a_rank_that_leaves_its_loop_before_a_checkpoint_is_found(tmp_path: Path) -> None:
-    """The other ranks wait for no file of it."""
+def test_a_rank_that_leaves_its_loop_before_a_checkpoint_is_named(tmp_path: Path) -> None:
     saves = """
     from planner.executor.checkpoints import Checkpoints
     saved = Checkpoints(pipeline, optimizer, folder="saved", every=2, steps=3)
@@ -99,14 +98,14 @@ def test_a_rank_that_leaves_its_loop_before_a_checkpoint_is_found(tmp_path: Path
 """
     script = TRAIN.replace("    differs = pipeline.rank == who\n", saves)
     script = script.replace("            break\n", "            break\n        saved.step_done()\n")
-    error = the_error(ended(tmp_path, THREE, 0, "break", script=script))
+    error = common_error(ended(tmp_path, THREE, 0, "break", script=script))
     assert error == f"error: rank 1 is at a checkpoint after 2 steps, but rank 0 is {LEAVES}"
 
 
-def test_a_replica_that_leaves_its_loop_is_found(tmp_path: Path) -> None:
-    """All ranks of it agree among themselves; those of last stages find out."""
+def test_a_replica_that_leaves_its_loop_is_named(tmp_path: Path) -> None:
+    """Its ranks agree with each other; the ranks of last stages detect the difference."""
     script = TRAIN.replace("pipeline.rank == who", "pipeline.place.replica == who")
-    error = the_error(ended(tmp_path, REPLICAS, 1, "break", script=script))
+    error = common_error(ended(tmp_path, REPLICAS, 1, "break", script=script))
     assert error in {
         f"error: rank 1 is at step 2, but rank 3 is {LEAVES}",
         f"error: rank 3 is {LEAVES}, but rank 1 is at step 2",
@@ -115,9 +114,8 @@ def test_a_replica_that_leaves_its_loop_is_found(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("closed-*"))
 
 
-def test_a_rank_of_a_replica_is_found_within_it(tmp_path: Path) -> None:
-    """By the stage that has the smaller mini-batch."""
-    error = the_error(ended(tmp_path, REPLICAS, 3, "smaller in step 2"))
+def test_a_rank_with_a_smaller_mini_batch_is_named_within_its_replica(tmp_path: Path) -> None:
+    error = common_error(ended(tmp_path, REPLICAS, 3, "smaller in step 2"))
     assert (
         error
         == f"error: rank 3 is {SMALLER.format(step=2, count=2)}, but rank 2 is at step 2 with a mini-batch of 4 samples"

@@ -32,25 +32,23 @@ REFUSED = (
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, UnpreparedModel]:
-    """All models by kind and name."""
+    """Return all models by kind and name."""
     return {f"{model.kind}:{model.name}": model for model in unprepared_models()}
 
 
-def test_there_are_enough_models() -> None:
-    """No two have the same text."""
+def test_models_are_many_and_distinct() -> None:
     texts = {model.text for model in unprepared_models()}
     assert len(texts) == len(unprepared_models()) >= 80
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_pipelines_train_as_the_plain_loop_does(models: dict[str, UnpreparedModel], name: str) -> None:
-    """Losses of all steps and tensors at the end are the same, but for rounding errors."""
+def test_pipelines_equal_the_plain_loop(models: dict[str, UnpreparedModel], name: str) -> None:
+    """Losses of all steps and final tensors are equal up to rounding."""
     outcome = try_model(models[name])
     assert outcome.verdict == "right", outcome
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_pipeline_trains_alike_is_refused_with_help(models: dict[str, UnpreparedModel], name: str) -> None:
-    """`profile` says no, and what to do."""
+def test_unsupported_models_are_refused_with_a_hint(models: dict[str, UnpreparedModel], name: str) -> None:
     outcome = try_model(models[name])
     assert outcome.verdict == "refused", outcome

@@ -1,4 +1,4 @@
-"""`verify` runs a plan and says whether it is as predicted."""
+"""Tests of `verify`, which runs a plan and compares the run with its predictions."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ Capsys = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> Path:
-    """A plan of two stages in a subfolder, its profile and model beside it."""
+    """Write a plan of two stages to a subfolder, next to its profile and model."""
     monkeypatch.chdir(tmp_path)
     no_calibration(monkeypatch)
     write_model(tmp_path)
@@ -34,8 +34,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> Pat
 
 
 @pytest.mark.slow
-def test_a_plan_is_run_judged_and_calibrated(here: Path, capsys: Capsys) -> None:
-    """Without a step in the file system but the calibration; which `solve` and `profile` take."""
+def test_verify_runs_judges_and_calibrates_a_plan(here: Path, capsys: Capsys) -> None:
+    """The calibration is the only file that is written; `solve` and `profile` accept it."""
     before = sorted(here.rglob("*"))
     done = call(capsys, "verify", "plans/plan.yaml", "--steps", "4", "--tolerance-time", "99%", "--format", "json")
     assert done.code in (0, 1), done.err
@@ -66,8 +66,7 @@ def test_a_plan_is_run_judged_and_calibrated(here: Path, capsys: Capsys) -> None
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_told_in_its_words(here: Path) -> None:
-    """What the script says, without torchrun's pages around it."""
+def test_failed_runs_print_the_message_of_the_script(here: Path) -> None:
     write_model(here, (here / "model.py").read_text().replace("width: int = 16", "width: int = 24"))
     with pytest.raises(
         MeasurementError, match="does not run here: the model has changed since it was planned"
@@ -76,16 +75,16 @@ def test_a_run_that_fails_is_told_in_its_words(here: Path) -> None:
     assert "profile, solve and emit again" in failed.value.hint
 
 
-def test_what_torchrun_says_of_other_failures() -> None:
-    """The exception of the first process that failed; or its exit code."""
+def test_failed_runs_print_the_first_exception_or_exit_code() -> None:
     said = "W1 torch\nTraceback (most recent call last):\n  File\nRuntimeError: out of cheese\n\nChildFailedError: x\n"
     assert "here: RuntimeError: out of cheese" in trial._failure(said, 1).message
     assert "exit code 7" in trial._failure("", 7).message
 
 
 @pytest.mark.slow
-def test_a_run_that_is_over_is_judged(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch and with nothing started: the same answers and exit codes, and what plans with it."""
+def test_verify_judges_a_finished_run_without_torch(
+    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("planner.api.verifying.check_installed", lambda _: pytest.fail("needs torch"))
     plan, profile = files.read_plan("plans/plan.yaml"), files.read_profile("profile.yaml")
     evaluation = Evaluation.of(plan, profile)
@@ -126,8 +125,7 @@ def test_a_run_that_is_over_is_judged(here: Path, capsys: Capsys, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_options_are_checked_before_anything_runs(here: Path, capsys: Capsys) -> None:
-    """With exit code 2."""
+def test_options_of_verify_are_checked_before_the_run(here: Path, capsys: Capsys) -> None:
     for options, said in (
         (["--steps", "2"], "at least 3 are needed"),
         (["--tolerance-memory", "5%"], "expected two shares"),
@@ -140,16 +138,15 @@ def test_options_are_checked_before_anything_runs(here: Path, capsys: Capsys) ->
 
 
 @pytest.mark.slow
-def test_a_stale_plan_is_not_run(here: Path, capsys: Capsys) -> None:
-    """Exit code 1, as `emit` says it."""
+def test_verify_does_not_run_a_stale_plan(here: Path, capsys: Capsys) -> None:
     profile = files.read_profile("profile.yaml")
     files.write("profile.yaml", replace(profile, optimizer="sgd"))
     assert call(capsys, "verify", "plans/plan.yaml").code == 1
 
 
 @pytest.mark.slow
-def test_too_few_cores_are_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times of processes that share cores are not judged; those of CUDA devices are."""
+def test_times_on_too_few_cores_are_not_judged(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of CUDA devices are judged."""
     plan, profile = files.read_plan("plans/plan.yaml"), files.read_profile("profile.yaml")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
     assert "need 2 cores, and this machine has 1" in trial.reason_times_are_invalid(plan, profile)
@@ -161,7 +158,6 @@ def test_too_few_cores_are_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_calibrations_of_other_devices_are_refused(here: Path, capsys: Capsys) -> None:
-    """By `profile` and `solve`, before anything is measured."""
     files.write(
         "cuda.yaml",
         files.read_calibration(str(calibration(here, kind="cuda"))),
@@ -175,7 +171,7 @@ def test_calibrations_of_other_devices_are_refused(here: Path, capsys: Capsys) -
 
 
 def calibration(folder: Path, **device: str) -> Path:
-    """A calibration written by hand."""
+    """Write a calibration by hand."""
     path = folder / "by_hand.yaml"
     path.write_text(
         f"schema: gpipe-plan/calibration/v1\ndevice: {{kind: {device['kind']}}}\noverhead_us: 5.0\nreserve_bytes: 0\n"

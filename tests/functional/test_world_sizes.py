@@ -1,4 +1,4 @@
-"""A plan for each number of processes: solved together, and taken by train.py for as many as were started."""
+"""Tests of plans for several cluster sizes, from which train.py selects one."""
 
 import json
 from dataclasses import replace
@@ -18,15 +18,14 @@ MISCHIEF = ROOT / "tests/zoo/models/mischief.py"
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a profile of six layers of 100 kB."""
+    """Change to a folder with a profile of six layers of 100 kB."""
     monkeypatch.chdir(tmp_path)
     gate.write(tmp_path)
     (tmp_path / "plan.yaml").unlink()
     return tmp_path
 
 
-def test_a_family_is_a_plan_for_each_size(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files with the bytes that each has alone; a line for each, and the command that emits them."""
+def test_plans_for_several_sizes_equal_single_plans(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--mem", "1MB", "--batch", "4", "--schedule", "gpipe")
     for count, output in ((3, "three.yaml"), (2, "two.yaml")):
         assert call(capsys, "solve", "--devices", str(count), *asked, "-o", output).code == 0
@@ -52,18 +51,17 @@ def test_a_family_is_a_plan_for_each_size(here: Path, capsys: pytest.CaptureFixt
         ("--devices 3,2 --mem 1MB,1MB,2MB", 2, "names 3 limits for 2 devices"),
     ],
 )
-def test_a_family_is_whole_or_not_written(
+def test_plans_for_several_sizes_are_written_only_if_all_exist(
     here: Path, capsys: pytest.CaptureFixture[str], options: str, code: int, message: str
 ) -> None:
-    """One message that says for which size there is none."""
     done = call(capsys, "solve", "--batch", "4", *options.split())
     assert (done.code, message in done.error) == (code, True), done
     assert [path.name for path in here.iterdir()] == ["profile.yaml"]
 
 
 @pytest.mark.slow
-def test_a_lost_process_means_a_smaller_plan(tmp_path: Path) -> None:
-    """One of three is killed in step 3; two go on from the checkpoint, with the losses of three to rounding."""
+def test_a_run_continues_with_a_smaller_plan_after_a_loss(tmp_path: Path) -> None:
+    """One process of three is killed in step 3. Losses of the other two equal those of three up to rounding."""
     case = Case(model=MISCHIEF, balance=(1, 2, 2), batch=8, micro_batches=4)
     write_script(case, tmp_path)
     write_balance(replace(case, balance=(2, 3)), tmp_path / "balance-2.yaml")

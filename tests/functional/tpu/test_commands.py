@@ -1,4 +1,4 @@
-"""The road for TPUs without one: profile, solve, show, emit, and the emitted JAX program."""
+"""Tests of the TPU workflow without a TPU: profile, solve, show, emit, and the emitted JAX program."""
 
 import re
 import subprocess
@@ -63,7 +63,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(folder: Path, *arguments: str, code: int = 0) -> str:
-    """What the emitted script prints; it must end with the exit code `code`."""
+    """Run the emitted script, check its exit code, and return its output."""
     done = subprocess.run(
         [sys.executable, "train_jax.py", *arguments],
         cwd=folder,
@@ -79,8 +79,8 @@ def train(folder: Path, *arguments: str, code: int = 0) -> str:
 
 @installed
 @pytest.mark.nightly
-def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Profiled and compiled for cores that are not here, and trained on virtual devices: losses are torch's."""
+def test_the_jax_program_has_the_losses_of_torch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compile for absent cores and train on virtual devices."""
     profiled = call(capsys, "profile", "model.py", "--device", "tpu:v2", "--batch-sizes", "2,4")
     assert profiled.code == 0, profiled.err
     assert "solve --devices 2 --mem tpu:v2" in profiled.err
@@ -118,8 +118,8 @@ def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture
         (7 * 2**30, 9 * 2**30, "does not fit: the memory that programs can use on a tpu:v2 is 7.48 GiB", 1),
     ],
 )
-def test_a_compiled_program_fits_or_does_not(temporary: int, cap: int, last: str, code: int) -> None:
-    """The plan's cap and the chip's memory both count; the answer is the exit code, too."""
+def test_compiled_memory_is_compared_with_plan_and_chip(temporary: int, cap: int, last: str, code: int) -> None:
+    """The exit code reports the result."""
     found = training.CompiledMemory(held=2**30, temporary=temporary)
     told, answer = training.fit_report(found, 2**30, plan_bytes=cap, chip=accelerator("tpu:v2"))
     assert told.splitlines()[-1] == last
@@ -128,10 +128,10 @@ def test_a_compiled_program_fits_or_does_not(temporary: int, cap: int, last: str
 
 @pytest.mark.slow
 @installed
-def test_weights_go_in_and_out(
+def test_weights_are_loaded_and_saved_under_the_names_of_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the model's names, tied ones once; running statistics are those of the data."""
+    """Tied weights are saved once."""
     # A script decides how many devices its process has; other tests in this one want the eight that there are.
     import jax
 
@@ -163,7 +163,7 @@ def test_weights_go_in_and_out(
 
 
 def _one_step(folder: Path, *, seed: int, save: str, weights: str | None = None) -> float:
-    """The loss before it."""
+    """Train one step and return the loss before it."""
     given = JaxArguments(
         steps=1,
         seed=seed,
@@ -197,10 +197,9 @@ def _torch_losses(folder: Path, *, steps: int, seed: int) -> tuple[list[float], 
     return losses, model
 
 
-def test_without_the_extra_profile_says_what_to_install(
+def test_profile_without_the_extra_prints_how_to_install_it(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 2, one error, and the command."""
     monkeypatch.setattr(extras, "find_spec", lambda _: None)
     refused = call(capsys, "profile", "model.py", "--device", "tpu:v2")
     assert refused.code == 2
@@ -216,10 +215,9 @@ def test_without_the_extra_profile_says_what_to_install(
         ((), "the profile does not record what layers need in one compiled program"),
     ],
 )
-def test_plans_that_one_program_cannot_run_are_refused(
+def test_plans_that_jax_cannot_run_are_refused_with_a_remedy(
     here: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], problem: str
 ) -> None:
-    """With what to do instead; no file is written."""
     _hand_written(here, (10, 10, 10, 10), is_compiled=False)
     assert (
         call(capsys, "solve", "--devices", "4", "--mem", "1GB", "--batch", "8", "--micro-batches", "4", *options).code
@@ -232,8 +230,8 @@ def test_plans_that_one_program_cannot_run_are_refused(
 
 
 @pytest.mark.slow
-def test_stages_too_unlike_for_one_program_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One has the parameters, another the activations: each fits, a device with as much of both does not."""
+def test_stages_with_too_different_memory_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One program reserves the maximum of parameters and activations on all devices."""
     _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400))
     cut = ("--balance", "1,3", "--micro-batches", "8")
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
@@ -250,7 +248,7 @@ def test_stages_too_unlike_for_one_program_are_refused(here: Path, capsys: pytes
         (None, 1, "the TPU's compiler could decide if the extra were installed: pip install 'gpipe-plan[tpu]'"),
     ],
 )
-def test_the_compiler_is_asked_before_a_program_is_refused(
+def test_the_compiler_decides_if_a_program_fits(
     here: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -259,7 +257,6 @@ def test_the_compiler_is_asked_before_a_program_is_refused(
     code: int,
     told: str,
 ) -> None:
-    """Whose answer counts, either way; without the extra nobody can be asked."""
     _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400))
     cut = ("--balance", "1,3", "--micro-batches", "8")
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
@@ -276,8 +273,8 @@ def test_the_compiler_is_asked_before_a_program_is_refused(
 
 @installed
 @pytest.mark.nightly
-def test_a_program_that_is_predicted_too_large_is_compiled(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The profile exaggerates: what fits by the compiler is written, and nothing else is."""
+def test_programs_predicted_too_large_are_compiled(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The program is written if it fits by the compiler."""
     names = ("0", "1", "2", "3", "4")
     cut = ("--balance", "2,3", "--micro-batches", "8", "--recompute", "never")
     for megabytes, code in ((4, 0), (0.25, 1)):
