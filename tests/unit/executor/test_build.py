@@ -1,4 +1,4 @@
-"""Structure without memory, and the layers of one stage with the values they have in the whole model."""
+"""Tests of models on the meta device, and of layers of one stage with the values of the whole model."""
 
 from collections.abc import Callable
 
@@ -114,8 +114,8 @@ def finished(build: Callable[[], nn.Sequential]) -> LoadedModel:
 
 @pytest.mark.parametrize("ready", [False, True], ids=["built", "finished"])
 @pytest.mark.parametrize("build", MODELS)
-def test_the_structure_is_the_models(build: Callable[[], nn.Sequential], *, ready: bool) -> None:
-    """Names, digest and ties as in the profile; on the meta device; a finished model is not touched."""
+def test_meta_device_structure_equals_the_model(build: Callable[[], nn.Sequential], *, ready: bool) -> None:
+    """Compare names, digest and ties. A finished model is not changed."""
     loaded = finished(build) if ready else loaded_model(build)
     model = loaded.build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -132,8 +132,7 @@ def test_the_structure_is_the_models(build: Callable[[], nn.Sequential], *, read
 
 @pytest.mark.parametrize("ready", [False, True], ids=["built", "finished"])
 @pytest.mark.parametrize("build", MODELS)
-def test_the_structure_can_be_run_for_its_shapes(build: Callable[[], nn.Sequential], *, ready: bool) -> None:
-    """Whatever the profiler could run, the executor can cut."""
+def test_shapes_are_found_on_the_meta_device(build: Callable[[], nn.Sequential], *, ready: bool) -> None:
     loaded = finished(build) if ready else loaded_model(build)
     inputs = torch.randint(20, (2, 3)) if build is tied else torch.randn(2, 8)
     shapes = shapes_of(build_structure(loaded), inputs)
@@ -176,8 +175,8 @@ def stage_layers(loaded: LoadedModel, chain: Chain, first: int, end: int) -> tup
 
 @pytest.mark.parametrize("build", MODELS)
 @pytest.mark.parametrize("index", [0, -1])
-def test_the_layers_are_those_of_the_seeded_model(build: Callable[[], nn.Sequential], index: int) -> None:
-    """Also where the construction cannot be followed and the whole model is built."""
+def test_stage_layers_equal_those_of_the_seeded_model(build: Callable[[], nn.Sequential], index: int) -> None:
+    """This includes constructions that cannot be traced, for which the whole model is built."""
     torch.manual_seed(4)
     chain = chain_of(build())
     expected, n = chain.layers[index], index % len(chain.layers)
@@ -189,8 +188,7 @@ def test_the_layers_are_those_of_the_seeded_model(build: Callable[[], nn.Sequent
 
 
 @pytest.mark.parametrize("build", MODELS)
-def test_the_layers_run(build: Callable[[], nn.Sequential]) -> None:
-    """Nothing that they need is left on the meta device, plain tensor attributes least of all."""
+def test_stage_layers_run_without_meta_tensors(build: Callable[[], nn.Sequential]) -> None:
     torch.manual_seed(4)
     model = build().eval()
     inputs = torch.randint(20, (2, 3)) if build is tied else torch.randn(2, 8)
@@ -202,16 +200,14 @@ def test_the_layers_run(build: Callable[[], nn.Sequential]) -> None:
     assert torch.equal(value, model(inputs))
 
 
-def test_part_of_the_layers_run() -> None:
-    """The same for one layer of several."""
+def test_single_stage_layers_run() -> None:
     torch.manual_seed(4)
     model, inputs = masked(), torch.randn(2, 8)
     (layer,) = stage_layers(loaded_model(masked), chain_of(model), 1, 2)
     assert torch.equal(layer.module(inputs), model[1](inputs))
 
 
-def test_layers_of_a_finished_model_are_its_own() -> None:
-    """Its weights may come from a checkpoint: they are kept."""
+def test_layers_of_a_finished_model_keep_their_weights() -> None:
     loaded = finished(plain)
     model = loaded.build()
     layers = stage_layers(loaded, chain_of(model), 1, 3)
@@ -237,8 +233,7 @@ def test_a_stage_holds_no_weights_of_other_stages_recurrent_layers() -> None:
             assert [id(weight) for weight in part._flat_weights] == [id(p) for p in part.parameters()]
 
 
-def test_a_model_that_fails_says_so() -> None:
-    """An error of the user's constructor is not swallowed by the fall-back."""
+def test_errors_of_the_constructor_are_reported() -> None:
 
     def broken() -> nn.Module:
         raise ModelError("model.py:3: `build_model()` raised ValueError: no")

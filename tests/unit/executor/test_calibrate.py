@@ -1,4 +1,4 @@
-"""The executor's own cost is measured once per machine, and a spoilt or unwritable cache does no harm."""
+"""Tests of the calibration of the executor, which is cached once per machine."""
 
 import json
 from pathlib import Path
@@ -29,16 +29,14 @@ def _cost(cache: Path) -> ExecutorCost:
     return executor_cost(cache, warn=pytest.fail)
 
 
-def test_it_is_measured_once(tmp_path: Path, measured: list[int]) -> None:
-    """Then remembered, in a folder that is made for it."""
+def test_calibration_is_measured_once_per_machine(tmp_path: Path, measured: list[int]) -> None:
     cache = tmp_path / "made" / "here" / "executor.json"
     assert [_cost(cache) for _ in range(3)] == [COST] * 3
     assert len(measured) == 1
 
 
 @pytest.mark.parametrize("key", ["cpu", "torch", "gpipe-plan"])
-def test_another_machine_or_version_is_measured_anew(tmp_path: Path, measured: list[int], key: str) -> None:
-    """A home folder may be shared by unlike machines; torch may be upgraded."""
+def test_other_machines_and_versions_are_measured_again(tmp_path: Path, measured: list[int], key: str) -> None:
     cache = tmp_path / "executor.json"
     _cost(cache)
     known = json.loads(cache.read_text())
@@ -62,8 +60,7 @@ def test_another_machine_or_version_is_measured_anew(tmp_path: Path, measured: l
         pytest.param(lambda text: text.replace("latency_us", "latency"), id="key of the link unknown"),
     ],
 )
-def test_a_spoilt_cache_is_written_anew(tmp_path: Path, measured: list[int], change: object) -> None:
-    """As another version, or a power cut, may leave it: it is no reason to plan without links."""
+def test_a_broken_cache_is_replaced(tmp_path: Path, measured: list[int], change: object) -> None:
     cache = tmp_path / "executor.json"
     _cost(cache)
     spoilt = change(cache.read_text())  # type: ignore[operator]
@@ -75,17 +72,15 @@ def test_a_spoilt_cache_is_written_anew(tmp_path: Path, measured: list[int], cha
     assert len(measured) == 2
 
 
-def test_a_cache_that_cannot_be_written_loses_nothing(tmp_path: Path, measured: list[int]) -> None:
-    """What was measured is used all the same (a home folder in a container may be read-only)."""
+def test_an_unwritable_cache_does_not_lose_the_measurement(tmp_path: Path, measured: list[int]) -> None:
     (tmp_path / "file").write_text("not a folder\n")
     assert _cost(tmp_path / "file" / "executor.json") == COST
     assert len(measured) == 1
 
 
-def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
+def test_calibrations_on_a_busy_machine_are_reported_and_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would spoil every profile from then on."""
     found = [
         MeasuredExecutor(COST, is_alone=False),
         MeasuredExecutor(ExecutorCost(overhead_us=1.0, link=COST.link), is_alone=True),
@@ -101,8 +96,8 @@ def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
 
 
 @pytest.mark.slow
-def test_two_processes_cost_something() -> None:
-    """On this machine: positive and finite; over gloo the link keeps the receiving stage busy."""
+def test_calibration_of_two_processes_is_positive_and_finite() -> None:
+    """Over gloo, a transfer blocks the receiving stage."""
     cost, is_alone = measure_executor()
     assert 0 < cost.overhead_us < float("inf")
     assert cost.link.latency_us >= 0

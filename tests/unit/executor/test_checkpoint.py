@@ -1,4 +1,4 @@
-"""Checkpoints of one stage in this process: what is kept, how long, and what is refused."""
+"""Tests of checkpoints of one stage in one process."""
 
 # ruff: noqa: NPY002 - the global generator is what a script draws from
 
@@ -54,14 +54,14 @@ Schedule = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 def halved(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Half the learning rate every two steps."""
+    """Halve the learning rate every two steps."""
     return StepLR(optimizer, 2, gamma=0.5)
 
 
 def train(
     path: Path, steps: int, *, schedule: Schedule | None = halved, is_async: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Trains until step `steps`; parameters, losses, learning rates and options at the end."""
+    """Train until step `steps`; return parameters, losses, learning rates and options."""
     pipeline = Pipeline(path)
     try:
         optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
@@ -89,8 +89,8 @@ def train(
 
 
 @pytest.mark.parametrize("dtype", ["", "fp16-mixed"])
-def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, dtype: str) -> None:
-    """Parameter groups, schedule, loss scale; the newest stay, `auto` begins where there is nothing yet."""
+def test_a_resumed_run_equals_an_undisturbed_one(tmp_path: Path, dtype: str) -> None:
+    """Compare parameter groups, schedule and loss scale. Only the newest checkpoints are kept."""
     path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
     edit(path, dtype=dtype)
     whole = train(path, 7)
@@ -129,8 +129,9 @@ class Odd(torch.optim.SGD):
         ("Odd", lambda o: SequentialLR(o, [ConstantLR(o), ExponentialLR(o, 0.9)], [2])),
     ],
 )
-def test_any_optimizer_and_schedule_goes_on(optimizer: str, schedule: Schedule, tmp_path: Path) -> None:
-    """Tensors, numbers, None, lists, tuples, counters and dicts with keys of any kind, to the bit."""
+def test_any_optimizer_and_scheduler_state_is_resumed_exactly(
+    optimizer: str, schedule: Schedule, tmp_path: Path
+) -> None:
     build = f"\ndef build_optimizer(parameters):\n    return {optimizer}(parameters, lr=0.01)\n"
     path, folder = balance_of(tmp_path, MODEL + ODD + build), str(tmp_path / "saved")
     whole = train(path, 5, schedule=schedule)
@@ -145,8 +146,7 @@ def test_any_optimizer_and_schedule_goes_on(optimizer: str, schedule: Schedule, 
     assert all(torch.equal(tensors[1][name], tensor) for name, tensor in tensors[0].items())
 
 
-def test_a_run_that_is_resumed_from_an_earlier_step_replaces_the_later_ones(tmp_path: Path) -> None:
-    """And a folder given to `--resume` means the latest in it."""
+def test_resuming_from_an_earlier_step_replaces_later_checkpoints(tmp_path: Path) -> None:
     path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
     train(path, 4, folder=folder, every=2)
     before = (tmp_path / "saved/step-00000004/checkpoint.json").stat().st_ino
@@ -156,8 +156,8 @@ def test_a_run_that_is_resumed_from_an_earlier_step_replaces_the_later_ones(tmp_
     assert latest_checkpoint(folder) == tmp_path / "saved/step-00000004"
 
 
-def test_files_are_written_while_training_goes_on(tmp_path: Path) -> None:
-    """As on CUDA: what is saved is the state of that step, and the last one is waited for."""
+def test_checkpoints_are_written_during_training(tmp_path: Path) -> None:
+    """The saved state is that of its step, and the run waits for the last file."""
     path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
     whole = train(path, 5)
     train(path, 3, folder=folder, every=2, is_async=True)
@@ -166,8 +166,7 @@ def test_files_are_written_while_training_goes_on(tmp_path: Path) -> None:
     assert resumed["losses"] == whole["losses"][2:]
 
 
-def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
-    """No folder, an empty one, other things to restore, another model."""
+def test_missing_or_different_checkpoints_are_refused(tmp_path: Path) -> None:
     path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
     with pytest.raises(UsageError, match="`--resume auto` needs a checkpoint folder"):
         train(path, 2, resume="auto")
@@ -191,8 +190,8 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
         ("nn.ReLU()", "nn.GELU()", "what the layers compute .* has changed since"),
     ],
 )
-def test_another_loss_or_activation_is_another_model(tmp_path: Path, old: str, new: str, what: str) -> None:
-    """Though all tensors fit; the weights alone may be taken. An edit that changes nothing is none."""
+def test_checkpoints_of_another_loss_or_activation_are_refused(tmp_path: Path, old: str, new: str, what: str) -> None:
+    """Only weights may be loaded. Edits without effect are accepted."""
     text, folder = MODEL + GROUPS, str(tmp_path / "saved")
     train(balance_of(tmp_path, text), 2, folder=folder)
     path = balance_of(tmp_path, text.replace(old, new))
@@ -214,8 +213,8 @@ def test_casts_of_weights_are_printed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"cast on loading {folder}/step-00000001: float32 to bfloat16\n" in capsys.readouterr().out
 
 
-def test_weights_start_a_run(tmp_path: Path) -> None:
-    """In place of those of the seed; what is resumed goes before."""
+def test_weights_replace_the_initial_values(tmp_path: Path) -> None:
+    """A resumed checkpoint takes precedence."""
     path = balance_of(tmp_path, MODEL + GROUPS)
     weights = {name: p + 1.0 for name, p in train(path, 1)["parameters"].items()}
     torch.save(weights, tmp_path / "weights.pt")
@@ -225,8 +224,7 @@ def test_weights_start_a_run(tmp_path: Path) -> None:
     assert train(path, 2, **options)["begun"] == 1
 
 
-def test_every_generator_goes_on(tmp_path: Path) -> None:
-    """Torch's, Python's and NumPy's: what a script draws after a resume is what it would have drawn."""
+def test_states_of_all_random_generators_are_resumed(tmp_path: Path) -> None:
 
     def drawn(steps: int, **options: Any) -> list[list[float]]:
         pipeline = Pipeline(path, seed=3)
@@ -246,8 +244,7 @@ def test_every_generator_goes_on(tmp_path: Path) -> None:
     assert drawn(3, folder=folder) + drawn(6, folder=folder, resume="auto") == whole
 
 
-def test_batches_that_any_generator_shuffles_go_on(tmp_path: Path) -> None:
-    """The batches of the steps done are drawn again from the start, whatever the script's own generators did."""
+def test_shuffled_batches_are_resumed_with_any_generator(tmp_path: Path) -> None:
     shuffling = """
 def train_batches(size):
     import random
@@ -265,8 +262,7 @@ def train_batches(size):
     assert first["losses"] + train(path, 7, folder=folder, resume="auto")["losses"] == whole["losses"]
 
 
-def test_batches_are_drawn_alike_whatever_else_draws() -> None:
-    """Over epochs, and the others' random state is left alone."""
+def test_batch_order_is_independent_of_other_draws() -> None:
 
     def loader() -> Iterator[Tensor]:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""The equivalence check: right stages are verified, wrong cuts are found and removed."""
+"""Tests of the equivalence check, which verifies stages and removes wrong cuts."""
 
 import math
 import os
@@ -31,7 +31,7 @@ WIDTH = 8
 
 
 def checked(build: nn.Module | Callable[[], nn.Module], ends: Sequence[int] | None = None) -> EquivalenceResult:
-    """What is found of a model."""
+    """Return the result of the check of a model."""
 
     def loss_fn(output: Any, _target: Any) -> Tensor:
         return torch.stack([tensor.square().mean() for tensor in tensors_in(output)]).sum()
@@ -114,8 +114,7 @@ class Counts(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_right_model_is_verified_whole() -> None:
-    """Every gradient, buffer and cut is compared, also with recomputation; the largest error is one of rounding."""
+def test_every_gradient_buffer_and_cut_is_compared() -> None:
     found = checked(lambda: nn.Sequential(block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), block()))
     assert (found.proof.layers, found.proof.cuts, found.proof.recomputed, found.warnings) == (6, 5, True, ())
     assert (found.proof.gradients, found.proof.buffers, found.proof.reason) == (6, 3, "")
@@ -126,23 +125,20 @@ def test_a_right_model_is_verified_whole() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_that_outputs_in_front_of_a_cut_read_are_there_behind_it() -> None:
-    """A scale for every level of a detector."""
+def test_later_stages_have_parameters_that_scale_earlier_outputs() -> None:
     found = checked(Scaled)
     assert (found.warnings, found.proof.recomputed) == ((), True)
 
 
 @pytest.mark.slow
-def test_dropout_in_the_models_own_code_is_in_the_layer_before() -> None:
-    """Stages draw as a plain loop does, which can be seeded only at the start or end of a call."""
+def test_dropout_between_modules_belongs_to_the_previous_layer() -> None:
     found = checked(DropsBetweenBlocks)
     assert (found.warnings, found.proof.cuts, found.proof.recomputed) == ((), 3, True)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_zeros_in_place_of_such_a_parameter_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they stood there once: gradients of the stages behind were wrong, and nothing said so."""
+def test_zeros_in_place_of_a_parameter_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def holds(self: Cuts, first: int, end: int) -> frozenset[str]:
         inside = (o.holds for o in self.recording.operators if first <= o.time < end)
@@ -159,8 +155,7 @@ def test_zeros_in_place_of_such_a_parameter_would_be_found(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_cuts_between_a_module_that_leaves_something_behind_and_its_reader_are_taken_out() -> None:
-    """Of a Sequential, which is cut like any other module then; those in front and behind stay."""
+def test_cuts_between_modules_with_hidden_communication_are_removed() -> None:
 
     def build() -> nn.Module:
         notes = _Notes()
@@ -173,8 +168,7 @@ def test_cuts_between_a_module_that_leaves_something_behind_and_its_reader_are_t
     assert not found.proof.differs_recomputed
 
 
-def test_a_model_without_a_right_cut_is_refused() -> None:
-    """With the reason, and what to do."""
+def test_models_without_correct_cuts_are_refused() -> None:
 
     def build() -> nn.Module:
         notes = _Notes()
@@ -186,8 +180,7 @@ def test_a_model_without_a_right_cut_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_what_comes_out_otherwise_when_it_is_run_again_must_not_be_recomputed() -> None:
-    """The cuts are right all the same."""
+def test_layers_that_differ_when_run_again_are_not_recomputed() -> None:
     found = checked(lambda: nn.Sequential(block(), Counts(), block()))
     assert (found.warnings, found.proof.cuts, found.proof.recomputed) == ((), 4, False)
     assert "differs by" in found.proof.differs_recomputed
@@ -208,21 +201,18 @@ class Chaotic(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("error", "recomputed"), [(3e-8, True), (1e-2, False)])
-def test_another_kernel_where_there_is_no_graph_is_no_other_computation(error: float, *, recomputed: bool) -> None:
-    """As long as it differs by no more than rounding errors do, which this model enlarges."""
+def test_other_kernels_without_autograd_are_accepted_up_to_rounding(error: float, *, recomputed: bool) -> None:
     found = checked(lambda: nn.Sequential(nn.Linear(8, 4), Chaotic(error), nn.Linear(4, 4)))
     assert found.proof.recomputed is recomputed
     assert found.proof.cuts == 2
 
 
-def test_a_model_that_does_not_run_is_refused() -> None:
-    """With the layer that does not."""
+def test_models_that_do_not_run_name_the_layer() -> None:
     with pytest.raises(ModelError, match="cannot be multiplied"):
         checked(lambda: nn.Sequential(nn.Linear(3, 3), block()))
 
 
-def test_a_model_that_does_not_train_is_not_compared() -> None:
-    """What its loss raises is reported; it comes again when it is measured."""
+def test_models_that_do_not_train_are_not_compared() -> None:
 
     def loss_fn(_output: Any, _target: Any) -> Tensor:
         raise ValueError("no such target")
@@ -236,17 +226,15 @@ def test_a_model_that_does_not_train_is_not_compared() -> None:
 
 
 @pytest.mark.slow
-def test_rounding_errors_that_the_model_itself_makes_much_of_are_none_of_the_stages(
+def test_rounding_errors_amplified_by_the_model_are_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are compared with what the model makes of parameters that are changed by as much."""
     monkeypatch.setattr(differences, "LIMIT", 0.0)
     assert checked(Scaled).proof.cuts > 0
 
 
 @pytest.mark.slow
-def test_the_users_model_is_left_as_it_was() -> None:
-    """Parameters, buffers and gradients of a finished model, and the random state."""
+def test_the_check_does_not_change_the_model() -> None:
     model = nn.Sequential(block(), nn.BatchNorm1d(WIDTH), block())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.random.get_rng_state()
@@ -256,8 +244,7 @@ def test_the_users_model_is_left_as_it_was() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_stages_of_several_layers_can_be_asked_for() -> None:
-    """As a plan has them."""
+def test_stages_of_several_layers_can_be_checked() -> None:
     found = checked(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), ends=(2, 5))
     assert (found.proof.cuts, found.proof.layers) == (2, 6)
 
@@ -332,21 +319,18 @@ def test_an_optimizer_that_looks_at_all_parameters_is_found() -> None:
         check_equivalence(loaded, budget_s=60.0)
 
 
-def test_masks_of_numpy_and_skips_of_python_are_drawn_as_in_a_plain_loop() -> None:
-    """Per layer, also where the layer is recomputed."""
+def test_draws_of_numpy_and_python_equal_those_of_a_plain_loop() -> None:
     found = checked(lambda: nn.Sequential(NumpyMasked(), NumpyMasked(), block()))
     assert (found.warnings, found.proof.cuts, found.proof.recomputed) == ((), 3, True)
 
 
-def test_initial_values_that_differ_in_every_process_are_no_fault_by_themselves() -> None:
-    """Nothing else reads them."""
+def test_unseeded_initial_values_are_accepted() -> None:
     found = checked(lambda: nn.Sequential(UnseededUse(unseeded()), block(), UnseededUse(unseeded())))
     assert (found.warnings, found.proof.recomputed) == ((), True)
 
 
 @pytest.mark.slow
-def test_copies_of_a_tied_weight_that_begin_differently_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are, where nothing makes them equal when a run starts."""
+def test_tied_weights_with_different_initial_values_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def build() -> nn.Module:
         weight = unseeded()
@@ -358,8 +342,7 @@ def test_copies_of_a_tied_weight_that_begin_differently_are_found(monkeypatch: p
         checked(build)
 
 
-def test_a_counter_of_the_model_itself_counts_as_in_a_plain_loop() -> None:
-    """A forward and its recomputation count once."""
+def test_a_counter_of_the_model_counts_a_recomputation_once() -> None:
 
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -376,8 +359,7 @@ def test_a_counter_of_the_model_itself_counts_as_in_a_plain_loop() -> None:
     assert (found.warnings, found.proof.recomputed) == ((), True)
 
 
-def test_like_cuts_need_one_comparison() -> None:
-    """Of 13 cuts three are distinct: the first layer's input has no gradient, and the last layer has the loss."""
+def test_equal_cuts_are_compared_once() -> None:
     said: list[str] = []
     loaded = loaded_model(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(14))), WIDTH)
     found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests, progress=said.append)
@@ -440,8 +422,7 @@ def test_a_large_model_that_needs_its_own_initial_values_is_compared_with_them(
         check_equivalence(loaded, budget_s=60.0, digests=layer_digests)
 
 
-def test_rounding_errors_are_looked_at_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last layer that begins as zeros gives no gradient to earlier layers in the first step."""
+def test_rounding_errors_are_measured_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def build() -> nn.Module:
         layers = nn.Sequential(block(), nn.Linear(WIDTH, WIDTH))
@@ -460,8 +441,7 @@ def test_rounding_errors_are_looked_at_in_every_step(tmp_path: Path, monkeypatch
     assert max(sizes) > 0
 
 
-def test_not_a_number_differs_from_every_number() -> None:
-    """And infinity from all but itself, in any dtype."""
+def test_nan_differs_from_every_number() -> None:
     nan, inf = math.nan, math.inf
     cases = [([nan, 1.0], [0.0, 1.0], inf), ([nan], [nan], 0.0), ([inf, 1.0], [inf, 3.0], 2.0), ([inf], [-inf], inf)]
     for value, right, difference in cases:
@@ -472,8 +452,7 @@ def test_not_a_number_differs_from_every_number() -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First the optimizer is left out, then nothing can be compared."""
+def test_a_check_that_does_not_fit_in_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
     loaded = loaded_model(Stack, WIDTH)
     monkeypatch.setattr(subject, "_MOST_BYTES", 3_000)
@@ -486,8 +465,7 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gradients take" in found.reason
 
 
-def test_cuts_for_which_there_is_no_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first group is compared in any case."""
+def test_cuts_beyond_the_time_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_MOST_STAGES", 2)
     loaded = loaded_model(lambda: nn.Sequential(*(nn.Linear(WIDTH, n + 1) for n in range(WIDTH - 1, WIDTH))), WIDTH)
     assert check_equivalence(loaded, budget_s=60.0).proof.layers == 0  # a single layer
@@ -498,8 +476,7 @@ def test_cuts_for_which_there_is_no_time_are_counted(monkeypatch: pytest.MonkeyP
     assert (f"{found.uncovered} cut" in str(found)) is bool(found.uncovered)
 
 
-def test_a_process_that_dies_or_takes_too_long_is_reported() -> None:
-    """With the signal, or the time that it had."""
+def test_a_killed_or_slow_check_process_is_reported() -> None:
     child = Child(lambda _connection: os.kill(os.getpid(), signal.SIGSEGV), limit_s=30)
     with pytest.raises(ChildError, match="ended by SIGSEGV"):
         child.result()
@@ -512,8 +489,7 @@ def test_a_process_that_dies_or_takes_too_long_is_reported() -> None:
     child.end()
 
 
-def test_the_reference_has_the_losses_of_a_loop_written_by_hand() -> None:
-    """With as many micro-batches as a plan has."""
+def test_the_reference_model_has_the_losses_of_a_plain_loop() -> None:
     loaded = loaded_model(lambda: nn.Sequential(block(), block()), WIDTH)
     losses = check.reference_losses(loaded, micro_batches=3, micro_batch_size=2, limit_s=60)
     torch.manual_seed(0)
@@ -531,8 +507,8 @@ def test_the_reference_has_the_losses_of_a_loop_written_by_hand() -> None:
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_deviation_over_the_batch_is_compared_with_two_samples() -> None:
-    """It is no number for one sample, and so is the loss."""
+def test_models_with_batch_deviation_are_checked_with_two_samples() -> None:
+    """The standard deviation of one sample is NaN."""
 
     class Standardized(nn.Module):
         def forward(self, value: Tensor) -> Tensor:
@@ -543,8 +519,7 @@ def test_a_deviation_over_the_batch_is_compared_with_two_samples() -> None:
     assert found.proof.cuts == 4, found.proof.reason
 
 
-def test_a_loss_that_is_no_number_is_refused() -> None:
-    """The message says so, and not that the cut is wrong."""
+def test_nan_losses_are_refused() -> None:
 
     class Overflows(nn.Module):
         def forward(self, value: Tensor) -> Tensor:
@@ -574,8 +549,7 @@ class Grows(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
-def test_code_that_takes_another_path_later_is_refused(*, frozen: bool) -> None:
-    """A curriculum would end a run in the middle; blocks that are trained from some step on would stay as they are."""
+def test_models_that_change_their_path_later_are_refused(*, frozen: bool) -> None:
     with pytest.raises(ModelError, match="took another path than when it was profiled") as refused:
         checked(lambda: Grows(frozen=frozen))
     assert "curriculum" in refused.value.hint
@@ -591,8 +565,7 @@ class Clamped(nn.Linear):
 
 
 @pytest.mark.slow
-def test_weights_that_forward_changes_in_place_are_refused_with_what_to_do() -> None:
-    """A plain loop can: it runs the backward of a micro-batch before the next forward."""
+def test_weights_changed_in_place_by_forward_are_refused_with_a_hint() -> None:
     with pytest.raises(ModelError, match=r"a parameter in place: do it after the optimizer's step"):
         checked(lambda: nn.Sequential(*(nn.Sequential(Clamped(WIDTH, WIDTH), nn.ReLU()) for _ in range(3))))
 
@@ -612,8 +585,7 @@ class Unmasked(nn.Module):
 
 
 @pytest.mark.slow
-def test_buffers_that_a_later_forward_writes_before_a_backward_reads_them_are_refused() -> None:
-    """Recomputed stages train right: those that keep the graphs of several micro-batches are compared as well."""
+def test_buffers_overwritten_before_backward_are_refused() -> None:
     with pytest.raises(ModelError, match="modified by an inplace operation"):
         checked(lambda: nn.Sequential(Unmasked(), block(), Unmasked()))
 
@@ -631,8 +603,7 @@ class Mixes(nn.Module):
         return self.third(share * value + (1 - share) * value.flip(1))
 
 
-def test_numbers_that_code_between_modules_draws_are_the_same_in_all_stages() -> None:
-    """The code before a stage runs once more in it, and draws from the generators as they were."""
+def test_draws_between_modules_are_equal_in_all_stages() -> None:
     found = checked(Mixes)
     assert (found.proof.cuts, found.warnings) == (2, ())
 

@@ -1,4 +1,4 @@
-"""What ranks agree on through the store of their job, and what is left there."""
+"""Tests of values that ranks exchange through the store of their job."""
 
 import sys
 import threading
@@ -44,8 +44,7 @@ def on_all(count: int, act: Callable[[ValueExchange], None], monkeypatch: pytest
     return shared.store
 
 
-def test_the_first_rank_decides_on_the_values_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of ranks, in every round; values of earlier rounds are removed from the store."""
+def test_the_first_rank_decides_from_the_values_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     decided: list[str] = []
 
     def act(rank: ValueExchange) -> None:
@@ -79,8 +78,7 @@ for inputs, targets in pipeline.batches(steps):
 """
 
 
-def test_checkpoints_make_no_process_group(tmp_path: Path) -> None:
-    """It would connect each rank with every other; ranks that save, also in threads, and resume need none."""
+def test_checkpoints_create_no_process_group(tmp_path: Path) -> None:
     case = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(2, 3))
     write_balance(case, tmp_path / "balance.yaml")
     (tmp_path / "worker.py").write_text(WITHOUT_GROUPS)

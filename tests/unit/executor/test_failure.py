@@ -1,4 +1,4 @@
-"""What is said of every way to fail."""
+"""Tests of messages on failed runs."""
 
 import signal
 from pathlib import Path
@@ -29,8 +29,7 @@ def told(name: str, waits_for: int | None, where: str = "in forward of micro-bat
     return {"name": name, "waits_for": waits_for, "where": where, "idle_s": 61.0, "beat": 3}
 
 
-def test_a_position_in_words() -> None:
-    """Stages of a rank, replicas, steps and what is outside of them."""
+def test_positions_name_stage_replica_and_step() -> None:
     here = position()
     assert (here.name, here.where) == ("stage 1 (layers b to c)", "in forward of micro-batch 1 of step 7")
     here.set_activity("between steps")
@@ -41,8 +40,8 @@ def test_a_position_in_words() -> None:
     assert Position().name == ""
 
 
-def test_of_a_hanging_job_the_rank_that_waits_for_nobody_is_named() -> None:
-    """Or all, where each waits for another."""
+def test_the_rank_that_waits_for_no_other_is_named_as_hanging() -> None:
+    """If every rank waits for another, all are named."""
     ranks = {0: told("stage 0", 1), 1: told("stage 1", None), 2: told("stage 2", ANY)}
     message = explain.error_of_hang(ranks, 60.0).message
     assert message.startswith(
@@ -56,8 +55,7 @@ def test_of_a_hanging_job_the_rank_that_waits_for_nobody_is_named() -> None:
     )
 
 
-def test_too_little_memory_stands_beside_the_prediction() -> None:
-    """The first line of torch's own message, the predicted peak, and what would help."""
+def test_out_of_memory_errors_report_the_predicted_peak() -> None:
     here = position("backward of micro-batch 0")
     here.predicted_bytes = {0: 1, 1: 3 * 2**30}
     with pytest.raises(RuntimeError) as raised:
@@ -70,8 +68,7 @@ def test_too_little_memory_stands_beside_the_prediction() -> None:
     assert "ran out of memory" in explain.error_for_exception(MemoryError("no"), here).message
 
 
-def test_the_cause_that_the_engine_wraps_is_told() -> None:
-    """With its own lines."""
+def test_the_wrapped_cause_is_reported_with_its_lines() -> None:
     with pytest.raises(KeyError) as cause:
         {}["mine"]
     error = RuntimeError("[Rank 0] failed to run forward")
@@ -82,8 +79,7 @@ def test_the_cause_that_the_engine_wraps_is_told() -> None:
     assert "Rank 0" not in message
 
 
-def test_not_a_number() -> None:
-    """The first micro-batch, output or gradient that is not finite."""
+def test_the_first_non_finite_tensor_is_named() -> None:
     good, bad = torch.ones(()), torch.tensor(float("inf"))
     check_losses([good, good], 1.0, position())
     with pytest.raises(TrainingError, match=r"micro-batch 1 of step 7 is inf, computed on stage 1 \(layers b to c\)"):
@@ -100,8 +96,7 @@ def test_not_a_number() -> None:
         check_gradients(parameters, position())
 
 
-def test_a_signal_ends_a_process_alone_at_once_or_after_its_step() -> None:
-    """143 for SIGTERM; handlers are put back."""
+def test_signals_end_a_single_process_at_once_or_after_its_step() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as left, Watch(60.0):
         signal.raise_signal(signal.SIGTERM)
@@ -128,8 +123,7 @@ with Watch(60.0) as watch:
 """
 
 
-def test_a_rank_may_leave_after_the_one_that_held_the_store(tmp_path: Path) -> None:
-    """As under a launcher that has none: the first rank holds it."""
+def test_a_rank_may_end_after_the_rank_with_the_store(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(LEAVES_LATER)
     assert "Traceback" not in run_ranks(2, ["worker.py"], tmp_path)
 

@@ -1,4 +1,4 @@
-"""Backwards in halves in processes of their own: what waits for W takes what the cost model says."""
+"""Tests that peak memory with split backward is as predicted."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -59,7 +59,7 @@ def outside(errors: Errors) -> Errors:
     return {key: error for key, error in errors.items() if not LOWEST <= error <= HIGHEST}
 
 
-def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
+def test_peaks_with_split_backward_are_as_predicted(tmp_path: Path) -> None:
     """Within -1 % / +5 % on each of three devices, where a tensor too many is seen at once.
 
     Every second layer keeps its output for I, and the one behind it keeps the same tensor for W.
@@ -70,7 +70,7 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
     assert outside(errors) == {}
 
 
-def test_copies_of_autocast_are_counted(tmp_path: Path) -> None:
+def test_autocast_weight_caches_are_counted(tmp_path: Path) -> None:
     """Their gradients wait for the end of every W; where some backwards are whole, there are two of each copy."""
     model = write_model(tmp_path, MODEL)
     names = ("zb-h1", "zbv", "dualpipev")
@@ -80,8 +80,7 @@ def test_copies_of_autocast_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "settings", "size"), SAMPLES)
-def test_sample_models_take_what_was_predicted(name: str, settings: Any, size: int, tmp_path: Path) -> None:
-    """Within what is promised, on two devices."""
+def test_peaks_of_sample_models_are_as_predicted(name: str, settings: Any, size: int, tmp_path: Path) -> None:
     model = ROOT / f"sample_models/{name}.py"
     names = ("zb-h2", "zbv")
     choices = ("never", "except-last")

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B in processes of its own: nothing sent or received is held longer than the cost model says."""
+"""Tests that peak memory under interleaved 1F1B is as predicted."""
 
 from pathlib import Path
 from typing import Final, get_args
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 DEVICES: Final = 2
 
 
-def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
+def test_interleaved_peaks_are_as_predicted(tmp_path: Path) -> None:
     """Within -1 % / +5 % on both devices: a boundary tensor is 3 % of a peak, so one too many is seen at once.
 
     Two chunks of one device may share a parameter, which is there once, and so are its gradient and its state.

@@ -1,4 +1,4 @@
-"""Stages that hand on tensors whose dimensions lie in another order: transfers, gradients and memory."""
+"""Tests of boundary tensors with permuted dimensions."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ KINDS = Path(__file__).parents[2] / "zoo/models/memory_kinds.py"
 RECURRENT = {"kind": "recurrent"}
 
 
-def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
+def test_gradients_with_permuted_boundaries_equal_the_model(tmp_path: Path) -> None:
     """Under every schedule, for a smaller last mini-batch, and in evaluation: what an LSTM returns lies time first."""
     settings = tuple(RECURRENT.items())
     cases = [
@@ -39,8 +39,7 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_no_copy_is_made(tmp_path: Path, schedule: ScheduleName) -> None:
-    """Of an output, nor behind the boundary: peaks are as predicted from the model in one piece."""
+def test_permuted_boundaries_are_not_copied(tmp_path: Path, schedule: ScheduleName) -> None:
     found = predictions(KINDS, RECURRENT, tmp_path, micro_batches=(6,), recompute=("never",), schedule=schedule)
     assert len(found) == 3
     for predicted, measured in found.values():

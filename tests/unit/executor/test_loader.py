@@ -1,4 +1,4 @@
-"""Loaders of the user's: the same order on every rank, and after a resume in the middle of an epoch."""
+"""Tests of data loaders: equal order on every rank, and exact resuming within an epoch."""
 
 # ruff: noqa: NPY002 - the global generator is what a loader draws from
 
@@ -127,8 +127,7 @@ def drawn(loader: ResumableLoader, count: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("make", LOADERS)
 @pytest.mark.parametrize("done", [0, 1, 2, 3, 4, 6, 7])
-def test_a_loader_goes_on_where_it_was(make: Callable[[], Iterable[Any]], done: int) -> None:
-    """At the start, within an epoch and at its end; every epoch is another; what else draws does not matter."""
+def test_a_loader_is_resumed_at_its_position(make: Callable[[], Iterable[Any]], done: int) -> None:
     expected = drawn(ResumableLoader(make(), 5), 9)
     assert len({str(batch) for batch in expected}) == 9
     first = ResumableLoader(make(), 5)
@@ -145,8 +144,7 @@ def test_a_loader_goes_on_where_it_was(make: Callable[[], Iterable[Any]], done: 
 
 
 @pytest.mark.parametrize("make", LOADERS)
-def test_a_run_with_a_loader_goes_on_in_mid_epoch(tmp_path: Path, make: Callable[[], Iterable[Any]]) -> None:
-    """Losses to the bit, twice resumed."""
+def test_a_run_is_resumed_exactly_within_an_epoch(tmp_path: Path, make: Callable[[], Iterable[Any]]) -> None:
     path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
 
     def train(steps: int, **options: Any) -> list[float]:
@@ -167,8 +165,7 @@ def test_a_run_with_a_loader_goes_on_in_mid_epoch(tmp_path: Path, make: Callable
     assert [loss for losses in parts for loss in losses] == whole
 
 
-def test_another_loader_is_refused(tmp_path: Path) -> None:
-    """Of another length, with a state or without, or none at all."""
+def test_resuming_with_a_different_loader_is_refused(tmp_path: Path) -> None:
     loader = ResumableLoader(plain(), 5)
     drawn(loader, 2)
     for other in (noisy(), stateful()):
@@ -194,16 +191,14 @@ def test_a_sampler_in_a_batch_sampler_shuffles_anew_each_epoch() -> None:
     assert orders[0][0] != orders[0][1]
 
 
-def test_loaders_that_end() -> None:
-    """An empty one is refused; what can be iterated once ends with its data."""
+def test_empty_loaders_are_refused_and_iterators_end() -> None:
     with pytest.raises(UsageError, match=r"a list of 0 batches returned no batch"):
         drawn(ResumableLoader([], 5), 1)
     once = ((torch.ones(8, 8) * n, torch.ones(8, 4)) for n in range(3))
     assert len(drawn(ResumableLoader(once, 5), 9)) == 3
 
 
-def test_whatever_a_loader_gives_is_given() -> None:
-    """Arrays that compare element by element, and None where a collate function dropped all samples."""
+def test_batches_of_any_type_are_returned() -> None:
     given = [np.arange(3), None, torch.arange(3)]
     epoch = list(islice(ResumableLoader(given, seed=0), 3))
     assert all(one is other for one, other in zip(epoch, given, strict=True))

@@ -1,4 +1,4 @@
-"""What micro-batches count for, and how mini-batches come apart."""
+"""Tests of weights and sizes of micro-batches."""
 
 from typing import Any
 
@@ -11,15 +11,13 @@ from planner.executor.run.parts import MiniBatchPart, count_samples, micro_batch
 from planner.model.load import Batch
 
 
-def test_weights_are_parts_of_the_whole() -> None:
-    """Also where there is no whole."""
+def test_weights_are_fractions_of_the_mini_batch() -> None:
     parts = [MiniBatchPart(Batch(None, None), 3, 2), MiniBatchPart(Batch(None, None), 1, 1)]
     assert weigh_losses(parts, [2, 2, 0, 4], 8) == [(parts[0], 0, [0.25, 0.25, 0.0]), (parts[1], 3, [0.5])]
     assert [weights for _, _, weights in weigh_losses(parts, [0.0] * 4, 0)] == [[0.0] * 3, [0.0]]
 
 
-def test_counts_are_the_model_files() -> None:
-    """Numbers or tensors."""
+def test_loss_count_of_the_model_file_is_used() -> None:
     targets = [torch.tensor([1, -1]), torch.tensor([-1, -1])]
     assert loss_counts(lambda t: (t >= 0).sum(), targets, "model.py:build_model") == [1.0, 0.0]
 
@@ -28,14 +26,13 @@ def test_counts_are_the_model_files() -> None:
     ("count", "told"),
     [(-1, "returned -1"), (float("nan"), "returned nan"), (None, "`loss_count"), ("x", "`loss_count")],
 )
-def test_a_count_that_is_none(count: Any, told: str) -> None:
-    """Is told, with an example."""
+def test_invalid_loss_counts_are_refused_with_an_example(count: Any, told: str) -> None:
     with pytest.raises(ModelError, match=told):
         loss_counts(lambda _: count, [None], "model.py:build_model")
 
 
-def test_nothing_has_no_gradient_whatever_the_output() -> None:
-    """Not even where it is infinite."""
+def test_micro_batches_of_weight_zero_have_zero_gradients() -> None:
+    """Outputs may be infinite."""
     output = torch.tensor([float("inf"), float("nan"), 1.0], requires_grad=True)
     loss = zero_loss_of({"logits": output, "classes": torch.ones(2, dtype=torch.int64)})
     loss.backward()  # type: ignore[no-untyped-call]
@@ -57,8 +54,7 @@ def test_a_smaller_mini_batch_has_fewer_micro_batches(size: int, expected: list[
     assert sum(map(len, targets)) == size
 
 
-def test_sizes() -> None:
-    """None where there is nothing to tell it by."""
+def test_the_batch_size_is_found_or_none() -> None:
     assert count_samples(Batch(torch.zeros(3, 2), {"x": torch.zeros(3)})) == 3
     assert count_samples(Batch(None, None)) is None
     with pytest.raises(UsageError, match="hold 2 and 3 samples"):

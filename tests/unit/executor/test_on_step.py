@@ -1,4 +1,4 @@
-"""What is told of every step, and the examples of docs/training.md that tell it on."""
+"""Tests of step callbacks, and of their examples in docs/training.md."""
 
 import random
 import sys
@@ -36,7 +36,7 @@ def train(path: Path, on_step: Callable[[StepRecord], Any] | None, *, first: int
     return pipeline.losses, drawn
 
 
-def test_every_step_is_told(tmp_path: Path) -> None:
+def test_callbacks_get_every_step_and_its_learning_rate(tmp_path: Path) -> None:
     """With the learning rate that it was taken with; what the function draws changes nothing, and goes on."""
     path = balance_of(tmp_path, MODEL.replace("nn.ReLU()", "nn.Dropout(0.5)") + OPTIMIZER)
     records: list[StepRecord] = []
@@ -56,16 +56,14 @@ def test_every_step_is_told(tmp_path: Path) -> None:
     assert train(path, None, first=4) == (losses, after)
 
 
-def test_what_it_raises_ends_the_run(tmp_path: Path) -> None:
-    """As any other error does."""
+def test_errors_of_callbacks_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         train(balance_of(tmp_path, MODEL + OPTIMIZER), lambda record: 1 / record.step)
 
 
 @pytest.mark.filterwarnings("ignore")  # what other packages warn of while they are imported is not ours
 @pytest.mark.parametrize("to", ["steps.csv", "tensorboard", "wandb", "mlflow"])
-def test_the_examples_tell_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    """To a file, to TensorBoard where it is installed, and to what Weights & Biases and MLflow are called with."""
+def test_callback_examples_of_the_documentation_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     if to == "tensorboard":
         pytest.importorskip("tensorboard", reason="tensorboard is not installed", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)

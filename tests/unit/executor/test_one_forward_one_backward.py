@@ -1,4 +1,4 @@
-"""1F1B in processes of its own: nothing sent or received is held longer than the cost model says."""
+"""Tests that peak memory under 1F1B is as predicted."""
 
 from pathlib import Path
 from typing import Final, get_args
@@ -42,7 +42,7 @@ def build_optimizer(parameters):
 """
 
 
-def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
+def test_1f1b_peaks_are_as_predicted(tmp_path: Path) -> None:
     """Within -1 % / +5 % on every stage: the first ones, which send, and the middle one, which does all."""
     model = write_model(tmp_path, MODEL)
     costs = costs_at(profile_of_model(load_model(str(model)), sizes=(SIZE,)), SIZE)

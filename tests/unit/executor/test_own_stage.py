@@ -1,4 +1,4 @@
-"""A rank's own layers, built alone, hold exactly the values of the whole model; the others take no memory."""
+"""Tests of a rank's own layers, which have the values of the whole model and are built alone."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
@@ -85,8 +85,7 @@ def check_own(build: Build, names: Sequence[str], *, needed: Sequence[str] = ())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
-def test_sample_models(name: str) -> None:
-    """First stage, last stage, and one in the middle of every Sequential sample model."""
+def test_stages_of_sample_models_are_built_alone(name: str) -> None:
     build = load_model(str(SAMPLE_MODELS / f"{name}.py"), settings=SMALL[name]).build
     with torch.device("meta"):
         names = chain_of(build()).names
@@ -95,8 +94,7 @@ def test_sample_models(name: str) -> None:
         check_own(build, part)
 
 
-def test_the_whole_model_is_a_stage_too() -> None:
-    """K = 1: nothing is left out."""
+def test_one_stage_has_the_whole_model() -> None:
     build = load_model(str(SAMPLE_MODELS / "mlp.py"), settings=SMALL["mlp"]).build
     with torch.device("meta"):
         names = chain_of(build()).names
@@ -212,8 +210,7 @@ def _seeded_inside(layer: nn.Linear) -> None:
 
 @pytest.mark.parametrize("make", [m for m, _ in MADE], ids=[name for _, name in MADE])
 @pytest.mark.parametrize("wanted", ["0", "1", "2"])
-def test_ways_to_make_a_tensor(make: Callable[[nn.Linear], None], wanted: str) -> None:
-    """Random draws, in-place changes, views, constants, permutations: each value is that of the whole model."""
+def test_initializers_give_the_values_of_the_whole_model(make: Callable[[nn.Linear], None], wanted: str) -> None:
 
     def build() -> nn.Module:
         layers = [nn.Linear(8, 8) for _ in range(3)]
@@ -248,11 +245,7 @@ REFUSABLE: dict[str, Callable[[nn.Linear], object]] = {
 
 @pytest.mark.parametrize("name", REFUSABLE)
 @pytest.mark.parametrize("wanted", ["0", "1", "2"])
-def test_what_cannot_be_followed_is_refused_or_right(name: str, wanted: str) -> None:
-    """Never silently wrong: `build_stages` builds the whole model where this is refused.
-
-    Above all the layers behind such a one: their values come after its draws.
-    """
+def test_untraceable_initializers_are_refused_or_exact(name: str, wanted: str) -> None:
 
     def build() -> nn.Module:
         layers = [nn.Linear(8, 8) for _ in range(2)]
@@ -268,8 +261,7 @@ def test_what_cannot_be_followed_is_refused_or_right(name: str, wanted: str) -> 
     assert [key for key, value in expected.items() if not torch.equal(made[key], value)] == []
 
 
-def test_values_that_depend_on_other_layers() -> None:
-    """A layer initialised from another one gets that one's values, which are made and dropped."""
+def test_values_computed_from_other_layers_are_exact() -> None:
 
     def build() -> nn.Module:
         first, second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -315,8 +307,7 @@ def test_tied_weights_stay_tied() -> None:
         pytest.param(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).apply(_initialise), id="apply"),
     ],
 )
-def test_layers_of_torch(build: Build) -> None:
-    """Whatever their constructors do."""
+def test_layers_of_torch_are_built_exactly(build: Build) -> None:
     check_own(build, ["0"])
     check_own(build, ["1"])
 
@@ -355,8 +346,7 @@ def test_construction_that_depends_on_values_is_refused() -> None:
         build_only(build, of_layers(["0"]), seed=SEED)
 
 
-def test_construction_that_changes_is_refused() -> None:
-    """A second build that does something else cannot be replayed."""
+def test_constructions_that_differ_when_repeated_are_refused() -> None:
     calls = count()
 
     def build() -> nn.Module:
@@ -369,8 +359,7 @@ def test_construction_that_changes_is_refused() -> None:
         build_only(build, of_layers(["0"]), seed=SEED)
 
 
-def test_a_constructor_that_fails_is_refused() -> None:
-    """And the cause is told."""
+def test_failing_constructors_are_refused_with_the_cause() -> None:
 
     def build() -> nn.Module:
         raise ValueError("no such size")
@@ -379,8 +368,7 @@ def test_a_constructor_that_fails_is_refused() -> None:
         build_only(build, of_layers(["0"]), seed=SEED)
 
 
-def test_no_dispatch_mode_is_left_behind() -> None:
-    """After a refusal tensors are made as ever."""
+def test_no_dispatch_mode_remains_after_a_refusal() -> None:
 
     def build() -> nn.Module:
         raise ValueError
@@ -390,8 +378,7 @@ def test_no_dispatch_mode_is_left_behind() -> None:
     assert not torch.zeros(3).is_meta
 
 
-def test_only_the_own_stage_takes_memory() -> None:
-    """Peak while building: the wanted layer, and one scratch tensor at a time, not the whole model."""
+def test_only_the_layers_of_the_stage_take_memory() -> None:
 
     def build() -> nn.Module:
         return nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])

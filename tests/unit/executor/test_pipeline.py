@@ -1,4 +1,4 @@
-"""One stage in this process: the pipeline trains what the model file says, and refuses what it cannot train."""
+"""Tests of a pipeline of one stage in one process."""
 
 import gc
 import os
@@ -112,8 +112,7 @@ def unpipelined(path: Path, *, steps: int, seed: int) -> tuple[list[float], dict
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_it_trains_what_the_seeded_model_trains(tmp_path: Path, seed: int) -> None:
-    """Losses and parameters of `torch.manual_seed(seed); build_model()` on the example batches."""
+def test_training_equals_that_of_the_seeded_model(tmp_path: Path, seed: int) -> None:
     report, parameters = train(balance_of(tmp_path), steps=4, seed=seed)
     losses, expected = unpipelined(tmp_path / "model.py", steps=4, seed=seed)
     assert report.losses == pytest.approx(losses, abs=1e-6)
@@ -125,8 +124,7 @@ def test_it_trains_what_the_seeded_model_trains(tmp_path: Path, seed: int) -> No
 @pytest.mark.parametrize(
     ("text", "entry"), [(MODEL + OPTIMIZER, "build_model"), (HEAD + FINISHED + EXAMPLE + LOSS + OPTIMIZER, "model")]
 )
-def test_the_same_seed_gives_the_same_run(tmp_path: Path, text: str, entry: str) -> None:
-    """To the bit; also where the model is made while its file is imported."""
+def test_runs_with_the_same_seed_are_bit_for_bit_equal(tmp_path: Path, text: str, entry: str) -> None:
     path = balance_of(tmp_path, text, entry=entry)
     torch.manual_seed(100)
     one, parameters = train(path, seed=3)
@@ -136,8 +134,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path, text: str, entry: str)
     assert all(torch.equal(again[name], value) for name, value in parameters.items())
 
 
-def test_the_report_says_what_was_run(tmp_path: Path) -> None:
-    """Losses, times, memory and names, and it survives a file."""
+def test_the_report_has_losses_times_memory_and_names(tmp_path: Path) -> None:
     path = balance_of(tmp_path)
     gc.collect()  # tensors of other tests in this process, freed while memory is recorded, would count as this run's
     report, parameters = train(path, steps=4, seed=5)
@@ -171,16 +168,15 @@ def test_the_report_says_what_was_run(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_whatever_can_be_profiled_can_be_trained(tmp_path: Path, text: str) -> None:
-    """The profiler runs these models, so the emitted script must."""
+def test_models_that_can_be_profiled_can_be_trained(tmp_path: Path, text: str) -> None:
     path = balance_of(tmp_path, text + OPTIMIZER)
     assert len(profile_of_model(load_model(str(tmp_path / "model.py"))).layers) == 5
     report, _ = train(path, steps=2)
     assert len(report.losses) == 2
 
 
-def test_own_batches_are_trained_on(tmp_path: Path) -> None:
-    """`train_batches` is asked again when it is used up; without end it is cut off."""
+def test_train_batches_is_called_again_when_exhausted(tmp_path: Path) -> None:
+    """Endless batches are limited."""
     text = (
         MODEL
         + OPTIMIZER
@@ -192,16 +188,14 @@ def test_own_batches_are_trained_on(tmp_path: Path) -> None:
     assert seen == [0.0, 1.0, 0.0, 1.0, 0.0]
 
 
-def test_no_batches_at_all_are_told(tmp_path: Path) -> None:
-    """Instead of waiting for ever."""
+def test_empty_train_batches_are_reported(tmp_path: Path) -> None:
     pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER + "def train_batches(n): return []\n"))
     with pytest.raises(ModelError, match="`train_batches` is empty"):
         list(pipeline.batches(1))
     pipeline.close()
 
 
-def test_example_batches_do_not_touch_the_random_state(tmp_path: Path) -> None:
-    """They are a function of seed and step."""
+def test_example_batches_do_not_change_the_random_state(tmp_path: Path) -> None:
     pipeline = Pipeline(balance_of(tmp_path), seed=2)
     state = torch.get_rng_state()
     one, two, other = (pipeline.example_batch(step) for step in (1, 1, 2))
@@ -219,8 +213,7 @@ def test_example_batches_do_not_touch_the_random_state(tmp_path: Path) -> None:
         (8, 6, "tensors hold 6 and 8 samples"),
     ],
 )
-def test_a_batch_that_cannot_be_trained_is_refused(tmp_path: Path, inputs: int, targets: int, told: str) -> None:
-    """Before anything runs: a larger one, an empty one, one that does not fit together."""
+def test_invalid_batches_are_refused_before_running(tmp_path: Path, inputs: int, targets: int, told: str) -> None:
     pipeline = Pipeline(balance_of(tmp_path))
     with (
         pytest.raises(UsageError, match=told) as refused,
@@ -242,8 +235,7 @@ def test_a_last_batch_too_small_for_a_layer_is_refused(tmp_path: Path) -> None:
     pipeline.close()
 
 
-def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
-    """Mean over all samples of a batch of any size; modes, statistics, gradients and what is drawn next stay."""
+def test_evaluation_changes_no_state(tmp_path: Path) -> None:
     text = MODEL.replace("nn.ReLU()", "nn.Sequential(nn.BatchNorm1d(16), nn.BatchNorm1d(16).eval(), nn.Dropout(0.5))")
     path = balance_of(tmp_path, text + OPTIMIZER)
     pipeline = Pipeline(path, seed=1)
@@ -313,8 +305,7 @@ def test_evaluation_gives_outputs_and_metrics(tmp_path: Path) -> None:
     pipeline.close()
 
 
-def test_a_step_goes_on_where_it_is_told_to(tmp_path: Path) -> None:
-    """`step_index` alone says what a step draws: a resumed run draws what an undisturbed one does."""
+def test_step_index_determines_the_draws_of_a_step(tmp_path: Path) -> None:
     path = balance_of(tmp_path, MODEL.replace("nn.ReLU()", "nn.Dropout(0.5)") + OPTIMIZER)
     losses: list[list[float | None]] = []
     for first in (0, 1):
@@ -348,8 +339,7 @@ def build_model():
 """
 
 
-def test_failed_attempts_to_build_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even until garbage is collected: it may be the whole model."""
+def test_failed_builds_release_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[weakref.ref[nn.Module]] = []
     monkeypatch.setattr(torch, "built", built, raising=False)
     path = balance_of(tmp_path, HOLDING + EXAMPLE + LOSS + OPTIMIZER)
@@ -365,8 +355,7 @@ def test_failed_attempts_to_build_leave_nothing_behind(tmp_path: Path, monkeypat
     assert others == []
 
 
-def test_what_other_ranks_hold_leaves_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank in the middle gets no data, but knows how much there is."""
+def test_middle_ranks_get_shapes_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = Pipeline(balance_of(tmp_path))
     for name in ("is_first", "is_last"):
         monkeypatch.setattr(ProcessPlace, name, False)
@@ -442,8 +431,7 @@ def test_a_changed_model_is_refused(tmp_path: Path, old: str, new: str, told: st
     assert told in str(refused.value)
 
 
-def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Neither a process group nor a recording of the allocator: in a notebook one tries again."""
+def test_a_refusal_leaves_no_process_group_or_recording(tmp_path: Path) -> None:
     path = balance_of(tmp_path)
     edit(path, model=Model(source="model.py:build_model", digest="sha256:other"))
     with pytest.raises(ModelError) as refused:
@@ -461,8 +449,7 @@ def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_missing_gpu_is_told(tmp_path: Path) -> None:
-    """With a way to try it out all the same."""
+def test_a_missing_gpu_is_reported_with_an_alternative(tmp_path: Path) -> None:
     path = balance_of(tmp_path)
     edit(path, device="cuda")
     with pytest.raises(UsageError, match="the plan is for CUDA") as refused:
@@ -493,8 +480,9 @@ def run_script(path: Path, arguments: ScriptArguments, body: Callable[[Pipeline]
         body(pipeline)
 
 
-def test_a_script_says_how_it_goes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line per step, the peak of every stage, the report's name."""
+def test_scripts_print_steps_peaks_and_the_name_of_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = tmp_path / "run.json"
     run_script(balance_of(tmp_path), given(steps=3, report=str(report)))
     lines = capsys.readouterr().out.splitlines()
@@ -503,8 +491,7 @@ def test_a_script_says_how_it_goes_and_reports(tmp_path: Path, capsys: pytest.Ca
     assert len(read_run(str(report)).losses) == 3
 
 
-def test_speed_is_that_of_the_samples_there_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last mini-batch of an epoch is smaller: in the report, and on the progress line."""
+def test_speed_counts_the_samples_of_smaller_mini_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "run.json"
     epoch = "\ndef train_batches(size):\n    yield example_batch(size)\n    yield example_batch(3)\n"
     run_script(balance_of(tmp_path, MODEL + OPTIMIZER + epoch), given(steps=4, report=str(report)))
@@ -517,8 +504,7 @@ def test_speed_is_that_of_the_samples_there_were(tmp_path: Path, capsys: pytest.
         assert float(told) == pytest.approx(size / took_us * 1e6, rel=1e-2)
 
 
-def test_errors_of_ours_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, no traceback, with the hint; the group is left."""
+def test_own_errors_are_one_message_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         run_script(balance_of(tmp_path, num_stages=2), given())
     err = capsys.readouterr().err
@@ -536,8 +522,7 @@ def test_errors_of_ours_are_one_message(tmp_path: Path, capsys: pytest.CaptureFi
     assert not dist.is_initialized()
 
 
-def test_errors_of_the_user_show_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their script is theirs to debug; torch's and our own lines are not."""
+def test_user_errors_show_lines_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     def broken(_pipeline: Pipeline) -> None:
         raise ZeroDivisionError("by nothing")
@@ -552,8 +537,7 @@ def test_errors_of_the_user_show_their_lines(tmp_path: Path, capsys: pytest.Capt
     assert not dist.is_initialized()
 
 
-def test_one_gpu_too_few_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for two GPUs on a machine with one: rank 0 is content, rank 1 is not."""
+def test_a_missing_second_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = balance_of(tmp_path, num_stages=2)
     edit(path, device="cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -563,8 +547,7 @@ def test_one_gpu_too_few_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Pipeline(path)
 
 
-def test_named_parameters_are_the_models(tmp_path: Path) -> None:
-    """So that a checkpoint of any stage fits the whole model."""
+def test_parameter_names_are_those_of_the_model(tmp_path: Path) -> None:
     pipeline = Pipeline(balance_of(tmp_path))
     names = [name for name, _ in pipeline.named_parameters()]
     model: nn.Module = pipeline.model.build()

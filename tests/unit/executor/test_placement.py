@@ -1,4 +1,4 @@
-"""Which process runs which stages of which replica."""
+"""Tests of the assignment of stages and replicas to processes."""
 
 from dataclasses import replace
 
@@ -48,15 +48,13 @@ def test_replicas_of_chunks_by_hand() -> None:
         (balance_of(1), r"1 process \(1 stage\)"),
     ],
 )
-def test_a_wrong_number_of_processes(balance: Balance, what: str) -> None:
-    """Told with what they would run, and with the command that starts them."""
+def test_a_wrong_number_of_processes_is_refused_with_the_command(balance: Balance, what: str) -> None:
     with pytest.raises(UsageError, match=f"the plan needs {what}, but 5 processes were started") as refused:
         place_of(balance, 0, 5)
     assert f"torchrun --nproc-per-node {balance.num_processes} " in refused.value.hint
 
 
-def test_plans_for_fewer_processes_are_told() -> None:
-    """Where there are any, beside the command."""
+def test_plans_for_fewer_processes_are_suggested() -> None:
     with pytest.raises(UsageError) as refused:
         place_of(replace(balance_of(3), smaller=(2, 1)), 0, 4)
     assert refused.value.hint.endswith("train.py`; there are plans for 2 or 1 processes, too")

@@ -1,4 +1,4 @@
-"""Seeds for every step, layer and micro-batch, and what is left of them outside of steps."""
+"""Tests of seeds per step, layer and micro-batch."""
 
 import random
 from itertools import product
@@ -10,15 +10,13 @@ from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.model.seeding import layer_seed, seed_process
 
 
-def test_no_two_layers_draw_the_same() -> None:
-    """Nor two micro-batches, steps or runs; CPU generators take only the lower half of a seed."""
+def test_seeds_differ_between_layers_micro_batches_steps_and_runs() -> None:
     seeds = [layer_seed(*parts) & 0xFFFFFFFF for parts in product((0, 1, 7), range(10), range(20), range(8))]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= layer_seed(seed, 10**6, 10**4, 10**4) < 1 << 64 for seed in (0, 2**40))
 
 
-def test_what_is_planted_comes_up_again() -> None:
-    """In whichever order, and counted on where a mini-batch comes in parts."""
+def test_seeds_repeat_in_any_order() -> None:
 
     def drawn(seeds: StepSeeds, layer: int, micro_batch: int) -> list[float]:
         seeds.seed_generators(layer, micro_batch)
@@ -33,8 +31,7 @@ def test_what_is_planted_comes_up_again() -> None:
     assert torch.rand(3).tolist() == two
 
 
-def test_a_step_leaves_no_trace() -> None:
-    """What the script draws afterwards is what it would have drawn."""
+def test_a_step_restores_the_random_state() -> None:
     seed_process(4)
     expected = torch.rand(2), random.random()
     seed_process(4)
@@ -45,8 +42,7 @@ def test_a_step_leaves_no_trace() -> None:
     assert random.random() == expected[1]
 
 
-def test_numpy_is_seeded_where_it_is() -> None:
-    """Also with seeds that it finds too large."""
+def test_numpy_is_seeded_also_from_large_seeds() -> None:
     numpy = pytest.importorskip("numpy")
     drawn = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Single layers recomputed: the same loss and gradients, and the memory that the cost model says."""
+"""Tests of recomputing single layers: equal gradients and the predicted memory."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
@@ -274,7 +274,7 @@ def _like(meta: Tensor) -> Tensor:
         *(("amoebanet_d", 0, 4), ("amoebanet_d", 2, 7), ("mlp", 0, 11)),
     ],
 )
-def test_predicted_peaks_are_the_allocators(name: str, first: int, end: int, micro_batches: int) -> None:
+def test_peaks_with_recomputed_layers_are_as_predicted(name: str, first: int, end: int, micro_batches: int) -> None:
     """Stages at the front, in the middle and at the end, several choices of layers: within -1 % and +5 %."""
     costs = prepared(name)[1]
     for recomputed in subsets(first, end):
@@ -315,15 +315,14 @@ def held_bytes(layer: Callable[[Any], Any], value: Tensor, carries: tuple[bool, 
     return usage.end_bytes - made
 
 
-def test_what_a_recomputed_layer_holds() -> None:
-    """Nothing; with dropout neither, as it is drawn again from its seed."""
+def test_recomputed_layers_hold_no_activations() -> None:
     value = torch.randn(16, 8, requires_grad=True)
     wide = nn.Sequential(nn.Linear(8, 4096), nn.GELU(), nn.Linear(4096, 8))
     assert held_bytes(wide, value) < 100
     assert held_bytes(nn.Sequential(wide, nn.Dropout(0.5)), value) < 100
 
 
-def test_outputs_and_their_gradients_go_when_they_have_been_used() -> None:
+def test_outputs_and_gradients_are_released_after_use() -> None:
     """Both are gone at the peak of this layer's backward; torch's own checkpoint holds them to its end."""
     size = 64 * 256 * 4
     layer = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
@@ -341,8 +340,7 @@ def test_outputs_and_their_gradients_go_when_they_have_been_used() -> None:
     assert abs(theirs - 2 * size - ours) < size / 100
 
 
-def test_layers_run_again_in_backward_only() -> None:
-    """Twice in training, once without gradients, and once where nothing carries one."""
+def test_layers_are_recomputed_only_in_backward() -> None:
     calls: list[int] = []
 
     class Counts(nn.Module):
@@ -370,8 +368,7 @@ def test_layers_run_again_in_backward_only() -> None:
     assert len(calls) == 4
 
 
-def test_what_carries_no_gradient_still_does_not() -> None:
-    """Integers, a mask, a detached tensor: as behind a layer that is not recomputed."""
+def test_outputs_without_gradient_have_none_after_recomputation() -> None:
 
     class Parts(nn.Module):
         def __init__(self) -> None:
@@ -401,8 +398,7 @@ def test_what_carries_no_gradient_still_does_not() -> None:
     assert torch.equal(value.grad, received.grad)  # type: ignore[arg-type]
 
 
-def test_an_output_that_nobody_reads_needs_no_gradient() -> None:
-    """None is made up for it."""
+def test_unused_outputs_need_no_gradient() -> None:
 
     class Two(nn.Module):
         def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -428,8 +424,7 @@ def test_an_output_that_nobody_reads_needs_no_gradient() -> None:
         pytest.param((nn.Linear(8, 8), Doubles(), Doubles(), nn.Linear(8, 8)), id="written twice"),
     ],
 )
-def test_what_a_layer_keeps_is_never_written(layers: Sequence[nn.Module]) -> None:
-    """In-place layers behind, or as, recomputed ones, in every combination."""
+def test_saved_inputs_are_not_overwritten_in_place(layers: Sequence[nn.Module]) -> None:
     model = nn.Sequential(*layers)
     loaded = loaded_model(lambda: model, 8)
     shapes = shapes_of(build_structure(loaded), torch.zeros(3, 8))
@@ -447,8 +442,7 @@ def test_what_a_layer_keeps_is_never_written(layers: Sequence[nn.Module]) -> Non
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), recomputed  # type: ignore[arg-type]
 
 
-def test_autocast_is_the_same_again() -> None:
-    """Backward may run outside the block, or in another thread."""
+def test_recomputation_uses_the_autocast_state_of_the_forward() -> None:
     layer, value = nn.Linear(8, 8), torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = run_recomputed(lambda x: layer(x).float().tanh(), RecomputedLayer(False, (True,)), value)

@@ -1,4 +1,4 @@
-"""What a run took: warm-up left out, memory from the second step, peaks of the allocator."""
+"""Tests of the recorder of times and peak memory."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -62,8 +62,7 @@ def step(recorder: Recorder, clock: Clock, kept: list[Tensor] | None = None, *, 
             kept.append(torch.empty(1000, dtype=torch.uint8))
 
 
-def test_results_are_handed_on(recorder: Recorder) -> None:
-    """`timed` returns what the work returns."""
+def test_timed_returns_the_result(recorder: Recorder) -> None:
     assert recorder.timed("forward", lambda: 42) == 42
     recorder.close()
 
@@ -80,8 +79,7 @@ def test_warm_up_steps_are_left_out_of_times(recorder: Recorder, clock: Clock) -
     assert recorder.step_us == [21_005.0] * (WARM_UP_STEPS + 3)
 
 
-def test_spans_lie_where_the_clock_says(recorder: Recorder, clock: Clock) -> None:
-    """Processes are compared by this clock."""
+def test_spans_have_times_of_the_host_clock(recorder: Recorder, clock: Clock) -> None:
     with recorder.step():
         within_ns = recorder.timed("forward", clock.read_ns)
     (span,) = recorder.steps[0].spans
@@ -89,8 +87,7 @@ def test_spans_lie_where_the_clock_says(recorder: Recorder, clock: Clock) -> Non
     recorder.close()
 
 
-def test_the_typical_time_is_the_median(recorder: Recorder, clock: Clock) -> None:
-    """One slow micro-batch does not count."""
+def test_stage_times_are_medians(recorder: Recorder, clock: Clock) -> None:
     for _ in range(WARM_UP_STEPS):
         step(recorder, clock)
     with recorder.step():
@@ -99,10 +96,9 @@ def test_the_typical_time_is_the_median(recorder: Recorder, clock: Clock) -> Non
     assert recorder.typical_us("forward") == 1001.0
 
 
-def test_the_share_of_a_core_is_told_behind_the_warm_up(
+def test_the_share_of_a_core_is_measured_after_the_warm_up(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """Of the time that the thread wanted to run: sleeping does not count."""
     times = iter([CoreTime(7, 5), CoreTime(10, 6), CoreTime(11, 9)])
     monkeypatch.setattr("planner.executor.measure.recorder.core_time", lambda: next(times))
     for share in (*[0.0] * WARM_UP_STEPS, 3 / 4, 4 / 8):
@@ -143,8 +139,7 @@ def test_recording_ends_with_the_warm_up(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_closing_early_is_fine(steps: int, clock: Clock) -> None:
-    """A run may be shorter than the warm-up; closing twice changes nothing."""
+def test_closing_during_the_warm_up_is_allowed(steps: int, clock: Clock) -> None:
     recorder = Recorder(CPU)
     for _ in range(steps):
         step(recorder, clock)
@@ -154,8 +149,7 @@ def test_closing_early_is_fine(steps: int, clock: Clock) -> None:
     assert len(recorder.step_us) == steps
 
 
-def test_a_run_of_one_step_has_a_peak_too(clock: Clock) -> None:
-    """Not zero, which would read as "needs nothing"."""
+def test_a_run_of_one_step_has_a_peak(clock: Clock) -> None:
     recorder = Recorder(CPU)
     step(recorder, clock, size=5000)
     recorder.close()
@@ -163,8 +157,9 @@ def test_a_run_of_one_step_has_a_peak_too(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("kind", ["backward", "input backward"])
-def test_recomputation_lies_in_its_backward(recorder: Recorder, kind: Literal["backward", "input backward"]) -> None:
-    """What may be recomputation is noted only while a backward is timed, with that one's micro-batch."""
+def test_recomputation_is_recorded_within_its_backward(
+    recorder: Recorder, kind: Literal["backward", "input backward"]
+) -> None:
     with recorder.step():
         recorder.timed("forward", lambda: recorder.timed_recomputation(lambda: 1, stage=2), stage=2, micro_batch=3)
         assert (
@@ -184,8 +179,7 @@ def test_recomputation_lies_in_its_backward(recorder: Recorder, kind: Literal["b
     assert backward.start_ns <= again.start_ns <= again.end_ns <= backward.end_ns <= optimizer.start_ns
 
 
-def test_a_long_run_takes_no_more_memory(clock: Clock) -> None:
-    """The last twenty steps are kept, by number."""
+def test_only_the_last_twenty_steps_are_kept(clock: Clock) -> None:
     recorder = Recorder(CPU)
     for _ in range(30):
         step(recorder, clock)

@@ -1,4 +1,4 @@
-"""Parameters that several ranks hold: only those that are trained are summed."""
+"""Tests of parameters that several ranks have."""
 
 import weakref
 
@@ -20,8 +20,7 @@ def tied(*trained: str) -> TiedGradients:
     return TiedGradients(SHARED, {"words.weight": table}, PLACE, [0, 0, 1], trained=trained)
 
 
-def test_what_is_frozen_gets_no_gradient_and_no_message() -> None:
-    """There is no process group here: a sum, or the making of a group, would be an error."""
+def test_frozen_tied_parameters_are_not_summed() -> None:
     gradients = tied()
     gradients.begin()
     gradients.sum()
@@ -47,7 +46,7 @@ def test_a_tied_parameter_without_a_gradient_on_any_rank_has_none(monkeypatch: p
     assert torch.equal(table.grad, torch.full((8, 4), 3.0))
 
 
-def test_a_sum_is_let_go_of_by_the_thread_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_gradients_are_released_by_the_counting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread of gloo's may hold it longer, and nobody would see it go: it is held until the next step."""
     monkeypatch.setattr(dist, "new_group", lambda _ranks: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)

@@ -1,4 +1,4 @@
-"""The engine that people know stays the reference: the same order in torch's own runtime makes the same gradients."""
+"""Tests that torch's pipeline runtime computes equal gradients with the same action order."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def balance_of(
     )
 
 
-def test_torchs_runtime_makes_the_same_gradients(tmp_path: Path) -> None:
+def test_the_runtime_of_torch_gives_equal_gradients(tmp_path: Path) -> None:
     """Every schedule, bit for bit; torch divides by M at the end, which is done here, and the executor at the loss."""
     (tmp_path / "model.py").write_text(MODEL)
     cases: dict[str, tuple[Any, ...]] = {

@@ -15,8 +15,7 @@ def slices(runs):
 
 
 @pytest.mark.parametrize("planned", [plan(recompute="always"), interleaved()], ids=["gpipe", "interleaved"])
-def test_rows_and_names(planned):
-    """A row per rank; chunks are told apart in names, stages in arguments."""
+def test_traces_have_a_row_per_rank(planned):
     runs = runs_of(Evaluation.of(planned, profile()))
     events = slices(runs)
     assert {event["pid"] for event in events} == set(range(planned.num_devices))
@@ -27,8 +26,7 @@ def test_rows_and_names(planned):
     assert min(event["ts"] for event in events) == 0
 
 
-def test_replicas_stand_below_each_other():
-    """Each receives from its own pipeline alone."""
+def test_traces_of_replicas_are_separate():
     planned = plan(recompute="always")
     one = runs_of(Evaluation.of(planned, profile()))
     other = [run._replace(rank=run.rank + len(one), replica=1) for run in one]
@@ -37,8 +35,7 @@ def test_replicas_stand_below_each_other():
     assert {e["pid"] for e in events} == set(range(2 * len(one)))
 
 
-def test_a_run_without_steps():
-    """Has rows, and nothing in them."""
+def test_traces_without_steps_have_empty_rows():
     planned = plan()
     runs = runs_of(Evaluation.of(planned, profile()))
     assert slices([run._replace(steps=()) for run in runs]) == []

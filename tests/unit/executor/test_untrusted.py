@@ -1,4 +1,4 @@
-"""Checkpoints and weights that somebody else wrote: nothing in them runs, and what is damaged is one message."""
+"""Tests of damaged and malicious checkpoints and weights: no code runs, and one message is printed."""
 
 import json
 import os
@@ -59,8 +59,7 @@ def step(path: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "plain pickle"])
-def test_a_weights_file_that_attacks_is_not_run(kind: str, tmp_path: Path) -> None:
-    """All formats that `torch.load` takes."""
+def test_malicious_weights_files_run_no_code(kind: str, tmp_path: Path) -> None:
     path, mark = tmp_path / "weights.pt", tmp_path / "mark"
     state = {"weight": torch.ones(2, 3), "bias": Evil(mark)}
     if kind == "plain pickle":
@@ -75,10 +74,9 @@ def test_a_weights_file_that_attacks_is_not_run(kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "damage", ["truncated", "empty", "missing", "tensor", "state", "index", "a name", "a folder", "a pipe"]
 )
-def test_a_damaged_checkpoint_is_one_message(
+def test_damaged_checkpoints_give_one_message_and_exit_code_2(
     damage: str, path: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, which is no answer, and not 1, which would be "does not fit"; nothing is exported or trained."""
     target = step / ("checkpoint.json" if damage in ("index", "a name") else "rank-00000.safetensors")
     content = bytearray(target.read_bytes())
     if damage in ("missing", "a folder", "a pipe"):
@@ -196,8 +194,7 @@ def _has_an_unknown_type(state: dict[str, Any]) -> None:
         _has_an_unknown_type,
     ],
 )
-def test_states_that_are_none(edit: Callable[[dict[str, Any]], None], path: Path, step: Path) -> None:
-    """With the right digests. One message; NumPy itself would take the first, and read what lies behind its state."""
+def test_invalid_states_are_refused(edit: Callable[[dict[str, Any]], None], path: Path, step: Path) -> None:
     opened = StoredCheckpoint(step).file(0)
     tensors = {name: opened.tensor(name).clone() for name in opened.names}
     state = opened._state

@@ -1,4 +1,4 @@
-"""Weights of the whole model from every kind of file, and what does not fit."""
+"""Tests of loading weights of the whole model from every kind of file."""
 
 import zipfile
 from pathlib import Path
@@ -42,8 +42,7 @@ def other(model: nn.Module) -> tuple[dict[str, Tensor], nn.Module]:
     return {"head.weight": fresh.head.weight, "norm.running_mean": fresh.norm.running_mean.add_(7.0)}, fresh
 
 
-def test_names_of_the_state_dict(model: nn.Module) -> None:
-    """In its order, tied ones with the first of their names; also on the meta device."""
+def test_names_are_those_of_the_state_dict(model: nn.Module) -> None:
     names = first_names(model)
     assert list(names) == list(model.state_dict())
     assert names["head.weight"] == "embedding.weight"
@@ -53,8 +52,7 @@ def test_names_of_the_state_dict(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "nested", "safetensors", "checkpoint"])
-def test_a_stage_takes_its_part_of_any_kind_of_file(model: nn.Module, kind: str, tmp_path: Path) -> None:
-    """torch.save, a training script's, safetensors with tied names left out, checkpoints of two stages."""
+def test_a_stage_loads_its_weights_from_any_kind_of_file(model: nn.Module, kind: str, tmp_path: Path) -> None:
     state: dict[str, Any] = dict(model.state_dict())
     path = str(tmp_path / "weights.pt")
     if kind == "file":
@@ -74,8 +72,7 @@ def test_a_stage_takes_its_part_of_any_kind_of_file(model: nn.Module, kind: str,
     assert torch.equal(fresh.norm.running_mean, model.norm.running_mean)
 
 
-def test_names_and_shapes_that_do_not_fit_are_named(model: nn.Module, tmp_path: Path) -> None:
-    """All that is missing and all that is too much, before anything is changed."""
+def test_wrong_names_and_shapes_are_reported_before_loading(model: nn.Module, tmp_path: Path) -> None:
     path = str(tmp_path / "weights.pt")
     state = dict(model.state_dict())
     tensors, fresh = other(model)
@@ -96,8 +93,7 @@ def test_names_and_shapes_that_do_not_fit_are_named(model: nn.Module, tmp_path: 
 
 
 @pytest.mark.parametrize("content", [b"", b"no weights", "a list", "nothing"])
-def test_files_that_are_no_weights(content: bytes | str, tmp_path: Path) -> None:
-    """One message with the file's name."""
+def test_files_without_weights_are_refused_by_name(content: bytes | str, tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -112,10 +108,9 @@ def test_files_that_are_no_weights(content: bytes | str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_the_command_says_how_to_load_an_export(
+def test_the_printed_command_loads_an_export(
     suffix: str, model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it prints loads the exported weights, also a tied one."""
     state, path = dict(model.state_dict()), tmp_path / f"model{suffix}"
     del state["head.weight"]
     folder = write_checkpoint(tmp_path / "folder", state, tied={"head.weight": "embedding.weight"})
@@ -125,10 +120,9 @@ def test_the_command_says_how_to_load_an_export(
     assert torch.equal(loaded.head.weight, model.state_dict()["embedding.weight"])
 
 
-def test_an_export_appears_whole_or_not_at_all(
+def test_exports_are_written_completely_or_not_at_all(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the file cannot be written."""
     state, path = dict(model.state_dict()), str(tmp_path / "model.pt")
     del state["head.weight"]
     folder = write_checkpoint(tmp_path / "folder", state, tied={"head.weight": "embedding.weight"})
@@ -156,8 +150,9 @@ def test_an_export_appears_whole_or_not_at_all(
         (torch.float8_e4m3fn, '"0.weight" is float8_e4m3fn in the file, float32 in the model'),
     ],
 )
-def test_dtypes_with_another_meaning_are_refused(kind: str, dtype: torch.dtype, message: str, tmp_path: Path) -> None:
-    """Quantized, boolean and complex tensors are no weights of a float32 model, in any kind of file."""
+def test_quantized_boolean_and_complex_weights_are_refused(
+    kind: str, dtype: torch.dtype, message: str, tmp_path: Path
+) -> None:
     path = saved({"0.weight": torch.ones(2, 3).to(dtype)}, kind, tmp_path)
     with pytest.raises(UsageError, match=message):
         load_into_linear(path)
@@ -174,8 +169,7 @@ def test_casts_between_floating_point_types_are_reported(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["file", "safetensors", "folder"])
-def test_values_that_are_no_numbers_are_refused(kind: str, tmp_path: Path) -> None:
-    """NaN, and numbers that a cast makes infinite; infinite numbers of the same dtype are loaded."""
+def test_nan_and_overflowing_weights_are_refused(kind: str, tmp_path: Path) -> None:
     weight = torch.ones(2, 3)
     weight[0, 0] = torch.nan
     with pytest.raises(UsageError, match=r'"0\.weight" contains NaN'):
