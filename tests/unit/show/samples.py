@@ -1,4 +1,4 @@
-"""Values to show, made by the core alone: a chain with awkward names, plans and runs of it, and ideal timelines."""
+"""Sample values for views: a chain with unusual names, plans and runs of it, and simulated timelines."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -49,18 +49,18 @@ def style(width: int = 84, *, color: bool = False, wrap: bool = True) -> Style:
 
 
 def memory_text(stages: Sequence[Stage], how: Style, *, num_devices: int | None = None) -> str:
-    """The bars of memory alone; as many devices as stages, unless told otherwise, and the chunks of a device a loop."""
+    """Return only the memory bars; by default each device has one stage."""
     count = num_devices or len(stages)
     return render(how, *memory_parts([stages[device::count] for device in range(count)], how))
 
 
 def timeline_text(events: Sequence[Event], num_devices: int, how: Style) -> str:
-    """The timeline alone."""
+    """Return only the timeline."""
     return render(how, *timeline_parts(events, num_devices, how))
 
 
 def bare(text: str) -> str:
-    """Without ANSI codes."""
+    """Return the text without ANSI codes."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
@@ -82,7 +82,7 @@ def layer(name: str, *, forward_us: float = 1000.0, digest: str = "", tied: tupl
 
 
 def profile(names: Sequence[str] = AWKWARD) -> Profile:
-    """Neighbours called `block.…` were measured once."""
+    """Return a profile in which the layers `block.…` share a digest."""
     return Profile(
         model=Model(source="models/[dim]net.py:build_model", settings={"depth": 6}, parameters=4_718_592),
         device=Device(kind="cuda", name="NVIDIA H100", memory_bytes=80 * 2**30),
@@ -110,7 +110,7 @@ def plan(
     recomputed: tuple[tuple[int, ...], ...] = (),
     of: Profile | None = None,
 ) -> Plan:
-    """`recomputed`: the layers that each stage recomputes one by one."""
+    """Return a plan; `recomputed` lists the layers that each stage recomputes."""
     devices = devices or len(balance) // chunks * replicas
     inputs = Inputs(
         profile=ProfileReference(path="profile.yaml", digest="sha256:0"),
@@ -138,17 +138,17 @@ def plan(
 
 
 def interleaved(*, cap: int = 120 * MIB) -> Plan:
-    """Two chunks on each of three devices."""
+    """Return a plan with two chunks on each of three devices."""
     return plan((1,) * 6, micro_batches=6, schedule="interleaved", chunks=2, cap=cap)
 
 
 def in_a_v(*, cap: int = 120 * MIB) -> Plan:
-    """Backwards in halves, two chunks on each of three devices, placed as a V."""
+    """Return a plan with split backwards and two chunks on each of three devices, placed as a V."""
     return plan((1,) * 6, micro_batches=6, schedule="zbv", chunks=2, cap=cap)
 
 
 def compared_schedules() -> Plan:
-    """A plan in a V with what four schedules would give, one of which found no plan."""
+    """Return a plan in a V with a trade-off over four schedules, one of them without a plan."""
     figures: tuple[tuple[ScheduleName, float, float, int], ...] = (
         ("gpipe", 40e3, 0.3, 100),
         ("1f1b", 39e3, 0.25, 60),
@@ -171,13 +171,13 @@ def compared_schedules() -> Plan:
 
 
 def unlike() -> Plan:
-    """Three of four devices, one of them twice as fast."""
+    """Return a plan that uses three of four devices, one of them twice as fast."""
     caps = (120 * MIB, 60 * MIB, 90 * MIB, 240 * MIB)
     return plan((1, 3, 2), devices=4, caps=caps, speeds=(1.0, 2.0, 1.0, 1.0))
 
 
 def explained(planned: Plan | None = None) -> Plan:
-    """With its trade-off over M, where nothing fits with one micro-batch, and an explanation."""
+    """Return a plan with an explanation, and a trade-off over M in which M = 1 does not fit."""
     planned = planned or plan()
     step_us = planned.predicted.step_us
     points = tuple(
@@ -219,12 +219,12 @@ def step_of_sample(planned: Plan) -> Step:
 
 
 def whole_plan_text(planned: Plan, how: Style) -> str:
-    """With the memory of every device over the step."""
+    """Return the text of a plan, including the memory of every device over the step."""
     return plan_text(planned, events_of(planned), how, step=step_of_sample(planned))
 
 
 def equal_stages(num_stages: int, micro_batches: int, *, forward_us: float = 1000.0) -> tuple[Event, ...]:
-    """One GPipe step on equal stages without links, backward twice forward."""
+    """Return one GPipe step of equal stages without links; a backward takes two forwards."""
     times = StageTimes(forward_us=forward_us, backward_us=2 * forward_us, last_backward_us=2 * forward_us)
     actions = SCHEDULES["gpipe"].actions(num_stages, micro_batches)
     return simulate(actions, (times,) * num_stages)
@@ -245,7 +245,7 @@ def stage(index: int = 0, *, cap: int = 100 * MIB, **memory: int) -> Stage:
 
 
 def report(planned: Plan, *, time_factor: float = 1.1, peak_factor: float = 0.99) -> RunReport:
-    """A run that took `time_factor` of what `planned` says, after two slow steps."""
+    """Return a run that took `time_factor` of the planned time, after two slow steps."""
     step_us = planned.predicted.step_us * time_factor
     return RunReport(
         plan_digest="sha256:1",
@@ -278,12 +278,12 @@ def report(planned: Plan, *, time_factor: float = 1.1, peak_factor: float = 0.99
 
 
 def verdict(*, cap: int = 40 * MIB, of: Plan | None = None) -> Verdict:
-    """Of a plan judged against other caps than it was made for."""
+    """Return the verdict on a plan with other memory limits than planned."""
     return judge(of or plan(), profile(), profile_digest="sha256:0", memory_bytes=(cap,) * 3)
 
 
 def verification() -> Verification:
-    """A run that took longer than predicted, on too few cores."""
+    """Return the verification of a run that was slower than predicted, on too few cores."""
     found = verification_of(
         plan(),
         profile(),

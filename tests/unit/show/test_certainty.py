@@ -1,4 +1,4 @@
-"""How sure a plan's figures are, in words: no digit that is not known, and the reasons in a line."""
+"""Error ranges in words: significant digits, and their source in one line."""
 
 from dataclasses import replace
 
@@ -33,15 +33,15 @@ def taking(step_us, samples_per_s=18.64):
         (5.31e6, None, "about 5.3 s", "19"),
     ],
 )
-def test_figures_have_the_digits_that_their_range_leaves(step_us, range_us, step, rate):
-    """Ends are rounded outward; where nothing is known of the range, two digits."""
+def test_figures_have_the_digits_that_their_range_allows(step_us, range_us, step, rate):
+    """Ends are rounded outward; without a range there are two digits."""
     certainty = replace(OPEN, step_us=range_us)
     assert step_words(taking(step_us), certainty) == step
     assert rate_words(taking(step_us), certainty) == rate
 
 
-def test_a_peak_stands_with_the_most_that_it_may_be():
-    """That of the device nearest to its cap, rounded up."""
+def test_peak_is_shown_with_its_upper_end():
+    """It is that of the device nearest to its limit, rounded up."""
     planned = plan((1, 3, 2))
     needs = [need / MIB for need in planned.device_bytes()]
     most = tuple(round((need * 1.01) * MIB) + 7 for need in needs)
@@ -53,8 +53,7 @@ def test_a_peak_stands_with_the_most_that_it_may_be():
     assert "at most" not in peak_words(planned, OPEN)
 
 
-def test_the_terminal_and_the_report_say_the_same():
-    """Step, peak and the line that says why; without a certainty figures are as predicted."""
+def test_terminal_and_report_show_the_same_ranges():
     planned = plan(of=profile())
     certainty = certainty_of(planned, profile())
     text = plan_text(planned, (), style(120, wrap=False), certainty=certainty)
@@ -69,8 +68,7 @@ def test_the_terminal_and_the_report_say_the_same():
     assert " to " not in plan_text(planned, (), style(120, wrap=False)).splitlines()[1]
 
 
-def test_what_was_never_held_against_a_run_is_said():
-    """Neither step nor peak has a bound then."""
+def test_figures_without_measured_runs_are_marked():
     assert (
         accuracy_words(OPEN)
         == "accuracy: compiled for tpu:v2; no similar step was measured; no similar peak was measured"

@@ -1,4 +1,4 @@
-"""Figures of a cluster in words: ranges as those of the step, and units that fit."""
+"""Figures of a training run in words: ranges and units."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,6 @@ def plan(profile: Profile) -> Plan:
 
 
 def test_duration_and_cost_have_the_range_of_the_step(plan: Plan) -> None:
-    """A step that takes twice as long doubles days, GPU-hours and cost."""
     step_us = plan.predicted.step_us
     known = Certainty(source="", step_us=(step_us, 2 * step_us))
     run = TrainingRun(gpus=64, steps=10**6, days=25.3, gpu_hours=38_861.0, cost=97_152.0)
@@ -47,8 +46,7 @@ def test_duration_and_cost_have_the_range_of_the_step(plan: Plan) -> None:
     assert run_words(run, plan.inputs)[0] == "1T tokens in 25.3 days"
 
 
-def test_throughput_has_the_inverse_range(plan: Plan) -> None:
-    """A step that takes twice as long halves the tokens per second."""
+def test_throughput_has_the_inverse_range_of_the_step(plan: Plan) -> None:
     step_us = plan.predicted.step_us
     fast = replace(plan, predicted=replace(plan.predicted, tokens_per_s=1_234_567.0, flops_utilization=0.4567))
     known = Certainty(source="", step_us=(step_us, 1.1 * step_us))
@@ -61,8 +59,7 @@ def test_throughput_has_the_inverse_range(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(("days", "words"), [(2.0, "2.00 days"), (1.9, "45.6 hours"), (0.01, "864 s")])
-def test_short_runs_are_in_hours_or_seconds(days: float, words: str) -> None:
-    """The unit is the largest of which there are at least two."""
+def test_durations_are_in_the_largest_unit_with_at_least_two(days: float, words: str) -> None:
     run = TrainingRun(gpus=1, steps=1, days=days, gpu_hours=24 * days)
     length, hours = run_words(run, replace(inputs_of(1, 1), samples=1500))
     assert length == f"1500 samples in {words}"
@@ -75,12 +72,10 @@ def test_short_runs_are_in_hours_or_seconds(days: float, words: str) -> None:
     [(0.0, "0.0"), (0.0503, "0.050"), (0.00123, "0.0012"), (0.1, "0.1"), (3.16, "3.2"), (1e4, "10,000")],
 )
 def test_small_rates_keep_two_digits(per_s: float, text: str) -> None:
-    """Samples per second and device of a large model are far below one."""
     assert rate(per_s) == text
 
 
-def test_terminal_report_and_json_have_the_figures(profile: Profile, plan: Plan) -> None:
-    """All views print the same numbers."""
+def test_terminal_report_and_json_show_the_same_figures(profile: Profile, plan: Plan) -> None:
     assert plan.training is not None
     certainty = certainty_of(plan, profile)
     text = plan_text(plan, (), style(100), certainty=certainty)
@@ -95,8 +90,7 @@ def test_terminal_report_and_json_have_the_figures(profile: Profile, plan: Plan)
     assert written["predicted"]["tokens_per_s"] > 0
 
 
-def test_a_plan_file_keeps_the_run(plan: Plan, tmp_path: Path) -> None:
-    """Read again, its figures are the same up to rounding."""
+def test_training_run_survives_a_round_trip(plan: Plan, tmp_path: Path) -> None:
     files.write(str(tmp_path / "plan.yaml"), plan)
     read = files.read_plan(str(tmp_path / "plan.yaml"))
     assert read.inputs == plan.inputs
@@ -106,8 +100,8 @@ def test_a_plan_file_keeps_the_run(plan: Plan, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_names_the_smallest_and_the_cheapest_cluster(profile: Profile) -> None:
-    """In one line each; the cheapest has the lowest cost of all cells, with all of its devices paid for."""
+def test_sweep_lists_the_smallest_and_the_cheapest_cluster(profile: Profile) -> None:
+    """Costs include unused devices."""
     sweep = api.sweep(profile, devices="1,2,3,16", batch=8, replicas="auto", samples="1M", price=2)
     costs = [cell.training.cost for cell in sweep.cells if cell.training is not None]
     assert len(costs) == len(sweep.cells)

@@ -1,4 +1,4 @@
-"""What holds of every text, whatever it shows."""
+"""Properties of all texts."""
 
 import codecs
 import subprocess
@@ -20,8 +20,7 @@ ESCAPE = "\x1b"
 @pytest.mark.slow
 @ALL
 @pytest.mark.parametrize("width", [60, 76, 84, 96, 120])
-def test_never_wider_than_the_terminal(show, width):
-    """On a terminal no line exceeds its width, long layer names included."""
+def test_no_line_exceeds_the_terminal(show, width):
     lines = show(style(width)).splitlines()
     assert max(map(cell_len, lines)) <= width
 
@@ -29,15 +28,13 @@ def test_never_wider_than_the_terminal(show, width):
 @pytest.mark.slow
 @ALL
 @pytest.mark.parametrize("width", [1, 20])
-def test_tiny_terminals_are_survived(show, width):
-    """Below 60 columns the layout for 60 is kept."""
+def test_terminals_below_60_columns_get_the_layout_for_60(show, width):
     assert show(style(width)) == show(style(60))
 
 
 @ALL
 @pytest.mark.parametrize("color", [True, False])
 def test_no_trailing_blanks(show, color):
-    """No line ends in blanks, and the text does not end in a line feed."""
     text = bare(show(style(color=color)))
     assert all(line == line.rstrip() for line in text.split("\n"))
     assert not text.endswith("\n")
@@ -45,20 +42,18 @@ def test_no_trailing_blanks(show, color):
 
 @ALL
 def test_signs_have_ascii_spellings(show):
-    """On a stream that cannot encode them, only foreign letters of names become escapes."""
+    """Streams that cannot encode symbols get escapes only for letters in names."""
     codecs.register_error("spelled", spell_in_ascii)
     assert "\\u" not in show(style()).encode("ascii", "spelled").decode()
 
 
 @ALL
-def test_no_escape_codes_without_colour(show):
-    """Colour off leaves no ESC, not even one hidden in a layer name."""
+def test_text_without_color_has_no_escape_codes(show):
     assert ESCAPE not in show(style(color=False))
 
 
 @ALL
-def test_colour_says_nothing_of_its_own(show):
-    """Colour adds codes and changes no character, so nothing is said by colour alone."""
+def test_color_changes_no_character(show):
     colored = show(style(color=True))
     assert ESCAPE in colored
     assert bare(colored) == show(style(color=False))
@@ -67,15 +62,13 @@ def test_colour_says_nothing_of_its_own(show):
 @pytest.mark.slow
 @ALL
 @pytest.mark.parametrize("variable", [("NO_COLOR", "1"), ("FORCE_COLOR", "1"), ("TERM", "dumb"), ("COLUMNS", "20")])
-def test_the_style_alone_decides(show, variable, monkeypatch):
-    """Environment variables do not change what a given style draws."""
+def test_environment_does_not_change_a_given_style(show, variable, monkeypatch):
     before = show(style(100, color=True))
     monkeypatch.setenv(*variable)
     assert show(style(100, color=True)) == before
 
 
-def test_markup_in_names_is_shown():
-    """`[bold]` in a layer's name is text."""
+def test_markup_in_names_is_printed_literally():
     wide = style(120, wrap=False)
     assert "[bold]stem[/bold]" in plan_text(plan(), (), wide)
     assert "[bold]stem[/bold]" in profile_text(profile(), wide)
@@ -84,22 +77,19 @@ def test_markup_in_names_is_shown():
     assert "NVIDIA [H100]" in run_text(report(plan()), plan(), wide)
 
 
-def test_control_characters_in_names_are_spelled_out():
-    """A layer name cannot send codes to the terminal."""
+def test_control_characters_in_names_are_escaped():
     text = plan_text(renamed(plan(), "evil\x1b[2J\nname\u202e"), (), style(120, color=True, wrap=False))
     assert r"evil\x1b[2J\nname\u202e" in text
 
 
-def test_a_pipe_cuts_nothing():
-    """In a pipe a long name stands whole on one line, with every column beside it."""
+def test_text_in_a_pipe_is_not_cut():
     text = plan_text(plan((1, 4, 1)), events_of(plan((1, 4, 1))), style(120, wrap=False))
     (line,) = [line for line in text.splitlines() if LONG_NAME in line]
     assert line.split()[:2] == ["2", LONG_NAME]
     assert line.endswith(" %")
 
 
-def test_a_narrow_terminal_folds_names():
-    """On a narrow terminal a long name is broken over lines, not cut."""
+def test_narrow_terminal_wraps_long_names():
     text = plan_text(plan((1, 4, 1)), (), style(60)).split("memory per stage")[0]
     column = "".join(
         line[7:30].split("never")[0].strip() for line in text.splitlines() if line.startswith(("2 ", "  "))
@@ -107,8 +97,7 @@ def test_a_narrow_terminal_folds_names():
     assert LONG_NAME in column
 
 
-def test_show_needs_no_torch():
-    """Showing things imports neither torch nor what only other rooms may know."""
+def test_show_imports_no_torch_yaml_pydantic_or_typer():
     code = (
         "import pkgutil, sys, planner.show.terminal\n"
         "names = [m.name for m in pkgutil.walk_packages(planner.show.terminal.__path__, 'planner.show.terminal.')]\n"
@@ -119,6 +108,5 @@ def test_show_needs_no_torch():
     assert done.stdout == "[]\n"
 
 
-def test_texts_are_repeatable():
-    """The same values give the same text."""
+def test_same_values_give_the_same_text():
     assert comparison_text(plan(), report(plan()), style()) == comparison_text(plan(), report(plan()), style())

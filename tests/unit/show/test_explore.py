@@ -1,4 +1,4 @@
-"""The explorer: its laws are the core's, its page needs nothing else, and its commands make what is seen."""
+"""Explorer page: same figures as `check`, no external resources, and commands that give the shown plan."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from tests.unit.show.samples import in_a_v, plan, profile, renamed
 from tests.unit.show.test_html import EVIL, Page
 
 EDITS = int(os.environ.get("EDITS", "240"))
-"""A thousand take as long as many another file: they are for changes of the laws."""
+"""Number of random edits; use a thousand after changes of the cost model."""
 
 needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine")
 
@@ -41,11 +41,11 @@ def asked(planned: Plan, counts: tuple[int, ...] = (2, 4)) -> ExplorerRequest:
 
 @pytest.mark.slow
 @needs_node
-def test_random_edits_are_what_check_says(tmp_path: Path) -> None:
-    """Times, bubble and recomputation to rounding, each device's bytes to the byte, in ten edits of every question.
+def test_random_edits_have_the_figures_of_check(tmp_path: Path) -> None:
+    """Times agree up to rounding and bytes exactly, for ten edits of every plan.
 
-    Of points that are equally high, the page and `check` may show different ones. The first command of every question
-    that says all there is to say makes the same plan, asked of the solver.
+    Among equally high peaks, the page and `check` may show different ones. The first complete command of every plan is
+    also solved.
     """
     cases = [question(seed) for seed in range(EDITS // 10)]
     edits = [(case, edits_of(case, seed, 10)) for seed, case in enumerate(cases)]
@@ -64,8 +64,8 @@ def test_random_edits_are_what_check_says(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_node
-def test_a_long_chain_has_numbers_near_its_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Edits within the width agree with `check` too, a handle stops where the numbers end, and a remark says so."""
+def test_long_chains_have_figures_near_their_cuts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handles stop where the figures end, and a remark says so."""
     whole = [question(seed) for seed in range(6)]
     monkeypatch.setattr("planner.show.explore.data.MOST_BYTES", 4000)
     cases = [question(seed) for seed in range(6)]
@@ -87,8 +87,7 @@ def test_a_long_chain_has_numbers_near_its_cuts(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_tables_of_any_size_fit_or_are_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little room there is, the search for how far cuts may move ends."""
+def test_tables_fit_the_size_limit_or_are_minimal(monkeypatch: pytest.MonkeyPatch) -> None:
     widths = []
     for room in range(8000, 64_000, 4000):
         monkeypatch.setattr("planner.show.explore.data.MOST_BYTES", room)
@@ -102,7 +101,7 @@ def test_tables_of_any_size_fit_or_are_the_least(monkeypatch: pytest.MonkeyPatch
 
 
 def compare(case: Case, edit: dict[str, Any], answer: dict[str, Any]) -> bool:
-    """Compare an edit's figures with those of `check`; return True if the items of memory are the same, too."""
+    """Compare an edit's figures with those of `check`; return True if the memory components are equal too."""
     checked = figures_of(plan_of_edit(case, edit, tuple(answer["memory_bytes"])))
     items = checked.pop("items")
     for name, figure in checked.items():
@@ -117,7 +116,7 @@ def schedule_name(case: Case, edit: dict[str, Any]) -> str:
 
 
 def typed(asked_of: ExplorerRequest, line: str) -> tuple[Any, ...]:
-    """The profile, its reference and the options of a `solve` command."""
+    """Return the profile, its reference and the options of a `solve` command."""
     names = {field.name for field in fields(SolverOptions)}
     words, options = iter(shlex.split(line)[3:]), {}
     for word in words:
@@ -128,8 +127,8 @@ def typed(asked_of: ExplorerRequest, line: str) -> tuple[Any, ...]:
     return asked_of.profile, asked_of.plan.inputs.profile, SolverOptions(**options)
 
 
-def test_the_page_needs_nothing_else() -> None:
-    """Well-formed, without an address of another place, and with no script but its own; names are text."""
+def test_explorer_page_is_self_contained() -> None:
+    """Names are text, and the only script is the page's own."""
     planned = renamed(plan(), EVIL)
     named = replace(profile(), layers=tuple(replace(x, name=EVIL + x.name) for x in profile().layers))
     text = explore_html(replace(asked(planned), profile=named))
@@ -142,8 +141,7 @@ def test_the_page_needs_nothing_else() -> None:
     assert set(re.findall(r'byId\("([\w-]+)"\)', page_script())) <= {*page.ids, "data"}
 
 
-def test_every_schedule_that_runs_has_its_lists() -> None:
-    """All that the core knows: the page has no list of names, so a new schedule is there by itself."""
+def test_explorer_has_action_orders_of_all_schedules() -> None:
     menu = schedule_menu(asked(in_a_v(), (2, 6)))
     listed = {one.schedule.name: one.orders for one in menu.schedules}
     assert set(listed) == set(SCHEDULES)
@@ -156,8 +154,7 @@ def test_every_schedule_that_runs_has_its_lists() -> None:
     assert [len(text) for (text,) in listed["gpipe"][1][2].devices] == [5] * 3  # with the optimizer's step
 
 
-def test_long_lists_are_left_out_but_not_the_plans_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no room, the shortest are there beside the plan's."""
+def test_long_action_orders_are_omitted_except_the_plans_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.show.explore.orders.MOST_ACTIONS", 50)
     menu = schedule_menu(asked(in_a_v(), (3, 6)))
     assert [(one.schedule.name, {v: [*orders] for v, orders in one.orders.items()}) for one in menu.schedules] == [
@@ -168,8 +165,7 @@ def test_long_lists_are_left_out_but_not_the_plans_own(monkeypatch: pytest.Monke
 
 
 @needs_node
-def test_micro_batches_of_a_plan_may_overtake(tmp_path: Path) -> None:
-    """Where micro-batches do not come in order, an order names each of them, and the page runs it so."""
+def test_action_orders_may_reorder_micro_batches(tmp_path: Path) -> None:
     rows = ("0F1 0F0 0B1 0B0", "1F1 1B1 1F0 1B0")
     case = Case(asked(replace(plan((3, 3), micro_batches=2), schedule="search", order=rows), (2,)))
     (at,) = (n for n, one in enumerate(case.data["schedules"]) if one["is_own"])
@@ -183,8 +179,7 @@ def test_micro_batches_of_a_plan_may_overtake(tmp_path: Path) -> None:
     assert answer["lines"] == ["gpipe-plan check plan.yaml --balance 2,4"]
 
 
-def test_a_page_is_of_a_plan_that_its_profile_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written where `output` says; of a plan that was made from another profile there is none."""
+def test_explorer_refuses_stale_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     gate.write(tmp_path)
     page = planner.explore("plan.yaml", output="page.html")
@@ -194,8 +189,7 @@ def test_a_page_is_of_a_plan_that_its_profile_gives(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("recomputed", [(), ((0,), (2, 3), (4, 5))], ids=["none of them", "some"])
-def test_single_layers_are_refused_in_words(recomputed: tuple[tuple[int, ...], ...]) -> None:
-    """Beside the handles, and beside the command, which recomputes otherwise than the plan was asked to."""
+def test_explorer_explains_that_single_layers_cannot_be_recomputed(recomputed: tuple[tuple[int, ...], ...]) -> None:
     planned = plan(recomputed=recomputed)
     layered = replace(planned, inputs=replace(planned.inputs, recompute="layers"))
     assert "single layers; this page recomputes whole stages only" in Page(explore_html(asked(layered))).words

@@ -1,4 +1,4 @@
-"""The trade-off over the number of micro-batches."""
+"""Trade-off over the number of micro-batches."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ WIDE = style(120, wrap=False)
 
 
 def section(planned, how=WIDE):
-    """From the title on; without the reasons that follow."""
+    """Return the text from the section's title to its end, without the explanation."""
     text = plan_text(replace(planned, insight=None), (), how)
     return text[text.index("the best plan for each") :]
 
@@ -24,8 +24,7 @@ def rows(planned, how=WIDE):
     return lines[rule + 1 : -1]
 
 
-def test_a_row_per_number_of_micro_batches():
-    """Sizes, stages, step, rate, bubble, peak and recomputation of each; what does not fit says so."""
+def test_trade_off_has_a_row_for_each_number_of_micro_batches():
     title, *_ = section(explained()).splitlines()
     assert title == "the best plan for each number of micro-batches"
     none, two, four, _ = rows(explained())
@@ -36,16 +35,16 @@ def test_a_row_per_number_of_micro_batches():
     assert four.split()[5:12] == ["1,500", "10.0", "%", "60.0", "MiB", "10.0", "%"]
 
 
-def test_the_chosen_one_is_marked():
-    """By the same mark as the slowest stage, explained below; a plan that is not among them marks none."""
+def test_row_of_the_plan_is_marked():
+    """A plan that is not in the table marks no row."""
     assert [("◀" in row) for row in rows(explained())] == [False, False, True, False]
     assert section(explained()).splitlines()[-1].startswith("M micro-batches of b samples   ◀ this plan")
     other = replace(explained(), micro_batches=3)
     assert "◀" not in section(other)
 
 
-def test_bars_of_the_step():
-    """Bars are to scale from zero, and what takes more than four times the best runs off."""
+def test_step_bars_are_to_scale():
+    """Bars longer than four times the best are cut."""
     bars = [row.split("  ")[-1].strip() for row in rows(explained())]
     assert bars[0] == "-"
     assert bars[1] == "█" * 23 + "→"
@@ -53,8 +52,7 @@ def test_bars_of_the_step():
     assert bars[3] == "█" * 9
 
 
-def test_columns_go_where_there_is_no_room():
-    """Step, peak, M, b and whether a plan fits stand at any width; rate, bubble and the like where there is room."""
+def test_narrow_terminals_drop_less_important_columns():
     narrow, wide = section(explained(), style(60)), section(explained(), style(120))
     for text in (narrow, wide):
         assert "no plan fits" in text
@@ -65,8 +63,7 @@ def test_columns_go_where_there_is_no_room():
     assert max(map(cell_len, narrow.splitlines())) <= 60
 
 
-def test_replicas_where_there_are_some():
-    """A column for replicas, which also decide which row is the plan's."""
+def test_replicas_have_a_column_if_they_vary():
     points = [
         FrontierPoint(micro_batches=4, micro_batch_size=4 // r, replicas=r, devices=3, step_us=9e3) for r in (1, 2)
     ]
@@ -78,8 +75,7 @@ def test_replicas_where_there_are_some():
     assert "replicas" not in section(explained())
 
 
-def test_schedules_where_they_differ():
-    """The schedule is told where the solver chose one, and stages are devices where chunks share them."""
+def test_schedules_have_a_column_if_they_vary():
     points = [
         FrontierPoint(micro_batches=m, micro_batch_size=1, schedule=schedule, devices=2, step_us=9e3)
         for m, schedule in ((2, "1f1b"), (4, "interleaved"))
@@ -92,8 +88,7 @@ def test_schedules_where_they_differ():
 
 
 @pytest.mark.parametrize("points", [(), (FrontierPoint(micro_batches=2, micro_batch_size=1, fits=False),)])
-def test_nothing_to_weigh_up(points):
-    """Without figures there is no section; where nothing fits there are no bars."""
+def test_trade_off_without_figures_or_fitting_plans(points):
     text = plan_text(replace(plan(), frontier=points), (), WIDE)
     assert ("the best plan for each" in text) == bool(points)
     assert "██ step" not in text

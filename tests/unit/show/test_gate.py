@@ -1,4 +1,4 @@
-"""Verdicts, comparisons and sweeps in every form: as they were looked at, and as their readers take them."""
+"""Verdicts, comparisons and sweeps in every format: golden texts, and requirements of their readers."""
 
 import json
 import re
@@ -32,7 +32,7 @@ WIDE = style(120, wrap=False)
 
 
 def odd(**changes: object) -> Verdict:
-    """A verdict whose text holds whatever could break a format."""
+    """Return a verdict whose text has characters that are special in some format."""
     message = 'a|b, c:d%e\nf <g> & "h" \x1b[31m `i` *j* \udc80 \u202e ]]>'.replace("\udc80", "\ufffe")
     finding = Finding(code="GP101", severity="error", message=message, hint="k", stage=1)
     return Verdict(fits=False, findings=(finding,), plan=gate.plan(), **changes)  # type: ignore[arg-type]
@@ -49,21 +49,21 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_verdict_looks_as_it_was_looked_at(name: str) -> None:
-    """Stale, over a cap, grown, with advice and with a difference: all that there is to show."""
+def test_verdict_equals_its_golden_text(name: str) -> None:
+    """The plan is stale, over its limit and larger than before, with suggestions and a difference."""
     assert_golden(GOLDEN / name, FORMATS[name](gate.over_the_cap()))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_plan_that_fits_is_told_in_every_format(name: str) -> None:
-    """No finding, the answer all the same, and nothing that a reader would take for a failure."""
+def test_fitting_plan_has_an_answer_in_every_format(name: str) -> None:
+    """No reader takes the text for a failure."""
     text = FORMATS[name](api.check(gate.plan(), profile=gate.profile()))
     assert not re.search("GP[0-9]{3} |::error|<failure", text)
     assert text
 
 
-def test_annotations_are_escaped_as_the_runner_unescapes_them() -> None:
-    """One line per finding whatever is in it; unescaped in the runner's order it is the message again."""
+def test_github_annotations_are_escaped() -> None:
+    """Unescaping in the order of the runner gives the message again."""
     line, answer = github_annotations(odd(), PlanFile(path="a,b:c%.yaml", stage_lines=(5, 6))).splitlines()
     found = re.fullmatch(r"::error file=([^,:]*),line=6,title=([^,:]*)::(.*)", line)
     assert found is not None
@@ -75,15 +75,15 @@ def test_annotations_are_escaped_as_the_runner_unescapes_them() -> None:
 
 
 @pytest.mark.parametrize(("severity", "command"), [("error", "error"), ("warning", "warning"), ("note", "notice")])
-def test_annotations_have_the_severity_of_the_finding(severity: str, command: str) -> None:
-    """GitHub calls a note a notice. A plan from standard input has no file to point at."""
+def test_github_annotations_have_the_severity_of_the_finding(severity: str, command: str) -> None:
+    """GitHub calls a note a notice. A plan from standard input has no file."""
     finding = Finding(code="GP203", severity=severity, message="m")  # type: ignore[arg-type]
     text = github_annotations(Verdict(fits=True, findings=(finding,), plan=None), PlanFile(path="-"))
     assert text.startswith(f"::{command} title=GP203 ")
 
 
 def test_junit_has_a_case_for_the_plan_and_one_per_stage() -> None:
-    """Counts agree with what is there; failures stand in the case of their stage, and notes are no failures."""
+    """Notes are not failures."""
     root = ET.fromstring(junit_xml(gate.over_the_cap(), PLACE))
     (suite,) = root
     cases = {case.get("name"): [f.get("type") for f in case.findall("failure")] for case in suite.findall("testcase")}
@@ -99,8 +99,8 @@ def test_junit_has_a_case_for_the_plan_and_one_per_stage() -> None:
     assert "GP401 note" in "".join(suite.itertext())
 
 
-def test_junit_holds_any_text() -> None:
-    """Characters that do not print, which XML may have no place for, are spelled out; all others are as they were."""
+def test_junit_escapes_unprintable_characters() -> None:
+    """XML does not allow all of them."""
     failure = ET.fromstring(junit_xml(odd(), PLACE)).find(".//failure")
     assert failure is not None
     text = "\n".join(map(escape_unprintable, f"{odd().findings[0].message}\nk".split("\n")))
@@ -108,15 +108,14 @@ def test_junit_holds_any_text() -> None:
     assert not {"\x1b", "\ufffe", "\u202e"} & set(text)
 
 
-def test_with_strict_a_warning_is_a_failure() -> None:
-    """The formats agree with the exit code."""
+def test_warnings_are_failures_with_strict() -> None:
     verdict = api.check(gate.plan(), profile=gate.profile(), headroom="9%", strict=True)
     assert ET.fromstring(junit_xml(verdict, PLACE)).get("failures") == "1"
     assert verdict_text(verdict, WIDE).endswith("refused, because warnings are errors (1 warning)")
 
 
 def _check_sarif(log: dict[str, object]) -> None:
-    """What SARIF 2.1.0 requires (sections 3.13, 3.14, 3.18, 3.19, 3.27, 3.49), of the parts that we write."""
+    """Check the requirements of SARIF 2.1.0 (sections 3.13, 3.14, 3.18, 3.19, 3.27, 3.49) on the written parts."""
     assert set(log) == {"$schema", "version", "runs"}
     assert log["version"] == "2.1.0"
     (run,) = log["runs"]  # type: ignore[misc]
@@ -142,20 +141,17 @@ def _check_sarif(log: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("path", ["plan.yaml", "/abs/plan.yaml", "a b/plän#1.yaml"])
 def test_sarif_has_the_structure_of_the_standard(path: str) -> None:
-    """Levels, rules by index, locations with URIs; whatever the file is called."""
     for verdict in (gate.over_the_cap(), odd()):
         _check_sarif(json.loads(sarif_log(verdict, PlanFile(path=path, stage_lines=(3, 4, 5)))))
 
 
-def test_sarif_of_standard_input_points_nowhere() -> None:
-    """There is no file; the stage is named all the same."""
+def test_sarif_of_standard_input_has_no_file() -> None:
     log = json.loads(sarif_log(odd(), PlanFile(path="-")))
     (result,) = log["runs"][0]["results"]
     assert result["locations"] == [{"logicalLocations": [{"name": "stage 1", "kind": "element"}]}]
 
 
-def test_sarif_fingerprints_outlive_the_numbers() -> None:
-    """The same stage over the same cap by other bytes is the same alert."""
+def test_sarif_fingerprints_do_not_depend_on_bytes() -> None:
     prints = []
     for widened in (400_000, 500_000):
         verdict = api.check(gate.plan(), profile=gate.profile(widened))
@@ -165,16 +161,14 @@ def test_sarif_fingerprints_outlive_the_numbers() -> None:
     assert prints[0][0] != prints[0][1]
 
 
-def test_markdown_takes_names_literally() -> None:
-    """A bar does not end a cell, and nothing of a name is markup."""
+def test_markdown_escapes_names() -> None:
     text = verdict_markdown(odd(), PLACE)
     assert r"a\|b" in text
     assert r"\<g\>" in text
     assert r"\*j\*" in text
 
 
-def test_comparisons_and_sweeps_look_as_they_were_looked_at() -> None:
-    """Two plans, with what differs per stage; clusters, with those that do not fit."""
+def test_comparisons_and_sweeps_equal_their_golden_texts() -> None:
     comparison = api.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
     assert_golden(GOLDEN / "compare.txt", plans_text(comparison, WIDE) + "\n")
     assert_golden(GOLDEN / "compare.md", comparison_markdown(comparison))
@@ -184,8 +178,7 @@ def test_comparisons_and_sweeps_look_as_they_were_looked_at() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_pictures_keep_within_the_terminal(width: int) -> None:
-    """Comparison, sweep and difference."""
+def test_comparisons_and_sweeps_fit_the_terminal(width: int) -> None:
     narrow = style(width)
     comparison = api.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
     found = api.sweep(gate.profile(), devices=(1, 2, 3), mem="500kB,2MB", batch=4)
@@ -198,8 +191,7 @@ def test_pictures_keep_within_the_terminal(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 84])
-def test_numbers_are_never_broken(width: int) -> None:
-    """Where there is no room a column goes, and what stays is whole; the plan and the rate always stay."""
+def test_narrow_tables_drop_columns_instead_of_cutting_numbers(width: int) -> None:
     narrow = style(width)
     found = api.sweep(gate.profile(), devices=(1, 2, 3), mem="500kB,2MB", batch=4, schedule="gpipe")
     comparison = api.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))

@@ -1,4 +1,4 @@
-"""The HTML report: one file that needs nothing else, whatever its names hold."""
+"""HTML report: one self-contained file for any names."""
 
 import json
 import re
@@ -21,7 +21,7 @@ VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Reads a page and holds on to what matters; complains of tags that do not match."""
+    """Parser of a page that records tags, ids, links and text, and fails on unmatched tags."""
 
     def __init__(self, text):
         super().__init__()
@@ -75,16 +75,15 @@ ALL = pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)
 
 
 @ALL
-def test_tags_match_and_names_are_unique(make):
-    """The page is well formed, and what its links point to is there once."""
+def test_tags_match_and_ids_are_unique(make):
     page = Page(make())
     assert len(page.ids) == len(set(page.ids))
     assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
 
 
 @ALL
-def test_nothing_is_loaded(make):
-    """No address of another place, in markup, style or script; and the page forbids itself to load any."""
+def test_page_loads_nothing(make):
+    """A content security policy forbids loading, too."""
     text = make()
     addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'<]*", text))
     assert addresses <= {"http://www.w3.org/2000/svg"}
@@ -93,13 +92,12 @@ def test_nothing_is_loaded(make):
 
 
 @ALL
-def test_it_is_repeatable(make):
-    """The same values give the same bytes."""
+def test_same_values_give_the_same_page(make):
     assert make() == make()
 
 
-def test_it_stays_small():
-    """Under 300 kB with K = 8, M = 32, transfers, recomputation and a run included."""
+def test_page_is_below_300_kilobytes():
+    """K = 8 and M = 32, with transfers, recomputation and a run."""
     names = tuple(f"encoder.layers.{n}.mlp" for n in range(24))
     big = profile(names)
     planned = plan((3,) * 8, micro_batches=32, recompute="always", of=big)
@@ -107,8 +105,7 @@ def test_it_stays_small():
     assert len(plan_html(planned, big, step, report(planned), digest="sha256:1").encode()) < 300_000
 
 
-def test_names_cannot_become_markup():
-    """A layer's name, a path or a device that looks like markup is shown, and nothing of it runs."""
+def test_names_are_escaped_in_the_page():
     evil = profile((EVIL, "b", "c", "d", "e", "f"))
     evil = replace(
         evil, model=replace(evil.model, source=EVIL, settings={EVIL: EVIL}), device=replace(evil.device, name=EVIL)
@@ -127,8 +124,8 @@ def test_names_cannot_become_markup():
         assert "\x1b" not in text
 
 
-def test_the_data_holds_every_box():
-    """Decoded as the script does it, the data are the spans of the step, to a tenth of a microsecond."""
+def test_page_data_have_every_span():
+    """The script decodes them to a tenth of a microsecond."""
     planned = plan(recompute="except-last")
     step = step_of_sample(planned)
     data = json.loads(re.search(r'<script type="application/json" id="step">(.*?)</script>', page_of(planned))[1])
@@ -146,8 +143,7 @@ def test_the_data_holds_every_box():
     assert data["spared"] == [0, 1, 2]
 
 
-def test_what_is_missing_is_said():
-    """Without profile, frontier or run the section says how to get it."""
+def test_missing_sections_explain_how_to_get_them():
     words = Page(page_of(plan(), profiled=False, stepped=False)).words
     assert "The timeline is computed from the profile, which was not found" in words
     assert "The profile, which has the layers, was not found" in words
@@ -155,16 +151,14 @@ def test_what_is_missing_is_said():
     assert "--run run.json" in words
 
 
-def test_the_trade_off_marks_the_plan():
-    """The chosen M has a diamond; where nothing fits, that is said."""
+def test_trade_off_in_the_report_marks_the_plan():
     words = Page(page_of(explained())).words
     assert "M = 4: " in words
     assert words.count("◆") == 4
     assert "No plan fits with M = 1" in words
 
 
-def test_memory_over_the_cap_is_said_in_words():
-    """Not by colour alone."""
+def test_memory_over_the_limit_is_marked_in_words():
     assert Page(page_of(plan(cap=1000))).words.count("! over") == 3
 
 
@@ -177,8 +171,7 @@ def test_groups_of_gpus_and_headroom_are_explained():
     assert "is a group of" not in page_of(plan())
 
 
-def test_a_run_is_set_beside_its_plan():
-    """Every stage's forward, backward and peak with its difference; other stages are not compared."""
+def test_report_compares_the_run_with_its_plan():
     words = Page(page_of(plan(), measured=report(plan()))).words
     assert words.count("+10.0 %") >= 6
     assert words.count("-1.0 %") == 3
@@ -186,20 +179,19 @@ def test_a_run_is_set_beside_its_plan():
 
 
 def of_two_replicas(planned):
-    """The second one is slower in its forwards, and needs more memory."""
+    """Return a run in which the second replica has slower forwards and needs more memory."""
     run = report(planned)
     second = [replace(s, replica=1, forward_us=1.3 * s.forward_us, peak_bytes=s.peak_bytes + MIB) for s in run.stages]
     return replace(run, stages=(*run.stages, *second))
 
 
 def differences(lines):
-    """What stands last in each row of a comparison, by what stands first."""
+    """Return the last cell of each row of a comparison by its first cell."""
     rows = [re.fullmatch(r"(step|(?:forward|backward|peak memory), stage \d).*?([+-][\d.]+ %)", line) for line in lines]
     return {row[1]: row[2] for row in rows if row}
 
 
-def test_a_run_of_replicas_is_set_beside_its_plan():
-    """The slowest and the largest of the replicas are compared, row by row as in the terminal; which, it says."""
+def test_report_compares_the_slowest_replica_with_the_plan():
     planned = plan((3, 3), replicas=2)
     run = of_two_replicas(planned)
     page = page_of(planned, measured=run)
@@ -211,20 +203,19 @@ def test_a_run_of_replicas_is_set_beside_its_plan():
     assert "Measured: the slowest and the largest of the replicas." in Page(page).words
 
 
-def test_a_diverged_run_is_shown():
-    """Losses that are no numbers leave a gap."""
+def test_report_shows_losses_that_are_not_numbers():
     assert "nan" in run_html(replace(report(plan()), losses=(8.0, 7.0, float("nan"))))
 
 
 def cards(text):
-    """What the key figures say, each on its own."""
+    """Return the small text of each key figure."""
     found = re.search('<dl class="figures">(.*?)</dl>', text, re.DOTALL)
     return re.findall("<small>(.*?)</small>", found[1])
 
 
 @pytest.mark.parametrize("how", ["estimated", "compiled"])
 def test_numbers_that_were_not_measured_are_marked(how):
-    """On every card, which may be copied alone, and above them; a measured plan or profile says nothing of it."""
+    """Every card is marked, because a card may be copied alone."""
     measured = plan()
     guessed = replace(measured, inputs=replace(measured.inputs, profile=replace(measured.inputs.profile, how=how)))
     assert all(card.startswith(how) for card in cards(page_of(guessed)))
@@ -238,8 +229,7 @@ def test_numbers_that_were_not_measured_are_marked(how):
     assert not any(how in card for card in cards(profile_html(profile())))
 
 
-def test_every_kind_of_memory_has_a_colour_of_its_own():
-    """Also that which few plans have: casts."""
+def test_every_memory_component_has_its_own_color():
     styled = page_of(plan())
     colours = [re.search(rf"[.]m-{kind}{{--c:(#[0-9a-f]+)", styled) for kind in COMPONENTS]
     assert all(colours)

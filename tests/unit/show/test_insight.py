@@ -1,4 +1,4 @@
-"""Why a plan is as it is."""
+"""Explanation of a plan."""
 
 from dataclasses import replace
 
@@ -15,8 +15,7 @@ def section(planned, how=WIDE):
     return text[text.index("why this plan") :]
 
 
-def test_everything_that_is_known():
-    """Pace, the tightest stage, what changes would bring in percent of the step, and what noise does."""
+def test_explanation_has_bottleneck_limit_what_if_and_noise():
     step_us = explained().predicted.step_us
     assert section(explained(), style(100, wrap=False)).splitlines() == [
         "why this plan",
@@ -30,14 +29,12 @@ def test_everything_that_is_known():
     ]
 
 
-def test_it_comes_last():
-    """The reasons follow the trade-off, which follows the stages."""
+def test_explanation_follows_the_trade_off():
     text = plan_text(explained(), (), WIDE)
     assert text.index("memory per stage") < text.index("the best plan for each") < text.index("why this plan")
 
 
-def test_narrow():
-    """Long sentences go on below themselves."""
+def test_long_sentences_of_the_explanation_are_indented():
     lines = section(explained(), style(60)).splitlines()
     assert all(
         line[:12].strip() in ("why this pla", "why this plan", "bottleneck", "tightest", "what if", "noise", "")
@@ -46,8 +43,7 @@ def test_narrow():
     assert lines[-4].startswith("noise       with measurement noise of ±2.1 %: in 20 random")
 
 
-def test_without_noise_and_questions():
-    """What is not known is left out."""
+def test_unknown_parts_of_the_explanation_are_omitted():
     insight = Insight(pace="the link after stage 0", tightest_device=0, free_bytes=0)
     assert section(replace(plan(), insight=insight)).splitlines() == [
         "why this plan",
@@ -57,16 +53,15 @@ def test_without_noise_and_questions():
     assert "why this plan" not in plan_text(plan(), (), WIDE)
 
 
-def test_devices_of_chunks():
-    """Where devices run several stages, it is a device that is tightest; one that is not there does no harm."""
+def test_explanation_of_chunks_is_about_devices():
+    """A device that does not exist causes no error."""
     insight = Insight(pace="stage 4", tightest_device=2, free_bytes=3 * MIB)
     assert "tightest    device 2, 3.00 MiB free of 120 MiB" in section(replace(interleaved(), insight=insight))
     odd = replace(insight, tightest_device=17)
     assert "tightest    device 17, 3.00 MiB free" in section(replace(plan(), insight=odd))
 
 
-def test_a_step_of_no_time():
-    """A plan of no time cannot be made faster."""
+def test_explanation_of_a_step_without_time():
     still = replace(plan(), predicted=replace(plan().predicted, step_us=0.0))
     insight = Insight(pace="x", tightest_device=0, free_bytes=0, what_if=(WhatIf(change="y", step_us=0.0),))
     assert "y: no faster" in section(replace(still, insight=insight))

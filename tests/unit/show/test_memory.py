@@ -1,4 +1,4 @@
-"""Memory bars: to scale, the cap marked, too much said in words."""
+"""Memory bars: scale, marks of limits, and excess in words."""
 
 import codecs
 
@@ -9,26 +9,24 @@ from tests.unit.show.samples import MIB, memory_text, stage, style
 
 
 def bars(text):
-    """Everything from the bar's first column, per stage."""
+    """Return the text from the bar's first column, per stage."""
     lines = text.splitlines()[1:]
     return [line[len("stage 0 ") :] for line in lines if line.startswith("stage ") and line[7] != ":"]
 
 
-def test_every_kind_has_its_fill():
-    """No two kinds of memory look the same, in ASCII neither, nor like the cap."""
+def test_every_component_has_its_own_fill():
+    """ASCII fills differ too, also from the mark of the limit."""
     codecs.register_error("spelled", spell_in_ascii)
     for fills in ("│" + _FILLS, ("│" + _FILLS).encode("ascii", "spelled").decode()):
         assert len(fills) == 1 + len(COMPONENTS) == len(set(fills))
 
 
-def test_numbers_beside_the_bar():
-    """Need, cap and share stand beside the bar."""
+def test_bar_is_followed_by_need_limit_and_share():
     text = memory_text([stage(parameters=93 * MIB)], style())
     assert "93.0 MiB of 100 MiB · 93 %" in text
 
 
 def test_bar_is_to_scale():
-    """Half the cap fills half the columns up to the mark, split as the kinds are."""
     (bar,) = bars(memory_text([stage(parameters=25 * MIB, in_flight=25 * MIB)], style(100)))
     mark = bar.index("│")
     assert abs(bar.count("█") - mark / 4) <= 1
@@ -36,15 +34,13 @@ def test_bar_is_to_scale():
     assert bar[:mark].count(" ") == mark - bar.count("█") - bar.count("░")
 
 
-def test_full_is_not_over():
-    """A stage that needs its cap to the last byte touches the mark and is not marked as over."""
+def test_stage_exactly_at_its_limit_is_not_over():
     text = memory_text([stage(parameters=100 * MIB)], style())
     assert "█│" in text
     assert "OVER" not in text
 
 
-def test_over_the_cap():
-    """A stage one byte over its cap is marked by a word; a stage well over it runs past the mark as well."""
+def test_stage_over_its_limit_is_marked_in_words():
     text = memory_text([stage(parameters=100 * MIB + 1), stage(1, working=150 * MIB)], style())
     first, second = bars(text)
     assert first.endswith("100 % ! OVER")
@@ -52,15 +48,13 @@ def test_over_the_cap():
     assert "▌│▌" in second
 
 
-def test_unequal_caps():
-    """Every stage has its own mark, all on one scale."""
+def test_unequal_limits_share_one_scale():
     text = memory_text([stage(cap=100 * MIB, buffers=30 * MIB), stage(1, cap=50 * MIB, buffers=40 * MIB)], style())
     first, second = bars(text)
     assert abs(first.index("│") - 2 * second.index("│")) <= 1
 
 
-def test_caps_out_of_sight():
-    """Under caps far above the needs the bars are drawn to the largest need, and that is said."""
+def test_bars_are_scaled_to_the_largest_need_if_limits_are_far():
     text = memory_text([stage(cap=10**18, parameters=MIB), stage(1, cap=10**18, parameters=2 * MIB)], style())
     first, second = bars(text)
     assert "to the largest peak (2.00 MiB)" in text
@@ -68,16 +62,14 @@ def test_caps_out_of_sight():
     assert abs(2 * first.count("█") - second.count("█")) <= 1
 
 
-def test_small_caps_are_seen_beside_a_huge_one():
-    """A scale by need still marks the caps that lie within it."""
+def test_small_limits_are_marked_next_to_a_huge_one():
     text = memory_text([stage(cap=2 * MIB, parameters=MIB), stage(1, cap=10**12, parameters=3 * MIB)], style())
     first, second = bars(text)
     assert "│" in first
     assert "│" not in second
 
 
-def test_legend_names_the_kinds_present():
-    """The legend holds the kinds that some stage has, with the bytes of the stage nearest its cap."""
+def test_legend_lists_the_components_of_the_fullest_stage():
     text = memory_text([stage(parameters=MIB, in_flight=MIB), stage(1, parameters=60 * MIB)], style())
     legend = text[text.index("stage 1:") :]
     assert "█ parameters 60.0 MiB" in legend
@@ -86,7 +78,6 @@ def test_legend_names_the_kinds_present():
 
 
 def test_chunks_of_a_device_share_a_bar():
-    """With two chunks on each device there is a bar per device, of the sum of its chunks against its one cap."""
     chunks = [stage(k, parameters=(k + 1) * 10 * MIB, in_flight=5 * MIB) for k in range(4)]
     text = memory_text(chunks, style(100), num_devices=2)
     title, first, second, legend, *_ = text.splitlines()
@@ -98,13 +89,11 @@ def test_chunks_of_a_device_share_a_bar():
     assert abs(first.count("█") * 60 - second.count("█") * 40) <= 60
 
 
-def test_chunks_that_fit_one_by_one_may_be_too_much_together():
-    """It is the device that is over its cap."""
+def test_device_over_its_limit_is_marked_although_its_chunks_fit():
     text = memory_text([stage(parameters=60 * MIB), stage(1, parameters=60 * MIB)], style(), num_devices=1)
     assert text.splitlines()[1].endswith("120 MiB of 100 MiB · 120 % ! OVER")
 
 
-def test_nothing_needed():
-    """A stage without memory, or a cap of zero, has an empty bar."""
+def test_empty_memory_or_limit_has_an_empty_bar():
     assert "0 B of 100 MiB" in memory_text([stage()], style())
     assert "OVER" in memory_text([stage(cap=0, parameters=1)], style())

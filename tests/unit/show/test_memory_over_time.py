@@ -1,4 +1,4 @@
-"""Memory over time: to scale, no peak lost, against the cap."""
+"""Memory over time: scale, peaks and limits."""
 
 import re
 
@@ -17,33 +17,30 @@ def levels_of(*levels):
 
 
 def rows(text):
-    """The rows of the section, without the names of devices."""
+    """Return the rows of the section without the names of devices."""
     section = text[text.index("memory over the step") :]
     return [line.split(" ", 2)[2] for line in section.splitlines()[1:] if line.startswith(("device ", "stage "))]
 
 
-def test_a_column_has_the_highest_of_its_levels():
-    """However short a peak is, and whether it ends within its column or at its edge."""
+def test_column_has_the_highest_of_its_levels():
     step = levels_of((0.0, 1), (2.0, 5), (4.0, 2), (6.2, 9), (6.3, 2), (8.0, 3))
     assert memory_over_time(step, columns=5, end_us=10.0) == [[1, 5, 2, 9, 3]]
     assert memory_over_time(step, columns=2, end_us=10.0) == [[5, 9]]
 
 
-def test_what_follows_the_end_is_left_out():
-    """The optimizer's step is behind the last backward."""
+def test_levels_after_the_end_are_omitted():
+    """The optimizer step follows the last backward."""
     assert memory_over_time(levels_of((0.0, 1), (10.0, 7)), columns=2, end_us=10.0) == [[1, 1]]
 
 
 @pytest.mark.parametrize("planned", [plan(), interleaved(), in_a_v()], ids=["gpipe", "interleaved", "zbv"])
-def test_the_highest_level_is_the_peak(planned):
-    """Of every device, under every schedule."""
+def test_highest_level_is_the_peak(planned):
     step = step_of_sample(planned)
     held = memory_over_time(step, columns=100, end_us=step.end_us)
     assert [max(levels) for levels in held] == pytest.approx(planned.device_bytes(), abs=8)
 
 
-def test_rows_stand_under_the_timeline():
-    """A row per device on the timeline's scale of time, its peak's share of the cap behind it."""
+def test_memory_rows_have_the_scale_of_the_timeline():
     planned = in_a_v()
     text = whole_plan_text(planned, style(100))
     drawn = rows(text)
@@ -53,8 +50,8 @@ def test_rows_stand_under_the_timeline():
     assert all(re.fullmatch(r"[▁▂▃▄▅▆▇]{84} +\d+ %", row) for row in drawn)
 
 
-def test_only_what_fills_its_cap_looks_full():
-    """A device whose cap is its peak reaches the top where it has its peak; under tiny needs the largest is the top."""
+def test_memory_at_its_limit_fills_the_row():
+    """If all needs are far below their limits, the largest need fills the row."""
     need = max(in_a_v().device_bytes())
     assert "█" in "".join(rows(whole_plan_text(in_a_v(cap=need), style(100))))
     far = whole_plan_text(in_a_v(cap=100 * need), style(100))
@@ -62,8 +59,8 @@ def test_only_what_fills_its_cap_looks_full():
     assert "█" in "".join(rows(far))
 
 
-def test_the_report_draws_it_too():
-    """A picture per device, which says its peak and its cap to whom cannot see it; none without the profile."""
+def test_report_draws_memory_over_time():
+    """The pictures have labels for screen readers."""
     planned = in_a_v()
     page = plan_html(planned, profile(), step_of_sample(planned), None, digest="sha256:1")
     assert len(re.findall(r'aria-label="device \d: at most [^"]+ of 120 MiB"', page)) == 3

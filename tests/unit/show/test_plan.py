@@ -1,4 +1,4 @@
-"""A plan's figures and its table of stages."""
+"""Figures of a plan, and its table of stages."""
 
 from dataclasses import replace
 
@@ -17,15 +17,14 @@ def first_line(planned, how=WIDE):
 
 
 def rows(planned, how=WIDE):
-    """The rows of the table of stages, the mark of the slowest left out."""
+    """Return the rows of the table of stages without the mark of the slowest."""
     lines = plan_text(planned, (), how).split("memory per ")[0].splitlines()
     rule = next(n for n, line in enumerate(lines) if line.startswith(("──", "--")))
     table = lines[rule + 1 : lines.index("", rule)]
     return [line.replace(" ◀", "  ") for line in table]
 
 
-def test_headline():
-    """The first lines name the schedule, its sizes and what is predicted."""
+def test_headline_has_schedule_sizes_and_figures():
     planned = plan()
     head, figures = plan_text(planned, (), WIDE).splitlines()[:2]
     assert head == "GPipe, 3 stages \u00d7 4 micro-batches of 1 sample"
@@ -37,7 +36,6 @@ def test_headline():
 
 
 def test_headline_of_each_schedule():
-    """1F1B as GPipe; interleaved with devices and chunks; replicas stand in front."""
     assert first_line(plan(schedule="1f1b")) == "1F1B, 3 stages \u00d7 4 micro-batches of 1 sample"
     chunks = "interleaved 1F1B, 3 devices \u00d7 2 chunks \u00d7 6 micro-batches of 1 sample"
     assert first_line(interleaved()) == chunks
@@ -46,8 +44,7 @@ def test_headline_of_each_schedule():
     assert first_line(both).startswith("interleaved 1F1B, 2 replicas of 3 devices \u00d7 2 chunks \u00d7 6 ")
 
 
-def test_groups_of_gpus():
-    """The sizes are a product in GPUs; spare ones are counted in GPUs, and `not a pipeline` names the group."""
+def test_groups_are_counted_in_gpus():
     groups = replace(plan(replicas=2, devices=50), tensor_parallel=8)
     assert first_line(groups) == "GPipe, 48 GPUs = 2 replicas \u00d7 3 stages \u00d7 8, 4 micro-batches of 1 sample"
     assert "2 of 50 GPUs left unused" in plan_text(groups, (), WIDE)
@@ -76,13 +73,11 @@ def test_groups_of_gpus():
         (SolverReport(method="given", status="given"), "given:"),
     ],
 )
-def test_how_good_the_plan_is(solver, words):
-    """The certificate stands below the figures."""
+def test_certificate_follows_the_figures(solver, words):
     assert words in plan_text(plan(solver=solver), (), WIDE)
 
 
-def test_a_claim_names_the_chunks_that_were_tried():
-    """Without `--chunks`, interleaved 1F1B is tried with some chunk counts only."""
+def test_certificate_names_the_numbers_of_chunks_tried():
     tried = replace(plan().inputs, schedule="interleaved", chunks=0)
     solver = SolverReport(method="simulated", status="optimal")
     assert "no interleaved 1F1B plan of 2 to 4 chunks is faster" in plan_text(
@@ -93,7 +88,6 @@ def test_a_claim_names_the_chunks_that_were_tried():
 
 
 def test_stage_table():
-    """One row per stage: its layers with their number, recomputation, times in ms, memory, cap and share."""
     planned = plan((1, 3, 2), recompute="except-last", cap=400 * MIB)
     lines = plan_text(planned, (), WIDE).splitlines()
     (row,) = [line for line in lines if line.startswith("1 ◀")]
@@ -108,13 +102,11 @@ def test_stage_table():
 
 
 def test_the_bottleneck_is_marked_once():
-    """Only the slowest stage carries the mark; a single stage needs none."""
     assert plan_text(plan((1, 3, 2)), (), WIDE).count("◀") == 1
     assert "◀" not in plan_text(plan((6,)), (), WIDE)
 
 
-def test_over_the_cap():
-    """A stage over its cap is marked in the table and in the bars."""
+def test_stage_over_its_limit_is_marked_in_table_and_bars():
     text = plan_text(plan(cap=40 * MIB), (), WIDE)
     table, bars = text.split("memory per stage")
     assert table.count(" !") == 3
@@ -122,21 +114,18 @@ def test_over_the_cap():
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_no_number_is_lost_in_few_columns(width):
-    """Memory and cap of every stage stand in the text at any width."""
+def test_memory_and_limit_are_shown_at_any_width(width):
     planned = plan(of=profile())
     text = plan_text(planned, events_of(planned), style(width))
     assert text.count("of 120 MiB") == 3
 
 
-def test_timeline_only_with_events():
-    """Without events the timeline is left out."""
+def test_timeline_needs_events():
     assert "timeline" not in plan_text(plan(), (), WIDE)
     assert "timeline of one step" in plan_text(plan(), events_of(plan()), WIDE)
 
 
-def test_unused_devices():
-    """A plan that leaves devices unused says so; replicas use theirs; of unlike ones it says which."""
+def test_unused_devices_are_reported():
     assert "2 of 5 devices left unused\n" in plan_text(plan(devices=5), (), WIDE)
     assert "unused" not in plan_text(plan(), (), WIDE)
     assert "unused" not in plan_text(plan(replicas=2), (), WIDE)
@@ -150,8 +139,7 @@ def asked_for(planned, *, replicas, solver="optimal", schedule="gpipe"):
     return replace(planned, inputs=inputs, solver=replace(planned.solver, status=solver))
 
 
-def test_a_plan_without_a_cut():
-    """It says that it is no pipeline, and whether that was found to be the fastest or could not be otherwise."""
+def test_plan_without_cuts_is_reported_as_no_pipeline():
     copies, alone = plan((6,), replicas=3), plan((6,), devices=3)
     found = [
         (asked_for(copies, replicas=0), "under GPipe no cut is faster than 3 copies of the whole model"),
@@ -168,8 +156,8 @@ def test_a_plan_without_a_cut():
     assert "device  layers" not in plan_text(copies, (), WIDE)
 
 
-def test_chunks_stand_with_their_device():
-    """In an interleaved plan a column says which device runs a stage, and memory is a part of the device's peak."""
+def test_chunks_have_a_column_for_their_device():
+    """Memory is a part of the device's peak."""
     planned = interleaved()
     table = rows(planned)
     assert [row.split()[:2] for row in table] == [[str(k), str(k % 3)] for k in range(6)]
@@ -186,8 +174,7 @@ def test_chunks_stand_with_their_device():
         ]
 
 
-def test_unlike_devices():
-    """A column says which device runs a stage, and how fast it is if not as the profiled one."""
+def test_unequal_devices_have_a_column_with_their_speed():
     table = rows(unlike())
     assert [row[7:14].strip() for row in table] == ["0", "1 (2\u00d7)", "2"]
     assert rows(plan(caps=(120 * MIB, 130 * MIB, 140 * MIB)))[1].split()[:2] == ["1", "1"]
@@ -196,8 +183,7 @@ def test_unlike_devices():
     assert rows(plan())[1].split()[:2] == ["1", "block.1"]
 
 
-def test_single_layers_recomputed():
-    """The table counts them, a line below it names them: the whole stage as a range, else one by one."""
+def test_recomputed_layers_are_counted_and_listed():
     planned = plan((3, 3), recomputed=((0, 2), (3, 4, 5)))
     assert "2 of 3 layers" in rows(planned)[0]
     assert "3 of 3 layers" in rows(planned)[1]
@@ -207,7 +193,7 @@ def test_single_layers_recomputed():
 
 
 def recomputing(names, layers=1000):
-    """A plan whose one stage recomputes layers of these names."""
+    """Return a plan whose only stage recomputes layers with these names."""
     (stage,) = plan((6,)).stages
     stage = replace(stage, recompute="layers", recomputed=tuple(names), layers=layers)
     return replace(plan((6,)), stages=(stage,))
@@ -225,13 +211,13 @@ def recomputing(names, layers=1000):
         (["h.0.attn", "h.0.mlp", "h.1.attn"], "h.0.attn, h.0.mlp, h.1.attn"),
     ],
 )
-def test_names_that_count_on_are_one(names, told):
-    """Three and more layers whose names count on are a range with their number, so that none in between is meant."""
+def test_consecutive_names_are_shown_as_a_range(names, told):
+    """Ranges have at least three layers, and their number."""
     assert f"stage 0 recomputes {told}\n" in plan_text(recomputing(names), (), WIDE)
 
 
 def test_many_recomputed_layers_take_few_lines():
-    """On a terminal three lines and how many are left, in a pipe every name."""
+    """In a pipe, all names are listed."""
     names = [f"{'ab'[n % 2]}_{n}" for n in range(500)]
     lines = plan_text(recomputing(names), (), style(60)).splitlines()
     start = next(n for n, line in enumerate(lines) if "recomputes" in line)
@@ -244,8 +230,7 @@ def test_many_recomputed_layers_take_few_lines():
     assert "b_499" in piped
 
 
-def test_a_plan_from_an_estimate_says_so() -> None:
-    """Whoever reads it must not take the numbers for measured ones; a measured plan says nothing of it."""
+def test_plan_from_an_estimate_is_marked() -> None:
     measured = plan()
     reference = replace(measured.inputs.profile, how="estimated")
     guessed = replace(measured, inputs=replace(measured.inputs, profile=reference))

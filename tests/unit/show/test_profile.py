@@ -1,4 +1,4 @@
-"""A profile's facts and its table of layers."""
+"""Facts of a profile, and its table of layers."""
 
 from dataclasses import replace
 
@@ -17,8 +17,7 @@ def row(text, start):
     return line
 
 
-def test_facts():
-    """Model, settings, device and how it was measured stand first."""
+def test_profile_facts_come_first():
     text = profile_text(profile(), WIDE)
     for fact in (
         "4,718,592 parameters",
@@ -31,22 +30,20 @@ def test_facts():
         assert fact in text
 
 
-def test_layers_measured_once_are_one_row():
-    """Neighbours with one digest collapse into a row with the costs of one of them."""
+def test_layers_with_one_digest_share_a_row():
     line = row(profile_text(profile(), WIDE), "block")
     assert line.startswith("block.0 … block.2 (3) ")
     assert "3.00 MiB" in line
 
 
-def test_other_costs_under_one_digest_stay_apart():
-    """A digest written by hand does not hide different costs, and layers without a digest never collapse."""
+def test_layers_with_different_costs_have_separate_rows():
+    """Layers without a digest never share a row."""
     layers = (layer("a", digest="x"), layer("b", digest="x", forward_us=5.0), layer("c"), layer("d"))
     text = profile_text(replace(profile(), layers=layers), WIDE)
     assert "(" not in text.split("total")[0].split("layer ")[1]
 
 
-def test_costs_at_the_largest_size():
-    """Times, bytes and FLOP are those of the largest micro-batch size; totals count every layer."""
+def test_costs_are_those_at_the_largest_micro_batch_size():
     text = profile_text(profile(), WIDE)
     first, total = row(text, "[bold]stem").split(), row(text, "total").split()
     assert first[3:5] == ["2.000", "4.000"]
@@ -54,15 +51,13 @@ def test_costs_at_the_largest_size():
     assert "12.0 G" in row(text, "total")
 
 
-def test_time_per_sample():
-    """Time per sample at the smallest and the largest size stand side by side."""
+def test_time_per_sample_at_the_smallest_and_largest_size():
     text = profile_text(profile(), WIDE)
     assert "at 1" in text
     assert row(text, "[bold]stem").split()[-2:] == ["3.000", "3.000"]
 
 
-def test_the_least_profile():
-    """A profile written by hand with the required fields alone can be shown."""
+def test_profile_with_only_required_fields_is_shown():
     bare = LayerProfile(
         name="a", parameter_bytes=0, forward_us=(1.0,), backward_us=(2.0,), output_bytes=(0,), saved_bytes=(0,)
     )
@@ -71,16 +66,14 @@ def test_the_least_profile():
     assert "certain" not in text
 
 
-def test_tied_layers_and_noise_are_told():
-    """Shared parameters and the least certain time are worth a line."""
+def test_tied_layers_and_noise_are_shown():
     layers = (layer("wte"), layer("head", tied=("wte.weight",)))
     text = profile_text(replace(profile(), layers=layers), WIDE)
     assert "head shares wte.weight" in text
     assert "at micro-batch size 2, ±2.0 %" in text
 
 
-def test_layers_that_all_share_are_told_once():
-    """Ten layers with a parameter in common are one line, not ten of ten names."""
+def test_layers_that_all_share_parameters_take_one_line():
     names = ("a", "b", "c")
     layers = tuple(layer(name, tied=tuple(other for other in names if other != name)) for name in names)
     text = profile_text(replace(profile(), layers=layers), WIDE)
@@ -99,8 +92,7 @@ def test_layers_that_all_share_are_told_once():
         (2e7, "20.00 s"),
     ],
 )
-def test_units_of_time(largest_us, text):
-    """A column has one unit, chosen by its largest value."""
+def test_time_unit_fits_the_largest_value(largest_us, text):
     scale = TimeScale.fitting([0.1, largest_us])
     assert f"{scale.text(largest_us)} {scale.unit}" == text
 
@@ -109,13 +101,11 @@ def test_units_of_time(largest_us, text):
     ("count", "text"),
     [(0, "0"), (999, "999"), (1000, "1.00 k"), (999_600, "1.00 M"), (1.75e9, "1.75 G"), (218e6, "218 M")],
 )
-def test_large_counts(count, text):
-    """Three digits and a decimal prefix."""
+def test_counts_have_three_digits_and_a_decimal_prefix(count, text):
     assert format_count(count) == text
 
 
-def test_differences():
-    """Measured against predicted, as a share of what was predicted."""
+def test_differences_are_relative_to_the_prediction():
     assert difference(200.0, 210.0) == "+5.0 %"
     assert difference(200.0, 190.0) == "-5.0 %"
     assert difference(0.0, 1.0) == "-"

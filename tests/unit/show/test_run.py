@@ -1,4 +1,4 @@
-"""A run report, alone and beside its plan."""
+"""Run reports, alone and compared with their plan."""
 
 from dataclasses import replace
 
@@ -18,23 +18,21 @@ def row(text, start):
 
 
 @pytest.mark.parametrize(("factor", "text"), [(1.1, "+10.0 %"), (1.0, "+0.0 %"), (0.968, "-3.2 %")])
-def test_times_in_percent(factor, text):
-    """Step, forward and backward are compared as (measured - predicted) / predicted."""
+def test_times_are_compared_in_percent_of_the_prediction(factor, text):
     lines = comparison_text(plan(), report(plan(), time_factor=factor), WIDE)
     for start in ("step", "forward, stage 1", "backward, stage 2"):
         assert row(lines, start).endswith(text)
 
 
-def test_step_is_the_median_after_the_warm_up():
-    """Slow first steps and an outlier do not count: the median of the measured steps does."""
+def test_step_is_the_median_after_warm_up():
     planned = plan()
     measured = row(comparison_text(planned, report(planned, time_factor=2.0), WIDE), "step").split()
     assert float(measured[3]) == pytest.approx(2 * float(measured[1]), rel=1e-3)
     assert "median of 3 steps after 2 warm-up steps" in run_text(report(planned), planned, WIDE)
 
 
-def test_peak_memory_in_percent():
-    """Peaks are compared in percent, and one over the cap is said in words."""
+def test_peaks_are_compared_in_percent():
+    """A peak over the limit is marked in words."""
     planned = plan()
     assert row(comparison_text(planned, report(planned, peak_factor=0.99), WIDE), "peak memory, stage 0").endswith(
         "-1.0 %"
@@ -44,8 +42,8 @@ def test_peak_memory_in_percent():
     assert row(text, "peak memory, stage 0").endswith("+200.0 %")
 
 
-def test_the_reserve_is_left_out():
-    """The reserve is not the allocator's: predicted peaks are compared without it, which is said."""
+def test_peaks_are_compared_without_the_reserve():
+    """The allocator does not hold the reserve."""
     planned = plan(reserve_bytes=20 * MIB)
     run = report(plan(), peak_factor=1.0)
     text = comparison_text(planned, run, WIDE)
@@ -54,7 +52,7 @@ def test_the_reserve_is_left_out():
 
 
 def test_peaks_of_chunks_are_compared_by_device():
-    """Times stand per stage; an allocator sees all chunks of its device, so there is one peak for each."""
+    """An allocator counts all chunks of its device."""
     planned = interleaved()
     run = report(planned)
     whole = [planned.device_bytes()[s.index % 3] for s in run.stages]
@@ -65,8 +63,7 @@ def test_peaks_of_chunks_are_compared_by_device():
     assert all(row(text, f"peak memory, device {d}").endswith("+0.0 %") for d in range(3))
 
 
-def test_stages_that_share_a_device_are_not_devices():
-    """Six stages on three devices have three peaks: the heading counts both, and a note explains equal peaks."""
+def test_run_of_chunks_counts_stages_and_devices():
     planned = interleaved()
     text = run_text(report(planned), planned, WIDE)
     assert text.splitlines()[0] == "run of 5 steps on 6 stages on 3 devices"
@@ -74,8 +71,7 @@ def test_stages_that_share_a_device_are_not_devices():
     assert "peak memory is that of the whole device" not in run_text(report(plan()), plan(), WIDE)
 
 
-def test_a_run_on_too_few_cores_says_so():
-    """Its times are not those of the plan's devices, whatever they are compared with; also in the report."""
+def test_run_on_too_few_cores_is_marked():
     planned = plan()
     run = report(planned, time_factor=11.77)
     crowded = replace(run, stages=tuple(replace(stage, core_share=0.08) for stage in run.stages))
@@ -86,33 +82,29 @@ def test_a_run_on_too_few_cores_says_so():
 
 
 def test_run_without_a_plan():
-    """Without a plan the measured values stand alone."""
     text = run_text(report(plan()), None, WIDE)
     assert "predicted" not in text
     assert "[bold]stem[/bold] … block.0" in row(text, "0 ")
     assert "loss 8.5 → 8.1" in text
 
 
-def test_speed_is_the_median_of_the_steps_that_count():
-    """By what each step trained: mini-batches may be of different sizes, and the warm-up does not count."""
+def test_samples_per_second_are_the_median_after_warm_up():
+    """Mini-batches may differ in size."""
     speeds = (1.0, 1.0, 200.0, 100.0, 300.0)
     assert "(200.0 samples/s)" in run_text(replace(report(plan()), samples_per_s=speeds), None, WIDE)
 
 
-def test_run_with_a_plan_holds_the_comparison():
-    """With its plan the run is shown as the comparison is."""
+def test_run_with_a_plan_shows_the_comparison():
     assert comparison_text(plan(), report(plan()), WIDE) in run_text(report(plan()), plan(), WIDE)
 
 
-def test_a_run_of_other_stages():
-    """A run that is not the plan's is compared as far as it goes, with a warning."""
+def test_run_with_other_stages_than_the_plan_is_marked():
     text = comparison_text(plan(), report(plan((3, 3))), WIDE)
     assert "! the run had other stages than the plan (2, planned 3)" in text
     assert "! the run" not in comparison_text(plan(), report(plan()), WIDE)
 
 
-def test_a_run_that_only_warmed_up():
-    """A run shorter than its warm-up shows the steps it has; a run of no steps says so."""
+def test_run_without_steps_after_warm_up_is_shown():
     short = replace(report(plan()), step_us=(5000.0,), losses=(1.0,))
     assert "step 5.000 ms, median of 1 step with warm-up" in run_text(short, None, WIDE)
     empty = replace(report(plan()), step_us=(), losses=())
@@ -120,7 +112,7 @@ def test_a_run_that_only_warmed_up():
 
 
 def test_peaks_of_a_v_are_compared_by_device():
-    """The two ends of the chain share a device: each device's need stands beside the highest peak of its chunks."""
+    """Both ends of the chain are on the first device."""
     planned = in_a_v()
     run = report(planned)
     peaks = [row for row in compared_figures(planned, run) if row.what == "peak_bytes"]
@@ -129,8 +121,7 @@ def test_peaks_of_a_v_are_compared_by_device():
     assert [row.measured for row in peaks] == [max(measured[d], measured[5 - d]) for d in range(3)]
 
 
-def test_the_halves_of_a_backward_are_compared_where_a_plan_has_them():
-    """Beside the whole, stage by stage; without a plan as columns. A run of whole backwards has none."""
+def test_split_backwards_are_compared_if_the_plan_has_them():
     planned = in_a_v()
     run = report(planned, time_factor=1.1)
     text = comparison_text(planned, run, WIDE)

@@ -1,4 +1,4 @@
-"""The trade-off over schedules, in the terminal and in the report."""
+"""Trade-off over schedules, in the terminal and in the report."""
 
 import re
 from dataclasses import replace
@@ -14,16 +14,14 @@ def lines():
     return text[text.index("best plan of each schedule") :].splitlines()
 
 
-def test_a_row_per_schedule():
-    """Step, bubble, peak of the fullest device and its share of the cap; the plan's is marked."""
+def test_schedules_have_a_row_each():
     rows = {re.split(r" {2,}", line)[0]: line.split() for line in lines()}
     assert rows["GPipe"][-8:] == ["40.00", "30.0", "%", "100", "MiB", "83", "%", "yes"]
     assert rows["ZB-V ◀"][-1] == "yes"
     assert {"none", "found", "unknown"} <= set(rows["V-Min"])
 
 
-def test_what_was_not_tried_is_said():
-    """By name; and not what has a row."""
+def test_schedules_that_were_not_tried_are_listed():
     (remark,) = [line for line in lines() if line.startswith("not tried")]
     words = " ".join(lines()[lines().index(remark) :])
     assert "ZB-H1" in words
@@ -31,8 +29,7 @@ def test_what_was_not_tried_is_said():
     assert "V-Min" not in words
 
 
-def test_the_report_has_a_picture_and_the_numbers():
-    """A point for each schedule that has a plan, the plan's a diamond; a plan without such figures has no section."""
+def test_report_has_picture_and_table_of_schedules():
     planned = compared_schedules()
     page = plan_html(planned, profile(), step_of_sample(planned), None, digest="sha256:1")
     section = page[page.index('<section id="schedules"') :]
@@ -44,8 +41,7 @@ def test_the_report_has_a_picture_and_the_numbers():
     assert 'id="schedules"' not in bare
 
 
-def test_names_of_points_at_one_place_do_not_cover_each_other():
-    """Two schedules with the same bubble and peak have their names one below the other."""
+def test_names_of_equal_points_do_not_overlap():
     planned = compared_schedules()
     same = tuple(replace(p, bubble=0.1, peak_bytes=2**20) for p in planned.schedules if p.fits)
     page = plan_html(replace(planned, schedules=same), None, None, None, digest="sha256:1")

@@ -1,4 +1,4 @@
-"""One step drawn out: the simulator's events with their recomputation, and memory whose highest point is the peak."""
+"""Simulated step: events with recomputation, and memory whose highest level is the peak."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -28,15 +28,13 @@ PLANS = [
 
 
 @pytest.mark.parametrize("planned", PLANS)
-def test_memory_peaks_where_the_plan_says(planned):
-    """On every device the highest level over the step is the plan's peak."""
+def test_highest_memory_level_is_the_peak_of_the_plan(planned):
     step = step_of_sample(planned)
     assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.device_bytes()
 
 
 @pytest.mark.parametrize("planned", PLANS)
-def test_levels_come_in_the_order_of_time(planned):
-    """Levels are counted from the start of the step to its end."""
+def test_memory_levels_are_sorted_by_time(planned):
     for levels in step_of_sample(planned).memory:
         times = [level.start_us for level in levels]
         assert times[0] == 0.0
@@ -47,8 +45,8 @@ def test_levels_come_in_the_order_of_time(planned):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("recompute", ["never", "except-last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_memory_from_exact_records_peaks_as_well(seed, recompute, schedule):
-    """There the first backward is a moment of its own, and may be the highest."""
+def test_highest_memory_level_with_exact_records_is_the_peak(seed, recompute, schedule):
+    """With exact records, the first backward is a separate point in the step."""
     measured = random_profile(seed, 6, exact=True)
     assert costs_at(measured, 1).exact
     for micro_batches in (3, 5):
@@ -62,8 +60,7 @@ def test_memory_from_exact_records_peaks_as_well(seed, recompute, schedule):
         assert highest == [memory.total for memory in evaluation.memory]
 
 
-def test_recomputation_is_told_of_backwards_alone():
-    """`except-last` recomputes all micro-batches but the last, for as long as a forward takes."""
+def test_only_backwards_have_recomputation():
     planned = plan(recompute="except-last")
     for span in step_of_sample(planned).spans:
         stage = planned.stages[span.stage]
@@ -71,8 +68,7 @@ def test_recomputation_is_told_of_backwards_alone():
         assert span.recompute_us == pytest.approx(stage.forward_us if again else 0.0)
 
 
-def test_blocking_links_keep_the_receiver_busy():
-    """Receiving over a blocking link is a span of the receiver; nothing is sent beside computing."""
+def test_blocking_links_occupy_the_receiver():
     planned = plan()
     link = Link(latency_us=10.0, bytes_per_s=1e9, blocking=True)
     planned = replace(planned, inputs=replace(planned.inputs, link=link))
@@ -85,8 +81,7 @@ def test_blocking_links_keep_the_receiver_busy():
         assert all(a.end_us <= b.start_us + 1e-6 for a, b in pairwise(mine))
 
 
-def test_the_optimizer_follows_the_last_backward():
-    """Its step on a device takes what its layers need, and begins with the end of the device's last backward."""
+def test_optimizer_follows_the_last_backward():
     measured = profile()
     measured = replace(measured, layers=tuple(replace(layer, optimizer_us=50.0) for layer in measured.layers))
     planned = plan(of=measured)

@@ -1,4 +1,4 @@
-"""Which style a stream gets."""
+"""Style of a stream."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from planner.show.terminal.style import style_for
 
 
 class Terminal(io.TextIOWrapper):
-    """A terminal that has no file descriptor to ask."""
+    """Terminal without a file descriptor."""
 
     def __init__(self):
         super().__init__(io.BytesIO())
@@ -19,15 +19,13 @@ class Terminal(io.TextIOWrapper):
         return True
 
 
-def test_pipe():
-    """A pipe is wide, its tables are never cut, and it has no colour."""
+def test_pipe_is_120_columns_wide_without_wrapping_or_color():
     for columns in ("", "0", "many"):
         style = style_for(io.StringIO(), {"COLUMNS": columns, "TERM": "xterm"})
         assert (style.width, style.wrap, style.color) == (120, False, False)
 
 
-def test_columns_count_in_a_pipe():
-    """Whoever sets COLUMNS wants so many, wherever the text goes."""
+def test_columns_variable_applies_to_pipes():
     style = style_for(io.StringIO(), {"COLUMNS": "90"})
     assert (style.width, style.wrap, style.color) == (90, True, False)
 
@@ -44,27 +42,23 @@ def test_columns_count_in_a_pipe():
         ({"TERM": "dumb", "FORCE_COLOR": "1"}, True),
     ],
 )
-def test_colour_on_a_terminal(env, color):
-    """A terminal has colour unless NO_COLOR or TERM=dumb forbids it; FORCE_COLOR overrides."""
+def test_color_on_a_terminal_follows_environment(env, color):
     assert style_for(Terminal(), env).color is color
 
 
-def test_forced_colour_in_a_pipe():
-    """FORCE_COLOR colours a pipe, and leaves it uncut."""
+def test_force_color_colors_a_pipe():
     style = style_for(io.StringIO(), {"FORCE_COLOR": "1"})
     assert style.color
     assert not style.wrap
 
 
-def test_width_without_a_terminal_size():
-    """COLUMNS counts on a terminal; without it and without a size there are 80 columns."""
+def test_width_without_a_terminal_size_is_columns_or_80():
     assert style_for(Terminal(), {"COLUMNS": "101"}).width == 101
     assert style_for(Terminal(), {"COLUMNS": "many"}).width == 80
     assert style_for(Terminal(), {}).width == 80
 
 
-def test_width_of_a_real_terminal():
-    """A terminal is asked for its own size, not stdout's."""
+def test_width_is_that_of_the_given_terminal():
     ours, theirs = pty.openpty()
     with os.fdopen(ours), os.fdopen(theirs, "w") as terminal:
         import termios
@@ -74,7 +68,6 @@ def test_width_of_a_real_terminal():
     assert (style.width, style.wrap, style.color) == (97, True, True)
 
 
-def test_the_process_environment_is_the_default(monkeypatch):
-    """Without `environ` the process's own variables count."""
+def test_process_environment_is_the_default(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert style_for(io.StringIO()).color

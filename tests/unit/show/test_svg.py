@@ -1,4 +1,4 @@
-"""The timeline as SVG: well formed, to scale, bounded in size, harmless."""
+"""Timeline as SVG: well-formed, to scale, limited in size, with escaped text."""
 
 import re
 from xml.etree import ElementTree as ET
@@ -27,16 +27,15 @@ def rows(root):
 
 @pytest.mark.parametrize("planned", [plan(), plan(recompute="always"), interleaved(), plan((6,))])
 @pytest.mark.parametrize("standalone", [True, False])
-def test_it_is_well_formed(planned, standalone):
-    """An XML parser reads it, a row for every device, with its title as text for who cannot see it."""
+def test_svg_is_well_formed(planned, standalone):
+    """The title is also a label for screen readers."""
     root = picture(planned, standalone=standalone)
     assert root.tag == f"{SVG}svg"
     assert root.get("aria-label") == root.find(f"{SVG}title").text == "a <title> & more"
     assert len(rows(root)) == planned.num_devices
 
 
-def test_boxes_are_to_scale():
-    """Every micro-batch has a forward box on each stage, and boxes lie where the events are."""
+def test_svg_boxes_are_to_scale():
     planned = plan()
     step = step_of_sample(planned)
     drawn = [segments(row, "f0") for row in rows(picture(planned))]
@@ -49,33 +48,28 @@ def test_boxes_are_to_scale():
             assert x - drawn[0][0][0] == pytest.approx(start * scale, abs=0.05)
 
 
-def test_micro_batches_are_numbered_where_there_is_room():
-    """With few micro-batches every box says its own; with several chunks the chunk too."""
+def test_svg_boxes_are_numbered_if_there_is_room():
     texts = {text.text for text in picture(plan()).iter(f"{SVG}text")}
     assert {"F0", "F3", "B0", "B3", "stage 0"} <= texts
     texts = {text.text for text in picture(interleaved()).iter(f"{SVG}text")}
     assert {"B5.1", "device 2"} <= texts
 
 
-def test_the_legend_names_what_is_drawn_alone():
-    """No recomputation, no entry for it."""
+def test_svg_legend_lists_only_drawn_kinds():
     assert "again" not in dict(legend_kinds(step_of_sample(plan())))
     assert "again" in dict(legend_kinds(step_of_sample(plan(recompute="always"))))
     assert {"f1", "b1"} <= set(dict(legend_kinds(step_of_sample(interleaved()))))
 
 
-def test_thousands_of_boxes_stay_small():
-    """A row of boxes too thin to be told apart is one path of few parts."""
+def test_svg_of_thousands_of_boxes_is_small():
     many = timeline_svg(step_of_sample(plan(micro_batches=5000)), "many")
     assert len(many) < 100_000
 
 
-def test_it_is_repeatable():
-    """The same plan gives the same bytes."""
+def test_same_plan_gives_the_same_svg():
     assert timeline_svg(step_of_sample(plan()), "t") == timeline_svg(step_of_sample(plan()), "t")
 
 
-def test_text_is_made_harmless():
-    """Markup is escaped, control and direction characters are spelled out."""
+def test_svg_text_is_escaped():
     assert escape_text('<b a="x">\'&\x1b\u202e\x00') == "&lt;b a=&quot;x&quot;&gt;&#x27;&amp;\\x1b\\u202e\\x00"
     assert [number(12.50), number(3.0), number(-0.001), number(100.0, 0)] == ["12.5", "3", "0", "100"]

@@ -1,4 +1,4 @@
-"""The timeline: to scale, without overlaps, legible with and without room for numbers."""
+"""Timeline: scale, no overlaps, and legibility with and without numbers."""
 
 import re
 from itertools import pairwise
@@ -12,13 +12,13 @@ from tests.unit.show.samples import equal_stages, events_of, in_a_v, plan, style
 
 
 def rows(text):
-    """What stands right of each device's label, but for its bubble."""
+    """Return the text after each device's label, without its bubble."""
     drawn = [line.split(" ", 2)[2] for line in text.splitlines() if line.startswith(("stage ", "device "))]
     return [row[: -len(" 17.9 %")].rstrip() for row in drawn]
 
 
 def bubbles(text):
-    """What stands at the end of each device's row."""
+    """Return the end of each device's row."""
     drawn = [line for line in text.splitlines() if line.startswith(("stage ", "device "))]
     return [line[-len("17.9 %") :] for line in drawn]
 
@@ -32,20 +32,18 @@ def uneven(num_stages=4, micro_batches=6):
 
 
 def interleaved(num_devices, micro_batches, chunks, *, forward_us=6000.0):
-    """Equal stages without links, backward as long as forward."""
+    """Return events of equal stages without links; a backward takes as long as a forward."""
     times = StageTimes(forward_us=forward_us, backward_us=forward_us, last_backward_us=forward_us)
     actions = SCHEDULES["interleaved"].actions(num_devices, micro_batches, chunks)
     return simulate(actions, (times,) * (num_devices * chunks))
 
 
-def test_idle_of_equal_stages():
-    """K = 8 equal stages and M = 32 micro-batches idle (K-1)/(M+K-1) of the time."""
+def test_idle_share_of_equal_stages():
     assert idle_share(equal_stages(8, 32), 8) == pytest.approx(7 / 39)
     assert "blank: idle 17.9 %" in timeline_text(equal_stages(8, 32), 8, style())
 
 
-def test_blanks_drawn_are_the_idle_time():
-    """Counting characters in the picture gives the same share as the events, within half a column per gap."""
+def test_blank_columns_equal_the_idle_share():
     drawn = rows(timeline_text(equal_stages(8, 32), 8, style(1000)))
     columns = max(map(len, drawn))
     filled = sum(len(row.replace(" ", "")) for row in drawn)
@@ -53,8 +51,7 @@ def test_blanks_drawn_are_the_idle_time():
 
 
 @pytest.mark.parametrize("columns", [20, 52, 76, 112, 500])
-def test_boxes_are_to_scale_and_apart(columns):
-    """Every edge lies within half a column of its time, and boxes of one stage never overlap."""
+def test_boxes_are_to_scale_and_do_not_overlap(columns):
     events = uneven()
     scale = AxisScale(total_us=max(e.end_us for e in events), columns=columns)
     for stage in range(4):
@@ -68,7 +65,7 @@ def test_boxes_are_to_scale_and_apart(columns):
         assert all(left.end <= right.start for left, right in pairwise(boxes))
 
 
-def test_a_picture_by_hand():
+def test_timeline_by_hand():
     """K = 2, M = 2, in columns of exactly one millisecond."""
     events = equal_stages(2, 2, forward_us=6000.0)
     text = timeline_text(events, 2, style(8 + 54 + 7))
@@ -83,7 +80,7 @@ def test_a_picture_by_hand():
     ]
 
 
-def test_an_interleaved_picture_by_hand():
+def test_interleaved_timeline_by_hand():
     """K = 2, M = 2, V = 2, in columns of exactly one millisecond: a row per device, chunks told apart."""
     text = timeline_text(interleaved(2, 2, 2), 2, style(9 + 60 + 7))
     title, first, second, *_ = text.splitlines()
@@ -97,8 +94,7 @@ def test_an_interleaved_picture_by_hand():
     assert "blank: idle 20.0 %" in text
 
 
-def test_boxes_of_all_chunks_are_numbered_or_none():
-    """A box of chunk 0 needs as much room for its number as one of chunk 1: equal boxes look alike."""
+def test_boxes_of_chunks_are_numbered_all_or_not_at_all():
     scale = AxisScale(total_us=40.0, columns=30)
     boxes = boxes_of(interleaved(2, 2, 2, forward_us=4.0), 0, scale, 2)
     assert {box.room for box in boxes} == {3}
@@ -109,8 +105,7 @@ def test_boxes_of_all_chunks_are_numbered_or_none():
     assert "number:" not in narrow
 
 
-def test_chunks_without_room_for_their_number():
-    """Where only the micro-batch finds room, with some fill behind it that tells the chunk, it stands alone."""
+def test_boxes_without_room_for_the_chunk_show_the_micro_batch():
     text = timeline_text(interleaved(2, 4, 2), 2, style(9 + 54 + 7))
     assert all(re.fullmatch(r"( *([FB]\d)[░▒▓█]+)+", row) for row in rows(text))
     assert "number: micro-batch " in text
@@ -119,8 +114,7 @@ def test_chunks_without_room_for_their_number():
     assert [fill for fill, _ in re.findall(r"((\W)\2)\2*", row)] == ["░░", "▒▒", "░░", "▓▓", "██", "▓▓"]
 
 
-def test_chunks_have_hues_of_their_own_in_colour():
-    """Forward and backward of chunk 1 are painted unlike those of chunk 0, and the legend shows how, colour or not."""
+def test_chunks_have_their_own_colors():
     painted = timeline_text(interleaved(2, 2, 2), 2, style(120, color=True))
     papers = {name: paper for paper, name in re.findall(r"48;5;(\d+)m([FB]\d\.\d)", painted)}
     assert len({papers[name] for name in ("F0.0", "F0.1", "B0.0", "B0.1")}) == 4
@@ -130,8 +124,7 @@ def test_chunks_have_hues_of_their_own_in_colour():
     assert "F1.5" in many
 
 
-def test_no_room_for_numbers():
-    """With M = 32 on 84 columns numbers go, forward and backward stay apart, and the legend promises no number."""
+def test_narrow_timeline_has_no_numbers():
     text = timeline_text(equal_stages(8, 32), 8, style(84))
     drawn = rows(text)
     assert len(drawn) == 8
@@ -139,22 +132,19 @@ def test_no_room_for_numbers():
     assert "number:" not in text
 
 
-def test_numbers_appear_with_room():
-    """On a wide terminal every box that has room for its number shows it, and so do its equals."""
+def test_wide_timeline_has_numbers():
     drawn = rows(timeline_text(equal_stages(8, 32), 8, style(240)))
     assert all(re.findall(r"B(\d+)", row) == [str(n) for n in range(32)] for row in drawn)
 
 
-def test_transfers_are_left_out():
-    """Transfers take no room in the rows."""
+def test_timeline_omits_transfers():
     events = events_of(plan())
     assert any(event.kind == "send F" for event in events)
     computing = [event for event in events if event.kind in {"F", "B"}]
     assert timeline_text(events, 3, style()) == timeline_text(computing, 3, style())
 
 
-def test_the_axis_keeps_its_numbers_apart():
-    """Ticks have round numbers that do not touch, at any width and for any length of step."""
+def test_axis_labels_do_not_touch():
     for total_us in (3.0, 42.0, 999.0, 1e4, 123_456.0, 7e6, 3e9):
         for width in range(60, 130, 7):
             events = [Event(kind="F", stage=0, device=0, micro_batch=0, start_us=0.0, end_us=total_us)]
@@ -166,22 +156,20 @@ def test_the_axis_keeps_its_numbers_apart():
             assert gaps == pytest.approx([gaps[0]] * len(gaps))
 
 
-def test_nothing_to_draw():
-    """A step without events, or of no time, is said and not drawn."""
+def test_step_without_time_is_not_drawn():
     assert "nothing takes any time" in timeline_text((), 2, style())
     still = [Event(kind="F", stage=0, device=0, micro_batch=0, start_us=0.0, end_us=0.0)]
     assert "nothing takes any time" in timeline_text(still, 1, style())
 
 
-def test_the_bubble_of_a_device_stands_behind_its_row():
-    """K = 2, M = 2, F = 6, B = 12: the first stage waits for the last one to get its backward, the last for nothing."""
+def test_rows_end_with_the_bubble_of_the_device():
+    """K = 2, M = 2, F = 6, B = 12: the first stage waits for the backward of the last, the last for nothing."""
     text = timeline_text(equal_stages(2, 2, forward_us=6000.0), 2, style(80))
     assert bubbles(text) == ["33.3 %", " 0.0 %"]
     assert "bubble, from a row's first box to its last" in text
 
 
-def test_halves_and_chunks_are_told_apart():
-    """A backward's halves on two chunks of a V have fills of their own, without colour, and every kind its legend."""
+def test_split_backwards_and_chunks_have_different_fills():
     planned = in_a_v()
     text = timeline_text(events_of(planned), 3, style(240))
     fills = {(kind, chunk): fill for kind, chunk, fill in re.findall(r"([FIW])\d\.([01])(\S)", text)}
@@ -191,8 +179,7 @@ def test_halves_and_chunks_are_told_apart():
     assert "overlaps with the next step" in text
 
 
-def test_halves_have_colours_of_their_own():
-    """In colour the papers of all four kinds differ, on every chunk and in both shades."""
+def test_split_backwards_have_their_own_colors():
     papers = [paper for kind in KINDS.values() for hue in kind.terminal for paper in hue]
     assert len(papers) == len(set(papers))
     hues = [paper for kind in KINDS.values() for paper in kind.paper]

@@ -1,4 +1,4 @@
-"""The trace: slices that nest, durations that add up, a counter whose highest value is the plan's peak."""
+"""Trace: nested slices, durations, and memory counters."""
 
 import json
 from collections import defaultdict
@@ -25,7 +25,6 @@ def slices(planned):
 
 @PLANS
 def test_slices_of_a_thread_nest(planned):
-    """Two slices of one thread lie apart or one within the other."""
     threads = defaultdict(list)
     for event in slices(planned):
         threads[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
@@ -40,8 +39,7 @@ def test_slices_of_a_thread_nest(planned):
 
 
 @PLANS
-def test_durations_add_up(planned):
-    """Forwards and backwards of a device take M times what its stages take; recomputation is part of its backward."""
+def test_slice_durations_equal_the_stage_times(planned):
     for device in range(planned.num_devices):
         stages = planned.stages[device :: planned.num_devices]
         mine = [event for event in slices(planned) if event["pid"] == device]
@@ -54,8 +52,7 @@ def test_durations_add_up(planned):
 
 
 @PLANS
-def test_counters_reach_the_peak(planned):
-    """The highest value of each device's memory counter is the plan's peak of that device."""
+def test_highest_counter_is_the_peak(planned):
     peaks = defaultdict(int)
     for event in events(planned):
         if event["ph"] == "C":
@@ -66,7 +63,6 @@ def test_counters_reach_the_peak(planned):
 
 @PLANS
 def test_every_process_and_thread_has_a_name(planned):
-    """Devices are processes; whatever has slices is named."""
     named = {(e["pid"], e["tid"]) for e in events(planned) if e["name"] == "thread_name"}
     assert {(e["pid"], e["tid"]) for e in slices(planned)} <= named
     processes = {e["pid"]: e["args"]["name"] for e in events(planned) if e["name"] == "process_name"}
@@ -74,11 +70,9 @@ def test_every_process_and_thread_has_a_name(planned):
     assert processes == {d: f"{called} {d}" for d in range(planned.num_devices)}
 
 
-def test_chunks_are_in_the_names():
-    """On a device with several chunks a slice says which."""
+def test_slice_names_include_the_chunk():
     assert {"F0.0", "F0.1", "B5.1"} <= {event["name"] for event in slices(interleaved())}
 
 
-def test_the_trace_is_repeatable():
-    """The same plan gives the same bytes."""
+def test_same_plan_gives_the_same_trace():
     assert trace_json(step_of_sample(plan()), "t") == trace_json(step_of_sample(plan()), "t")

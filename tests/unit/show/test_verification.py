@@ -1,4 +1,4 @@
-"""What `verify` prints: every figure with its verdict, what was calibrated, and the answer."""
+"""Text of a verification: figures with verdicts, calibration, and the answer."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ def row(text, start):
     return line
 
 
-def test_what_is_judged_is_marked():
-    """Step and peaks `ok` or `! OFF`; the other figures have no verdict."""
+def test_only_judged_figures_are_marked():
+    """Step and peaks have `ok` or `! OFF`, other figures nothing."""
     text = verification_text(verification_of(plan(), profile(), report(plan(), time_factor=1.2), TOLERANCE), WIDE)
     assert row(text, "step").split()[-4:] == ["+20.0", "%", "!", "OFF"]
     assert row(text, "peak memory, device 0").endswith("-1.0 %     ok")
@@ -26,22 +26,19 @@ def test_what_is_judged_is_marked():
     assert f"\nnot as predicted {told}" in text
 
 
-def test_a_run_as_predicted():
-    """Says so."""
+def test_run_as_predicted_is_reported():
     found = verification_of(plan(), profile(), report(plan(), time_factor=1.05), TOLERANCE)
     assert "\nas predicted (step" in verification_text(found, WIDE)
 
 
-def test_times_that_say_nothing_are_not_judged():
-    """And the reason is told."""
+def test_times_on_too_few_cores_are_not_judged():
     text = verification_text(verification(), WIDE)
     assert row(text, "step").endswith("+10.0 %")
     assert "times are not judged: the plan's processes need 3 cores, and this machine has 2" in text
     assert row(text, "peak memory, device 1").endswith("! OFF")
 
 
-def test_the_calibration_is_told():
-    """With its link, where there is one."""
+def test_calibration_is_shown():
     found = verification()
     assert "calibrated: compute x 1.1; executor 250 us; link 1.00 GB/s, 5.00 us; reserve " in verification_text(
         found, WIDE

@@ -1,4 +1,4 @@
-"""What every medium draws: computed once, so that no medium forgets what another one knows."""
+"""Tables that all media share."""
 
 from dataclasses import replace
 
@@ -24,21 +24,19 @@ WORDS = table(
 
 
 def replicated():
-    """A run of two pipelines side by side, each of three stages."""
+    """Return a run of two replicas with three stages each."""
     run = report(plan())
     return replace(run, stages=(*run.stages, *(replace(stage, replica=1) for stage in run.stages)))
 
 
-def test_a_value_has_its_unit_or_that_of_its_column():
-    """By itself a time is written with a unit; where digits are compared, all of a column have the largest one's."""
+def test_single_times_have_their_own_unit_and_columns_a_common_one():
     assert WORDS.rows() == (("a", "1", "1.50 ms"), ("bb", "2", "3.00 ms"))
     times = WORDS.column("time")
     assert times.texts(WORDS.scales()["word"]) == ("1.500", "3.000")
     assert replace(times, values=(None, "no plan fits")).texts() == ("-", "no plan fits")
 
 
-def test_compared_groups_are_counted_in_gpus():
-    """With a column for the GPUs per stage, which plans without groups do not need."""
+def test_comparison_of_groups_counts_gpus():
     alone = ComparedPlan(path="a.yaml", recomputed=True, fits=True, plan=plan())
     groups = replace(alone, path="b.yaml", plan=replace(plan(), tensor_parallel=4))
     shown = comparison_table(Comparison(plans=(alone, groups)))
@@ -48,15 +46,14 @@ def test_compared_groups_are_counted_in_gpus():
     assert "tensor_parallel" not in [c.name for c in comparison_table(Comparison(plans=(alone,))).columns]
 
 
-def test_a_rounding_error_below_zero_is_no_negative_share():
+def test_rounding_errors_are_not_shown_as_negative():
     """A pipeline of one stage may have a bubble of -1e-17."""
     assert percent(-1e-17) == "0.0 %"
     assert percent(-0.0014, decimals=2) == "-0.14 %"
 
 
 @pytest.mark.parametrize(("width", "names"), [(60, "name"), (66, "name time"), (80, "name size time")])
-def test_less_important_columns_go_first(width, names):
-    """Where there is no room, columns go in the order that they say; what is left has room, and its numbers whole."""
+def test_less_important_columns_are_dropped_first(width, names):
     view = WORDS.with_texts("name", ["n" * 55, ""])
     kept = fit_columns(view, style(width))
     assert " ".join(c.name for c in kept.columns) == names
@@ -64,22 +61,19 @@ def test_less_important_columns_go_first(width, names):
     assert fit_columns(view, style(60, wrap=False)) == view
 
 
-def test_a_notebook_knows_chunks_and_replicas():
-    """Its title is the one of the terminal."""
+def test_notebook_title_has_chunks_and_replicas():
     assert "3 devices × 2 chunks × 6 micro-batches" in plan_html(interleaved())  # noqa: RUF001 - as shown
     assert "2 replicas of 2 stages" in plan_html(plan((3, 3), replicas=2))
 
 
-def test_stages_of_replicas_are_told_apart():
-    """In the terminal and in the report each stage of a second pipeline says so, and the title counts pipelines."""
+def test_stages_of_replicas_have_different_names():
     assert pipeline_words(replicated()) == "3 stages in 2 replicas"
     assert run_table(replicated()).column("stage").values[2:4] == ("2", "0, replica 1")
     assert "0, replica 1: " in run_html(replicated())
     assert "3 stages in 2 replicas" in run_html(replicated())
 
 
-def test_what_is_over_its_cap_is_marked():
-    """Of every stage, and only there; the slowest of several stages is marked as well."""
+def test_stages_over_their_limit_and_the_slowest_are_marked():
     over = stage_table(plan(cap=1000))
     assert over.column("share").marked == {0, 1, 2}
     assert stage_table(plan()).column("share").marked == frozenset()
