@@ -1,4 +1,4 @@
-"""The commands as functions: the same names and defaults, values or paths, and names that are subpackages as well."""
+"""Commands as functions: same names and defaults, values or paths, and names that are also subpackages."""
 
 import inspect
 import json
@@ -27,14 +27,14 @@ from tests.support.profiles import profile_of
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with profile.yaml and plan.yaml."""
+    """Change to a folder with profile.yaml and plan.yaml."""
     monkeypatch.chdir(tmp_path)
     gate.write(tmp_path)
     return tmp_path
 
 
 def python(program: str) -> str:
-    """What `program` prints, run in an interpreter of its own."""
+    """Return the output of `program` in a new interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=120, check=False
     )
@@ -45,7 +45,7 @@ def python(program: str) -> str:
 # Names and defaults
 
 PRINTING = {"format", "quiet", "debug"}
-"""Options of the command line alone; the `--format` of `emit` is another matter."""
+"""Options that only the command line has, except for the `--format` of `emit`."""
 
 ELSEWHERE = {
     # In Python these names belong to built-in functions; as on the command line they may be repeated.
@@ -55,7 +55,7 @@ ELSEWHERE = {
 
 
 def command_options(verb: str) -> dict[str, Any]:
-    """Options and arguments of a command with their defaults, named as they are typed."""
+    """Return options and arguments of a command with their defaults, by typed name."""
     found = {}
     for name, parameter in inspect.signature(getattr(import_module(f"planner.cli.{verb}"), verb)).parameters.items():
         declared = [item for item in get_args(parameter.annotation) if isinstance(item, typer.models.OptionInfo)]
@@ -67,7 +67,7 @@ def command_options(verb: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "explore", "verify", "compare", "sweep"])
 def test_functions_have_the_options_of_their_commands(verb: str) -> None:
-    """The same names; the same defaults, but that nothing is written unless a file is named."""
+    """Functions have the same defaults, but write a file only if one is named."""
     parameters = inspect.signature(getattr(api, verb)).parameters
     ours = {name: p.default for name, p in parameters.items() if name != "progress"}
     theirs = command_options(verb)
@@ -89,7 +89,6 @@ def test_functions_have_the_options_of_their_commands(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", api.__all__)
 def test_functions_are_documented_and_typed(verb: str) -> None:
-    """Every parameter has a type and a line of its own."""
     function = getattr(api, verb)
     signature = inspect.signature(function)
     assert signature.return_annotation is not inspect.Signature.empty
@@ -99,8 +98,7 @@ def test_functions_are_documented_and_typed(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "explore", "verify", "sweep"])
-def test_an_unknown_keyword_is_refused_by_name(verb: str) -> None:
-    """Before anything is read."""
+def test_unknown_keywords_are_refused_with_a_suggestion(verb: str) -> None:
     known = "output" if "output" in inspect.signature(getattr(api, verb)).parameters else "profile"
     told = rf"{verb}\(\) got an unexpected keyword argument `{known}s`; did you mean `{known}`"
     with pytest.raises(TypeError, match=told):
@@ -110,8 +108,8 @@ def test_an_unknown_keyword_is_refused_by_name(verb: str) -> None:
 # Import
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
-    """Of other packages nothing, of ours the three whose names are functions, and what those need for that."""
+def test_importing_the_package_imports_no_dependency() -> None:
+    """The three subpackages whose names are functions are imported."""
     program = "import sys, planner; print([m for m in sys.modules if m.partition('.')[0] in {!r}])"
     heavy = ("torch", "numpy", "rich", "typer", "pydantic", "yaml")
     assert python(program.format(heavy)) == "[]\n"
@@ -120,8 +118,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert python(program) == f"{[*core, 'planner.emit', 'planner.profile', 'planner.solve']}\n"
 
 
-def test_checking_leaves_torch_out() -> None:
-    """And so do solving and comparing; `dir` and `hasattr` import nothing."""
+def test_solve_check_and_compare_do_not_import_torch() -> None:
     program = (
         "import sys, planner; assert {'check', 'solve', 'profile'} < set(dir(planner)); "
         "planner.check; planner.solve; planner.compare; planner.sweep; planner.emit; print('torch' in sys.modules)"
@@ -140,8 +137,7 @@ ORDERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ORDERS)
-def test_a_verb_is_function_and_subpackage_in_every_order(here: Path, first: str) -> None:
-    """Whatever is imported first, `planner.solve` is the function, and names are imported from `planner.solve`."""
+def test_solve_is_a_function_and_a_subpackage_in_any_import_order(here: Path, first: str) -> None:
     others = (way for name, way in ORDERS.items() if name != first)
     call = f"assert type(f({str(here / 'profile.yaml')!r}, devices=2, mem='2MB', batch=4)).__name__ == 'Plan'"
     lines = [ORDERS[first], call, *(f"{way}\n{call}" for way in others)]
@@ -149,8 +145,7 @@ def test_a_verb_is_function_and_subpackage_in_every_order(here: Path, first: str
     python("\n".join(lines))
 
 
-def test_every_verb_can_be_called_and_says_what_it_takes() -> None:
-    """The three that are subpackages, and those that are not; anything else is no attribute."""
+def test_every_command_is_a_function_with_its_signature() -> None:
     for verb in api.__all__:
         assert callable(getattr(planner, verb))
         assert inspect.signature(getattr(planner, verb)) == inspect.signature(getattr(api, verb))
@@ -163,7 +158,6 @@ def test_every_verb_can_be_called_and_says_what_it_takes() -> None:
 
 
 def test_values_and_paths_give_the_same_answers(here: Path) -> None:
-    """A profile or plan as it is, its file as text, or as a path."""
     read = files.read_profile("profile.yaml")
     plans = [
         planner.solve(given, devices=2, mem="2MB", batch=4) for given in (read, "profile.yaml", Path("profile.yaml"))
@@ -176,8 +170,7 @@ def test_values_and_paths_give_the_same_answers(here: Path) -> None:
     assert planner.check().fits
 
 
-def test_values_of_options_mean_what_their_texts_mean(here: Path) -> None:
-    """Links, shares, numbers, groups of layers."""
+def test_option_values_equal_their_texts(here: Path) -> None:
     texts = planner.solve(
         devices=3, mem="2MB", batch=4, link="1GB/s,5us", headroom="5%", balance="2,2,2", micro_batches="4"
     )
@@ -197,8 +190,8 @@ def test_values_of_options_mean_what_their_texts_mean(here: Path) -> None:
     assert grouped[0] == grouped[1]
 
 
-def test_files_are_written_where_they_are_named_and_nowhere_else(here: Path) -> None:
-    """With the profile's path relative to them."""
+def test_files_are_written_only_where_requested(here: Path) -> None:
+    """A plan refers to its profile by a relative path."""
     before = set(here.iterdir())
     planner.solve(devices=2, mem="2MB", batch=4)
     assert set(here.iterdir()) == before
@@ -211,8 +204,7 @@ def test_files_are_written_where_they_are_named_and_nowhere_else(here: Path) -> 
     assert planner.check("cells/2x2MB.yaml", strict=True).fits
 
 
-def test_a_plan_of_a_value_is_told_where_its_profile_is(here: Path) -> None:
-    """It has no file to look into; with the value or a file it is judged."""
+def test_plan_of_a_profile_value_needs_the_profile_for_a_check(here: Path) -> None:
     plan = planner.solve(gate.profile(), devices=2, mem="2MB", batch=4)
     with pytest.raises(UsageError, match="does not name a profile"):
         planner.check(plan)
@@ -220,8 +212,7 @@ def test_a_plan_of_a_value_is_told_where_its_profile_is(here: Path) -> None:
     assert planner.check(plan, profile="profile.yaml").fits
 
 
-def test_errors_are_those_of_the_command_line(here: Path) -> None:
-    """With the same message and hint."""
+def test_functions_raise_the_errors_of_the_commands(here: Path) -> None:
     with pytest.raises(InfeasibleError) as infeasible:
         planner.solve(devices=2, mem="1kB", batch=4)
     assert "2 devices need at least `--mem` " in infeasible.value.hint
@@ -235,8 +226,7 @@ def test_errors_are_those_of_the_command_line(here: Path) -> None:
         planner.solve(mem="1GB")
 
 
-def test_emitting_from_python(here: Path) -> None:
-    """The two files, refused where a plan is stale or a script was edited."""
+def test_emit_from_python_refuses_stale_plans_and_edited_scripts(here: Path) -> None:
     read = replace(files.read_profile("profile.yaml"), model=Model(source="model.py:build_model"))
     plan = planner.solve(read, devices=2, mem="2MB", batch=4)
     balance, script = planner.emit(plan, profile=read, output="out")
@@ -251,8 +241,8 @@ def test_emitting_from_python(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_profiling_from_python(here: Path) -> None:
-    """A module of one's own, of which a copy is measured; and a file, as the command does it."""
+def test_profile_from_python_takes_a_module_or_a_file(here: Path) -> None:
+    """A copy of the module is measured."""
     import torch
     from torch import nn
 
@@ -282,8 +272,7 @@ def test_profiling_from_python(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_the_guide_runs(here: Path) -> None:
-    """`docs/python.md`, as it stands there."""
+def test_example_of_the_python_guide_runs(here: Path) -> None:
     (program,) = blocks("docs/python.md", "python")
     printed = python(f"import os\nos.chdir({str(here)!r})\n{program}\nassert smallest is not None")
     assert re.match(r"\(\d+(, \d+)*,?\) \d+ [\d.]+\n", printed)
@@ -294,7 +283,7 @@ def test_the_example_of_the_guide_runs(here: Path) -> None:
 
 
 class _Checked(HTMLParser):
-    """Every tag that is opened is closed, in order."""
+    """Parser that checks that every opened tag is closed, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,8 +301,8 @@ class _Checked(HTMLParser):
         self.text.append(data)
 
 
-def test_a_plan_shows_itself_in_a_notebook(here: Path) -> None:
-    """Well-formed HTML with a row per stage, without scripts; names are text whatever is in them."""
+def test_plan_has_html_for_notebooks(here: Path) -> None:
+    """Names are escaped, and there are no scripts."""
     plan = planner.solve(devices=3, mem="2MB", batch=4)
     odd = replace(plan, stages=(replace(plan.stages[0], first="<script>&", memory_bytes=1), *plan.stages[1:]))
     html = odd._repr_html_()  # type: ignore[attr-defined]
@@ -327,8 +316,7 @@ def test_a_plan_shows_itself_in_a_notebook(here: Path) -> None:
     assert len(html) < 10_000
 
 
-def test_other_results_show_what_their_command_prints(here: Path) -> None:
-    """Profile, verdict, comparison and sweep; as text, whatever names are in it."""
+def test_other_results_show_the_output_of_their_command(here: Path) -> None:
     plan = planner.load_plan("plan.yaml")
     results = (
         (planner.check("plan.yaml"), "fits"),
@@ -344,8 +332,7 @@ def test_other_results_show_what_their_command_prints(here: Path) -> None:
         assert word in "".join(page.text)
 
 
-def test_plans_and_profiles_print_in_one_line(here: Path) -> None:
-    """What they are, not all that they hold."""
+def test_plans_and_profiles_have_a_short_repr(here: Path) -> None:
     for value in (planner.load_plan("plan.yaml"), files.read_profile("profile.yaml")):
         assert len(repr(value)) < 200
         assert repr(value).startswith(f"{type(value).__name__}(")
@@ -357,7 +344,7 @@ def test_plans_and_profiles_print_in_one_line(here: Path) -> None:
 
 @pytest.fixture
 def repository(here: Path) -> Path:
-    """The working directory as a git repository whose branch `main` holds profile and plan in a folder."""
+    """Return a git repository whose branch `main` has profile and plan in a folder."""
     (here / "plans").mkdir()
     for name in ("plan.yaml", "profile.yaml"):
         (here / name).rename(here / "plans" / name)
@@ -370,8 +357,8 @@ def repository(here: Path) -> Path:
     return here
 
 
-def test_a_plan_is_set_beside_the_one_committed(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the profile of that revision, from any folder of the repository."""
+def test_plan_is_compared_with_the_committed_one(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The committed plan uses the profile of its revision."""
     gate.write(repository / "plans", widened=1000, cap=2_000_000)
     for folder, path in ((repository, "plans/plan.yaml"), (repository / "plans", "plan.yaml")):
         monkeypatch.chdir(folder)
@@ -381,8 +368,7 @@ def test_a_plan_is_set_beside_the_one_committed(repository: Path, monkeypatch: p
         assert [stage.more_bytes for stage in difference.stages] == [0, 2000, 0]
 
 
-def test_a_plan_whose_profile_is_gone_is_taken_as_written(repository: Path) -> None:
-    """And the table says so."""
+def test_plan_without_its_profile_is_compared_as_written(repository: Path) -> None:
     Path("main-plan.yaml").write_text(Path("plans/plan.yaml").read_text())
     gate.write(repository / "plans", widened=1000, cap=2_000_000)
     difference = planner.check("plans/plan.yaml", against="main-plan.yaml").difference
@@ -392,15 +378,14 @@ def test_a_plan_whose_profile_is_gone_is_taken_as_written(repository: Path) -> N
 
 
 @pytest.mark.parametrize("revision", ["nowhere", "--output=/tmp/x", "HEAD~5", ""])
-def test_a_revision_that_is_not_there_is_told(repository: Path, revision: str) -> None:
-    """What git says, and what to do in CI; nothing is taken for an option."""
+def test_unknown_revisions_are_refused_with_a_hint(repository: Path, revision: str) -> None:
+    """No revision is used as an option of git."""
     with pytest.raises(FileError, match=r"git says|revision is missing") as refused:
         planner.check("plans/plan.yaml", against=f"git:{revision}")
     assert "fetch-depth" in refused.value.hint or "git:main" in refused.value.hint
 
 
-def test_git_needs_a_file_in_a_repository(here: Path) -> None:
-    """A plan that is a value, or in no repository."""
+def test_git_revisions_need_a_file_in_a_repository(here: Path) -> None:
     with pytest.raises(UsageError, match="needs a plan in a file"):
         planner.check(files.read_plan("plan.yaml"), profile=gate.profile(), against="git:main")
     with pytest.raises(FileError, match="git says"):
@@ -408,13 +393,11 @@ def test_git_needs_a_file_in_a_repository(here: Path) -> None:
 
 
 def test_verdicts_can_be_written_as_json(here: Path) -> None:
-    """What the command prints."""
     verdict = planner.check(against="plan.yaml")
     assert json.loads(files.dump(verdict, as_json=True))["difference"]["against"] == "plan.yaml"
 
 
-def test_assumed_halves_are_said() -> None:
-    """Where the profile does not say what halves of backwards take, and the schedule runs them."""
+def test_assumed_split_backwards_are_noted() -> None:
     said: list[str] = []
     profile = profile_of([1.0] * 4, [2.0] * 4, size=1)
     for schedule in ("zb-h1", "1f1b", "auto"):

@@ -1,4 +1,4 @@
-"""`profile config.json` and `profile --preset`: by formula, as a command and as a function, without torch."""
+"""Profiles of a config.json or a preset by formula, as a command and as a function, without torch."""
 
 import json
 import re
@@ -47,8 +47,8 @@ def of(folder: Path, content: Any = SMALL, **more: Any) -> Profile:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_published_models_have_their_published_parameters(name: str) -> None:
-    """From the file and from the preset of the same name, which give the same profile except for its origin."""
+def test_published_models_have_their_published_number_of_parameters(name: str) -> None:
+    """The preset of the same name gives the same layers."""
     asked = {"device": "estimate:h100", "dtype": "bf16"}
     file = planner.profile(CONFIGURATIONS / name, **asked)
     preset = planner.profile(preset=name, **asked)
@@ -59,7 +59,6 @@ def test_published_models_have_their_published_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("name", presets())
 def test_presets_have_the_number_of_parameters_in_their_name(name: str) -> None:
-    """`llama-3-8b` has 8 billion parameters, to a tenth."""
     parameters = shape_from_config(presets()[name], 128, source=name).parameters
     sizes = {"gpt2-xl": 1.5, "phi-4": 14.7, "deepseek-v2": 236, "deepseek-v3": 671, "mixtral-8x7b": 46.7}
     sizes |= {"mixtral-8x22b": 141}
@@ -68,8 +67,7 @@ def test_presets_have_the_number_of_parameters_in_their_name(name: str) -> None:
     assert parameters / 1e9 == pytest.approx(billions, rel=0.1)
 
 
-def test_no_torch_is_imported(tmp_path: Path) -> None:
-    """Neither for a file nor for a preset."""
+def test_profiles_of_configurations_do_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     program = (
         "import planner, sys; "
@@ -83,8 +81,8 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["text_config", "llm_config"])
-def test_the_language_model_of_a_model_with_several_parts_is_planned(key: str, tmp_path: Path) -> None:
-    """Its configuration is nested; files leave out what transformers assumes, and the outer file ties the head."""
+def test_language_model_of_a_multimodal_configuration_is_profiled(key: str, tmp_path: Path) -> None:
+    """Missing sizes have the defaults of transformers, and the outer file ties the head."""
     notes: list[str] = []
     part = {name: value for name, value in SMALL.items() if name != "vocab_size"} | {"tie_word_embeddings": False}
     nested = {"model_type": "llava", key: part, "vision_config": {"hidden_size": 8}, "tie_word_embeddings": True}
@@ -106,10 +104,10 @@ T5 = {
 }
 
 
-def test_engines_without_the_model_refuse_it(
+def test_engines_without_t5_refuse_its_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of them has a T5; the schedule alone can be written."""
+    """Only the schedule can be written."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(T5))
     ran = call(capsys, "profile", "config.json", "--device", "estimate:h100", "--tensor-parallel", "1")
@@ -124,10 +122,9 @@ def test_engines_without_the_model_refuse_it(
 
 
 @pytest.mark.parametrize("more", [(), ("--expert-parallel", "4")])
-def test_a_plan_of_a_configuration_can_be_emitted_as_the_next_line_says(
+def test_suggested_next_commands_of_a_configuration_work(
     more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every `next:` line is a command that works; torchtitan finds its own names of modules."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(ROUTED if more else SMALL))
     ran = call(capsys, "profile", "config.json", "--device", "estimate:h100", *more)
@@ -151,8 +148,7 @@ def _next(stderr: str) -> tuple[str, ...]:
     return tuple(line.removeprefix("next: gpipe-plan ").split())
 
 
-def test_a_large_model_is_planned_for_enough_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The suggested number can hold the state; a layer that no device can hold is named."""
+def test_suggested_number_of_devices_holds_a_large_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = str(tmp_path / "profile.yaml")
     options = ("--device", "estimate:h100", "-o", output)
     for name, next_ in (("llama-3-8b", "--devices 4"), ("llama-3-70b", "--nodes 5x8 --replicas auto")):
@@ -166,8 +162,8 @@ def test_a_large_model_is_planned_for_enough_devices(capsys: pytest.CaptureFixtu
     assert "--expert-parallel" in ran.err
 
 
-def test_a_configuration_has_a_profile_of_each_width(tmp_path: Path) -> None:
-    """Each block sums its two results; embedding and head sum once, one in forward and one in backward."""
+def test_configuration_has_a_profile_of_each_width(tmp_path: Path) -> None:
+    """Each block sums its two results; embedding and head have one sum, in forward or backward."""
     profile = of(tmp_path, dtype="bf16")
     assert [profile.tensor_parallel, *(width.tensor_parallel for width in profile.widths)] == [1, 2, 4]
     assert not any(layer.collectives for layer in profile.layers)
@@ -189,15 +185,15 @@ def test_a_configuration_has_a_profile_of_each_width(tmp_path: Path) -> None:
 
 
 def test_devices_without_a_known_link_have_one_width(tmp_path: Path) -> None:
-    """A plan could not compare widths; NVLink of an H100 is in its data sheet."""
+    """Without a link, plans of several widths cannot be compared."""
     assert of(tmp_path, device="estimate:t4").widths == ()
     executor = of(tmp_path).device.executor
     assert executor is not None
     assert executor.link.bytes_per_s == 450e9
 
 
-def test_one_device_of_several_has_its_part_of_the_experts(tmp_path: Path) -> None:
-    """Eight experts on four groups: two experts on each device; capacity multiplies the tokens of the experts."""
+def test_expert_parallelism_divides_the_parameters_of_experts(tmp_path: Path) -> None:
+    """Capacity multiplies the tokens of the experts."""
     whole, part, more = (
         of(tmp_path, ROUTED, **given).layers[1] for given in ({}, {"expert_parallel": 4}, {"capacity": 1.5})
     )
@@ -208,16 +204,15 @@ def test_one_device_of_several_has_its_part_of_the_experts(tmp_path: Path) -> No
     assert more.saved_bytes[0] > whole.saved_bytes[0]
 
 
-def test_selective_recomputation_trades_time_for_the_scores(tmp_path: Path) -> None:
-    """Backward takes attention's products once more, and no scores are kept."""
+def test_selective_recomputation_drops_attention_scores(tmp_path: Path) -> None:
+    """The backward computes attention's products once more."""
     kept, again = (of(tmp_path, keep_scores=True, recompute_attention=each).layers[1] for each in (False, True))
     assert kept.saved_bytes[0] - again.saved_bytes[0] == 4 * 32**2 * 5
     products = 4 * 32**2 * 64
     assert again.backward_us[0] - kept.backward_us[0] == pytest.approx(products / 433e12 * 1e6)
 
 
-def test_blocks_that_predict_further_tokens_use_the_head_again(tmp_path: Path) -> None:
-    """One more block with a projection of two hidden states; the logits twice."""
+def test_multi_token_prediction_adds_a_block_and_logits(tmp_path: Path) -> None:
     plain, further = (of(tmp_path, mtp_layers=count) for count in (0, 1))
     assert further.layers[-2].name == "mtp.layers.0"
     assert further.layers[-1].forward_flops[0] == 2 * plain.layers[-1].forward_flops[0]
@@ -225,8 +220,7 @@ def test_blocks_that_predict_further_tokens_use_the_head_again(tmp_path: Path) -
     assert further.layers[-2].parameter_bytes / 4 == block + 2 * 64**2 + 3 * 64
 
 
-def test_a_formula_by_name_is_that_of_its_configuration(tmp_path: Path) -> None:
-    """`--from-formula llama` with sizes, and a file with the same sizes."""
+def test_formula_by_name_equals_its_configuration(tmp_path: Path) -> None:
     sizes = {"layers": 4, "hidden": 64, "heads": 4, "key_value_heads": 2, "feed_forward": 128, "vocabulary": 100}
     asked = {"device": "estimate:h100", "dtype": "bf16", "batch_sizes": 1}
     named = planner.profile(from_formula="llama", sequence=32, **sizes, **asked)
@@ -252,30 +246,28 @@ def test_a_formula_by_name_is_that_of_its_configuration(tmp_path: Path) -> None:
         (SMALL, {"preset": "llama-3-8b"}, "takes no model"),
     ],
 )
-def test_wrong_requests_are_refused(content: Any, options: dict[str, Any], told: str, tmp_path: Path) -> None:
-    """Broken files, and options that contradict the configuration."""
+def test_contradicting_configurations_are_refused(
+    content: Any, options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
     with pytest.raises(PlannerError) as refused:
         of(tmp_path, content, **options)
     assert told in refused.value.message
 
 
-def test_an_unknown_family_can_be_built(tmp_path: Path) -> None:
-    """The hint names the option that profiles the real model."""
+def test_unknown_families_get_a_hint_to_profile_the_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as refused:
         of(tmp_path, {"model_type": "mamba"})
     assert "`--from-formula never`" in refused.value.hint
 
 
-def test_the_configuration_is_not_overwritten(tmp_path: Path) -> None:
-    """Also if its folder is named."""
+def test_configuration_is_not_overwritten(tmp_path: Path) -> None:
     of(tmp_path)
     with pytest.raises(PlannerError):
         planner.profile(tmp_path, device="estimate:h100", output=tmp_path / "config.json")
     assert json.loads((tmp_path / "config.json").read_text()) == SMALL
 
 
-def test_key_value_heads_are_divided_evenly(tmp_path: Path) -> None:
-    """Or copied, to as many devices each; 6 heads on 4 devices are neither."""
+def test_key_value_heads_are_divided_or_copied_evenly(tmp_path: Path) -> None:
     content = {**SMALL, "num_attention_heads": 24, "num_key_value_heads": 6, "head_dim": 16}
     profile = of(tmp_path, content)
     assert [width.tensor_parallel for width in profile.widths] == [2]
@@ -284,8 +276,8 @@ def test_key_value_heads_are_divided_evenly(tmp_path: Path) -> None:
         of(tmp_path, content, tensor_parallel=4)
 
 
-def test_products_with_whole_weights_take_all_tokens_on_each_device(tmp_path: Path) -> None:
-    """A router is not divided, so eight devices do not compute eight times as fast; with divided tokens they do."""
+def test_undivided_weights_process_all_tokens_on_each_device(tmp_path: Path) -> None:
+    """The router is such a weight, unless sequence parallelism divides the tokens."""
     one, eight, divided = (
         of(tmp_path, {**ROUTED, "num_attention_heads": 8, "num_key_value_heads": 8}, **options).layers[1]
         for options in (
@@ -299,8 +291,7 @@ def test_products_with_whole_weights_take_all_tokens_on_each_device(tmp_path: Pa
     assert divided.forward_flops[0] == pytest.approx(one.forward_flops[0] / 8, abs=1)
 
 
-def test_replicas_that_divide_experts_are_all_there(tmp_path: Path) -> None:
-    """Fewer replicas would lack experts; an open number of replicas is a multiple."""
+def test_replicas_are_a_multiple_of_expert_parallelism(tmp_path: Path) -> None:
     profile = of(tmp_path, ROUTED, expert_parallel=2, tensor_parallel=1)
     with pytest.raises(UsageError, match="divides experts among 2 replicas"):
         planner.solve(profile, devices=4, batch=8)
@@ -312,8 +303,7 @@ def test_replicas_that_divide_experts_are_all_there(tmp_path: Path) -> None:
     assert planner.solve(profile, devices=4, batch=8, replicas=2).replicas == 2
 
 
-def test_the_memory_that_a_hint_names_is_enough(tmp_path: Path) -> None:
-    """With the headroom that an estimate has by default."""
+def test_suggested_memory_is_enough_with_default_headroom(tmp_path: Path) -> None:
     profile = of(tmp_path, tensor_parallel=1)
     options = {"devices": 2, "batch": 4, "schedule": "gpipe"}
     with pytest.raises(PlannerError) as refused:
@@ -323,15 +313,15 @@ def test_the_memory_that_a_hint_names_is_enough(tmp_path: Path) -> None:
     assert planner.solve(profile, mem=named[1], reserve="0B", **options).stages
 
 
-def test_without_its_packages_no_model_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The request is refused before a model is looked for."""
+def test_missing_packages_are_reported_before_the_model_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "transformers" else name)
     with pytest.raises(MissingPackageError, match="transformers is not installed"):
         of(tmp_path, from_formula="never")
 
 
-def test_all_missing_options_are_in_one_message() -> None:
-    """Sizes and device together."""
+def test_all_missing_options_are_reported_together() -> None:
     with pytest.raises(UsageError) as refused:
         planner.profile(from_formula="mixtral", layers=4, hidden=64)
     for name in ("heads", "sequence", "vocabulary", "feed-forward", "experts", "experts-per-token", "device"):
@@ -339,8 +329,7 @@ def test_all_missing_options_are_in_one_message() -> None:
     assert "--layers" not in refused.value.message
 
 
-def test_estimates_keep_their_error_range_free(tmp_path: Path) -> None:
-    """By default, and one note says how to use all memory; an explicit share counts as given."""
+def test_estimates_keep_headroom_for_their_error_range_by_default(tmp_path: Path) -> None:
     profile, notes = of(tmp_path), list[str]()
     plan = planner.solve(profile, devices=2, mem="4GB", batch=4, note=notes.append)
     assert 0.15 < plan.inputs.headroom < 0.2

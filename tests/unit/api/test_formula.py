@@ -1,4 +1,4 @@
-"""`profile --from-formula`: a profile before there is code or a device, as a command and as a function."""
+"""Profiles by formula, before there is code or a device, as a command and as a function."""
 
 import subprocess
 import sys
@@ -17,12 +17,11 @@ TYPED = [text for name, value in SHAPE.items() for text in (f"--{name}", str(val
 
 
 def by_formula(**more: object) -> Profile:
-    """A small model."""
+    """Return the profile of a small model."""
     return planner.profile(**{"from_formula": "transformer", **SHAPE, **more})
 
 
-def test_no_torch_is_imported() -> None:
-    """Neither by the profile nor by the plan made of it."""
+def test_profiles_by_formula_do_not_import_torch() -> None:
     program = (
         "import planner, sys; "
         f"p = planner.profile(from_formula='transformer', rate='100TFLOP/s', **{SHAPE}); "
@@ -35,8 +34,8 @@ def test_no_torch_is_imported() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_writes_what_the_function_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Marked as estimated, for the named device, at the rate of published runs unless one is given; it can plan."""
+def test_command_writes_the_profile_of_the_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By default, times assume the rate of published runs on the device."""
     path = tmp_path / "profile.yaml"
     estimate = ["--from-formula", "transformer", *TYPED, "--device", "estimate:a100-80gb", "--dtype", "bf16-mixed"]
     ran = call(capsys, "profile", *estimate, "-o", str(path))
@@ -68,8 +67,7 @@ def test_the_command_writes_what_the_function_returns(tmp_path: Path, capsys: py
         ("tpu:v4", {}, "float32", "275 TFLOP/s"),
     ],
 )
-def test_precision_and_rate_of_a_device(device: str, options: dict[str, str], dtype: str, rate: str) -> None:
-    """As in most training, at what runs sustained in that precision; at the peak where there are none."""
+def test_default_precision_and_rate_of_a_device(device: str, options: dict[str, str], dtype: str, rate: str) -> None:
     notes: list[str] = []
     profile = by_formula(device=f"estimate:{device}", note=notes.append, **options)
     assert profile.environment.dtype == dtype
@@ -87,10 +85,7 @@ def test_precision_and_rate_of_a_device(device: str, options: dict[str, str], dt
         ("fp32", "sgd", (4, 4, 0, 0, 4)),
     ],
 )
-def test_precision_and_optimizer_say_how_many_bytes(
-    dtype: str | None, optimizer: str, expected: tuple[int, ...]
-) -> None:
-    """Of a parameter, its gradient, the optimizer's state and autocast's copy; and of an activation."""
+def test_bytes_of_each_precision_and_optimizer(dtype: str | None, optimizer: str, expected: tuple[int, ...]) -> None:
     layer = by_formula(rate=1e12, dtype=dtype, optimizer=optimizer, batch_sizes=1).layers[1]
     parameters = 12 * 256**2 + 13 * 256
     state = (layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_bytes)
@@ -122,8 +117,7 @@ def test_precision_and_optimizer_say_how_many_bytes(
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_wrong_shapes_are_refused_by_name(options: dict[str, object], told: str) -> None:
-    """Missing, impossible, too large, or an option of models that are measured."""
+def test_wrong_shapes_are_refused(options: dict[str, object], told: str) -> None:
     with pytest.raises(UsageError) as refused:
         by_formula(**options)
     assert told in refused.value.message

@@ -1,4 +1,4 @@
-"""The question behind a plan, typed again."""
+"""Options that repeat the request of a plan."""
 
 import shlex
 from dataclasses import fields, replace
@@ -19,7 +19,7 @@ LINK = "25GB/s,5us,blocking"
 
 
 def typed(words: str) -> SolverOptions:
-    """The options as the command line takes them."""
+    """Return the options as the command line parses them."""
     names, options = {field.name for field in fields(SolverOptions)}, dict[str, Any]()
     of = iter(shlex.split(words))
     for word in of:
@@ -43,8 +43,8 @@ def typed(words: str) -> SolverOptions:
         "--devices 3 --mem 8000000001B --batch 6 --min-micro-batch 2 --schedule search --apart a,b",
     ],
 )
-def test_it_is_what_was_asked(words: str) -> None:
-    """Of any plan the options, typed again, ask the same; what a calibration brings is left to it."""
+def test_repeated_options_give_the_same_request(words: str) -> None:
+    """Values of a calibration are not repeated."""
     profile = random_profile(1, 8, sizes=(1, 2, 4))
     executor = ExecutorCost(overhead_us=12.5, link=Link(latency_us=3.0, bytes_per_s=1e9))
     device = replace(profile.device, executor=executor, reserve_bytes=100)
@@ -60,8 +60,8 @@ def test_it_is_what_was_asked(words: str) -> None:
 @pytest.mark.parametrize("more", ["", "--headroom 0%", "--headroom 3.7%"])
 @pytest.mark.parametrize("how", ["measured", "estimated"])
 @pytest.mark.parametrize("limits", ["8GB", "7B,8000000001B"])
-def test_memory_is_kept_free_once(limits: str, how: Literal["measured", "estimated"], more: str) -> None:
-    """An estimated profile keeps its error range free by default; the limits of the plan are what is left."""
+def test_headroom_is_applied_once(limits: str, how: Literal["measured", "estimated"], more: str) -> None:
+    """The limits of the plan already exclude the headroom."""
     profile = random_profile(1, 8, sizes=(1, 2, 4))
     profile = replace(profile, device=replace(profile.device, how=how))
     inputs = request_of(profile, REFERENCE, typed(f"--devices 2 --mem {limits} --batch 8 {more}")).inputs
@@ -69,8 +69,8 @@ def test_memory_is_kept_free_once(limits: str, how: Literal["measured", "estimat
     assert request_of(profile, REFERENCE, typed(quote_options(solve_options(inputs, profile.device)))).inputs == inputs
 
 
-def test_the_command_is_one_line() -> None:
-    """Whatever stands in files is quoted; the plan is named where it does not stand in its usual place."""
+def test_repeated_command_is_quoted() -> None:
+    """The plan's path is included if it is not the default."""
     assert replan_command("my profile.yaml", ["--devices 2; ls"], calibration="c.yaml", plan="out/plan.yaml") == (
         "gpipe-plan solve 'my profile.yaml' --devices '2; ls' --calibration c.yaml -o out/plan.yaml"
     )

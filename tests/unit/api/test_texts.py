@@ -1,4 +1,4 @@
-"""Options as text from the command line or as values from Python."""
+"""Options as text from the command line, or as values from Python."""
 
 import pytest
 
@@ -10,14 +10,12 @@ from planner.core.values.cluster import Link
 @pytest.mark.parametrize(
     ("asked", "found"), [("1,2,4", (1, 2, 4)), (4, (4,)), ([1, 2], (1, 2)), ((3,), (3,)), ("8", (8,))]
 )
-def test_numbers_come_in_either_form(asked, found) -> None:
-    """Text, one number, or several."""
+def test_integers_are_texts_or_values(asked, found) -> None:
     assert texts.integers("--x", asked) == found
 
 
 @pytest.mark.parametrize("asked", ["", "1,", "a", "1.5", [], ["x"], 0, "0", [None]])
-def test_what_is_no_number_is_refused_by_name(asked) -> None:
-    """The option is named in the message."""
+def test_invalid_integers_are_refused_with_their_option(asked) -> None:
     with pytest.raises(UsageError, match="--x"):
         texts.integers("--x", asked)
 
@@ -31,20 +29,17 @@ def test_what_is_no_number_is_refused_by_name(asked) -> None:
         ([1, "2kB"], (1, 2000)),
     ],
 )
-def test_caps_come_in_either_form(asked, found) -> None:
-    """One for all, or one each."""
+def test_memory_limits_are_texts_or_values(asked, found) -> None:
     assert texts.memory_limits(asked, 2) == found
 
 
 @pytest.mark.parametrize("asked", ["8", "1GB,1GB,1GB", [1, 2, 3], -1])
-def test_wrong_caps_are_refused(asked) -> None:
-    """A bare number in text, too many, or less than nothing."""
+def test_wrong_memory_limits_are_refused(asked) -> None:
     with pytest.raises(UsageError):
         texts.memory_limits(asked, 2)
 
 
-def test_shares_links_and_speeds_come_in_either_form() -> None:
-    """And what they cannot be is refused."""
+def test_shares_links_and_speeds_are_texts_or_values() -> None:
     assert texts.fraction("5%") == texts.fraction(0.05) == 0.05
     link = Link(bytes_per_s=25e9, latency_us=5.0)
     assert texts.link("25GB/s,5us") == texts.link(link) == link
@@ -65,14 +60,12 @@ def test_shares_links_and_speeds_come_in_either_form() -> None:
             refuse()
 
 
-def test_auto_is_left_to_the_solver() -> None:
-    """0 stands for it."""
+def test_auto_is_zero() -> None:
     assert texts.count_or_auto("--chunks", "auto") == 0
     assert texts.count_or_auto("--chunks", 3) == texts.count_or_auto("--chunks", "3") == 3
 
 
-def test_settings_come_in_either_form() -> None:
-    """As texts, of which each has a name, or by name."""
+def test_settings_are_texts_or_values() -> None:
     assert texts.settings(["width=16", "name=a=b"]) == {"width": "16", "name": "a=b"}
     assert texts.settings({"width": 16}) == {"width": "16"}
     with pytest.raises(UsageError, match="--set width"):

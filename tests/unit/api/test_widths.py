@@ -1,4 +1,4 @@
-"""Profiles of several widths: merged from files, stored next to the plan."""
+"""Profiles of several widths: merged from files, and stored next to the plan."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.support.profiles import profile_of
 
 
 def one_width(width: int, **more: Any) -> Profile:
-    """Four layers, shared by `width` GPUs."""
+    """Return four layers that `width` GPUs share."""
     alone = profile_of([80.0 / width] * 4, [160.0 / width] * 4, parameter_bytes=80 // width, output_bytes=100)
     return replace(
         alone,
@@ -25,15 +25,14 @@ def one_width(width: int, **more: Any) -> Profile:
 
 
 def written(folder: Path, *profiles: Profile) -> list[str]:
-    """Files of the profiles."""
+    """Write the profiles and return their paths."""
     paths = [str(folder / f"t{n}.yaml") for n, _ in enumerate(profiles)]
     for path, profile in zip(paths, profiles, strict=True):
         files.write(path, profile)
     return paths
 
 
-def test_files_of_several_widths_are_one_profile(tmp_path: Path) -> None:
-    """It is stored next to the plan, which refers to it; a check finds nothing."""
+def test_profiles_of_several_widths_are_merged_and_stored(tmp_path: Path) -> None:
     paths = written(tmp_path, one_width(4), one_width(1), one_width(2))
     plan = planner.solve(paths, devices=4, mem="1MB", batch=4, output=tmp_path / "best.yaml")
     assert plan.inputs.profile.path == "best-profile.yaml"
@@ -46,8 +45,7 @@ def test_files_of_several_widths_are_one_profile(tmp_path: Path) -> None:
     assert planner.solve(paths[:1], devices=4, mem="1MB", batch=4).tensor_parallel == 4
 
 
-def test_no_input_is_overwritten(tmp_path: Path) -> None:
-    """Nor by the merged profile."""
+def test_merged_profile_overwrites_no_input(tmp_path: Path) -> None:
     paths = written(tmp_path, one_width(1), one_width(2))
     Path(paths[1]).rename(tmp_path / "plan-profile.yaml")
     with pytest.raises(UsageError, match="would overwrite"):
@@ -71,14 +69,12 @@ def test_no_input_is_overwritten(tmp_path: Path) -> None:
         (one_width(2, environment=Environment(dtype="bf16")), "they differ in precision"),
     ],
 )
-def test_other_models_are_not_merged(other: Profile, said: str, tmp_path: Path) -> None:
-    """The error names both files and what differs."""
+def test_profiles_of_different_models_are_not_merged(other: Profile, said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=said):
         planner.solve(written(tmp_path, one_width(1), other), devices=2, mem="1MB", batch=4)
 
 
-def test_profiles_of_other_settings_are_not_merged(tmp_path: Path) -> None:
-    """Samples of another length are other work."""
+def test_profiles_of_different_settings_are_not_merged(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"preset": "llama-2-7b", "device": "estimate:h100", "batch_sizes": 1}
     long = planner.profile(**asked, sequence=4096, tensor_parallel=1)
     short = planner.profile(**asked, sequence=1024, tensor_parallel=8)
@@ -88,21 +84,19 @@ def test_profiles_of_other_settings_are_not_merged(tmp_path: Path) -> None:
     assert planner.solve(written(tmp_path, long, same), devices=8, batch=8).stages
 
 
-def test_replicas_of_groups_need_all_their_gpus() -> None:
-    """Counted in GPUs, not in groups."""
+def test_too_many_replicas_of_groups_are_refused_with_their_gpus() -> None:
     with pytest.raises(UsageError, match="4 replicas with 4 GPUs per layer need 16 GPUs or more, there are 8"):
         planner.solve(one_width(4), devices=8, mem="1MB", batch=4, replicas=4)
 
 
-def test_a_sweep_uses_the_widths_that_a_cluster_can_have() -> None:
-    """With 6 GPUs, groups of 8 do not allow more stages than there are layers."""
+def test_sweep_uses_the_widths_that_fit_the_cluster() -> None:
     merged = replace(one_width(1), widths=(Width(tensor_parallel=8, layers=one_width(8).layers),))
     sweep = planner.sweep(merged, devices=[2, 6, 8], mem="1MB", batch=4)
     assert all(cell.plan is not None for cell in sweep.cells)
 
 
-def test_a_sweep_has_the_width_that_is_asked_for() -> None:
-    """One of the profile's, or the best of them; without links only one GPU per layer can be priced."""
+def test_sweep_uses_the_requested_width() -> None:
+    """Without links, only one GPU per layer can be compared."""
     widths = tuple(Width(tensor_parallel=t, layers=one_width(t).layers) for t in (2, 4))
     both = replace(one_width(1), widths=widths)
     sizes: dict[str, Any] = {"devices": "4", "mem": "1MB", "batch": 8}
@@ -120,8 +114,7 @@ def _with_sums(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]:
     return tuple(replace(layer, collectives=1, collective_bytes=(100,)) for layer in layers)
 
 
-def test_a_sweep_over_nodes_plans_for_the_links_between_them() -> None:
-    """Sizes are numbers of equal nodes; `--devices` is the other way to give them."""
+def test_sweep_over_nodes_uses_the_links_between_nodes() -> None:
     profile = one_width(1)
     asked = {"mem": "1MB", "batch": 4, "link": "1GB/s", "inter_link": "1KB/s,1s", "micro_batches": 4}
     swept = planner.sweep(profile, nodes="1x2,2x2", **asked)
@@ -134,8 +127,7 @@ def test_a_sweep_over_nodes_plans_for_the_links_between_them() -> None:
             planner.sweep(profile, **{**asked, **wrong})
 
 
-def test_many_devices_get_a_batch_that_they_can_share() -> None:
-    """Without a batch, a multiple of the largest profiled size, so that no device is without a sample."""
+def test_default_batch_has_a_sample_for_every_device() -> None:
     notes: list[str] = []
     profile = one_width(1)
     largest = max(profile.micro_batch_sizes)

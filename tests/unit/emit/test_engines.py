@@ -1,4 +1,4 @@
-"""Every format: the text as it was agreed on, the engine's own reading of it where it is installed, and ours."""
+"""Formats of engines: golden texts, reading by the engine if it is installed, and reading by us."""
 
 import os
 import re
@@ -31,7 +31,7 @@ ENGINE = pytest.mark.filterwarnings("ignore")  # what other packages warn of whi
 
 
 def profile_of(*names: str, **values: Any) -> Profile:
-    """Layers that take a microsecond each and keep a kilobyte."""
+    """Return layers that take a microsecond each and save a kilobyte."""
     cost = {"forward_us": 1.0, "backward_us": 2.0, "saved_bytes": 1000, "output_bytes": 10, **values}
     return chain(*(layer(name, **cost) for name in names))
 
@@ -46,7 +46,7 @@ def plan_of(
     chunks: int = 1,
     **asked: Any,
 ) -> Plan:
-    """A plan with these cuts."""
+    """Return a plan with these cuts."""
     devices = asked.pop("devices", len(balance) // chunks)
     inputs = Inputs(
         profile=ProfileReference(path="profile.yaml", digest="sha256:0"),
@@ -62,25 +62,25 @@ def plan_of(
 
 
 def emitted(name: str, balance: Sequence[int] = (3, 3), profile: Profile | None = None, **how: Any) -> EngineFile:
-    """The six-layer chain in a format."""
+    """Return the six-layer chain in a format."""
     profile = profile or profile_of(*FLAT)
     return emit_engine(name, plan_of(profile, balance, **how), profile)
 
 
 def write(folder: Path, file: EngineFile) -> Path:
-    """The file in `folder`."""
+    """Write the file into `folder` and return its path."""
     path = folder / file.name
     path.write_text(file.text)
     return path
 
 
 def stages_of(names: Sequence[str], balance: Sequence[int]) -> list[list[str]]:
-    """The names, cut."""
+    """Return the names, divided into stages."""
     return [list(names[first:end]) for first, end in pairwise(accumulate(balance, initial=0))]
 
 
 def predicting(*more: str) -> Profile:
-    """A model with two layers of multi-token prediction, behind a norm, and what comes last."""
+    """Return a model with two layers of multi-token prediction."""
     names = ("e", "h.0", "h.1", "norm", "mtp.layers.0", "mtp.layers.1", "head")
     return profile_of(*(("e", "h.0", "h.1", "norm", *more) if more else names))
 
@@ -89,8 +89,8 @@ def predicting(*more: str) -> Profile:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_text_is_the_agreed_one(name: str) -> None:
-    """Golden: a plan of two stages, of which the second recomputes; set UPDATE_GOLDEN=1 to agree on a new one."""
+def test_engine_file_equals_its_golden_text(name: str) -> None:
+    """The second of two stages recomputes. UPDATE_GOLDEN=1 writes new texts."""
     profile = profile_of(*FLAT)
     plan = plan_of(profile, (3, 3))
     plan = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], recompute="always")))
@@ -103,8 +103,7 @@ def test_the_text_is_the_agreed_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_texts_are_signed_tidy_and_the_same_each_time(tmp_path: Path, name: str) -> None:
-    """As for the native script: an edit is seen, lines are not overlong."""
+def test_engine_files_are_signed_repeatable_and_not_overlong(tmp_path: Path, name: str) -> None:
     file = emitted(name)
     assert file == emitted(name)
     path = write(tmp_path, file)
@@ -117,8 +116,7 @@ def test_texts_are_signed_tidy_and_the_same_each_time(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "megatron"])
-def test_long_chains_stay_readable(tmp_path: Path, name: str) -> None:
-    """A line per module where they do not fit into one."""
+def test_long_chains_have_one_module_per_line(tmp_path: Path, name: str) -> None:
     names = ["embedding", *(f"block_{n}" for n in range(200)), "head"]
     profile = profile_of(*names)
     plan = plan_of(profile, (2,) * 101, micro_batches=101)
@@ -132,15 +130,13 @@ def test_long_chains_stay_readable(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("name", ENGINES)
-def test_reading_back_gives_the_same_cuts(tmp_path: Path, name: str, balance: tuple[int, ...]) -> None:
-    """Importing an engine's list gives the plan's cuts."""
+def test_cuts_survive_a_round_trip(tmp_path: Path, name: str, balance: tuple[int, ...]) -> None:
     file = emitted(name, balance)
     assert read_balance_list(str(write(tmp_path, file)), profile_of(*FLAT).layers) == balance
 
 
 @pytest.mark.parametrize("name", ["torch", "torchtitan", "automodel", "megatron", "device-map"])
-def test_interleaved_plans_come_back_too(tmp_path: Path, name: str) -> None:
-    """Four stages on two devices."""
+def test_cuts_of_interleaved_plans_survive_a_round_trip(tmp_path: Path, name: str) -> None:
     balance = (2, 1, 1, 2)
     file = emitted(name, balance, schedule="interleaved", chunks=2)
     assert read_balance_list(str(write(tmp_path, file)), profile_of(*FLAT).layers) == balance
@@ -161,8 +157,7 @@ def test_interleaved_plans_come_back_too(tmp_path: Path, name: str) -> None:
         ("mine.py", "PARTS: list = []\nparts = [0, 1, 6]\n", (1, 5)),
     ],
 )  # fmt: skip
-def test_lists_written_by_hand_are_read(tmp_path: Path, name: str, text: str, balance: tuple[int, ...]) -> None:
-    """As people write them for these engines."""
+def test_cuts_written_by_hand_are_read(tmp_path: Path, name: str, text: str, balance: tuple[int, ...]) -> None:
     path = tmp_path / name
     path.write_text(text)
     assert read_balance_list(str(path), profile_of(*FLAT).layers) == balance
@@ -200,8 +195,9 @@ def test_lists_written_by_hand_are_read(tmp_path: Path, name: str, text: str, ba
         ("deep.json", "[" * 100_000, "cannot be parsed"),
     ],
 )
-def test_what_is_no_list_of_these_layers_is_refused(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
-    """With the file's name and the reason."""
+def test_files_without_cuts_of_these_layers_are_refused(
+    tmp_path: Path, name: str, text: str | None, expected: str
+) -> None:
     path = tmp_path / name
     if text is not None:
         path.write_text(text)
@@ -210,16 +206,14 @@ def test_what_is_no_list_of_these_layers_is_refused(tmp_path: Path, name: str, t
     assert str(path) in str(caught.value)
 
 
-def test_an_endless_list_of_cuts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the bound of all other files."""
+def test_endless_files_with_cuts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.files.reading.MAX_BYTES", 1000)
     (tmp_path / "endless.py").symlink_to("/dev/zero")
     with pytest.raises(FileError, match="has more than 1000 characters"):
         read_balance_list(str(tmp_path / "endless.py"), profile_of(*FLAT).layers)
 
 
-def test_a_python_file_is_not_run(tmp_path: Path) -> None:
-    """It may come from anywhere."""
+def test_python_files_with_cuts_are_not_executed(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nbalance = [3, 3]\n")
     assert read_balance_list(str(path), profile_of(*FLAT).layers) == (3, 3)
@@ -230,7 +224,7 @@ def test_a_python_file_is_not_run(tmp_path: Path) -> None:
 
 
 def uneven() -> Profile:
-    """As a GPT-2 is profiled: what is not a block goes with its neighbour."""
+    """Return a GPT-2 whose small modules belong to the layer of a neighbor."""
     modules = {"wte": ("wte", "wpe", "drop"), "lm_head": ("ln_f", "lm_head")}
     layers: list[LayerProfile] = [
         replace(one, modules=modules.get(one.name, ()))
@@ -241,8 +235,7 @@ def uneven() -> Profile:
 
 
 @pytest.mark.parametrize("name", ["torch", "torchtitan", "megatron", "device-map"])
-def test_layers_of_several_modules(tmp_path: Path, name: str) -> None:
-    """Each module is named, and a cut lies before the first module of a layer."""
+def test_cuts_are_before_the_first_module_of_a_layer(tmp_path: Path, name: str) -> None:
     profile = uneven()
     file = emitted(name, (2, 2, 1), profile)
     assert read_balance_list(str(write(tmp_path, file)), profile.layers) == (2, 2, 1)
@@ -277,8 +270,7 @@ def test_layers_of_several_modules(tmp_path: Path, name: str) -> None:
         ("torchgpipe", {"replicas": 2, "devices": 4}, "start 2 of them"),
     ],
 )
-def test_notes(name: str, how: dict[str, Any], expected: str) -> None:
-    """In the file, and for stderr."""
+def test_notes_are_in_the_file_and_printed(name: str, how: dict[str, Any], expected: str) -> None:
     file = emitted(name, **how)
     assert any(re.search(expected, note) for note in file.notes), file.notes
     assert "# Not included:" in file.text
@@ -293,15 +285,13 @@ def test_notes(name: str, how: dict[str, Any], expected: str) -> None:
         ("megatron", {"schedule": "1f1b", "replicas": 2, "devices": 4}),
     ],
 )
-def test_what_a_format_holds_needs_no_note(name: str, how: dict[str, Any]) -> None:
-    """Said only where something is lost."""
+def test_complete_formats_have_no_notes(name: str, how: dict[str, Any]) -> None:
     file = emitted(name, **how)
     assert not file.notes
     assert "Not included" not in file.text
 
 
-def test_mixed_recomputation_for_torchgpipe() -> None:
-    """The strongest choice of any stage, with a note."""
+def test_torchgpipe_gets_the_strongest_recomputation_of_any_stage() -> None:
     profile = profile_of(*FLAT)
     plan = plan_of(profile, (3, 3))
     plan = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], recompute="except-last")))
@@ -311,7 +301,7 @@ def test_mixed_recomputation_for_torchgpipe() -> None:
 
 
 def tied() -> Profile:
-    """The head shares the embedding's parameters."""
+    """Return a chain whose head shares the embedding's parameters."""
     profile = profile_of(*FLAT)
     return replace(profile, layers=(*profile.layers[:-1], replace(profile.layers[-1], tied=("embedding.weight",))))
 
@@ -339,30 +329,28 @@ def tied() -> Profile:
         ("megatron", predicting("mtp.0"), (2, 3), {}, "ends with a head"),
     ],
 )
-def test_plans_that_a_format_cannot_hold(
+def test_plans_that_a_format_cannot_express_are_refused(
     name: str, profile: Profile | None, balance: tuple[int, ...], how: dict[str, Any], expected: str
 ) -> None:
-    """An error with a remedy, and no file."""
     with pytest.raises(UsageError, match=expected) as caught:
         emitted(name, balance, profile, **how)
     assert caught.value.hint
 
 
-def test_ties_that_are_allowed() -> None:
-    """Within a stage for DeepSpeed; over devices with a note in a device map."""
+def test_ties_within_a_stage_are_allowed() -> None:
+    """A device map also allows ties between devices, with a note."""
     assert emitted("deepspeed", (6,), tied(), schedule="1f1b").notes == ()
     assert any("solve with `--together embedding,head`" in note for note in emitted("device-map", (3, 3), tied()).notes)
 
 
-def test_blocks_by_digest_where_names_are_plain_numbers() -> None:
-    """As in an `nn.Sequential`."""
+def test_megatron_finds_blocks_by_digest_if_names_are_numbers() -> None:
     profile = profile_of(*"01234")
     layers = [replace(one, digest="block" if one.name in "123" else one.name) for one in profile.layers]
     assert '"Et|t*2L"' in emitted("megatron", (2, 3), replace(profile, layers=tuple(layers))).text
 
 
-def test_layers_of_multi_token_prediction(tmp_path: Path) -> None:
-    """As `m`, with their number; the loss may have a stage of its own; and read back."""
+def test_megatron_layout_has_multi_token_prediction_layers(tmp_path: Path) -> None:
+    """The loss may have its own stage."""
     file = emitted("megatron", (2, 1, 3, 1), predicting())
     assert '"Et|t|m*2|L"\n' in file.text
     assert "    --mtp-num-layers 2\n" in file.text
@@ -372,14 +360,13 @@ def test_layers_of_multi_token_prediction(tmp_path: Path) -> None:
 
 
 def llama() -> Profile:
-    """As transformers names it; rotary embeddings are a module without parameters."""
+    """Return a Llama with the names of transformers; rotary embeddings are a module without parameters."""
     profile = profile_of("model.embed_tokens", *(f"model.layers.{n}" for n in range(4)), "lm_head")
     modules = {"model.embed_tokens": ("model.embed_tokens", "model.rotary_emb"), "lm_head": ("model.norm", "lm_head")}
     return replace(profile, layers=tuple(replace(one, modules=modules.get(one.name, ())) for one in profile.layers))
 
 
-def test_an_automodel_recipe(tmp_path: Path) -> None:
-    """Lists of modules with the rotary embeddings in each, batch sizes, replicas; another schedule in a file."""
+def test_automodel_recipe_has_modules_batch_replicas_and_schedule(tmp_path: Path) -> None:
     file = emitted("automodel", (3, 3), llama(), schedule="1f1b", replicas=2, devices=4)
     path = write(tmp_path, file)
     assert read_balance_list(str(path), llama().layers) == (3, 3)
@@ -405,7 +392,7 @@ def test_an_automodel_recipe(tmp_path: Path) -> None:
 
 @dataclass(kw_only=True)
 class Options:
-    """Some of torchtitan's options: those of 0.3.0, or those of what came after it."""
+    """Options of torchtitan that 0.3.0 and later versions share."""
 
     pipeline_parallel_degree: int = 1
     pipeline_parallel_schedule: str = "1F1B"
@@ -423,8 +410,7 @@ class Later(Options):
     num_pp_microbatches: int = 1
 
 
-def test_torchtitans_options_have_the_names_that_are_there(tmp_path: Path) -> None:
-    """By the fields of its config, so that one file is for both."""
+def test_torchtitan_options_fit_both_versions_of_its_config(tmp_path: Path) -> None:
     planned = values_of(write(tmp_path, emitted("torchtitan", micro_batches=3)))["planned"]
     stages = stages_of(FLAT, (3, 3))
     old = planned(SimpleNamespace(parallelism=Earlier(), training=SimpleNamespace(local_batch_size=8)))
@@ -449,12 +435,12 @@ def test_torchtitans_options_have_the_names_that_are_there(tmp_path: Path) -> No
 
 
 def values_of(path: Path) -> dict[str, Any]:
-    """What the file defines when it is run."""
+    """Return the values that the file defines."""
     return runpy.run_path(str(path))
 
 
 def sequential(names: Sequence[str] = FLAT) -> nn.Sequential:
-    """A model with these children."""
+    """Return a model with these children."""
     model = nn.Sequential()
     for name in names:
         model.add_module(name, nn.Linear(4, 4))
@@ -462,14 +448,13 @@ def sequential(names: Sequence[str] = FLAT) -> nn.Sequential:
 
 
 def held(module: nn.Module) -> list[str]:
-    """The children whose parameters it has."""
+    """Return the children whose parameters the module has."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters()))
 
 
 @pytest.mark.parametrize("balance", BALANCES)
 @ENGINE
-def test_torch_pipeline_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -> None:
-    """`pipeline()` of the installed torch."""
+def test_torch_pipeline_builds_the_planned_stages(tmp_path: Path, balance: tuple[int, ...]) -> None:
     from torch.distributed.pipelining import pipeline
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -481,7 +466,6 @@ def test_torch_pipeline_gives_the_stages(tmp_path: Path, balance: tuple[int, ...
 
 @ENGINE
 def test_torch_pipeline_cuts_nested_sequences(tmp_path: Path) -> None:
-    """A cut between children of an inner `nn.Sequential`."""
     from torch.distributed.pipelining import pipeline
 
     names = ("0", "1.0", "1.1", "2")
@@ -498,8 +482,7 @@ def test_torch_pipeline_cuts_nested_sequences(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("balance", BALANCES)
 @ENGINE
-def test_torchgpipe_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -> None:
-    """Its `GPipe`, on CPU devices, and a step of it."""
+def test_torchgpipe_builds_the_planned_stages(tmp_path: Path, balance: tuple[int, ...]) -> None:
     gpipe = pytest.importorskip("torchgpipe", reason="torchgpipe is not installed", exc_type=ImportError)
     values = values_of(write(tmp_path, emitted("torchgpipe", balance, recompute="always")))
     model = sequential()
@@ -516,10 +499,10 @@ def test_torchgpipe_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -
 
 @pytest.mark.parametrize("balance", BALANCES)
 @ENGINE
-def test_deepspeed_gives_the_stages(
+def test_deepspeed_builds_the_planned_stages(
     tmp_path: Path, balance: tuple[int, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its `PipelineModule` on each rank of its own topology, as far as its constructor cuts the layers."""
+    """Its constructor cuts the layers on each rank of its topology."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed", exc_type=ImportError)
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
@@ -538,8 +521,7 @@ def test_deepspeed_gives_the_stages(
 
 @pytest.mark.parametrize("balance", BALANCES)
 @ENGINE
-def test_megatron_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -> None:
-    """Its own parser and validation."""
+def test_megatron_parses_and_validates_the_layout(tmp_path: Path, balance: tuple[int, ...]) -> None:
     name = "megatron.core.transformer.pipeline_parallel_layer_layout"
     layout = pytest.importorskip(name, reason="megatron-core is not installed", exc_type=ImportError)
     text = write(tmp_path, emitted("megatron", balance)).read_text()
@@ -553,8 +535,7 @@ def test_megatron_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -> 
 
 
 @ENGINE
-def test_torchtitan_gives_the_stages(tmp_path: Path) -> None:
-    """Its own split of a model with a list of layers; and its configuration takes the options."""
+def test_torchtitan_builds_the_planned_stages(tmp_path: Path) -> None:
     name = "torchtitan.distributed.pipeline_parallel"
     titan = pytest.importorskip(name, reason="torchtitan is not installed", exc_type=ImportError)
     from torchtitan.config.configs import ParallelismConfig
@@ -577,8 +558,7 @@ def test_torchtitan_gives_the_stages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("balance", BALANCES)
 @ENGINE
-def test_automodel_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) -> None:
-    """Its own parser of recipes."""
+def test_automodel_parses_the_recipe(tmp_path: Path, balance: tuple[int, ...]) -> None:
     name = "nemo_automodel.recipes._dist_utils"
     recipes = pytest.importorskip(name, reason="nemo_automodel is not installed", exc_type=ImportError)
     recipe = read_plain(str(write(tmp_path, emitted("automodel", balance, llama()))))
@@ -593,8 +573,7 @@ def test_automodel_gives_the_stages(tmp_path: Path, balance: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("balance", BALANCES)
 @ENGINE
-def test_accelerate_takes_the_device_map(tmp_path: Path, balance: tuple[int, ...]) -> None:
-    """It covers every parameter, without a stranger, and each is on its stage's device."""
+def test_accelerate_accepts_the_device_map(tmp_path: Path, balance: tuple[int, ...]) -> None:
     modeling = pytest.importorskip(
         "accelerate.utils.modeling", reason="accelerate is not installed", exc_type=ImportError
     )

@@ -1,4 +1,4 @@
-"""What starts train.py on a cluster: read by its own tools, or held against what these publish of their formats."""
+"""Launch files of clusters: read by the scheduler's tools, or compared with its published format."""
 
 import importlib.util
 import os
@@ -28,12 +28,12 @@ from tests.support.processes import wait_for
 from tests.support.profiles import profile_of
 
 HOSTILE = 'it\'s a "$(touch x)"\n@folder/train.py'
-"""A path that ends strings and comments, and is replaced, where it is not written with care."""
+"""Path that breaks files in which it is not quoted."""
 
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    """Eight equal layers, profiled on a GPU."""
+    """Return eight equal layers, profiled on a GPU."""
     by_hand = profile_of([10.0] * 8, [20.0] * 8, size=2)
     device = Device(kind="cuda", name="NVIDIA A100-SXM4-40GB")
     return replace(by_hand, device=device, model=Model(source="model.py:build_model"))
@@ -42,7 +42,7 @@ def profile() -> Profile:
 def plan_of(
     profile: Profile, stages: int, *, replicas: int = 1, chunks: int = 1, batch: int = 8, node: int = 0
 ) -> Plan:
-    """A plan with as many layers in each stage."""
+    """Return a plan with equal stages."""
     inputs = Inputs(
         profile=ProfileReference(path="profile.yaml", digest=files.digest_of(profile)),
         devices=stages // chunks * replicas,
@@ -57,7 +57,7 @@ def plan_of(
 
 
 def written(profile: Profile, name: str, script: str = "out/train.py", nodes: Nodes | None = None) -> str:
-    """The file for a scheduler: four processes on two nodes, or one of two, or one."""
+    """Return the scheduler's file for plans of four, two and one processes."""
     plans = [plan_of(profile, stages) for stages in (4, 2, 1)]
     emitted = emit_native(plans[0], profile, folder=".", profile_folder=".", smaller=plans[1:])
     nodes = nodes or Nodes(count=2, devices=2)
@@ -68,14 +68,14 @@ def written(profile: Profile, name: str, script: str = "out/train.py", nodes: No
 
 
 def crossing(profile: Profile, plan: Plan, nodes: Nodes | None) -> list[str]:
-    """Stages and ranks of the cuts between nodes."""
+    """Return stages and ranks of the cuts between nodes."""
     emitted = emit_native(plan, profile, folder=".", profile_folder=".")
     job = job_of(emitted.plans, plan.inputs, script="train.py", nodes=nodes)
     return [cut.partition(", ")[2] for cut in job.crossing]
 
 
-def test_neighbours_share_nodes_and_the_cuts_between_nodes_are_told(profile: Profile) -> None:
-    """In a loop of stages also the way back; with replicas on nodes of their own none."""
+def test_cuts_between_nodes_are_listed(profile: Profile) -> None:
+    """A loop of stages also has the link back; replicas on their own nodes have no cuts between nodes."""
     four = plan_of(profile, 4)
     assert crossing(profile, four, None) == []
     assert crossing(profile, four, Nodes(count=2, devices=2)) == ["stage 1 to 2 (rank 1 to 2)"]
@@ -88,8 +88,8 @@ def test_neighbours_share_nodes_and_the_cuts_between_nodes_are_told(profile: Pro
     assert crossing(profile, replicas, Nodes(count=4, devices=1)) == ["stage 0 to 1 (rank 0 to 1, 2 to 3)"]
 
 
-def test_nodes_get_as_many_processes_each(profile: Profile) -> None:
-    """On as few nodes as hold them; what cannot be shared so is refused, links that the plan did not count are told."""
+def test_processes_are_divided_evenly_among_nodes(profile: Profile) -> None:
+    """Uneven numbers are refused, and a note lists links that the plan did not consider."""
     four = plan_of(profile, 4)
     emitted = emit_native(four, profile, folder=".", profile_folder=".")
 
@@ -122,7 +122,7 @@ SBATCH = {
     "open-mode": "append|truncate",
     "output": r"\S+",
 }
-"""Options of sbatch 22.05 and what they take, as its manual page has them; of those that we write."""
+"""Options of sbatch 22.05 that we write, with patterns of their values from the manual page."""
 
 STUBS = {
     "srun": 'shift 5; "$@"',
@@ -130,11 +130,11 @@ STUBS = {
     "scancel": 'echo "$@" > scancel; echo 1 > code; mv code told',
     "scontrol": '[ "$1" = show ] && echo node7 || echo "$@" > scontrol',
 }
-"""What the script calls; its step goes on until it is told to end, and with which code."""
+"""Stubs of the programs that the script calls; the file `told` ends the step with an exit code."""
 
 
 def started(folder: Path, text: str, **environment: str) -> "subprocess.Popen[bytes]":
-    """The batch script, on one of the two nodes that it asks for; its step runs."""
+    """Start the batch script on one of the two nodes that it requests; return the process once its step runs."""
     (folder / "bin").mkdir()
     for name, body in STUBS.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -148,8 +148,8 @@ def started(folder: Path, text: str, **environment: str) -> "subprocess.Popen[by
     return job
 
 
-def test_the_batch_script_is_one_that_sbatch_reads(profile: Profile) -> None:
-    """Bash can parse it; every directive is an option of sbatch, in front of the first command."""
+def test_batch_script_is_valid_for_sbatch(profile: Profile) -> None:
+    """Directives must come before the first command."""
     text = written(profile, "slurm")
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     head = text.partition("\n\n")[0].splitlines()
@@ -163,8 +163,8 @@ def test_the_batch_script_is_one_that_sbatch_reads(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize(("told", "ends"), [("before the limit", 1), ("cancelled", 143), ("done", 0)])
-def test_the_job_queues_again_before_its_time_is_over(profile: Profile, tmp_path: Path, told: str, ends: int) -> None:
-    """Of two plans it takes the one for the node that is left. What is cancelled or done does not queue again."""
+def test_job_is_requeued_before_its_time_limit(profile: Profile, tmp_path: Path, told: str, ends: int) -> None:
+    """It runs the plan for the remaining node. Canceled and finished jobs are not requeued."""
     job = started(tmp_path, written(profile, "slurm"), CHECKPOINTS="/scratch/run 1")
     words = (tmp_path / "torchrun").read_text().split("\0")
     assert words[:6] == ["--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "3"]
@@ -215,7 +215,7 @@ Source: manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml; the names are t
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a document with its path; members of lists have one in common."""
+    """Yield every value of a document with its path; list items share a path."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}".lstrip("."))
@@ -227,8 +227,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_a_manifest_has_the_fields_that_are_published(profile: Profile, kind: str) -> None:
-    """And no others, with values of their types."""
+def test_manifest_has_only_published_fields(profile: Profile, kind: str) -> None:
     on_device = replace(profile, device=replace(profile.device, kind=kind))
     document = yaml.safe_load(written(on_device, "kubernetes"))
     for path, value in leaves(document):
@@ -237,8 +236,7 @@ def test_a_manifest_has_the_fields_that_are_published(profile: Profile, kind: st
         assert fits, (path, value)
 
 
-def test_a_manifest_starts_what_was_planned(profile: Profile) -> None:
-    """Two nodes of two processes."""
+def test_manifest_starts_the_planned_processes(profile: Profile) -> None:
     job = yaml.safe_load(written(profile, "kubernetes"))["spec"]["trainer"]
     assert (job["numNodes"], job["numProcPerNode"], job["resourcesPerNode"]["limits"]) == (
         2,
@@ -251,10 +249,9 @@ def test_a_manifest_starts_what_was_planned(profile: Profile) -> None:
 # Ray
 
 
-def test_the_ray_script_takes_the_largest_plan_for_the_devices_that_are_left(
+def test_ray_script_runs_the_largest_plan_for_the_remaining_devices(
     profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four processes at first; after a node was lost two. Each runs train.py with the arguments that were given."""
     (tmp_path / "train_ray.py").write_text(written(profile, "ray"))
     (tmp_path / "train.py").write_text("import sys\ndef main():\n    print(*sys.argv[1:])\n")
     monkeypatch.chdir(tmp_path)
@@ -273,7 +270,7 @@ def test_the_ray_script_takes_the_largest_plan_for_the_devices_that_are_left(
 
 
 def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> list[dict[str, Any]]:
-    """Modules with the names that the script imports; what it asks of them. A node is lost whenever `devices` go on."""
+    """Replace the modules of ray; return the recorded requests. A node fails when `devices` changes."""
     asked: list[dict[str, Any]] = []
 
     class TrainingFailedError(Exception):
@@ -304,8 +301,7 @@ def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> lis
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_hostile_path_stays_a_path(profile: Profile, name: str, tmp_path: Path) -> None:
-    """It ends no string and no comment of the file, and nothing in it is carried out."""
+def test_hostile_paths_are_escaped_in_launch_files(profile: Profile, name: str, tmp_path: Path) -> None:
     text = written(profile, name, script=HOSTILE)
     if name == "ray":
         compile(text, "train_ray.py", "exec")
@@ -318,10 +314,10 @@ def test_a_hostile_path_stays_a_path(profile: Profile, name: str, tmp_path: Path
     assert not (tmp_path / "x").exists()
 
 
-def test_what_does_not_go_together_is_refused(
+def test_contradicting_launch_options_are_refused(
     profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name, and nothing is written; an edited file is kept."""
+    """An edited file is kept."""
     monkeypatch.chdir(tmp_path)
     files.write("profile.yaml", profile)
     profile = files.read_profile("profile.yaml")

@@ -1,4 +1,4 @@
-"""The emitted files are the plan: the same cuts in balance.yaml, a short script that names the command that runs it."""
+"""Emitted training files: the plan's cuts in balance.yaml, and a short script with its command."""
 
 import ast
 from dataclasses import replace
@@ -23,7 +23,7 @@ NUM_LAYERS = 12
 
 
 def profile_of(source: str = "model.py:build_model", *, names: tuple[str, ...] = ()) -> Profile:
-    """A profile of twelve layers that names a model file."""
+    """Return a profile of twelve layers that has a model file."""
     profile = random_profile(3, NUM_LAYERS, exact=True, sizes=(1, 2, 4))
     layers = profile.layers
     if names:
@@ -33,7 +33,7 @@ def profile_of(source: str = "model.py:build_model", *, names: tuple[str, ...] =
 
 
 def plan_of(profile: Profile, balance: tuple[int, ...], *, micro_batches: int = 4) -> Plan:
-    """A plan with these cuts."""
+    """Return a plan with these cuts."""
     inputs = Inputs(
         profile=ProfileReference(path="profile.yaml", digest=digest_of(profile)),
         devices=len(balance),
@@ -44,7 +44,7 @@ def plan_of(profile: Profile, balance: tuple[int, ...], *, micro_batches: int = 
 
 
 def write(folder: Path, plan: Plan, profile: Profile, *, folder_name: str = ".", profile_folder: str = ".") -> str:
-    """Emits into `folder`; the script's text."""
+    """Emit into `folder` and return the script's text."""
     emitted = emit_native(plan, profile, folder=folder_name, profile_folder=profile_folder)
     (folder / "balance.yaml").write_text(emitted.balance)
     (folder / "train.py").write_text(emitted.script)
@@ -52,8 +52,7 @@ def write(folder: Path, plan: Plan, profile: Profile, *, folder_name: str = ".",
 
 
 @pytest.mark.parametrize("balance", [(12,), (5, 7), (1, 2, 3, 6), (1,) * 12])
-def test_the_balance_is_the_plans(tmp_path: Path, balance: tuple[int, ...]) -> None:
-    """Read again it gives the same stages, by name, with everything the executor needs."""
+def test_balance_configuration_has_the_stages_of_the_plan(tmp_path: Path, balance: tuple[int, ...]) -> None:
     profile = profile_of()
     plan = plan_of(profile, balance)
     write(tmp_path, plan, profile)
@@ -73,8 +72,7 @@ def test_the_balance_is_the_plans(tmp_path: Path, balance: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("balance", [(12,), (5, 7), (1,) * 12])
-def test_the_script_compiles_and_is_short(tmp_path: Path, balance: tuple[int, ...]) -> None:
-    """At most 70 lines; it names the command for exactly this plan, and every stage."""
+def test_script_compiles_and_describes_every_stage(tmp_path: Path, balance: tuple[int, ...]) -> None:
     profile = profile_of()
     script = write(tmp_path, plan_of(profile, balance), profile)
     compile(script, "train.py", "exec")
@@ -86,8 +84,8 @@ def test_the_script_compiles_and_is_short(tmp_path: Path, balance: tuple[int, ..
     assert all(f"stage {k}: {layers} layer" in described for k, layers in enumerate(balance))
 
 
-def test_a_long_table_is_cut_short(tmp_path: Path) -> None:
-    """The script stays within 80 lines however many stages there are; balance.yaml has them all."""
+def test_script_of_many_stages_has_at_most_80_lines(tmp_path: Path) -> None:
+    """balance.yaml has all stages."""
     profile = random_profile(3, 40)
     profile = replace(profile, model=Model(source="model.py:build_model"))
     plan = plan_of(profile, (1,) * 40, micro_batches=8)
@@ -97,16 +95,14 @@ def test_a_long_table_is_cut_short(tmp_path: Path) -> None:
     assert read_balance(str(tmp_path / "balance.yaml")).num_stages == 40
 
 
-def test_lines_of_the_script_are_not_overlong(tmp_path: Path) -> None:
-    """It is meant to be read and edited."""
+def test_script_lines_are_not_overlong(tmp_path: Path) -> None:
     profile = profile_of()
     script = write(tmp_path, plan_of(profile, (5, 7)), profile)
     assert max(map(len, script.splitlines())) <= 120
     assert all(line == line.rstrip() for line in script.splitlines())
 
 
-def test_emitting_is_a_function_of_plan_and_profile() -> None:
-    """The same bytes each time."""
+def test_emitted_files_are_repeatable() -> None:
     profile = profile_of()
     plan = plan_of(profile, (5, 7))
     one, two = (emit_native(plan, profile, folder="a", profile_folder="b") for _ in range(2))
@@ -124,17 +120,16 @@ def test_emitting_is_a_function_of_plan_and_profile() -> None:
         ("C:x/net.py:Net", ".", ".", "C:x/net.py:Net"),
     ],
 )
-def test_the_models_path_is_relative_to_the_balance(
+def test_model_path_is_relative_to_the_balance_configuration(
     tmp_path: Path, source: str, profile_folder: str, folder: str, expected: str
 ) -> None:
-    """Wherever profile and output lie; an absolute one stays as it is."""
+    """Absolute paths are not changed."""
     profile = profile_of(source)
     write(tmp_path, plan_of(profile, (5, 7)), profile, folder_name=folder, profile_folder=profile_folder)
     assert read_balance(str(tmp_path / "balance.yaml")).model.source == expected
 
 
-def test_the_command_names_the_script_where_it_is(tmp_path: Path) -> None:
-    """From the folder where `emit` was typed."""
+def test_command_in_the_script_has_its_path(tmp_path: Path) -> None:
     profile = profile_of()
     script = write(tmp_path, plan_of(profile, (5, 7)), profile, folder_name="out/two")
     assert "torchrun --nproc-per-node 2 out/two/train.py" in script
@@ -143,8 +138,8 @@ def test_the_command_names_the_script_where_it_is(tmp_path: Path) -> None:
 # Signature
 
 
-def test_a_fresh_script_is_not_edited(tmp_path: Path) -> None:
-    """Nor one with other line ends, which some editors and git change by themselves."""
+def test_new_script_is_not_edited(tmp_path: Path) -> None:
+    """Some editors and git change line ends."""
     profile = profile_of()
     script = write(tmp_path, plan_of(profile, (5, 7)), profile)
     path = tmp_path / "train.py"
@@ -163,8 +158,7 @@ def test_a_fresh_script_is_not_edited(tmp_path: Path) -> None:
         ("\n# As emitted:", "\nprint()\n# As emitted:"),
     ],
 )
-def test_any_edit_is_seen(tmp_path: Path, old: str, new: str) -> None:
-    """A number, a comment, a blank, the signature itself."""
+def test_every_edit_is_detected(tmp_path: Path, old: str, new: str) -> None:
     profile = profile_of()
     script = write(tmp_path, plan_of(profile, (5, 7)), profile)
     path = tmp_path / "train.py"
@@ -174,8 +168,7 @@ def test_any_edit_is_seen(tmp_path: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["appended", "without signature", "empty", "another's"])
-def test_other_files_are_edited_ones(tmp_path: Path, how: str) -> None:
-    """What was appended below the signature, a script without one, any other file: not ours to overwrite."""
+def test_other_files_count_as_edited(tmp_path: Path, how: str) -> None:
     profile = profile_of()
     script = write(tmp_path, plan_of(profile, (5, 7)), profile)
     texts = {
@@ -197,8 +190,7 @@ def test_other_files_are_edited_ones(tmp_path: Path, how: str) -> None:
     ["[bold]", "{x}", "a\\N{x}", "a\\u12", 'quo"""te', "single'quote", "100%", "%(prog)s", "two\nlines", "ümlaut"],
 )
 @pytest.mark.parametrize("where", ["first", "last", "model"])
-def test_names_cannot_break_the_script(tmp_path: Path, name: str, where: str) -> None:
-    """Layer names and paths come from files: whatever they hold, the script compiles and does what it did."""
+def test_names_do_not_change_the_code_of_the_script(tmp_path: Path, name: str, where: str) -> None:
     names = [f"layers.{n}" for n in range(NUM_LAYERS)]
     if where != "model":
         names[0 if where == "first" else -1] = name
@@ -211,8 +203,7 @@ def test_names_cannot_break_the_script(tmp_path: Path, name: str, where: str) ->
     assert ast.dump(ast.Module(made.body[1:], [])) == ast.dump(ast.Module(expected.body[1:], []))
 
 
-def test_a_name_cannot_smuggle_code_in(tmp_path: Path) -> None:
-    """A profile from somewhere else is data."""
+def test_names_cannot_inject_code(tmp_path: Path) -> None:
     smuggled = '"""\nraise SystemExit("smuggled")\n"""'
     names = tuple(smuggled if n == 4 else f"layers.{n}" for n in range(NUM_LAYERS))
     profile = profile_of(names=names)
@@ -223,8 +214,8 @@ def test_a_name_cannot_smuggle_code_in(tmp_path: Path) -> None:
 # Digests and refusals
 
 
-def test_the_digest_of_decisions_ignores_predictions() -> None:
-    """It is that of what runs, so a report finds its plan after numbers were recomputed; any decision changes it."""
+def test_decisions_digest_ignores_predictions() -> None:
+    """A report then still matches its plan after predictions are recomputed."""
     profile = profile_of()
     plan = plan_of(profile, (5, 7))
     digest = decisions_digest(plan)
@@ -244,31 +235,27 @@ def test_the_digest_of_decisions_ignores_predictions() -> None:
 
 
 @pytest.mark.parametrize("balance", [(5, 6), (6, 7), (12, 0), (13, -1)])
-def test_a_balance_that_loses_layers_is_refused(balance: tuple[int, ...]) -> None:
-    """Also by the emitter: every layer exactly once, no empty stage."""
+def test_invalid_cuts_are_not_emitted(balance: tuple[int, ...]) -> None:
     profile = profile_of()
     plan = replace(plan_of(profile, (5, 7)), balance=balance)
     with pytest.raises(UsageError):
         emit_native(plan, profile, folder=".", profile_folder=".")
 
 
-def test_a_profile_without_a_model_is_refused() -> None:
-    """One written by hand has nothing to train."""
+def test_profile_without_a_model_is_not_emitted() -> None:
     profile = profile_of("")
     with pytest.raises(UsageError, match="names no model file"):
         emit_native(plan_of(profile, (5, 7)), profile, folder=".", profile_folder=".")
 
 
-def test_a_gpu_profile_is_emitted_for_gpus(tmp_path: Path) -> None:
-    """The device the plan was made for."""
+def test_plan_of_a_gpu_profile_is_emitted_for_gpus(tmp_path: Path) -> None:
     profile = profile_of()
     profile = replace(profile, device=replace(profile.device, kind="cuda"))
     write(tmp_path, plan_of(profile, (5, 7)), profile)
     assert read_balance(str(tmp_path / "balance.yaml")).device == "cuda"
 
 
-def test_one_forward_one_backward_is_named(tmp_path: Path) -> None:
-    """The script says which schedule it runs."""
+def test_script_names_its_schedule(tmp_path: Path) -> None:
     profile = profile_of()
     plan = replace(plan_of(profile, (5, 7)), schedule="1f1b")
     assert "1F1B with M = 4" in write(tmp_path, plan, profile)
@@ -276,8 +263,7 @@ def test_one_forward_one_backward_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["measured", "compiled", "estimated"])
-def test_a_prediction_from_an_estimate_is_marked(how: Literal["measured", "compiled", "estimated"]) -> None:
-    """Where train.py says what a step should take."""
+def test_prediction_from_an_estimate_is_marked_in_the_script(how: Literal["measured", "compiled", "estimated"]) -> None:
     profile = profile_of()
     plan = plan_of(profile, (5, 7))
     plan = replace(plan, inputs=replace(plan.inputs, profile=replace(plan.inputs.profile, how=how)))
@@ -286,8 +272,8 @@ def test_a_prediction_from_an_estimate_is_marked(how: Literal["measured", "compi
     assert line.endswith("'s device." if how == "measured" else f"'s device; {how}, not measured.")
 
 
-def test_what_a_run_is_held_against_stands_beside_the_cuts() -> None:
-    """What the plan predicts; where plan and profile stand, from the folder of the cuts; the same of smaller plans."""
+def test_balance_configuration_has_predictions_and_paths() -> None:
+    """Paths are relative to its folder; smaller plans have the same entries."""
     profile = profile_of()
     plan, smaller = plan_of(profile, (2, 4, 6)), plan_of(profile, (5, 7))
     input_paths = InputPaths(plan="plans/three.yaml", profile="data/profile.yaml", smaller=("two.yaml",))

@@ -1,4 +1,4 @@
-"""The schedule as a table: what stands in it, what stands beside it, and that torch's runtime runs it."""
+"""Schedule files: content, accompanying files, and execution by torch's runtime."""
 
 import json
 import re
@@ -23,7 +23,7 @@ PROFILE = chain(*(layer(f"block_{n}") for n in range(8)))
 
 
 def plan_of(schedule: str, chunks: int = 0, **asked: Any) -> Plan:
-    """Eight layers on two devices."""
+    """Return a plan of eight layers on two devices."""
     rule = SCHEDULES[schedule]
     balance = BALANCES[chunks or rule.exact_chunks or (2 if rule.is_chunked else 1)]
     asked = {"recompute": "never", "balance": balance, "chunks": len(balance) // DEVICES, **asked}
@@ -39,19 +39,18 @@ def plan_of(schedule: str, chunks: int = 0, **asked: Any) -> Plan:
 
 
 def searched(plan: Plan) -> Plan:
-    """The same plan, whose lists might have been found for it."""
+    """Return the plan as if its action orders had been searched."""
     rows = schedule_of(plan.schedule).actions(plan.num_devices, plan.micro_batches, plan.chunks)
     return replace(plan, schedule="search", order=format_orders(rows))
 
 
 def emitted(engine: str, plan: Plan) -> EngineFile:
-    """The plan in a format."""
+    """Return the plan in a format."""
     return emit_engine(engine, plan, PROFILE)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_table_is_the_schedule(name: str) -> None:
-    """A row per device, for every schedule."""
+def test_schedule_csv_has_the_action_orders(name: str) -> None:
     plan = plan_of(name)
     file = emitted("csv", plan)
     assert file.name == "schedule.csv"
@@ -59,15 +58,13 @@ def test_the_table_is_the_schedule(name: str) -> None:
     assert emitted("csv", searched(plan)).text == file.text
 
 
-def test_a_v_as_text() -> None:
-    """Stages 0 and 3 on the first device, 1 and 2 on the second, backwards in halves."""
+def test_schedule_csv_of_zbv_by_hand() -> None:
     first, second = emitted("csv", plan_of("zbv")).text.splitlines()
     assert first.startswith("0F0,0F1,0F2,3F0,3I0,3W0,")
     assert second.startswith("1F0,2F0,1F1,2F1,2I0,2W0,")
 
 
-def test_notes_say_what_is_missing() -> None:
-    """Cuts, where stages lie, how torch splits, recomputation."""
+def test_schedule_csv_notes_list_missing_parts() -> None:
     cuts, placing, halves, recompute = emitted("csv", plan_of("v-min", recompute="always")).notes
     assert "`--format torch`" in cuts
     assert "`ZBVZeroBubble`" in placing
@@ -79,8 +76,8 @@ def test_notes_say_what_is_missing() -> None:
     ("name", "placing"),
     [("zb-h1", "GPipe"), ("zb-h2", "GPipe"), ("v-half", "ZBVZeroBubble"), ("v-min", "ZBVZeroBubble")],
 )
-def test_schedules_that_torch_does_not_name_bring_their_table(name: str, placing: str) -> None:
-    """The cuts name none, and say how to load it; torchtitan's schedule only places the stages."""
+def test_schedules_unknown_to_torch_get_a_schedule_file(name: str, placing: str) -> None:
+    """In torchtitan, the named schedule only places the stages."""
     plan = plan_of(name)
     table = emitted("csv", plan).text
     cuts = emitted("torch", plan)
@@ -94,8 +91,7 @@ def test_schedules_that_torch_does_not_name_bring_their_table(name: str, placing
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv", "dualpipev"])
-def test_schedules_that_torch_names_need_none(name: str) -> None:
-    """Nor do the stages of a loop need a list."""
+def test_schedules_known_to_torch_get_no_schedule_file(name: str) -> None:
     for engine in ("torch", "torchtitan"):
         file = emitted(engine, plan_of(name))
         assert not file.beside
@@ -103,24 +99,22 @@ def test_schedules_that_torch_names_need_none(name: str) -> None:
     assert ("STAGES = [[0, 3], [1, 2]]\n" in emitted("torch", plan_of(name)).text) == (name in ("zbv", "dualpipev"))
 
 
-def test_searched_lists_bring_their_table() -> None:
-    """They have no name at all, on any placement."""
+def test_searched_orders_get_a_schedule_file() -> None:
     for plan in map(searched, (plan_of("1f1b"), plan_of("interleaved"), plan_of("zbv"))):
         for engine in ("torch", "torchtitan"):
             assert emitted(engine, plan).beside == {"schedule.csv": emitted("csv", plan).text}
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchgpipe"])
-def test_engines_of_one_stage_say_which_schedule_has_more(engine: str) -> None:
-    """And name the formats that take it."""
+def test_engines_with_one_stage_per_device_refuse_chunks(engine: str) -> None:
     with pytest.raises(UsageError, match=r"the plan's schedule has 2 \(V-Half\)") as refused:
         emitted(engine, plan_of("v-half"))
     assert "`--format torch` or `torchtitan`" in refused.value.hint
     assert any("the plan uses ZB-H1, " in note for note in emitted(engine, plan_of("zb-h1")).notes)
 
 
-def test_another_table_is_not_overwritten(tmp_path: Path) -> None:
-    """It has no signature; the same one is written again, and nothing is written beside one that stays."""
+def test_different_schedule_file_is_not_overwritten(tmp_path: Path) -> None:
+    """It has no signature. If it differs, no other file is written either."""
     table = tmp_path / "schedule.csv"
     for _ in range(2):
         assert planner.emit(plan_of("zb-h1"), profile=PROFILE, output=tmp_path, engine="csv") == (table,)
@@ -138,8 +132,8 @@ def test_another_table_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zbv", "v-half", "zb-h1"])
-def test_torchs_runtime_runs_the_table(tmp_path: Path, name: str) -> None:
-    """Between two processes, with the gradients of the model in one piece, bit for bit."""
+def test_torch_runtime_runs_the_schedule_file(tmp_path: Path, name: str) -> None:
+    """Gradients of two processes equal those of the unpartitioned model, bit for bit."""
     plan = plan_of(name)
     files.write(str(tmp_path / "plan.yaml"), plan)
     planner.emit(tmp_path / "plan.yaml", profile=PROFILE, output=tmp_path, engine="csv")

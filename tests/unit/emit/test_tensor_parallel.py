@@ -1,4 +1,4 @@
-"""Engines whose GPUs can share layers get the plan's width; the others refuse such a plan."""
+"""Tensor parallelism in engine files, and refusals of engines without it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ OF_ENGINES = {
 
 
 def planned(profile: Profile) -> tuple[Plan, Profile]:
-    """A plan for two stages of four GPUs each."""
+    """Return a plan for two stages of four GPUs each."""
     profile = replace(profile, tensor_parallel=4)
     plan = planner.solve(profile, devices=8, mem="1GB", batch=4, micro_batches=4, schedule="1f1b", balance=(2, 2))
     assert (plan.tensor_parallel, plan.num_devices, plan.num_gpus) == (4, 2, 8)
@@ -31,8 +31,7 @@ def planned(profile: Profile) -> tuple[Plan, Profile]:
 
 
 @pytest.mark.parametrize("engine", OF_ENGINES)
-def test_an_engine_gets_the_width(engine: str) -> None:
-    """Without groups the option is left out."""
+def test_engine_files_have_the_width_of_the_plan(engine: str) -> None:
     plan, profile = planned(profile_of(*NAMES))
     text = emit_engine(engine, plan, profile).text
     assert OF_ENGINES[engine] in text
@@ -59,7 +58,7 @@ ASSUMED = {
 
 
 def assuming(*, replicas: int = 2, recompute: str = "never", **settings: bool) -> tuple[Plan, Profile]:
-    """A plan from formulas for groups of four GPUs, in replicas that divide experts."""
+    """Return a plan by formula for groups of four GPUs, in replicas that divide experts."""
     profile = replace(
         profile_of(*NAMES),
         tensor_parallel=4,
@@ -71,8 +70,8 @@ def assuming(*, replicas: int = 2, recompute: str = "never", **settings: bool) -
 
 
 @pytest.mark.parametrize("engine", ASSUMED)
-def test_what_the_memory_assumes_is_set_or_named(engine: str) -> None:
-    """A division or a recomputation that the engine does not make needs more memory than planned."""
+def test_assumptions_of_the_memory_are_set_or_noted(engine: str) -> None:
+    """Otherwise the engine would need more memory than planned."""
     options, named = ASSUMED[engine]
     file = emit_engine(engine, *assuming(sequence_parallel=True, recompute_attention=True))
     assert options in file.text
@@ -86,8 +85,8 @@ def test_what_the_memory_assumes_is_set_or_named(engine: str) -> None:
     assert not any(note.startswith("the memory assumes") for note in file.notes)
 
 
-def test_megatron_recomputes_layers_or_attention() -> None:
-    """Not both; and with shared layers it divides experts only with sequence parallelism."""
+def test_megatron_recomputes_either_layers_or_attention() -> None:
+    """With shared layers, it divides experts only with sequence parallelism."""
     file = emit_engine("megatron", *assuming(recompute="always", recompute_attention=True))
     assert "--recompute-granularity selective" not in file.text
     assert any("set `--recompute-granularity`" in note for note in file.notes)
@@ -97,8 +96,7 @@ def test_megatron_recomputes_layers_or_attention() -> None:
 
 
 @pytest.mark.parametrize("engine", ["native", *sorted(set(FORMATS) - set(OF_ENGINES) - {"csv"})])
-def test_other_engines_refuse(engine: str, tmp_path: Path) -> None:
-    """The error names engines that can run the plan."""
+def test_engines_without_tensor_parallelism_refuse_the_plan(engine: str, tmp_path: Path) -> None:
     plan, profile = planned(profile_of(*NAMES))
     with pytest.raises(UsageError, match="in the plan, 4 GPUs share each layer") as refused:
         write_emitted(

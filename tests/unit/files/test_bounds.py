@@ -1,4 +1,4 @@
-"""What a small file may ask of the reader: bounded, and one message each."""
+"""Limits on time and memory for small files that expand, with one message each."""
 
 import io
 import json
@@ -39,10 +39,10 @@ MULTIPLIED = "x: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("p.yaml", HEAD + "x: &me {a: {b: *me}}\n", "is not YAML: the alias `*me` has no value before it"),
     ],
 )
-def test_small_files_that_ask_for_much(
+def test_small_files_that_expand_are_refused(
     name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At once, in little memory, with the line; the same whatever reads it."""
+    """Refusal is immediate, in little memory, with the line."""
     path = tmp_path / name
     path.write_text(text)
     tracemalloc.start()
@@ -56,14 +56,12 @@ def test_small_files_that_ask_for_much(
     assert peak < 100_000_000
 
 
-def test_aliases_in_measure_are_read() -> None:
-    """They are YAML, and a person may write them."""
+def test_few_aliases_are_read() -> None:
     document = Document.parse("p.yaml", "a: &times [1, 2]\nb: *times\nc: &again 3\nd: [*again, *times]\n")
     assert document.content == {"a": [1, 2], "b": [1, 2], "c": 3, "d": [3, [1, 2]]}
 
 
-def test_an_endless_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device, or a pipe that never ends."""
+def test_endless_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.files.reading.MAX_BYTES", 1000)
     with pytest.raises(FileError, match="/dev/zero: has more than 1000 characters"):
         read("/dev/zero")
@@ -72,8 +70,8 @@ def test_an_endless_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         read("-")
 
 
-def test_json_is_what_it_is_to_yaml() -> None:
-    """Read as JSON, or as YAML where something is wrong with it."""
+def test_json_has_the_same_content_as_yaml() -> None:
+    """Invalid JSON is read as YAML, which gives the error."""
     text = json.dumps({"a": [1, 2.5, True, None, "1e9", "\x7f😀\u2028é"], "b": {"c": "no"}})
     document = Document.parse("-", text)
     assert document.content == json.loads(text) == document._read()

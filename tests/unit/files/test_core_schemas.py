@@ -1,4 +1,4 @@
-"""The schemas that we derive from our classes, held against those that pydantic derives."""
+"""Core schemas derived from our classes, compared with those that pydantic derives."""
 
 from dataclasses import fields
 from typing import Any, NewType
@@ -20,11 +20,11 @@ QUIET = {
     "metadata": {},
     "post_init": False,
 }
-"""What pydantic also says of a class, though it would be so if nothing were said."""
+"""Entries of pydantic's schemas that have their default value."""
 
 
 def plainly(node: Any, definitions: dict[str, Any]) -> Any:
-    """A schema in which each class stands where it is used, without what goes without saying."""
+    """Return the schema with classes inlined and default values removed."""
     if isinstance(node, list):
         return [plainly(item, definitions) for item in node]
     if not isinstance(node, dict):
@@ -39,8 +39,8 @@ def plainly(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_schema_that_pydantic_derives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every kind of file, but for the names of schedules, of which the classes say nothing."""
+def test_core_schemas_equal_those_of_pydantic(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of schedules are the exception, because the classes do not list them."""
     monkeypatch.setattr(core_schemas, "_CHOICES", {})
     of = KINDS[kind].value_class
     theirs: TypeAdapter[Any] = TypeAdapter(NewType(of.__name__, of), config={"extra": "forbid"})  # type: ignore[arg-type]
@@ -49,14 +49,12 @@ def test_it_is_the_schema_that_pydantic_derives(kind: str, monkeypatch: pytest.M
     assert ours["cls"] is of
 
 
-def test_a_type_that_no_file_holds_is_refused() -> None:
-    """Rather than read as anything."""
+def test_types_without_a_file_representation_are_refused() -> None:
     with pytest.raises(TypeError, match="no file holds"):
         core_schemas._typed(set[int], {})
 
 
-def test_classes_that_are_told_by_name_have_the_fields() -> None:
-    """Those of which a field takes a schedule's name."""
+def test_classes_with_schedule_names_have_the_fields() -> None:
     for name, field in core_schemas._CHOICES:
         (of,) = {vars(room)[name] for room in (balance, plan, profile, run_report) if name in vars(room)}
         assert field in {each.name for each in fields(of)}, name

@@ -1,4 +1,4 @@
-"""The digest follows the meaning of a file: not its formatting, and every number in it."""
+"""Digests of files: independent of formatting, dependent on every value."""
 
 import dataclasses
 import json
@@ -12,20 +12,19 @@ from tests.support.file_values import full_plan, full_profile
 
 
 def read_text(text: str, tmp_path: Path, name: str = "profile.yaml") -> Profile:
-    """The profile that `text` holds."""
+    """Return the profile that `text` contains."""
     (tmp_path / name).write_text(text, encoding="utf-8")
     return read_profile(str(tmp_path / name))
 
 
 def reordered(value: Any) -> Any:
-    """The same content with the keys of every mapping in reverse order."""
+    """Return the same content with the keys of every mapping in reverse order."""
     if isinstance(value, dict):
         return {key: reordered(value[key]) for key in reversed(value)}
     return [reordered(item) for item in value] if isinstance(value, list) else value
 
 
-def test_a_digest_is_a_sha256_of_the_content() -> None:
-    """64 hexadecimal digits behind their name, the same whenever asked."""
+def test_digest_is_a_sha256_of_the_content() -> None:
     digest = digest_of(full_profile())
     assert re.fullmatch(r"sha256:[0-9a-f]{64}", digest)
     assert digest == digest_of(full_profile())
@@ -33,7 +32,6 @@ def test_a_digest_is_a_sha256_of_the_content() -> None:
 
 
 def test_formatting_does_not_change_the_digest(tmp_path: Path) -> None:
-    """Comments, blank lines, order of keys, block style, quotes, JSON: the same meaning."""
     text = dump(full_profile())
     plain = to_plain(full_profile())
     spellings = {
@@ -50,14 +48,12 @@ def test_formatting_does_not_change_the_digest(tmp_path: Path) -> None:
 
 
 def test_writing_a_file_does_not_change_the_digest(tmp_path: Path) -> None:
-    """What `solve` sees in memory and what `check` reads from disk are the same profile."""
     for name in ("profile.yaml", "profile.json"):
         write(str(tmp_path / name), full_profile())
         assert digest_of(read_profile(str(tmp_path / name))) == digest_of(full_profile())
 
 
-def test_a_field_at_its_default_may_be_written_or_not(tmp_path: Path) -> None:
-    """`buffer_bytes: 0` says nothing new."""
+def test_default_values_do_not_change_the_digest(tmp_path: Path) -> None:
     plain = to_plain(full_profile())
     without = dict(plain["layers"][0])
     del without["buffer_bytes"]
@@ -66,8 +62,7 @@ def test_a_field_at_its_default_may_be_written_or_not(tmp_path: Path) -> None:
     assert digest_of(read_text(json.dumps(zero), tmp_path)) == digest_of(read_text(json.dumps(left_out), tmp_path))
 
 
-def test_the_version_of_the_tool_does_not_count() -> None:
-    """Writing the same numbers with a newer version makes no plan stale."""
+def test_version_of_the_tool_does_not_change_the_digest() -> None:
     other = dataclasses.replace(full_profile(), generator=Generator(name="gpipe-plan", version="9.9"))
     assert digest_of(other) == digest_of(full_profile())
 
@@ -78,8 +73,7 @@ def _leaves(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found or [at]
 
 
-def test_every_single_value_counts(tmp_path: Path) -> None:
-    """Each number, string and flag of a profile is changed alone, and each change gives another digest."""
+def test_every_value_changes_the_digest(tmp_path: Path) -> None:
     plain = to_plain(dataclasses.replace(full_profile(), generator=None, layers=full_profile().layers[:1]))
     digests = {digest_of(read_text(json.dumps(plain), tmp_path))}
     changed = 0
@@ -104,8 +98,8 @@ def test_every_single_value_counts(tmp_path: Path) -> None:
     assert len(digests) == changed + 1
 
 
-def test_a_change_below_a_tenth_of_a_microsecond_counts(tmp_path: Path) -> None:
-    """What is read is what is planned with, to its last digit: a compiled profile may have layers of 0.1 us."""
+def test_times_below_a_tenth_of_a_microsecond_change_the_digest(tmp_path: Path) -> None:
+    """Plans use every digit that is read, and compiled profiles may have layers of 0.1 us."""
     text = dump(full_profile())
     before = read_text(text.replace("optimizer_us: 3.5", "optimizer_us: 0.1"), tmp_path)
     after = read_text(text.replace("optimizer_us: 3.5", "optimizer_us: 0.14"), tmp_path)
@@ -113,14 +107,12 @@ def test_a_change_below_a_tenth_of_a_microsecond_counts(tmp_path: Path) -> None:
     assert digest_of(before) != digest_of(after)
 
 
-def test_the_order_of_layers_counts() -> None:
-    """It is a chain."""
+def test_order_of_layers_changes_the_digest() -> None:
     profile = full_profile()
     assert digest_of(dataclasses.replace(profile, layers=profile.layers[::-1])) != digest_of(profile)
 
 
-def test_fields_are_not_confused_with_each_other() -> None:
-    """Forward and backward exchanged is another profile, as is a kept input for a kept output."""
+def test_swapped_fields_change_the_digest() -> None:
     profile = full_profile()
     first = profile.layers[0]
     swapped = dataclasses.replace(first, forward_us=first.backward_us, backward_us=first.forward_us)

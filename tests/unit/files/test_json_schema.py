@@ -1,4 +1,4 @@
-"""The published JSON Schema describes what is read and written."""
+"""Published JSON Schemas, compared with the files that are read and written."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 def conforms(  # noqa: C901, PLR0911 - one rule of JSON Schema after the other
     value: Any, schema: dict[str, Any], root: dict[str, Any], at: str = ""
 ) -> list[str]:
-    """What of `value` the schema does not allow: as much of JSON Schema as our schemas use."""
+    """Return the violations of the schema by `value`, for the part of JSON Schema that ours use."""
     if "$ref" in schema:
         where, name = schema["$ref"].removeprefix("#/").split("/")
         return conforms(value, root[where][name], root, at)
@@ -72,15 +72,14 @@ def conforms(  # noqa: C901, PLR0911 - one rule of JSON Schema after the other
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_we_write_conforms(kind: str) -> None:
-    """Every field of every kind of file."""
+def test_written_files_conform_to_the_schema(kind: str) -> None:
     schema = json_schema(kind)
     assert conforms(json.loads(json.dumps(to_plain(KINDS[kind]()))), schema, schema) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_key_that_may_stand_in_a_file_is_described(kind: str) -> None:
-    """No key of a full file is allowed only because anything is; every mapping but the settings is closed."""
+def test_schema_describes_every_key(kind: str) -> None:
+    """Every mapping except the settings is closed."""
     schema = json_schema(kind)
     objects = [schema, *schema["$defs"].values()]
     assert len(objects) > 3
@@ -91,16 +90,15 @@ def test_every_key_that_may_stand_in_a_file_is_described(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_schema_names_its_dialect_and_its_file(kind: str) -> None:
-    """Editors pick the dialect by `$schema`, a file its schema by the constant."""
+def test_schema_has_its_dialect_and_its_id(kind: str) -> None:
+    """Editors choose the dialect by `$schema`, and the schema of a file by the constant."""
     schema = json_schema(kind)
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["properties"]["schema"]["const"] == f"gpipe-plan/{kind}/v1"
     assert json.loads(json.dumps(schema)) == schema
 
 
-def test_required_keys_are_those_the_format_names() -> None:
-    """Of a profile and of a layer; all else may be left out of a file written by hand."""
+def test_required_keys_of_profiles_and_layers() -> None:
     schema = json_schema("profile")
     assert set(schema["required"]) == {"schema", "device", "micro_batch_sizes", "layers"}
     assert set(schema["$defs"]["LayerProfile"]["required"]) == {
@@ -109,8 +107,8 @@ def test_required_keys_are_those_the_format_names() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_editor_asks_for_the_schema_key(kind: str) -> None:
-    """A file without it is refused, so the JSON Schema must require it too: what validates there can be read here."""
+def test_schema_key_is_required(kind: str) -> None:
+    """Files without this key are refused when read."""
     assert "schema" in json_schema(kind)["required"]
 
 
@@ -125,22 +123,20 @@ def test_an_editor_asks_for_the_schema_key(kind: str) -> None:
         ("tied", "a"),
     ],
 )
-def test_a_wrong_value_does_not_conform(key: str, value: Any) -> None:
-    """The little validator above does refuse, so that the first test can fail."""
+def test_wrong_values_do_not_conform(key: str, value: Any) -> None:
+    """This shows that `conforms` finds violations."""
     schema = json_schema("profile")
     plain = json.loads(json.dumps(to_plain(fullest_profile())))
     plain["layers"][1][key] = value
     assert conforms(plain, schema, schema) != []
 
 
-def test_an_unknown_kind_is_no_schema() -> None:
-    """There are four."""
+def test_unknown_kinds_have_no_schema() -> None:
     with pytest.raises(KeyError):
         json_schema("nonsense")
 
 
-def test_schedules_are_those_that_there_are() -> None:
-    """A new one needs no change of values or files."""
+def test_schemas_list_all_schedules() -> None:
     plan, balance = json_schema("plan"), json_schema("balance")
     names = [*SCHEDULES, SEARCHED.name]
     assert plan["properties"]["schedule"]["enum"] == balance["properties"]["schedule"]["enum"] == names

@@ -14,7 +14,7 @@ from tests.support.file_values import full_balance, full_plan, full_profile
 
 
 def changed(value: Any, **stage: Any) -> Any:
-    """`value` with another last stage."""
+    """Return `value` with another last stage."""
     return replace(value, stages=(*value.stages[:-1], replace(value.stages[-1], **stage)))
 
 
@@ -27,10 +27,9 @@ def changed(value: Any, **stage: Any) -> Any:
         ({"recompute": "layers", "recomputed": ("h.2", "h.2")}, '`stages[1].recomputed`: names "h.2" twice'),
     ],
 )
-def test_the_choice_and_the_list_belong_together(
+def test_recompute_layers_and_their_list_require_each_other(
     make: Callable[[], Any], read: Callable[[str], Any], stage: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    """One without the other is refused, with the line."""
     path = str(tmp_path / "file.yaml")
     write(path, changed(make(), **stage))
     with pytest.raises(FileError) as refused:
@@ -39,8 +38,7 @@ def test_the_choice_and_the_list_belong_together(
     assert refused.value.line is not None
 
 
-def test_a_stage_recomputes_its_own_layers(tmp_path: Path) -> None:
-    """A balance configuration knows them all."""
+def test_recomputed_layers_must_be_in_the_stage(tmp_path: Path) -> None:
     path = str(tmp_path / "balance.yaml")
     for name, fits in (("h.2", True), ("h.0", False), ("elsewhere", False)):
         balance = changed(full_balance(), recompute="layers", recomputed=(name,))
@@ -52,8 +50,7 @@ def test_a_stage_recomputes_its_own_layers(tmp_path: Path) -> None:
             read_balance(path)
 
 
-def test_emitted_as_planned(tmp_path: Path) -> None:
-    """In the order of the chain; the script's table says how many."""
+def test_recomputed_layers_are_emitted_in_chain_order(tmp_path: Path) -> None:
     plan = full_plan()
     layers = [layer.name for layer in full_profile().layers][-plan.balance[-1] :]
     plan = changed(plan, recompute="layers", recomputed=tuple(reversed(layers)))

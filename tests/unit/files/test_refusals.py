@@ -1,4 +1,4 @@
-"""What is wrong with a file is said with file, line, key and value; no other exception ever comes out of reading."""
+"""Errors in files: reported with file, line, key and value, and always as a `FileError`."""
 
 import io
 import json
@@ -34,7 +34,7 @@ layers:
 
 
 def refused(text: str, tmp_path: Path, reader: Callable[[str], object] = read, name: str = "file.yaml") -> FileError:
-    """The error that reading `text` raises; its message begins with the path and, where known, the line."""
+    """Return the error of reading `text`; check that its message begins with path and, if known, line."""
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     with pytest.raises(FileError) as raised:
@@ -47,8 +47,8 @@ def refused(text: str, tmp_path: Path, reader: Callable[[str], object] = read, n
     return error
 
 
-def test_the_sample_itself_is_read(tmp_path: Path) -> None:
-    """Else every refusal below might be for another reason."""
+def test_sample_profile_is_read(tmp_path: Path) -> None:
+    """Otherwise, files below might be refused for other reasons."""
     (tmp_path / "p.yaml").write_text(PROFILE)
     assert [layer.name for layer in read_profile(str(tmp_path / "p.yaml")).layers] == ["a", "b"]
 
@@ -68,35 +68,32 @@ def test_the_sample_itself_is_read(tmp_path: Path) -> None:
         (read, "gpipe-plan profile MODEL.py"),
     ],
 )
-def test_a_missing_file_names_what_makes_it(reader: Callable[[str], object], makes_it: str, tmp_path: Path) -> None:
-    """The hint is the command of the step before."""
+def test_missing_files_have_the_command_that_writes_them(
+    reader: Callable[[str], object], makes_it: str, tmp_path: Path
+) -> None:
     with pytest.raises(FileError, match=r"nothing\.yaml: no such file") as raised:
         reader(str(tmp_path / "nothing.yaml"))
     assert makes_it in raised.value.hint
 
 
-def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
-    """Said as such."""
+def test_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is a directory"):
         read(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "\n", "  \n\t\n"])
-def test_an_empty_file_is_called_empty(text: str, tmp_path: Path) -> None:
-    """Not "has no schema"."""
+def test_empty_files_are_refused(text: str, tmp_path: Path) -> None:
     assert "is empty" in refused(text, tmp_path).message
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
-    """Bytes that are no UTF-8, with their position; also a pickle or an image named by mistake."""
+def test_files_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_bytes(b"schema: \xff\xfe")
     with pytest.raises(FileError, match=r"is not UTF-8 text \(byte 8\)"):
         read(str(path))
 
 
-def test_standard_input_that_is_not_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for `-`."""
+def test_standard_input_that_is_not_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"schema: \xff\xfe"), encoding="utf-8"))
     with pytest.raises(FileError, match="UTF-8"):
         read("-")
@@ -114,8 +111,7 @@ def test_standard_input_that_is_not_text_is_refused(monkeypatch: pytest.MonkeyPa
         ("a: *nowhere\n", 1),
     ],
 )
-def test_what_is_not_yaml_is_refused_with_its_line(text: str, line: int, tmp_path: Path) -> None:
-    """Where the parser stopped."""
+def test_invalid_yaml_is_refused_with_its_line(text: str, line: int, tmp_path: Path) -> None:
     error = refused(text, tmp_path)
     assert "is not YAML" in error.message
     assert error.line == line
@@ -133,8 +129,7 @@ def test_what_is_not_yaml_is_refused_with_its_line(text: str, line: int, tmp_pat
         "{}\n",
     ],
 )
-def test_a_file_without_schema_is_none_of_ours(text: str, tmp_path: Path) -> None:
-    """The error names the schemas that would be."""
+def test_files_without_schema_are_refused(text: str, tmp_path: Path) -> None:
     error = refused(text, tmp_path)
     assert "has no key `schema`" in error.message
     assert "gpipe-plan/profile/v1" in error.message
@@ -148,10 +143,9 @@ def test_a_file_without_schema_is_none_of_ours(text: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["profile", "plan", "run", "balance"])
 @pytest.mark.parametrize("version", ["v2", "v0", "v10"])
-def test_another_major_version_is_refused_with_the_command_that_writes_the_file_anew(
+def test_other_major_versions_are_refused_with_the_command_to_replace_the_file(
     kind: str, version: str, tmp_path: Path
 ) -> None:
-    """Both versions are named, the line too; whether or not a kind was asked for."""
     commands = {
         "profile": "gpipe-plan profile",
         "plan": "gpipe-plan solve",
@@ -173,8 +167,7 @@ def test_another_major_version_is_refused_with_the_command_that_writes_the_file_
 
 
 @pytest.mark.parametrize("schema", ["something", "1", "null", "[a, b]", "{a: b}", "gpipe-plan/profile/v1/x", "''"])
-def test_a_schema_of_somebody_else_is_refused(schema: str, tmp_path: Path) -> None:
-    """Whatever stands there, a list or mapping included."""
+def test_foreign_schemas_are_refused(schema: str, tmp_path: Path) -> None:
     for reader in (read, read_profile):
         error = refused(f"schema: {schema}\ndevice: {{kind: cpu}}\n", tmp_path, reader)
         assert "`schema`: expected" in error.message
@@ -191,10 +184,9 @@ def test_a_schema_of_somebody_else_is_refused(schema: str, tmp_path: Path) -> No
         (full_links, read_plan, "is a list of links, a plan is needed"),
     ],
 )
-def test_another_kind_of_file_is_refused(
+def test_other_kinds_of_files_are_refused(
     make: Callable[[], object], reader: Callable[[str], object], said: str, tmp_path: Path
 ) -> None:
-    """A plan given for a profile is called a plan."""
     assert said in refused(dump(make()), tmp_path, reader).message
 
 
@@ -210,10 +202,9 @@ def test_another_kind_of_file_is_refused(
         ("device:", "optimiser: adam\ndevice:", "optimiser", 2, "optimizer"),
     ],
 )
-def test_an_unknown_key_is_told_what_was_meant(  # noqa: PLR0917 - one row of the table
+def test_unknown_keys_get_a_suggestion(  # noqa: PLR0917 - one row of the table
     old: str, new: str, key: str, line: int, meant: str, tmp_path: Path
 ) -> None:
-    """With line and full path; the nearest key that may stand there is suggested."""
     assert old in PROFILE
     error = refused(PROFILE.replace(old, new, 1), tmp_path)
     assert f":{line}: `{key}`: unknown key" in error.message
@@ -228,8 +219,8 @@ def test_an_unknown_key_is_told_what_was_meant(  # noqa: PLR0917 - one row of th
         ("device: {kind", "device: {kimd", 2),
     ],
 )
-def test_a_mistyped_required_key_is_told_what_was_meant(old: str, new: str, line: int, tmp_path: Path) -> None:
-    """It is unknown and missing at once: the error says both, and the hint is the spelling, not "see the format"."""
+def test_mistyped_required_keys_get_a_suggestion(old: str, new: str, line: int, tmp_path: Path) -> None:
+    """The key is unknown and missing at once, and the error reports both."""
     assert old in PROFILE
     wrong, right = new.rpartition(" ")[2].strip("{"), old.rpartition(" ")[2].strip("{")
     error = refused(PROFILE.replace(old, new, 1), tmp_path)
@@ -240,8 +231,7 @@ def test_a_mistyped_required_key_is_told_what_was_meant(old: str, new: str, line
 
 
 @pytest.mark.parametrize("key", ["balance", "micro_batches", "forward_us", "total", "name"])
-def test_a_key_of_another_place_is_not_suggested(key: str, tmp_path: Path) -> None:
-    """`balance` stands in plans, `forward_us` in layers: on top of a profile they are unknown, and no advice."""
+def test_keys_of_other_mappings_are_not_suggested(key: str, tmp_path: Path) -> None:
     error = refused(PROFILE + f"{key}: [1]\n", tmp_path)
     assert f"`{key}`: unknown key" in error.message
     assert error.line == 7
@@ -249,8 +239,7 @@ def test_a_key_of_another_place_is_not_suggested(key: str, tmp_path: Path) -> No
     assert error.hint
 
 
-def test_an_unknown_key_that_resembles_none_gets_a_hint_all_the_same(tmp_path: Path) -> None:
-    """Remove it, or look at the schema."""
+def test_unknown_keys_without_a_similar_one_get_a_hint(tmp_path: Path) -> None:
     error = refused(PROFILE + "zzzzqqqq: 1\n", tmp_path)
     assert "`zzzzqqqq`: unknown key" in error.message
     assert "gpipe-plan schema" in error.hint
@@ -266,32 +255,28 @@ def test_an_unknown_key_that_resembles_none_gets_a_hint_all_the_same(tmp_path: P
         (PROFILE + "'device': {kind: gpu}\n", "device", 2, 7),
     ],
 )
-def test_a_key_that_stands_twice_is_refused_with_both_lines(
+def test_duplicate_keys_are_refused_with_both_lines(
     text: str, key: str, first: int, second: int, tmp_path: Path
 ) -> None:
-    """Never "the last one wins"; the same in JSON."""
     error = refused(text, tmp_path)
     assert f"`{key}` is defined twice, first in line {first}" in error.message
     assert error.line == second
 
 
 @pytest.mark.parametrize("key", ["device", "micro_batch_sizes", "layers"])
-def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
-    """At the top of the file."""
+def test_missing_keys_are_reported(key: str, tmp_path: Path) -> None:
     text = "".join(line for line in PROFILE.splitlines(keepends=True) if not line.startswith((key, "- ")))
     error = refused(text if key == "layers" else PROFILE.replace(f"{key}:", "optimizer:", 1), tmp_path)
     assert f"`{key}`: is missing" in error.message
 
 
-def test_a_missing_key_of_a_layer_is_named_with_the_layers_line(tmp_path: Path) -> None:
-    """There is no line of the key itself."""
+def test_missing_keys_of_a_layer_have_the_line_of_the_layer(tmp_path: Path) -> None:
     error = refused(PROFILE.replace("name: b, parameter_bytes: 20, ", "name: b, "), tmp_path)
     assert "`layers[1].parameter_bytes`: is missing" in error.message
     assert error.line == 6
 
 
-def test_several_problems_are_told_together(tmp_path: Path) -> None:
-    """The first in full, the others with their lines: one round of mending, not six."""
+def test_several_problems_are_reported_together(tmp_path: Path) -> None:
     text = PROFILE.replace("parameter_bytes: 10", "parameter_bytes: ten").replace(
         "parameter_bytes: 20", "parameter_bytes: -1.5"
     )
@@ -302,8 +287,7 @@ def test_several_problems_are_told_together(tmp_path: Path) -> None:
     assert "line 6: `layers[1].parameter_bytes`: expected an integer, got -1.5" in error.message
 
 
-def test_a_flood_of_problems_is_cut_short(tmp_path: Path) -> None:
-    """Six, and how many more."""
+def test_at_most_six_problems_are_reported(tmp_path: Path) -> None:
     layers = "".join(PROFILE.splitlines(keepends=True)[4:5]).replace("parameter_bytes: 10", "parameter_bytes: x")
     head = "".join(PROFILE.splitlines(keepends=True)[:4])
     error = refused(head + "".join(layers.replace("name: a", f"name: l{n}") for n in range(20)), tmp_path)
@@ -371,8 +355,8 @@ def test_a_flood_of_problems_is_cut_short(tmp_path: Path) -> None:
         ("{kind: cpu}", "[cpu]", "`device`: expected a mapping"),
     ],
 )
-def test_a_wrong_value_is_refused_with_key_and_value(old: str, new: str, said: str, tmp_path: Path) -> None:
-    """Nothing is converted, guessed or cut off: not "12" to 12, not 1.5 to 1, not true to 1."""
+def test_wrong_values_are_refused_with_key_and_value(old: str, new: str, said: str, tmp_path: Path) -> None:
+    """Nothing is converted: not "12" to 12, 1.5 to 1, or true to 1."""
     assert old in PROFILE
     error = refused(PROFILE.replace(old, new, 1), tmp_path)
     assert said in error.message
@@ -380,29 +364,26 @@ def test_a_wrong_value_is_refused_with_key_and_value(old: str, new: str, said: s
 
 
 @pytest.mark.parametrize("words", ["often", "seldom"])
-def test_a_word_that_is_not_one_of_the_choices_is_shown(words: str, tmp_path: Path) -> None:
-    """The choices and the value: with several stages on the screen one must know which word was meant."""
+def test_invalid_choices_are_reported_with_the_valid_ones(words: str, tmp_path: Path) -> None:
     error = refused(PROFILE.replace("{kind: cpu}", f"{{kind: cpu, how: {words}}}"), tmp_path)
     assert "`device.how`" in error.message
     assert "'measured', 'compiled' or 'estimated'" in error.message
     assert words in error.message
 
 
-def test_a_profile_without_layers_is_refused(tmp_path: Path) -> None:
-    """There is nothing to plan."""
+def test_profile_without_layers_is_refused(tmp_path: Path) -> None:
     text = "".join(PROFILE.splitlines(keepends=True)[:3])
     assert "`layers`: a profile needs at least one layer" in refused(text + "layers: []\n", tmp_path).message
     assert "`layers`: expected a list" in refused(text + "layers: {}\n", tmp_path).message
 
 
-def test_a_key_without_value_is_not_an_empty_name(tmp_path: Path) -> None:
-    """`name:` with nothing behind it was forgotten, not chosen."""
+def test_key_without_value_is_not_an_empty_name(tmp_path: Path) -> None:
     error = refused(PROFILE.replace("name: a,", "name: ,"), tmp_path)
     assert "`layers[0].name`" in error.message
 
 
-def test_more_bytes_cannot_be_tied_than_there_are(tmp_path: Path) -> None:
-    """Otherwise a stage that holds both layers would hold less than nothing."""
+def test_tied_bytes_are_at_most_the_parameters(tmp_path: Path) -> None:
+    """Otherwise a stage with both layers would have negative memory."""
     error = refused(PROFILE.replace("name: b,", "name: b, tied: [a.weight], tied_bytes: 21,"), tmp_path)
     assert "`layers[1].tied_bytes`" in error.message
 
@@ -417,15 +398,14 @@ def test_more_bytes_cannot_be_tied_than_there_are(tmp_path: Path) -> None:
         ("forward_us: [10.1, 40.2]", "forward_us: [10.1]", "`widths[0].layers[0].forward_us`: expected 2 values"),
     ],
 )
-def test_widths_are_of_the_same_layers(old: str, new: str, said: str, tmp_path: Path) -> None:
-    """Each with its own number of GPUs; the change is made where the file says it last."""
+def test_widths_must_differ_and_have_the_same_layers(old: str, new: str, said: str, tmp_path: Path) -> None:
+    """The change is made at the last occurrence in the file."""
     head, tail = dump(fullest_profile()).rsplit(old, 1)
     assert said in refused(head + new + tail, tmp_path).message
 
 
 @pytest.mark.parametrize("group", ["{layers: [b], bytes: 5}", "{layers: [a], bytes: 9}", "{layers: [], bytes: 5}"])
-def test_groups_of_tied_parameters_name_earlier_layers(tmp_path: Path, group: str) -> None:
-    """And have no more bytes than are tied."""
+def test_tied_groups_refer_to_earlier_layers_and_tied_bytes(tmp_path: Path, group: str) -> None:
     tied = f"name: b, tied: [a.weight], tied_bytes: 8, tied_groups: [{group}],"
     assert "`layers[1].tied_groups`" in refused(PROFILE.replace("name: b,", tied), tmp_path).message
 
@@ -455,8 +435,7 @@ def test_groups_of_tied_parameters_name_earlier_layers(tmp_path: Path, group: st
         (("blocking: true", "blocking: 1"), "`inputs.link.blocking`: expected true or false, got 1"),
     ],
 )
-def test_a_plan_that_contradicts_itself_is_refused(change: tuple[str, str], said: str, tmp_path: Path) -> None:
-    """Before anything is computed from it."""
+def test_contradictory_plans_are_refused(change: tuple[str, str], said: str, tmp_path: Path) -> None:
     text = dump(full_plan())
     assert change[0] in text, text
     error = refused(text.replace(*change, 1), tmp_path, read_plan)
@@ -474,8 +453,7 @@ def test_a_plan_that_contradicts_itself_is_refused(change: tuple[str, str], said
         ("batch: 8", "batch: 0"),
     ],
 )
-def test_a_balance_that_contradicts_itself_is_refused(change: tuple[str, str], tmp_path: Path) -> None:
-    """The invariants of a plan hold for what the executor reads too: stages, layers per stage, M·b = B."""
+def test_contradictory_balance_configurations_are_refused(change: tuple[str, str], tmp_path: Path) -> None:
     text = dump(full_balance())
     assert change[0] in text
     refused(text.replace(*change, 1), tmp_path, read_balance)
@@ -503,13 +481,13 @@ def test_a_balance_that_contradicts_itself_is_refused(change: tuple[str, str], t
         json.dumps({"schema": "gpipe-plan/profile/v1", "layers": {"0": {}}}),
     ],
 )
-def test_hostile_text_is_refused_like_any_other(text: str, tmp_path: Path) -> None:
-    """References in a circle, endless nesting, foreign tags, numbers without end: a `FileError`, no traceback."""
+def test_hostile_text_is_refused(text: str, tmp_path: Path) -> None:
+    """Circular references, deep nesting, foreign tags and endless numbers give a `FileError`."""
     refused(text, tmp_path)
 
 
-def test_a_number_too_large_to_compute_with_is_refused(tmp_path: Path) -> None:
-    """400 digits of bytes are no size; they would overflow in the cost model."""
+def test_too_large_numbers_are_refused(tmp_path: Path) -> None:
+    """They would overflow in the cost model."""
     error = refused(PROFILE.replace("parameter_bytes: 10", "parameter_bytes: 1" + "0" * 400), tmp_path)
     assert "`layers[0].parameter_bytes`" in error.message
 
@@ -543,14 +521,12 @@ def test_links_and_partial_profiles_are_read_strictly(
     assert error.line is not None
 
 
-def test_no_links_at_all_are_refused(tmp_path: Path) -> None:
-    """A pipeline of one device has none, and needs no file."""
+def test_links_file_without_links_is_refused(tmp_path: Path) -> None:
     text = dump(full_links())
     assert "at least one link" in refused(text[: text.index("boundaries:")] + "boundaries: []\n", tmp_path).message
 
 
-def test_a_plan_needs_a_link_for_every_boundary(tmp_path: Path) -> None:
-    """If it has links at all."""
+def test_plan_with_too_few_links_is_refused(tmp_path: Path) -> None:
     plan = full_plan()
     inputs = replace(plan.inputs, devices=3, memory_bytes=(10**6,) * 3, links=(Link(),))
     assert "expected 2 links" in refused(dump(replace(plan, inputs=inputs)), tmp_path).message

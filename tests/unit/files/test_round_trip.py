@@ -1,4 +1,4 @@
-"""Values survive being written and read, and the same value always gives the same bytes."""
+"""Round trips of all kinds of files, and determinism of the written bytes."""
 
 import dataclasses
 import json
@@ -115,10 +115,9 @@ ODD_NAMES = (
 
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "json"])
 @pytest.mark.parametrize(("make", "read_kind"), KINDS)
-def test_a_value_survives_being_written_and_read(
+def test_values_survive_a_round_trip(
     make: Callable[[], Any], read_kind: Callable[[str], Any], suffix: str, tmp_path: Path
 ) -> None:
-    """Every field of every kind of file, as YAML and as JSON, by its own reader and by the general one."""
     path = str(tmp_path / f"file.{suffix}")
     write(path, make())
     assert read_kind(path) == read(path)
@@ -137,8 +136,7 @@ def test_a_value_survives_being_written_and_read(
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
-def test_a_seed_of_zero_is_not_no_seed(suffix: str, tmp_path: Path) -> None:
-    """Zero is a value where the default is none."""
+def test_seed_of_zero_survives_a_round_trip(suffix: str, tmp_path: Path) -> None:
     path = str(tmp_path / f"run.{suffix}")
     for seed in (0, None):
         write(path, dataclasses.replace(full_run(), seed=seed))
@@ -146,8 +144,8 @@ def test_a_seed_of_zero_is_not_no_seed(suffix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "_read"), KINDS)
-def test_no_field_of_these_values_is_left_at_its_default(make: Callable[[], Any], _read: object) -> None:
-    """Else the round trip above would prove nothing about that field."""
+def test_round_trip_values_have_no_default_fields(make: Callable[[], Any], _read: object) -> None:
+    """A field with its default value would not be tested."""
     value = make()
     required = [f.name for f in dataclasses.fields(value) if getattr(value, f.name) in (None, (), "", 0)]
     assert required == []
@@ -157,8 +155,7 @@ def test_no_field_of_these_values_is_left_at_its_default(make: Callable[[], Any]
 
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize(("make", "_read"), KINDS)
-def test_the_same_value_gives_the_same_bytes(make: Callable[[], Any], _read: object, *, as_json: bool) -> None:
-    """Written twice from two equal values, and once more after reading."""
+def test_equal_values_give_the_same_bytes(make: Callable[[], Any], _read: object, *, as_json: bool) -> None:
     text = dump(make(), as_json=as_json)
     assert text == dump(make(), as_json=as_json)
     assert text.endswith("\n")
@@ -167,25 +164,23 @@ def test_the_same_value_gives_the_same_bytes(make: Callable[[], Any], _read: obj
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 @pytest.mark.parametrize(("make", "_read"), KINDS)
-def test_reading_and_writing_again_changes_no_byte(
+def test_reading_and_writing_does_not_change_a_file(
     make: Callable[[], Any], _read: object, suffix: str, tmp_path: Path
 ) -> None:
-    """A file that went through the tool is the same file."""
     first, second = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
     write(str(first), make())
     write(str(second), read(str(first)))
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_the_schema_is_the_first_key() -> None:
-    """A reader knows at once what it has."""
+def test_schema_is_the_first_key() -> None:
     for make, _ in KINDS:
         assert dump(make()).startswith("schema: gpipe-plan/")
         assert next(iter(json.loads(dump(make(), as_json=True)))) == "schema"
 
 
-def test_a_profile_has_one_line_per_layer() -> None:
-    """So that a changed layer is a one-line diff, however many details it has."""
+def test_profile_has_one_line_per_layer() -> None:
+    """A changed layer is then a one-line diff."""
     lines = dump(full_profile()).splitlines()
     assert [line.split(",")[0] for line in lines if line.startswith("- ")] == [f"- {{name: h.{n}" for n in range(3)]
     assert lines[lines.index("layers:") + 1].startswith("- {name: h.0")
@@ -196,15 +191,13 @@ def test_a_profile_has_one_line_per_layer() -> None:
     assert len(dump(longer).splitlines()) == len(lines) + 1
 
 
-def test_a_width_has_one_line_per_layer() -> None:
-    """As the profile itself."""
+def test_width_has_one_line_per_layer() -> None:
     profile = fullest_profile()
     more = len(dump(profile).splitlines()) - len(dump(dataclasses.replace(profile, widths=())).splitlines())
     assert more == 1 + 2 + len(profile.layers)  # its heading, `tensor_parallel`, `layers`
 
 
-def test_a_changed_layer_is_a_one_line_diff() -> None:
-    """All other lines stay as they were."""
+def test_changed_layer_is_a_one_line_diff() -> None:
     profile = full_profile()
     changed = dataclasses.replace(profile.layers[1], parameter_bytes=4)
     other = dataclasses.replace(profile, layers=(profile.layers[0], changed, profile.layers[2]))
@@ -213,8 +206,7 @@ def test_a_changed_layer_is_a_one_line_diff() -> None:
     assert [n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a != b] == [len(before) - 2]
 
 
-def test_a_plan_has_one_line_per_stage() -> None:
-    """With its memory items on the same line."""
+def test_plan_has_one_line_per_stage() -> None:
     plan = fullest_plan()
     lines = dump(plan).splitlines()
     stages = lines.index("stages:")
@@ -224,8 +216,7 @@ def test_a_plan_has_one_line_per_stage() -> None:
     assert f"total: {plan.stages[0].memory.total}" in lines[stages + 1]
 
 
-def test_a_header_is_a_comment(tmp_path: Path) -> None:
-    """Every line of it, in YAML; JSON knows no comments and has none."""
+def test_header_is_a_comment_in_yaml_and_absent_in_json(tmp_path: Path) -> None:
     for name in ("a.yaml", "a.json"):
         write(str(tmp_path / name), full_profile(), header="made by hand\n\nschema: nonsense")
         assert read_profile(str(tmp_path / name)) == full_profile()
@@ -236,8 +227,8 @@ def test_a_header_is_a_comment(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_layer_may_have_any_name(name: str, suffix: str, tmp_path: Path) -> None:
-    """Strings that look like numbers, booleans, times, dates or YAML's own signs come back as the strings they were."""
+def test_layers_may_have_any_name(name: str, suffix: str, tmp_path: Path) -> None:
+    """Strings that look like numbers, booleans, dates or YAML syntax remain strings."""
     path = str(tmp_path / f"profile.{suffix}")
     profile = chain(layer("other", tied=(name,)), layer(name))
     write(path, profile)
@@ -249,8 +240,7 @@ def test_a_layer_may_have_any_name(name: str, suffix: str, tmp_path: Path) -> No
     [True, False, 0, 1, -7, 10**15, 0.1, 1.0, 1e-9, 1e300, 123456789.123456789, "", "true", "1", "1.0", "null", "a: b"],
 )
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
-def test_a_setting_keeps_value_and_type(value: Setting, suffix: str, tmp_path: Path) -> None:
-    """`--set flag=true` is a boolean, `n=1` an integer, `x=1.0` a number: the model is built with those again."""
+def test_settings_keep_value_and_type(value: Setting, suffix: str, tmp_path: Path) -> None:
     path = str(tmp_path / f"profile.{suffix}")
     profile = dataclasses.replace(
         full_profile(), model=dataclasses.replace(full_profile().model, settings={"x": value})
@@ -263,15 +253,14 @@ def test_a_setting_keeps_value_and_type(value: Setting, suffix: str, tmp_path: P
 
 @pytest.mark.parametrize("time_us", [0.0, 0.1, 12.3, 1e9, 25_000_000_000.0, 1e15])
 def test_times_of_a_tenth_of_a_microsecond_survive(time_us: float, tmp_path: Path) -> None:
-    """Files hold times to 0.1 us; 12.1 + 0.2 is written as 12.3."""
     path = str(tmp_path / "profile.yaml")
     write(path, profile_of([time_us]))
     assert read_profile(path).layers[0].forward_us == (time_us,)
     assert "12.3," in dump(profile_of([12.1 + 0.2])).replace("]", ",")
 
 
-def test_a_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
-    """`1e9` and `2.5E+10`, which PyYAML takes for strings."""
+def test_numbers_with_exponents_are_read_as_numbers(tmp_path: Path) -> None:
+    """PyYAML reads `1e9` and `2.5E+10` as strings."""
     path = tmp_path / "plan.yaml"
     path.write_text(
         dump(fullest_plan()).replace("bytes_per_s: 25000000000.0", "bytes_per_s: 2.5E+10"), encoding="utf-8"
@@ -282,15 +271,13 @@ def test_a_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
     assert read_profile(str(profile)).layers[0].forward_us == (1e9,)
 
 
-def test_whole_numbers_are_good_times(tmp_path: Path) -> None:
-    """Nobody writes `10.0` by hand."""
+def test_integers_are_valid_times(tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     path.write_text(dump(profile_of([7.0])).replace("forward_us: [7.0]", "forward_us: [7]"), encoding="utf-8")
     assert read_profile(str(path)) == profile_of([7.0])
 
 
-def test_a_profile_written_by_hand_needs_only_the_required_fields(tmp_path: Path) -> None:
-    """What one types from a paper; everything else is zero or empty."""
+def test_profile_with_only_required_fields_is_read(tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     path.write_text(
         """\
@@ -318,8 +305,8 @@ layers:
     assert read_profile(str(path)) == dataclasses.replace(expected, device=Device(kind="v100"))
 
 
-def test_json_of_other_tools_is_read(tmp_path: Path) -> None:
-    """Packed, indented with tabs, with a byte-order mark, with Windows line ends: JSON and YAML all the same."""
+def test_json_and_yaml_of_other_tools_are_read(tmp_path: Path) -> None:
+    """Packed or with tabs, with a byte order mark, or with Windows line ends."""
     plain = json.loads(dump(full_profile(), as_json=True))
     texts = {
         "packed.json": json.dumps(plain, separators=(",", ":")),
@@ -333,8 +320,7 @@ def test_json_of_other_tools_is_read(tmp_path: Path) -> None:
         assert read_profile(str(tmp_path / name)) == full_profile(), name
 
 
-def test_json_with_escaped_characters_beyond_16_bits_is_read(tmp_path: Path) -> None:
-    r"""Python's and JavaScript's JSON writers may spell one character as two escapes, `\ud83d\ude00`."""
+def test_json_with_surrogate_pairs_is_read(tmp_path: Path) -> None:
     profile = dataclasses.replace(full_profile(), device=Device(kind="cpu", name="\U0001f600"))
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(to_plain(profile), ensure_ascii=True), encoding="utf-8")
@@ -351,8 +337,8 @@ def test_json_with_escaped_characters_beyond_16_bits_is_read(tmp_path: Path) -> 
         {"link": Link(latency_us=5.0, bytes_per_s=25e9), "overhead_us": 0.5, "reserve_bytes": 5},
     ],
 )
-def test_a_plan_read_back_is_not_taken_for_edited(options: dict[str, Any], tmp_path: Path) -> None:
-    """What was asked is kept exactly (`--link 25GB/s,1.25us`), so `check` finds nothing to say of an untouched plan."""
+def test_untouched_plan_has_no_findings_after_a_round_trip(options: dict[str, Any], tmp_path: Path) -> None:
+    """Requested values are stored exactly, such as `--link 25GB/s,1.25us`."""
     profile = profile_of([10.0, 20.0, 30.0, 10.0], [20.0, 20.0, 20.0, 60.0], output_bytes=1000, saved_bytes=100)
     inputs = inputs_of(2, 64, **options)
     write(str(tmp_path / "plan.yaml"), solve(profile, Request(inputs=inputs)))
@@ -362,8 +348,7 @@ def test_a_plan_read_back_is_not_taken_for_edited(options: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("loss", [1e-9, 2.0**-24])
-def test_a_small_loss_is_not_written_as_zero(loss: float, tmp_path: Path) -> None:
-    """Losses are results, not times: a model that has learned its data well is not rounded to a loss of nothing."""
+def test_small_losses_are_not_rounded_to_zero(loss: float, tmp_path: Path) -> None:
     run = dataclasses.replace(full_run(), losses=(loss, 1.0))
     write(str(tmp_path / "run.json"), run)
     assert read_run(str(tmp_path / "run.json")).losses == pytest.approx((loss, 1.0), rel=1e-6)
@@ -371,8 +356,7 @@ def test_a_small_loss_is_not_written_as_zero(loss: float, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["run.json", "run.yaml"])
-def test_the_report_of_a_run_that_diverged_can_be_written_and_read(loss: float, name: str, tmp_path: Path) -> None:
-    """A loss that is not a number is what such a run has to report; it must not cost the report."""
+def test_report_with_infinite_losses_survives_a_round_trip(loss: float, name: str, tmp_path: Path) -> None:
     run = dataclasses.replace(full_run(), losses=(1.5, loss))
     write(str(tmp_path / name), run)
     again = read_run(str(tmp_path / name))
@@ -380,10 +364,7 @@ def test_the_report_of_a_run_that_diverged_can_be_written_and_read(loss: float, 
     assert str(again.losses[1]) == str(loss)
 
 
-def test_standard_input_and_output_are_a_dash(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`-` writes YAML to stdout, and reads it from stdin."""
+def test_dash_is_standard_input_and_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import io
 
     write("-", full_profile())
@@ -393,8 +374,7 @@ def test_standard_input_and_output_are_a_dash(
     assert read_profile("-") == full_profile()
 
 
-def test_large_profiles_are_read_whole(tmp_path: Path) -> None:
-    """Hundreds of layers, each on its line, none lost."""
+def test_large_profiles_survive_a_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     profile: Profile = profile_of([float(n) for n in range(300)])
     write(str(path), profile)

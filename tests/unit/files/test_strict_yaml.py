@@ -1,4 +1,4 @@
-"""Documents as YAML and as JSON: what scalars are, what is refused, and where."""
+"""Strict reading of YAML and JSON: scalars, refusals and their lines."""
 
 import json
 from typing import Any
@@ -30,13 +30,13 @@ def content(text: str) -> Any:
         ("", None),
     ],
 )
-def test_scalars_are_those_of_json_and_all_else_is_text(text: str, value: Any) -> None:
-    """Quotes and tags say what a scalar is; without them only what JSON would take for a number is one."""
+def test_scalars_that_are_not_json_are_text(text: str, value: Any) -> None:
+    """Quotes and tags take precedence."""
     assert repr(content(f"a: {text}")) == repr({"a": value})
 
 
-def test_an_alias_is_what_its_anchor_is() -> None:
-    """As a value and as a key; the line of what lies in it is that of the alias."""
+def test_aliases_have_the_value_of_their_anchor() -> None:
+    """Values within have the line of the alias."""
     document = Document.parse("p.yaml", "a: &x\n- {b: 1}\n&y c: *x\nd:\n- *y\n")
     assert document.content == {"a": [{"b": 1}], "c": [{"b": 1}], "d": ["c"]}
     assert document.line_of(("a", 0, "b")) == 2
@@ -58,8 +58,7 @@ def test_an_alias_is_what_its_anchor_is() -> None:
         ('{"a": 1, "a": 2}', 1, "`a` is defined twice"),
     ],
 )
-def test_mistakes_are_refused_with_their_line(text: str, line: int, message: str) -> None:
-    """What PyYAML would take for something, and what it would not."""
+def test_yaml_mistakes_are_refused_with_their_line(text: str, line: int, message: str) -> None:
     with pytest.raises(FileError) as refused:
         content(text)
     assert message in refused.value.message
@@ -67,8 +66,8 @@ def test_mistakes_are_refused_with_their_line(text: str, line: int, message: str
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_profile_means_the_same_as_yaml_and_as_json(*, exact: bool) -> None:
-    """JSON has a reader of its own, which is faster."""
+def test_profile_is_equal_as_yaml_and_json(*, exact: bool) -> None:
+    """JSON has its own faster reader."""
     read = content(dump(random_profile(1, 5, exact=exact, sizes=(1, 2)), header="A header.\nOf two lines."))
     text = json.dumps(read)
     assert content(text) == Document("profile.json", text)._read() == read
