@@ -3,6 +3,8 @@
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,22 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="gpipe-plan-caches-")
         config.add_cleanup(folder.cleanup)
         os.environ["XDG_CACHE_HOME"] = known_executor(Path(folder.name))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _few_steps() -> Iterator[None]:
+    """Let the equivalence check train for two steps: its late steps take a second, and few tests need them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("torch") is not None:
+            patch.setattr("planner.executor.equivalence.subject.LATE_STEPS", 0)
+        yield
+
+
+@pytest.fixture
+def late_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the equivalence check train for as many steps as it does for a user."""
+    monkeypatch.setattr("planner.executor.equivalence.subject.LATE_STEPS", 14)
+    monkeypatch.setattr("planner.model.reference._LATE_S", 2.0)  # this machine may be slow
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,11 +19,14 @@ from torch.nn.parameter import is_lazy
 from planner.core.errors import ModelError
 from planner.model.optimizers import Builder, ModelOptimizer, ParameterGroup
 
-_STEPS = ((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0))
+_STEPS = (
+    *((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0)),
+    *[(1e-3, 1e3), (1e3, 1e-3)] * 5,
+)
 """Scales of the gradients of each step, in the first part and in the second.
 
 Some gradients exceed the limit of any gradient clip, others do not. If only one part exceeds the limit, the comparison
-also finds a clip by the largest gradient of all parameters."""
+also finds a clip by the largest gradient of all parameters. The last steps find one that begins after a few steps."""
 
 _NOT_FINITE = ((1.0, 1.0), (1.0, math.inf))
 """Scales with infinite gradients in one part: if an optimizer skips a parameter for them, it must not skip others."""

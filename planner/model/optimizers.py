@@ -81,6 +81,8 @@ class ModelOptimizer:
         given: list[Tensor] = [*self._placeholders]
         kept = set()
         for parameter, tensor in present:
+            if id(parameter) not in self._positions:
+                continue  # the model's own `parameters()` leaves it out, so nothing trains it
             given[self._positions[id(parameter)]] = tensor
             kept.add(id(tensor))
             copy_attributes(parameter, tensor)

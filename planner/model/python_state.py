@@ -9,7 +9,8 @@ values themselves. Each value becomes a number, which is identified by its path:
     STATE = {"seen": 3}            STATE.seen, STATE.length
 
 The search follows containers, objects of user-defined classes, modules in plain attributes, closures, defaults and
-attributes of functions, and class attributes. A small tensor becomes a number as well (`TENSOR`), but counts only if it
+attributes of functions, class attributes, attributes of tensors, local variables of generator functions, and schedules
+of learning rates. A small tensor becomes a number as well (`TENSOR`), but counts only if it
 exists before the first forward (`without_leftover_tensors`). Other tensors may be results that a forward left behind.
 """
 
@@ -20,17 +21,21 @@ import random
 import sys
 import threading
 import zlib
+from array import array
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 NUMBERS = (bool, int, float)
 """Types of Python numbers that count as state."""
@@ -43,7 +48,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
-_DEEPEST = 4
+_DEEPEST = 6
 """Nesting depth to which values are followed."""
 
 _MOST_ITEMS = 64
@@ -93,12 +98,12 @@ def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str])
     return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
 
 
-def variables_read(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the module-level variables, as `file:name`, that modules or functions called by them may read."""
+def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str]:
+    """Return the module-level variables, as `file:name`, that modules and functions, or what they call, may read."""
     classes = {cls for module in modules.values() for cls in type(module).__mro__ if is_user_module(cls.__module__)}
     found = {f"{cls.__module__}:{cls.__name__}" for cls in classes}
     waiting: list[Any] = [value for cls in classes for value in vars(cls).values()]
-    waiting += [value for module in modules.values() for value in vars(module).values()]
+    waiting += [value for module in modules.values() for value in vars(module).values()] + list(functions)
     seen: set[int] = set()
     while waiting:
         function = _function_of(waiting.pop())
@@ -120,6 +125,7 @@ def _add(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
     if len(numbers) >= _MOST_NUMBERS:
         return
     if isinstance(value, Tensor):
+        _add_fields(numbers, name, vars(value) if hasattr(value, "__dict__") else {}, depth)
         is_wanted = isinstance(numbers, _WithTensors) and value.layout == torch.strided and value.device.type != "meta"
         if is_wanted and type(value) is Tensor and value.nbytes <= _MOST_BYTES:
             values = value.detach()
@@ -142,11 +148,15 @@ def _number_of(value: Any) -> float | None:
     for kinds, state in _STATES.items():
         if isinstance(value, kinds):
             return zlib.crc32(state(value))
-    return operator.length_hint(value, 0) if isinstance(value, Iterator) else None
+    is_counted = isinstance(value, Iterator) and not isinstance(value, GeneratorType)
+    return operator.length_hint(value, 0) if is_counted else None
 
 
 _STATES: Mapping[Any, Callable[[Any], bytes]] = {
     str: lambda text: text[:_MOST_BYTES].encode(),
+    bytearray: lambda data: bytes(data[:_MOST_BYTES]),
+    array: lambda numbers: numbers[:_MOST_BYTES].tobytes(),
+    (Decimal, Fraction): lambda number: str(number).encode(),
     torch.Generator: lambda generator: generator.get_state().numpy().tobytes(),
     np.random.Generator: lambda generator: repr(generator.bit_generator.state).encode(),
     np.random.RandomState: lambda generator: repr(generator.get_state(legacy=False)).encode(),
@@ -157,13 +167,7 @@ _STATES: Mapping[Any, Callable[[Any], bytes]] = {
 
 def _add_content(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
     if isinstance(value, list | tuple | deque | dict | set | frozenset):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        # Stages delete the tensors that a forward leaves behind, so the number of tensors in a list is no state.
-        held = value.values() if isinstance(value, dict) else value
-        numbers[f"{name}.length"] = sum(not isinstance(item, Tensor) for item in held)
-        if not isinstance(value, set | frozenset):
-            for key, item in itertools.islice(items, _MOST_ITEMS):
-                _add(numbers, f"{name}.{key}", item, depth)
+        _add_items(numbers, name, value, depth)
     elif isinstance(value, partial):
         _add(numbers, name, (value.func, value.args, value.keywords), depth)
     elif isinstance(value, MethodType):
@@ -172,13 +176,39 @@ def _add_content(numbers: dict[str, float], name: str, value: Any, depth: int) -
         _add_function(numbers, name, value, depth)
     elif isinstance(value, nn.Module):
         _add_attributes(numbers, name, value, depth)
+    elif isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        if frame is not None and is_user_module(frame.f_globals.get("__name__")):
+            numbers[f"{name}.position"] = frame.f_lasti
+            _add_fields(numbers, name, dict(frame.f_locals), depth)
     else:
-        for key, item in _fields(value).items():
-            _add(numbers, f"{name}.{key}", item, depth)
+        _add_fields(numbers, name, _fields(value), depth)
+
+
+def _add_items(numbers: dict[str, float], name: str, value: Collection[Any], depth: int) -> None:
+    """Add the number of items in a container, and numbers for the items themselves, unless they have no order."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    # Stages delete the tensors that a forward leaves behind, so the number of tensors in a list is no state.
+    held = value.values() if isinstance(value, dict) else value
+    numbers[f"{name}.length"] = sum(not isinstance(item, Tensor) for item in held)
+    if isinstance(value, set | frozenset):
+        return
+    for key, item in itertools.islice(items, _MOST_ITEMS):
+        _add(numbers, f"{name}.{key}", item, depth)
+    rest = [item for item in itertools.islice(held, _MOST_ITEMS, _MOST_NUMBERS) if type(item) in NUMBERS]
+    if rest:
+        numbers[f"{name}.rest"] = zlib.crc32(repr(rest).encode())
+
+
+def _add_fields(numbers: dict[str, float], name: str, fields: Mapping[str, Any], depth: int) -> None:
+    for key, item in list(fields.items()):
+        _add(numbers, f"{name}.{key}", item, depth)
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Return the attributes (slots included) of a user-defined object, or the value of a context variable."""
+    """Return the attributes (slots included) of a user-defined object, or those of a few objects of libraries."""
+    if isinstance(value, LRScheduler):
+        return {key: item for key, item in vars(value).items() if type(item) in NUMBERS}
     if isinstance(value, ContextVar):
         with suppress(LookupError):  # the variable has no value yet
             return {"value": value.get()}
@@ -193,6 +223,8 @@ def _add_attributes(numbers: dict[str, float], path: str, module: nn.Module, dep
     for name, value in list(vars(module).items()):
         if name not in _OF_EVERY_MODULE:
             _add(numbers, f"{path}.{name}", value, depth)
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        _add_fields(numbers, f"{path}.{name}", vars(tensor) if tensor is not None else {}, depth + 1)
 
 
 def _add_function(numbers: dict[str, float], name: str, function: FunctionType, depth: int) -> None:

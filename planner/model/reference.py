@@ -14,9 +14,13 @@ global module hooks set this seed. The model's own hooks are not modified.
 from the layers' inputs.
 
 In each step, the state is written to a file after the backward and after the optimizer's update.
+
+The model's code may do something else in a later step: at its tenth call, or when values have grown. So small models
+train for further steps (`ReferenceOptions.late_steps`), as long as there is time.
 """
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_map_only
 
@@ -41,7 +44,8 @@ from planner.model.lean import allocate_parameters
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import converted
 from planner.model.python_state import numbers_in_attributes, numbers_in_user_files, without_leftover_tensors
-from planner.model.reference_state import ReferenceState, initial_state, state_after_backward, state_after_update
+from planner.model.reference_norms import whole_mini_batch_statistics
+from planner.model.reference_state import END, ReferenceState, initial_state, state_after_backward, state_after_update
 from planner.model.seeding import host_generator_states, layer_seed, seed_host, seed_process
 from planner.model.shortened import SkippedModule, shorten_model
 
@@ -49,6 +53,9 @@ _LOSS_SCALE = 2.0**16
 """Initial loss scale under `fp16-mixed`, which is halved after each overflow."""
 
 _CPU = torch.device("cpu")
+
+_LATE_S = 0.25
+"""Time limit of late steps in seconds of CPU time, so that other processes do not reduce the number of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,8 @@ class ReferenceOptions:
     starts: tuple[LayerStart | None, ...]
     """Start of each layer except the first; None if a layer starts neither at the start nor the end of a module call.
     """
+    late_steps: int = 0
+    """Largest number of steps that follow, as long as there is time."""
     updates: bool = True
     """True to update parameters with the optimizer; False to compute only the gradients of one step."""
     skipped: tuple[SkippedModule, ...] = ()
@@ -85,7 +94,8 @@ def train_reference(
 ) -> list[float]:
     """Train the model in a plain loop and write its states to `folder`.
 
-    The files are `initial`, and for every step N `gradients-N` and `updated-N`.
+    The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`. The loop ends before a late step
+    in which the loss is not finite or the model raises an error, because the user's own data may not cause that.
 
     Args:
         loaded: The model.
@@ -117,18 +127,14 @@ def train_reference(
     optimizer = loaded.build_optimizer(model.parameters()) if options.updates else None
     scale = _LOSS_SCALE if loaded.precision == "fp16-mixed" else 1.0
     with _seeded_layers(model, options) as begin_micro_batch:
-        for step in range(options.steps):
+        for step in _steps(options):
             if shake is not None and step == options.steps - 1:
                 shake(model)
-            with _whole_mini_batch_statistics(model):
-                batches = _micro_batches(mini_batch(loaded, options, step), options)
-                begin = partial(begin_micro_batch, step)
-                loss = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=begin)
+            try:
+                loss = _train_micro_batches(model, loaded, options, step, scale=scale, begin=begin_micro_batch)
+            except _LateError:
+                break
             _refuse_new_parameters(model, names)
-            if scale == 1.0 and not math.isfinite(loss):
-                with_samples = f"with micro-batches of {pluralize(options.micro_batch_size, 'sample')}"
-                hint = "check `loss_fn` and the learning rate; deviations over the batch need two samples or more"
-                raise ModelError(f"the loss is {loss} in step {step} of a plain loop, {with_samples}", hint=hint)
             scale = _unscale(trained, scale)
             losses.append(loss)
             write(f"gradients-{step}", partial(state_after_backward, loaded, model, loss))
@@ -137,10 +143,72 @@ def train_reference(
             optimizer.step()
             write(f"updated-{step}", partial(state_after_update, model, loss, optimizer))
             optimizer.zero_grad()
+    write(END, lambda: ReferenceState(loss=0.0, tensors={}, numbers={}, groups={}))
     return losses
 
 
 Shake = Callable[[nn.Module], None]
+
+
+class _NotFiniteError(ModelError):
+    """Error of a plain loop whose loss is not finite."""
+
+
+class _LateError(Exception):
+    """Error of a late step, which ends the loop."""
+
+
+def _steps(options: ReferenceOptions) -> Iterator[int]:
+    """Yield the indices of all steps, and then of late steps as long as there is time."""
+    yield from range(options.steps)
+    end_s = time.process_time() + _LATE_S
+    for step in range(options.steps, options.steps + options.late_steps):
+        if time.process_time() > end_s:
+            return
+        yield step
+
+
+def _train_micro_batches(
+    model: nn.Module,
+    loaded: LoadedModel,
+    options: ReferenceOptions,
+    step: int,
+    *,
+    scale: float,
+    begin: Callable[[int, int], None],
+) -> float:
+    """Accumulate the gradients of all micro-batches of a step, multiplied by `scale`; return the loss of the step.
+
+    Raises:
+        _NotFiniteError: The loss is not finite.
+        _LateError: The loss of a late step is not finite, or the model raised an error.
+    """
+    try:
+        return _loss(model, loaded, options, step, scale=scale, begin=begin)
+    except Exception as error:
+        is_refusal = isinstance(error, ModelError) and not isinstance(error, _NotFiniteError)
+        if step < options.steps or is_refusal:
+            raise
+        raise _LateError from error
+
+
+def _loss(
+    model: nn.Module,
+    loaded: LoadedModel,
+    options: ReferenceOptions,
+    step: int,
+    *,
+    scale: float,
+    begin: Callable[[int, int], None],
+) -> float:
+    with whole_mini_batch_statistics(model):
+        batches = _micro_batches(mini_batch(loaded, options, step), options)
+        loss = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=partial(begin, step))
+    if scale == 1.0 and not math.isfinite(loss):
+        with_samples = f"with micro-batches of {pluralize(options.micro_batch_size, 'sample')}"
+        hint = "check `loss_fn` and the learning rate; deviations over the batch need two samples or more"
+        raise _NotFiniteError(f"the loss is {loss} in step {step} of a plain loop, {with_samples}", hint=hint)
+    return loss
 
 
 def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
@@ -338,54 +406,3 @@ def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Call
     finally:
         entering.remove()
         leaving.remove()
-
-
-@contextmanager
-def _whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Make the running statistics of batch normalization those of the whole mini-batch.
-
-    Inside the `with` block, each micro-batch updates the statistics. On exit, they are restored and updated once with
-    the mean and the unbiased variance of all inputs. A layer that is called several times in a forward is updated once
-    for each of these calls.
-    """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.running_mean is not None]
-    before = {norm: {name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms}
-    seen: dict[_BatchNorm, list[Tensor]] = {norm: [] for norm in norms}
-    forwards: list[None] = []
-
-    def see(norm: Any, args: Any) -> None:
-        if args:  # sums per channel, in float64
-            values = args[0].detach().double().movedim(1, 0).flatten(1)
-            sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
-            seen[norm].append(sums)
-
-    def count(_model: Any, _args: Any) -> None:
-        forwards.append(None)
-
-    hooks = [norm.register_forward_pre_hook(see) for norm in norms]
-    hooks.append(model.register_forward_pre_hook(count))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for norm in norms:
-        for name, buffer in norm.named_buffers():
-            buffer.copy_(before[norm][name])
-        num_calls = len(seen[norm]) // max(1, len(forwards))
-        for call in range(num_calls):
-            _update(norm, torch.stack(seen[norm][call::num_calls]).sum(0))
-
-
-def _update(norm: _BatchNorm, sums: Tensor) -> None:
-    """Update the running statistics of `norm`; rows of `sums` are count, sum and sum of squares for each channel."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    count, mean = sums[0], sums[1] / sums[0]
-    variance = (sums[2] - count * mean.square()) / (count - 1)
-    momentum = norm.momentum
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked += 1
-        momentum = 1 / float(norm.num_batches_tracked) if momentum is None else momentum
-    for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
-        running.lerp_(new.to(running.dtype), 0.0 if momentum is None else momentum)

@@ -1,5 +1,6 @@
 """States of the reference training loop, which the equivalence check compares with stages, and their files."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,11 @@ from torch import Tensor, nn
 
 from planner.model.load import LoadedModel
 from planner.model.python_state import NUMBERS, numbers_held_by_hooks, numbers_in_attributes, numbers_in_user_files
+
+END = "end"
+"""File that is written after the last step."""
+
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,21 @@ class ReferenceState:
     def load(cls, path: Path) -> "ReferenceState":
         """Read a state from a file; its tensors are read from disk when they are used."""
         return cls(**torch.load(path, mmap=True, weights_only=True))
+
+
+def is_written(folder: Path, name: str) -> bool:
+    """Wait until a reference has written a state; return False if it has ended without this state.
+
+    Args:
+        folder: Folder of the reference's states.
+        name: Name of the state.
+    """
+    path, end = folder / name, folder / END
+    while not path.exists():
+        if end.exists():
+            return path.exists()  # the reference may have written both files since the first look
+        time.sleep(_POLL_S)
+    return True
 
 
 def sample_of(tensor: Tensor) -> Tensor:

@@ -232,7 +232,9 @@ def _compared(
             continue
         if not found.wrong and request.ends is None:
             progress("repeating forwards")
-            repeat_forwards(request.loaded, chain, limit_s=request.limit_s)
+            differs = repeat_forwards(request.loaded, chain, limit_s=request.limit_s)
+            recomputed = found.proof.differs_recomputed or differs
+            return replace(found, proof=replace(found.proof, differs_recomputed=recomputed))
         return found
     if blind is not None:
         return blind

@@ -18,6 +18,9 @@ LIMIT = 1e-4
 NUMBER = "the number"
 """Prefix, in messages, of the names of numbers that modules have as attributes."""
 
+_LATE = " in step "
+"""Text between the name of a value and the number of the late step in which it differs."""
+
 _WORST = 1e-2
 """Largest relative difference that may be a rounding error, however much the model amplifies it."""
 
@@ -36,11 +39,15 @@ class Differences:
     """Largest relative difference of every tensor and number, by its name in messages."""
     own_values: dict[str, str] = field(default_factory=dict)
     """Digests of the tensors whose initial values differ from the reference's, by name."""
+    late_step: int = 0
+    """Number of the current step in messages, if the first steps, which every model trains, are over."""
     writes_state: bool = False
     """True if forwards write into parameters, buffers or tensors in attributes."""
 
     def note(self, name: str, ratio: float) -> None:
         """Record a relative difference under a name; if the name has several differences, keep the largest."""
+        if self.late_step and not ratio <= LIMIT:
+            name = f"{name}{_LATE}{self.late_step}"
         self.relative[name] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(name, 0.0))
 
     def compare_number(self, name: str, value: float, right: float) -> None:
@@ -114,7 +121,11 @@ def largest_unexplained_difference(relative: Mapping[str, float], noise: Callabl
         return ""
     may_be_noise = any(size <= _WORST or what.startswith(NUMBER) for what, size in large.items())
     usual = noise() if may_be_noise else {}
-    wrong = {what: size for what, size in large.items() if not size <= _allowed(what, usual.get(what, 0.0))}
+    wrong = {
+        what: size
+        for what, size in large.items()
+        if not size <= _allowed(what, usual.get(what.partition(_LATE)[0], 0.0))
+    }
     what = max(wrong, key=wrong.__getitem__, default="")
     return what and f"{what} differs by {wrong[what]:.1e}"
 

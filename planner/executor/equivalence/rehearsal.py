@@ -2,39 +2,50 @@
 
 The comparison with the reference trains for two steps. If the model's code takes another path in a later step (a
 curriculum, or a loop whose length depends on the data), a run would fail at that step. Stages that run parts of the
-model's `forward` detect another path, and raise an error. Code that trains other parameters in later steps is refused,
-too.
+model's `forward` detect another path, and raise an error. Also refused is code that in later forwards trains other
+parameters, returns other shapes, or changes a module-level value that another layer reads: stages do not share it.
+Code that does something else without gradients must not be recomputed. The comparison may not show this, because its
+stages are single layers.
 """
 
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from planner.core.errors import ModelError
 from planner.executor.build.building import StageRange, build_stages
 from planner.executor.equivalence.isolation import Child, ChildError
 from planner.executor.run.random_state import StepSeeds
+from planner.executor.run.shapes import described_leaves
 from planner.model.autocast import forward_context
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
-from planner.model.nests import tensors_in
+from planner.model.nests import flatten, tensors_in
+from planner.model.operators import OperatorWatch
+from planner.model.python_state import TENSOR, numbers_in_user_files, variables_read, without_leftover_tensors
 from planner.model.refusals import control_flow_error
 from planner.model.stage import ModelStage
+
+_DEVICE = torch.device("cpu")
 
 _FORWARDS = 64
 _LIMIT_S = 1.0
 """Time limit in seconds of CPU time, so that other processes do not reduce the number of forwards."""
+_LIMIT = 1e-4
+"""Largest relative difference of a loss that can be a rounding error."""
 _MOST_STAGES = 4
 _SAMPLES = 2
 _MOST_PARAMETERS = 20_000_000
 """Largest number of parameters of a model whose forwards are repeated."""
 
 
-def repeat_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> None:
+def repeat_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:
     """Repeat the forward of all layers, in a separate process, until a forward takes another path or time is up.
 
     Args:
@@ -42,58 +53,186 @@ def repeat_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> Non
         chain: Layers of the model, on the meta device.
         limit_s: Seconds after which the process is ended.
 
+    Returns:
+        Text about a difference of forwards without gradients, as recomputed stages run them; empty if there is none.
+
     Raises:
         ChildError: A forward took another path, which the model's code must not do.
     """
     if sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
-        return
-    child = Child(partial(_forwards, loaded, chain), limit_s=limit_s)
+        return ""
+    child = Child(lambda _connection: _Rehearsal(loaded, chain).run(), limit_s=limit_s)
     try:
-        child.result()
+        return str(child.result())
     except ChildError as error:
         if error.is_user_error:
             raise
-        # Other errors have nothing to do with the path, and a run would raise them in its first steps.
+        return ""  # other errors have nothing to do with the path, and a run would raise them in its first steps
     finally:
         child.end()
 
 
-def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> None:
-    count = len(chain.layers)
-    stages = min(_MOST_STAGES, count)
-    edges = [round(n * count / stages) for n in range(stages + 1)]
-    device = torch.device("cpu")
-    ranges = [StageRange(first, end) for first, end in pairwise(edges)]
-    # Build each stage separately, so that it lacks the parameters of other stages, as in a run.
-    built = [build_stages(loaded, chain, [one], seed=0, device=device)[0] for one in ranges]
-    modules = [layer.module for layers in built for layer in layers]
-    now = [0]
-    # Every layer of a Sequential is a module. Other models have one module for each stage.
-    starts = edges if chain.outline is not None else range(count)
-    for first, module in zip(starts, modules, strict=False):
-        if isinstance(module, ModelStage):
-            module.keep_state()
-            module.call_at_layers(partial(_plant, now, first))
-    end = time.process_time() + _LIMIT_S
-    first_trained: list[bool] = []
-    while now[0] < _FORWARDS and time.process_time() < end:
-        torch.manual_seed(now[0])
-        batch = loaded.example_batch(_SAMPLES)
-        value, trained = batch.inputs, [p.requires_grad for module in modules for p in module.parameters()]
-        with forward_context(loaded.precision, device):
-            for first, module in zip(starts, modules, strict=False):
-                _plant(now, first, 0)
+class _Rehearsal:
+    """Forwards of all layers in one process.
+
+    Args:
+        loaded: The model.
+        chain: Layers of the model, on the meta device.
+    """
+
+    def __init__(self, loaded: LoadedModel, chain: Chain) -> None:
+        self._loaded, self._chain = loaded, chain
+        count = len(chain.layers)
+        stages = min(_MOST_STAGES, count)
+        edges = [round(n * count / stages) for n in range(stages + 1)]
+        ranges = [StageRange(first, end) for first, end in pairwise(edges)]
+        # Build each stage separately, so that it lacks the parameters of other stages, as in a run.
+        built = [build_stages(loaded, chain, [one], seed=0, device=_DEVICE)[0] for one in ranges]
+        self._modules = [layer.module for layers in built for layer in layers]
+        self._now = [0]
+        # Every layer of a Sequential is a module. Other models have one module for each stage.
+        self._starts = edges if chain.outline is not None else range(count)
+        for first, module in zip(self._starts, self._modules, strict=False):
+            if isinstance(module, ModelStage):
+                module.keep_state()
+                module.call_at_layers(partial(_plant, self._now, first))
+        self._shared = _SharedValues(loaded, chain.model, self._modules)
+
+    def run(self) -> str:
+        """Repeat forwards, and return a text about a difference of forwards without gradients.
+
+        Raises:
+            ModelError: A forward took another path than the first one.
+        """
+        if self._chain.outline is None:
+            self._refuse_numbers()
+        differs = self._difference_without_gradients()
+        end = time.process_time() + _LIMIT_S
+        first = _Seen()
+        while self._now[0] < _FORWARDS and time.process_time() < end:
+            seen = self._forward(self._shared.check)
+            number = self._now[0] + 1
+            if self._chain.outline is not None and not torch.isfinite(seen.loss).all():
+                raise control_flow_error(f"loss {number} is not a number: it may read other stages' tensors")
+            first = first if self._now[0] else seen
+            if seen.trained != first.trained:
+                raise control_flow_error(f"forward {number} computes gradients of other tensors than the first forward")
+            for one, other in zip(seen.shapes[:-1], first.shapes, strict=False):
+                if one != other:
+                    raise control_flow_error(f"a layer returns {one} in forward {number}, and {other} in the first one")
+            self._now[0] += 1
+        return differs
+
+    def _refuse_numbers(self) -> None:
+        """Check that no layer reads a Python number from a tensor and returns one: it may change with the data.
+
+        Raises:
+            ModelError: A layer does so.
+        """
+        value = self._loaded.example_batch(_SAMPLES).inputs
+        scalar = torch.ops.aten._local_scalar_dense.default
+        for module in self._modules[:-1]:
+            reads: list[bool] = []
+            watch = OperatorWatch(before=lambda operator, *_, reads=reads: reads.append(operator is scalar))
+            with watch, torch.no_grad(), forward_context(self._loaded.precision, _DEVICE):
                 value = module(value)
-                trained += _trained_outputs(module, value)
-            loss = loaded.loss_fn(value, batch.targets)
-        if chain.outline is not None and not torch.isfinite(loss.detach()).all():
-            raise control_flow_error(
-                f"the loss of forward {now[0] + 1} is not a number: it may read other stages' tensors"
-            )
-        first_trained = first_trained or trained
-        if trained != first_trained:
-            raise control_flow_error(f"forward {now[0] + 1} computes gradients of other tensors than the first forward")
-        now[0] += 1
+            number = next((leaf for leaf in flatten(value)[0] if isinstance(leaf, bool | int | float)), None)
+            if any(reads) and number is not None:
+                raise ModelError(
+                    f"a layer returns the Python number {number}, and reads numbers from tensors: only tensors are "
+                    "sent to the next stages, which would always use this number",
+                    hint="return the number as a tensor, and read it in the layer that uses it",
+                )
+
+    def _difference_without_gradients(self) -> str:
+        """Describe how the loss differs without gradients; empty if it does not, or if state changes it anyway."""
+        before = self._forward(_ignore).loss
+        with torch.no_grad():
+            without = self._forward(_ignore).loss
+        # Two further forwards show state, also that of a layer that is skipped in every other forward.
+        has_state = not all(torch.equal(before, self._forward(_ignore).loss) for _ in range(2))
+        if has_state or torch.allclose(before, without, rtol=_LIMIT, equal_nan=True):
+            return ""
+        return (
+            f"the loss is {float(without.sum()):.6g} where no gradients are computed, as in the first forward of a "
+            f"recomputed stage, and {float(before.sum()):.6g} otherwise"
+        )
+
+    def _forward(self, check: Callable[[int, int], None]) -> "_Seen":
+        torch.manual_seed(self._now[0])
+        batch = self._loaded.example_batch(_SAMPLES)
+        value, seen = batch.inputs, _Seen()
+        seen.trained += [p.requires_grad for module in self._modules for p in module.parameters()]
+        with forward_context(self._loaded.precision, _DEVICE):
+            for index, (first, module) in enumerate(zip(self._starts, self._modules, strict=False)):
+                _plant(self._now, first, 0)
+                value = module(value)
+                seen.trained += _trained_outputs(module, value)
+                seen.shapes.append(_leaves(value))
+                check(index, self._now[0])
+            seen.loss = self._loaded.loss_fn(value, batch.targets).detach()
+            check(len(self._modules) - 1, self._now[0])
+        return seen
+
+
+@dataclass
+class _Seen:
+    """What a forward has done."""
+
+    trained: list[bool] = field(default_factory=list)
+    """True for each parameter, and for each output of a stage, that requires a gradient."""
+    shapes: list[str] = field(default_factory=list)
+    """Text of the values that each layer, or stage, returned."""
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+
+def _ignore(_index: int, _forward: int) -> None:
+    pass
+
+
+class _SharedValues:
+    """Module-level values of the user's files, which all layers share in a plain loop, but not in stages.
+
+    Args:
+        loaded: The model.
+        model: Instance of the model, whose classes name the files.
+        modules: Layers, or stages that run parts of the model's `forward`.
+    """
+
+    def __init__(self, loaded: LoadedModel, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        self._find = partial(numbers_in_user_files, model, loaded.loss_fn)
+        parts = [dict(m.finished_modules if isinstance(m, ModelStage) else m.named_modules()) for m in modules]
+        self._read = [variables_read(part) for part in parts[:-1]] + [variables_read(parts[-1], loaded.loss_fn)]
+        self._at_start = self._values = self._find()
+
+    def check(self, index: int, forward: int) -> None:
+        """Check that a layer has changed no value that another layer reads. The first forward may, to fill a cache.
+
+        Args:
+            index: Index of the layer that has just run.
+            forward: Index of the current forward.
+
+        Raises:
+            ModelError: The layer has changed such a value.
+        """
+        before, self._values = self._values, self._find()
+        after = without_leftover_tensors(self._values, self._at_start)
+        for name in (name for name, value in after.items() if forward and value != before.get(name)):
+            file, _, variable = name.removesuffix(TENSOR).rpartition(":")
+            used = f"{file}:{variable.partition('.')[0]}"
+            if any(used in read for other, read in enumerate(self._read) if other != index):
+                raise ModelError(
+                    f'`forward` changes the module-level value "{variable}" in its call {forward + 1}, and other '
+                    "layers read it: every stage has its own copy",
+                    hint="let `forward` return what later modules need, and keep values that last from step to step in "
+                    "attributes or buffers of the module that uses them",
+                )
+
+
+def _leaves(value: Any) -> str:
+    """Describe what would be sent to the next stage; objects that have no fixed text are left out."""
+    kinds = Tensor | str | bool | int | float | None
+    return described_leaves([leaf for leaf in flatten(value)[0] if isinstance(leaf, kinds)])
 
 
 def _trained_outputs(module: nn.Module, value: Any) -> list[bool]:

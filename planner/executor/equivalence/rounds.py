@@ -275,7 +275,7 @@ class CheckRound:
 
     def _perturbed_reference(self, steps: int, seed: int) -> ReferenceState:
         """Train the reference for `steps` steps, with changed parameters in the last one; return its last state."""
-        options = replace(self.subject.options, steps=steps, updates=steps > 1)
+        options = replace(self.subject.options, steps=steps, late_steps=0, updates=steps > 1)
         folder = self._trained_again(options, perturbation(self.subject.loaded.precision, seed))
         return ReferenceState.load(folder / f"gradients-{steps - 1}")
 

@@ -1,4 +1,4 @@
-"""Train one rank of a pipeline for a few steps, and compare it with the reference's states after each step.
+"""Train one rank of a pipeline for as many steps as the reference, and compare their states after each step.
 
 Each step is compared in two phases:
 
@@ -10,7 +10,6 @@ After the first phase, the rank replaces its gradients by the reference's, so th
 
 import math
 import os
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -43,12 +42,11 @@ from planner.model.python_state import (
 from planner.model.reference import ReferenceOptions, mini_batch
 from planner.model.reference_state import (
     ReferenceState,
+    is_written,
     largest_magnitude,
     optimizer_state,
     sample_of,
 )
-
-_POLL_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +94,7 @@ class _Rank:
         self._found = Differences()
         self._before = self._state("initial")
         self._kept = self._kept_tensors()
+        self._in_file: dict[str, float] = {}
 
     def train(self) -> Differences:
         """Train for the steps of the reference, and return all differences."""
@@ -105,7 +104,10 @@ class _Rank:
         if not options.updates:
             keep_gradients_in_files(self._named.values(), self._trial.reference)
         optimizer = pipeline.optimizer(loaded.build_optimizer) if options.updates else None
-        for step in range(options.steps):
+        for step in range(options.steps + options.late_steps):
+            if not is_written(self._trial.reference, f"gradients-{step}"):
+                break
+            self._found.late_step = step + 1 if step >= options.steps else 0
             inputs, targets = pipeline.own_part(*mini_batch(loaded, options, step))
             versions = self._versions()
             with pipeline.step(inputs, targets) as loss:
@@ -114,17 +116,18 @@ class _Rank:
                 self._compare_step(loss, step, at_start)
                 if optimizer is not None:
                     optimizer.step()
-                    self._compare_update(optimizer, step)
+                    if not self._found.late_step:
+                        self._compare_update(optimizer, step)
                     optimizer.zero_grad()
+        if optimizer is not None and self._found.late_step:
+            self._compare_update(optimizer, self._found.late_step - 1)
         pipeline.close()
         return self._found
 
     def _state(self, name: str) -> ReferenceState:
         """Wait until the reference has written the state `name`, and return the state."""
-        path = self._trial.reference / name
-        while not path.exists():
-            time.sleep(_POLL_S)
-        return ReferenceState.load(path)
+        is_written(self._trial.reference, name)
+        return ReferenceState.load(self._trial.reference / name)
 
     def _begin_as_reference(self) -> None:
         """Set parameters and buffers to the reference's initial values, and record which values differed.
@@ -193,6 +196,7 @@ class _Rank:
     def _compare_numbers(self, right: ReferenceState, at_start: dict[str, float]) -> None:
         """Compare numbers of modules whose forward ends on this rank, and module-level numbers that this rank uses."""
         found, used = self._found, set[str]()
+        is_recomputed = self._trial.balance.stages[0].recompute != "never"
         for module in self._pipeline.modules:
             finished = module.finished_modules()
             used |= variables_read(finished)
@@ -206,8 +210,12 @@ class _Rank:
             is_used = number != at_start.get(name) or f"{file}:{variable.partition('.')[0]}" in used
             if is_used and name in right.numbers:
                 what = "tensor" if name.endswith(TENSOR) else "number"
-                variable = variable.removesuffix(TENSOR)
-                found.compare_number(f'the module-level {what} "{variable}"', number, right.numbers[name])
+                what = f'the module-level {what} "{variable.removesuffix(TENSOR)}"'
+                found.compare_number(what, number, right.numbers[name])
+                if found.late_step and is_recomputed and number != self._in_file.get(name, number):
+                    # A recomputation may run after the change, and its first forward before.
+                    found.note(f"{what}, which `forward` changes,", math.inf)
+            self._in_file[name] = number
 
     def _compare_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         right, found = self._state(f"updated-{step}"), self._found

@@ -23,6 +23,12 @@ Digests = Callable[[Chain, LoadedModel], Sequence[str]]
 STEPS = 2
 """Number of training steps that are compared."""
 
+LATE_STEPS = 14
+"""Largest number of further steps of a small model, for code that does something else after some calls."""
+
+_FEW_PARAMETERS = 5_000_000
+"""Number of parameters up to which a model is small."""
+
 _MICRO_BATCHES = 2
 
 _MANY_PARAMETERS = 20_000_000
@@ -89,7 +95,12 @@ class CheckedModel:
         """
         loaded = request.loaded
         options = ReferenceOptions(
-            seed=0, steps=STEPS, micro_batches=_MICRO_BATCHES, micro_batch_size=size, starts=layer_starts(whole)
+            seed=0,
+            steps=STEPS,
+            late_steps=LATE_STEPS if _num_parameters(whole) <= _FEW_PARAMETERS else 0,
+            micro_batches=_MICRO_BATCHES,
+            micro_batch_size=size,
+            starts=layer_starts(whole),
         )
         try:
             inputs = mini_batch(loaded, replace(options, micro_batches=1), 0).inputs
@@ -140,7 +151,9 @@ class CheckedModel:
             wanted = format_bytes(2 * own_bytes)
             raise ChildError(f"parameters and gradients take {wanted} even without repeated layers")
         reason = f"the optimizer was not compared: with its state it takes {format_bytes(4 * most_bytes)}"
-        return replace(self, one_by_one=True, reason=reason, options=replace(self.options, steps=1, updates=False))
+        return replace(
+            self, one_by_one=True, reason=reason, options=replace(self.options, steps=1, late_steps=0, updates=False)
+        )
 
     @property
     def cuts(self) -> dict[int, int]:
@@ -164,7 +177,11 @@ class CheckedModel:
 
 def is_large(chain: Chain) -> bool:
     """Return True if a model is so large that the check runs without most of its repeated layers."""
-    return sum(p.numel() for p in chain.model.parameters()) > _MANY_PARAMETERS
+    return _num_parameters(chain) > _MANY_PARAMETERS
+
+
+def _num_parameters(chain: Chain) -> int:
+    return sum(p.numel() for p in chain.model.parameters())
 
 
 def _bytes_of(chain: Chain) -> int:

@@ -81,8 +81,8 @@ class Boundary:
         )
         if not same:
             raise ModelError(
-                f"a stage that received {_described(received)} should send {_described(self.leaves)}, but has "
-                f"{_described(leaves)}: the next stage expects the shapes of `example_batch`",
+                f"a stage that received {described_leaves(received)} should send {described_leaves(self.leaves)}, "
+                f"but has {described_leaves(leaves)}: the next stage expects the shapes of `example_batch`",
                 hint="give inputs of the same shape in every step (pad or cut them), or plan for the new shapes: let "
                 "`example_batch` return them, and profile again",
             )
@@ -231,7 +231,7 @@ def _not_run(layer: Layer, received: Boundary, error: BaseException, with_values
     """Return the error for a layer that runs neither without values nor on random values."""
     where = f'layer "{layer.name}" ({type(layer.module).__name__})'
     if type(error) is type(with_values):  # an error in the user's code: the layer's input does not fit
-        return explain_error(where, with_values, _described(received.leaves))
+        return explain_error(where, with_values, described_leaves(received.leaves))
     return ModelError(
         f"{where} does not run on random values, with which every rank finds the shapes at the boundaries: "
         f"{type(with_values).__name__}: {with_values}",
@@ -248,7 +248,8 @@ def _random(tensor: Tensor, device: torch.device) -> Tensor:
     return values.requires_grad_(tensor.requires_grad)
 
 
-def _described(leaves: Sequence[Any]) -> str:
+def described_leaves(leaves: Sequence[Any]) -> str:
+    """Return the shapes and dtypes of tensors, and the text of other leaves."""
     shown = (
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves

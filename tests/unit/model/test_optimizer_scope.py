@@ -229,3 +229,28 @@ def test_absent_parameters_leave_their_groups_and_their_state() -> None:
     assert [group["params"] for group in optimizer.param_groups] == [[], parameters[4:6]]
     assert [group["param_names"] for group in optimizer.param_groups] == [[], ["p4", "p5"]]
     assert list(optimizer.state) == parameters[4:6]
+
+
+class HalvesRates(torch.optim.SGD):
+    """SGD that from the fifth step on halves all rates if any gradient is large."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Look at all gradients, then step."""
+        group = self.param_groups[0]
+        group["steps"] = group.get("steps", 0) + 1
+        if group["steps"] > 5 and max(float(p.grad.abs().max()) for p in group["params"]) > 1.0:
+            group["lr"] /= 2
+        super().step(closure)
+
+
+def test_an_optimizer_that_looks_at_all_gradients_later_is_refused() -> None:
+    """The last steps have large gradients in one part only."""
+    with pytest.raises(ModelError, match="HalvesRates reads all parameters"):
+        check(lambda parameters: HalvesRates(parameters, lr=0.1))
+
+
+def test_parameters_that_the_model_leaves_out_are_not_optimized() -> None:
+    """A model may have a method `parameters` of its own; a stage has the others, too."""
+    parameters = list(MODEL.parameters())
+    optimizer = ModelOptimizer(OPTIMIZERS["sgd"], parameters[:2]).build_for([(p, p) for p in parameters[1:4]])
+    assert optimizer.param_groups[0]["params"] == parameters[1:2]

@@ -6,9 +6,12 @@ import itertools
 import random
 import sys
 import threading
+from array import array
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,3 +169,42 @@ def test_a_users_file_may_begin_with_the_name_of_a_library(tmp_path: Path, monke
     layers = importlib.import_module("torch_layers")
     monkeypatch.setitem(sys.modules, "torch_layers", layers)
     assert numbers_in_user_files(layers.Layer(), count)["torch_layers:CALLS"] == 4
+
+
+def ticks() -> Iterator[int]:
+    """Count in a local variable."""
+    held = 0
+    while True:
+        held += 1
+        yield held
+
+
+def counted() -> Tensor:
+    """A tensor with a number of its own."""
+    tensor: Any = torch.zeros(1)
+    tensor.calls = 0
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (ticks(), next),
+        (bytearray(1), lambda data: data.append(1)),
+        (array("i", [0]), lambda data: data.append(1)),
+        ([Decimal(0)], lambda held: held.append(held.pop() + 1)),
+        ([0] * 100, lambda held: held.__setitem__(80, 1)),
+        ({"a": {"b": {"c": {"d": [0]}}}}, lambda held: held["a"]["b"]["c"]["d"].__setitem__(0, 1)),
+        (counted(), lambda tensor: setattr(tensor, "calls", 1)),
+        (
+            torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 2),
+            lambda held: held.load_state_dict({"last_epoch": 5}),
+        ),
+    ],
+    ids=["generator", "bytes", "array", "decimal", "long list", "deep", "tensor", "schedule"],
+)
+def test_a_change_in_an_unusual_place_changes_a_number(value: Any, change: Callable[[Any], Any]) -> None:
+    """A plain loop and a recomputed stage would differ in it."""
+    before = numbers(value)
+    change(value)
+    assert numbers(value) != before

@@ -9,15 +9,19 @@ from pathlib import Path
 
 from tests.zoo.unprepared import (
     calls,
+    conditions,
     containers,
     crossing,
     globals_,
+    gradients,
+    hidden_state,
     hooks,
     late_effects,
     losses,
     modules,
     optimizers,
     random_draws,
+    recipes,
     second_look,
     state,
     structures,
@@ -108,6 +112,10 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "containers": containers,
         "crossing": crossing,
         "updates": updates,
+        "conditions": conditions,
+        "hidden": hidden_state,
+        "gradients": gradients,
+        "recipes": recipes,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)
