@@ -130,10 +130,10 @@ class _Rehearsal:
             ModelError: A layer does so.
         """
         value = self._loaded.example_batch(_SAMPLES).inputs
-        scalar = torch.ops.aten._local_scalar_dense.default
+        scalar = torch.Tag.data_dependent_output
         for module in self._modules[:-1]:
             reads: list[bool] = []
-            watch = OperatorWatch(before=lambda operator, *_, reads=reads: reads.append(operator is scalar))
+            watch = OperatorWatch(before=lambda operator, *_, reads=reads: reads.append(scalar in operator.tags))
             with watch, torch.no_grad(), forward_context(self._loaded.precision, _DEVICE):
                 value = module(value)
             number = next((leaf for leaf in flatten(value)[0] if isinstance(leaf, bool | int | float)), None)

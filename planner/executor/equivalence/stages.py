@@ -115,14 +115,18 @@ class _Rank:
                 self._found.writes_state |= any(now.get(key, version) != version for key, version in versions.items())
                 self._compare_step(loss, step, at_start)
                 if optimizer is not None:
-                    optimizer.step()
-                    if not self._found.late_step:
-                        self._compare_update(optimizer, step)
-                    optimizer.zero_grad()
+                    self._update(optimizer, step)
         if optimizer is not None and self._found.late_step:
             self._compare_update(optimizer, self._found.late_step - 1)
         pipeline.close()
         return self._found
+
+    def _update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Update the parameters; compare each update, but of the late steps only the last."""
+        optimizer.step()
+        if not self._found.late_step:
+            self._compare_update(optimizer, step)
+        optimizer.zero_grad()
 
     def _state(self, name: str) -> ReferenceState:
         """Wait until the reference has written the state `name`, and return the state."""
