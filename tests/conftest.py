@@ -57,3 +57,9 @@ def _heap_of_its_own() -> None:
     """What earlier modules left is not looked through again: by the end every collection took a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one worker more than there are cores, because many tests wait for processes or time limits."""
+    return (os.cpu_count() or 1) + 1

@@ -9,13 +9,11 @@ from planner.api.defaults import headroom_of
 from planner.api.keywords import on_plan
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.checking import CheckOptions
-from planner.api.question import solve_options
 from planner.api.reading import cuts_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import UsageError
 from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import Verdict, checkable_report, judge, with_difference, with_findings
-from planner.core.values.balance import replan_command
 from planner.core.values.devices import accelerator
 from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import Inputs, Plan
@@ -66,6 +64,8 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     if options.model is not None:
         verdict = with_findings(verdict, _changes(os.fspath(options.model), profile))
     if verdict.is_over and verdict.plan is not None:
+        from planner.api.question import solve_options  # noqa: PLC0415 - as below
+        from planner.core.values.balance import replan_command  # noqa: PLC0415 - as below
         from planner.solve.questions.remedy import what_would_fit  # noqa: PLC0415 - a plan that fits needs no solver
 
         def command(inputs: Inputs) -> str:

@@ -80,24 +80,29 @@ class Console:
             discard_stream(sys.stderr)
 
     @contextmanager
-    def progress(self, title: str) -> Iterator[_Progress]:
+    def progress(self, title: str, *, announces: bool = True) -> Iterator[_Progress]:
         """Yield a progress callback. It shows a bar on a terminal, otherwise a line every ten seconds.
 
         Nothing is shown before the first call.
+
+        Args:
+            title: What the command does.
+            announces: True to print the title at the first call if there is no terminal.
         """
         with ExitStack() as begun:
             shown: list[_Progress] = []
 
             def show(item: str, done: int, total: int) -> None:
                 if not shown:
-                    shown.append(self._begin(title, begun))
+                    shown.append(self._begin(title, begun, announces=announces))
                 shown[0](item, done, total)
 
             yield show
 
-    def _begin(self, title: str, begun: ExitStack) -> _Progress:
+    def _begin(self, title: str, begun: ExitStack, *, announces: bool) -> _Progress:
         if self._quiet or not sys.stderr.isatty():
-            self.note(f"{title} …")
+            if announces:
+                self.note(f"{title} …")
             return self._noting(title)
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

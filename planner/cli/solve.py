@@ -64,7 +64,7 @@ def solve(
     )
     paths = plan_paths(output, () if options.devices is None else device_counts(options.devices))
     began_s = time.monotonic()
-    with console.progress("solving") as show, stopped_by_interrupt() as is_stopped:
+    with console.progress("solving", announces=False) as show, stopped_by_interrupt() as is_stopped:
         show("", 0, 0)
         watch = SearchObserver(is_stopped=is_stopped, on_plan=_Best(show).update)
         plans = _plans(source, replace(options, watch=watch))

@@ -160,7 +160,7 @@ def test_recipes_are_complete_model_files(number: int, tmp_path: Path) -> None:
 
 def test_options_in_the_documentation_exist() -> None:
     others = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}
-    others |= {"--rdzv-conf", "--standalone", "--env", "--signal", "--requeue", "--help"}
+    others |= {"--rdzv-conf", "--standalone", "--env", "--signal", "--requeue", "--help", "--debug"}
     others |= {"--pipeline-model-parallel-layout", "--mtp-num-layers"}
     group = get_command(app_for(["--help"]))
     options = {o for command in group.commands.values() for p in command.params for o in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 WHOLE: tuple[Recompute, ...] = ("never", "except-last", "always")
-CHUNKS = (2, 3, 4)
+CHUNKS = (1, 2, 3, 4)
 """What the solver tries where chunks are open."""
 
 EQUAL = 1e-9

@@ -1,8 +1,9 @@
 """Gradients in files: training is as before, with less memory."""
 
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor, nn
 from planner.device.machine import release_freed_memory
 from planner.executor.equivalence import subject
 from planner.executor.equivalence.check import check_equivalence
-from planner.executor.equivalence.isolation import Child, return_large_blocks
+from planner.executor.equivalence.isolation import return_large_blocks
 from planner.model import gradient_files
 from planner.model.gradient_files import keep_gradients_in_files
 from planner.profile import layer_digests
+from tests.support.house import ROOT
 from tests.support.measure import loaded_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 WIDTH, LAYERS = 1100, 12
 
@@ -72,32 +77,32 @@ def test_a_parameter_in_a_file_keeps_what_code_writes_into_it(tmp_path: Path) ->
     assert torch.equal(parameter.grad, 2 * parameter.detach())  # type: ignore[arg-type]
 
 
+def memory_growth(folder: str) -> int:
+    """Return by how many bytes a backward raises this process's memory, with gradients in a folder if one is given."""
+    return_large_blocks()
+    model = _stack()
+    peaks: list[int] = []
+    if folder:
+        keep_gradients_in_files(model.parameters(), Path(folder))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: peaks.append(_own_bytes()))
+    release_freed_memory()
+    before = _own_bytes()
+    _gradients(model)
+    return max(peaks) - before
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_gradients_in_files_take_a_fraction_of_the_memory(tmp_path: Path) -> None:
-    """Twelve gradients at once are more than twice what a backward with files takes."""
+    """Twelve gradients at once take more than twice the memory of a backward with files.
 
-    def grown(*, in_files: bool) -> Callable[[object], int]:
-        def work(_connection: object) -> int:
-            return_large_blocks()
-            model = _stack()
-            peaks: list[int] = []
-            if in_files:
-                keep_gradients_in_files(model.parameters(), tmp_path)
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda _: peaks.append(_own_bytes()))
-            # Blocks that the parent process has freed would take the gradients, so that memory would not grow.
-            release_freed_memory()
-            before = _own_bytes()
-            _gradients(model)
-            return max(peaks) - before
-
-        return work
-
+    Each is measured in a new process, because a fork of a long test process also copies pages of that process.
+    """
     sizes = []
-    for in_files in (True, False):
-        child = Child(grown(in_files=in_files), limit_s=60)
-        sizes.append(child.result())
-        child.end()
+    for folder in (str(tmp_path), ""):
+        code = f"from tests.unit.model.test_gradient_files import memory_growth; print(memory_growth({folder!r}))"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        sizes.append(int(done.stdout))
     assert sizes[0] < sizes[1] / 2, sizes
 
 
