@@ -131,8 +131,9 @@ def train_reference(
             if shake is not None and step == options.steps - 1:
                 shake(model)
             try:
-                loss = _train_micro_batches(model, loaded, options, step, scale=scale, begin=begin_micro_batch)
-            except _LateError:
+                loss = _loss(model, loaded, options, step, scale=scale, begin=begin_micro_batch)
+            except Exception as error:
+                _raise_unless_late(error, step, options)
                 break
             _refuse_new_parameters(model, names)
             scale = _unscale(trained, scale)
@@ -154,10 +155,6 @@ class _NotFiniteError(ModelError):
     """Error of a plain loop whose loss is not finite."""
 
 
-class _LateError(Exception):
-    """Error of a late step, which ends the loop."""
-
-
 def _steps(options: ReferenceOptions) -> Iterator[int]:
     """Yield the indices of all steps, and then of late steps as long as there is time."""
     yield from range(options.steps)
@@ -168,28 +165,11 @@ def _steps(options: ReferenceOptions) -> Iterator[int]:
         yield step
 
 
-def _train_micro_batches(
-    model: nn.Module,
-    loaded: LoadedModel,
-    options: ReferenceOptions,
-    step: int,
-    *,
-    scale: float,
-    begin: Callable[[int, int], None],
-) -> float:
-    """Accumulate the gradients of all micro-batches of a step, multiplied by `scale`; return the loss of the step.
-
-    Raises:
-        _NotFiniteError: The loss is not finite.
-        _LateError: The loss of a late step is not finite, or the model raised an error.
-    """
-    try:
-        return _loss(model, loaded, options, step, scale=scale, begin=begin)
-    except Exception as error:
-        is_refusal = isinstance(error, ModelError) and not isinstance(error, _NotFiniteError)
-        if step < options.steps or is_refusal:
-            raise
-        raise _LateError from error
+def _raise_unless_late(error: Exception, step: int, options: ReferenceOptions) -> None:
+    """Raise an error again, unless it comes in a late step, where the user's own data may not cause it."""
+    is_refusal = isinstance(error, ModelError) and not isinstance(error, _NotFiniteError)
+    if step < options.steps or is_refusal:
+        raise error
 
 
 def _loss(
@@ -201,6 +181,7 @@ def _loss(
     scale: float,
     begin: Callable[[int, int], None],
 ) -> float:
+    """Accumulate the gradients of all micro-batches of a step, multiplied by `scale`; return the loss of the step."""
     with whole_mini_batch_statistics(model):
         batches = _micro_batches(mini_batch(loaded, options, step), options)
         loss = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=partial(begin, step))

@@ -108,7 +108,7 @@ class _Rehearsal:
             self._refuse_numbers()
         differs = self._difference_without_gradients()
         end = time.process_time() + _LIMIT_S
-        first = _Seen()
+        first = _Observed()
         while self._now[0] < _FORWARDS and time.process_time() < end:
             seen = self._forward(self._shared.check)
             number = self._now[0] + 1
@@ -158,10 +158,10 @@ class _Rehearsal:
             f"recomputed stage, and {float(before.sum()):.6g} otherwise"
         )
 
-    def _forward(self, check: Callable[[int, int], None]) -> "_Seen":
+    def _forward(self, check: Callable[[int, int], None]) -> "_Observed":
         torch.manual_seed(self._now[0])
         batch = self._loaded.example_batch(_SAMPLES)
-        value, seen = batch.inputs, _Seen()
+        value, seen = batch.inputs, _Observed()
         seen.trained += [p.requires_grad for module in self._modules for p in module.parameters()]
         with forward_context(self._loaded.precision, _DEVICE):
             for index, (first, module) in enumerate(zip(self._starts, self._modules, strict=False)):
@@ -176,8 +176,8 @@ class _Rehearsal:
 
 
 @dataclass
-class _Seen:
-    """What a forward has done."""
+class _Observed:
+    """Observations of one forward."""
 
     trained: list[bool] = field(default_factory=list)
     """True for each parameter, and for each output of a stage, that requires a gradient."""
