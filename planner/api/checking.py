@@ -81,7 +81,6 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
 
 
 def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
-    """Return a finding for every difference between the current model file and the profiled model."""
     from planner.model import reload_model  # noqa: PLC0415 - torch
     from planner.profile import model_changes  # noqa: PLC0415 - torch
 

@@ -67,7 +67,6 @@ def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
 
 
 def _recomputed_from_profile(plan: Plan, read: Callable[[], Profile]) -> tuple[Plan, bool]:
-    """Return the plan recomputed from its profile, and True; the unchanged plan and False without this profile."""
     try:
         profile = read()
     except (FileError, UsageError):

@@ -95,11 +95,6 @@ def _nodes(options: EmitOptions) -> Nodes | None:
 
 
 def _fresh(plan: Plan, profile: Profile, place: str, tell: Callable[[Finding], None]) -> Plan:
-    """Return the plan recomputed from its profile, after reporting all findings to `tell`.
-
-    Raises:
-        StaleError: The plan was made from another profile.
-    """
     verdict = fresh_verdict(plan, profile, place)
     for finding in verdict.findings:
         tell(finding)

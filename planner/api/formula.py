@@ -141,7 +141,6 @@ def _spelled(name: str) -> str:
 
 
 def _refuse(options: ProfileOptions, names: list[str], owner: str) -> None:
-    """Raise UsageError if one of the options `names` is not at its default; `owner` is what the option needs."""
     defaults = {k.name: k for k in option_fields_of(ProfileOptions)}
     for name in names:
         option, value = defaults[name].option, getattr(options, name)
@@ -151,7 +150,6 @@ def _refuse(options: ProfileOptions, names: list[str], owner: str) -> None:
 
 
 def _configured(configuration: Configuration, options: ProfileOptions) -> Transformer:
-    """Return the shape of the model that a configuration describes."""
     for name in _SHAPE_OPTIONS:
         if getattr(options, name):
             raise UsageError(f"`{_spelled(name)}`: {configuration.name} has this size", hint="leave it out")
@@ -171,7 +169,6 @@ def _configured(configuration: Configuration, options: ProfileOptions) -> Transf
 
 
 def _shape(options: ProfileOptions) -> Transformer:
-    """Return the shape of the model that options such as `--layers` and `--hidden` describe."""
     family = texts.choice("--from-formula", str(options.from_formula), (_GPT, *FAMILIES))
     _check_complete(family, options)
     if family == _GPT:
@@ -191,7 +188,6 @@ def _shape(options: ProfileOptions) -> Transformer:
 
 
 def _check_complete(family: str, options: ProfileOptions) -> None:
-    """Raise UsageError that lists all missing options of the formula."""
     names = list(_NEEDED)
     names += ["feed_forward"] if family not in (_GPT, "gpt2") else []
     names += ["experts", "experts_per_token"] if family in ("mixtral", "qwen3_moe") else []
@@ -222,7 +218,6 @@ def _gpt(options: ProfileOptions) -> Transformer:
 
 
 def _tensor_parallel(options: ProfileOptions, shape: Transformer, *, several: bool) -> tuple[int, ...]:
-    """Return the tensor-parallel sizes to compute, ascending; `several` is False if `auto` means only 1."""
     heads = min(block.attention.heads for block in shape.blocks)
     groups = {block.attention.key_value_heads for block in shape.blocks if block.attention.latent is None}
     if options.tensor_parallel == "auto":
@@ -244,12 +239,10 @@ def _tensor_parallel(options: ProfileOptions, shape: Transformer, *, several: bo
 
 
 def _divides(width: int, groups: Collection[int]) -> bool:
-    """Return True if `width` devices can divide the key-value heads evenly, or share each head evenly."""
     return all(count % width == 0 or width % count == 0 for count in groups)
 
 
 def _execution(options: ProfileOptions, shape: Transformer, widths: tuple[int, ...]) -> Execution:
-    """Return how layers are divided among devices and which kernels run them; `widths` are tensor-parallel sizes."""
     experts = min((b.feed_forward.count for b in shape.blocks if isinstance(b.feed_forward, Experts)), default=0)
     groups = options.expert_parallel
     if groups > 1 and (not experts or experts % groups):
@@ -280,7 +273,6 @@ def _capacity(value: float | str | None) -> float:
 
 
 def _widths(options: ProfileOptions, precision: Precision, *, fused: bool) -> ElementBytes:
-    """Return the bytes of one activation, parameter, gradient and optimizer state."""
     mixed = precision.endswith("-mixed")
     activation = 4 if precision in ("", "fp32") else 2
     # Under autocast, sums of half-precision results and float32 states are in float32. Megatron's are not.
@@ -335,7 +327,6 @@ def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Pre
 
 
 def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[DeviceRates, Device]:
-    """Return the rates from which times are calculated, and the profile's device; `half` means 16-bit precision."""
     rate = None if options.rate is None else texts.flops_per_s(options.rate)
     if not options.device.startswith(_ESTIMATE):
         if rate is None or options.device != "cpu":

@@ -92,7 +92,6 @@ def _refuse_unknown(verb: str, values: Iterable[str], parameters: Sequence[str])
 
 
 def _documented(text: str, keywords: Sequence[OptionField]) -> str:
-    """Return a command's docstring, with a line for each keyword instead of the line `options`."""
     before, after = cleandoc(text).split("    options: ", 1)
     forms = (f" (`{k.option.metavar}`)" if k.option is not None and k.option.metavar else "" for k in keywords)
     lines = (f"{keyword.name}: {keyword.help}{form}" for keyword, form in zip(keywords, forms, strict=True))

@@ -59,7 +59,6 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
 
 
 def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
-    """Return the measured, estimated or compiled profile of a model file or a module."""
     refuse_shapes(options)
     if model is None:
         raise UsageError(
@@ -128,7 +127,6 @@ def _by_formula(model: File | Any | None, configuration: Configuration | None, o
 
 
 def _with_settings(configuration: Configuration, options: ProfileOptions) -> ProfileOptions:
-    """Return the options with sequence and task moved to the settings of the model, which transformers builds."""
     note_part(configuration, options)
     if options.sequence is None:
         options.note(f"samples have {configuration.usual_sequence} tokens; change this with `--sequence`")
@@ -167,8 +165,6 @@ _UNFINISHED = (
 
 @dataclass(frozen=True, kw_only=True)
 class _ParsedOptions:
-    """Options of `profile`, parsed and checked as far as possible without torch."""
-
     options: ProfileOptions
     output: str | None
     sizes: tuple[int, ...]
@@ -242,7 +238,6 @@ def _loaded(model: File | Any, parsed: _ParsedOptions) -> "LoadedModel":
 
 
 def _with_checked_loss(loaded: "LoadedModel", parsed: _ParsedOptions) -> "LoadedModel":
-    """Return the model with the labels over which its own loss averages; warn of a loss that is not a mean."""
     from planner.executor import check_loss  # noqa: PLC0415 - torch
 
     checked = check_loss(loaded)
@@ -254,7 +249,6 @@ def _with_checked_loss(loaded: "LoadedModel", parsed: _ParsedOptions) -> "Loaded
 
 
 def _checked(loaded: "LoadedModel", parsed: _ParsedOptions) -> "tuple[LoadedModel, EquivalenceResult | None]":
-    """Return the model without cuts whose stages train differently, and the result of the equivalence check."""
     from planner.executor import check_buildable, check_equivalence  # noqa: PLC0415 - torch
     from planner.profile import layer_digests  # noqa: PLC0415 - torch
 
@@ -279,7 +273,6 @@ def _checked(loaded: "LoadedModel", parsed: _ParsedOptions) -> "tuple[LoadedMode
 
 
 def _executor_cost(options: ProfileOptions) -> ExecutorCost | None:
-    """Return overhead and link of the executor between two processes on this machine, measured once and then cached."""
     from planner.executor import executor_cost  # noqa: PLC0415 - torch
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan")

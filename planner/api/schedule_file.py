@@ -75,7 +75,6 @@ def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Pr
 
 
 def _devices(options: SolverOptions) -> int | None:
-    """Return the number of devices, or None if no option gives it."""
     if options.devices is not None:
         return texts.device_count(options.devices)
     if options.nodes is None:
@@ -112,7 +111,6 @@ def refuse_schedule_file(schedule: File, verb: str) -> None:
 
 
 def _agreed(option: str, value: texts.Numbers, number: int, has: str) -> int:
-    """Return `number`, which follows from the action orders; raise UsageError if the option has another value."""
     if value != "auto" and texts.single_integer(option, value) != number:
         raise UsageError(f"`{option} {value}`: {has} {number}", hint=f"remove `{option}`")
     return number

@@ -64,7 +64,6 @@ def _inputs(
     links: tuple[Link, ...],
     cuts: tuple[int, ...] | None,
 ) -> Inputs:
-    """Return the request as a plan records it."""
     num_devices, node_devices = _devices(options.devices, options.nodes)
     recompute = _recompute(options.recompute, profile)
     only_gpipe = options.solver == "milp"
@@ -103,7 +102,6 @@ def _inputs(
 
 
 def _check_run(options: SolverOptions, profile: Profile) -> None:
-    """Raise UsageError if the length of the training run is given twice, or cannot be converted to samples."""
     if options.tokens is not None and options.samples is not None:
         raise UsageError(f"`--tokens {options.tokens}` and `--samples {options.samples}`: give one of them")
     if options.tokens is not None and not workload_of(profile).tokens:
@@ -131,7 +129,6 @@ def _memory_limits(mem: Sizes | None, devices: int, profile: Profile) -> tuple[i
 
 
 def _devices(numbers: Numbers | None, nodes: str | None) -> tuple[int, int]:
-    """Return the number of devices, and the number of devices per node (0 if all devices are in one node)."""
     devices = None if numbers is None else texts.device_count(numbers)
     if nodes is None:
         if devices is None:
@@ -147,7 +144,6 @@ def _devices(numbers: Numbers | None, nodes: str | None) -> tuple[int, int]:
 
 
 def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> ScheduleName:
-    """Return the requested schedule; for `auto`, return GPipe if other options allow no other schedule."""
     policy = texts.choice("--schedule", schedule, SCHEDULE_CHOICES)
     # The program that trains on TPUs supports only GPipe.
     return GPIPE.name if policy == "auto" and (only_gpipe or profile.device.kind.startswith("tpu")) else policy

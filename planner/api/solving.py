@@ -119,20 +119,17 @@ def merged_path(output: str) -> str:
 
 
 def _placed(source: ReadProfile, output: str | None) -> ReadProfile:
-    """Return `source`; if it was merged from files, with the path that it gets next to the plan."""
     if not source.merged or output in (None, NOWHERE):
         return source
     return replace(source, path=merged_path(str(output)))
 
 
 def _write_merged(source: ReadProfile) -> None:
-    """Write the profile if it was merged from files, because the plan refers to the merged profile."""
     if source.merged and source.path != NOWHERE:
         files.write(source.path, source.profile, header=f"Merged from {', '.join(source.merged)}.")
 
 
 def _check_output(output: str | None, source: ReadProfile, options: SolveOptions) -> None:
-    """Raise an error if the plan cannot be written to `output`, before time is spent on the search."""
     if output is not None:
         merged = {"the merged profile": source.path} if source.merged else {}
         read = source.merged or (source.path,)
@@ -141,7 +138,6 @@ def _check_output(output: str | None, source: ReadProfile, options: SolveOptions
 
 
 def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> Plan:
-    """Return the plan for one number of devices; paths in it are relative to the folder of `output`, its file."""
     # `planner.solve` is slow to import, and `--help` does not need it.
     from planner.api.solver_request import request_of  # noqa: PLC0415
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
@@ -182,7 +178,6 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
 
 
 def _with_details(profile: Profile, request: "Request", plan: Plan, options: SolveOptions) -> Plan:
-    """Return the plan with the results of `--frontier` and `--explain`, unless Ctrl-C interrupted their search."""
     from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415 - as in `_solved`
     from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415
 
@@ -249,7 +244,6 @@ def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
 
 
 def _files_of(options: SolveOptions) -> tuple[str | None, ...]:
-    """Return the paths of files that options name."""
     cuts = path_of(options.balance)
     is_file = cuts is not None and not cuts[:1].isdigit()
     return (
@@ -299,7 +293,6 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
 
 
 def _sizes(options: SweepOptions) -> tuple[tuple[int, ...], str | None]:
-    """Return the number of devices of each cluster, and the largest cluster as `NxD` if `--nodes` was given."""
     if options.nodes is None:
         return texts.integers("--devices", options.devices or "1,2,4,8"), None
     if options.devices is not None:

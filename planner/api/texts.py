@@ -296,7 +296,6 @@ def settings(value: Mapping[str, object] | Sequence[str]) -> dict[str, str]:
 
 
 def _parts(value: Any) -> Sequence[Any]:
-    """Return the parts of a comma-separated text, or the values; a number is one value."""
     if isinstance(value, str):
         return value.split(",")
     return [value] if isinstance(value, (int, float)) else value

@@ -65,7 +65,6 @@ def reason_times_are_invalid(plan: Plan, profile: Profile) -> str:
 
 @contextmanager
 def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["subprocess.Popen[str]"]:
-    """Start the processes of a run; when the context is left, all of them have ended."""
     own = child_environment(OMP_NUM_THREADS=str(profile.environment.threads))
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=own, stdout=pipe, stderr=stderr, text=True) as process:  # noqa: S603 - ours

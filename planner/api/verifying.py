@@ -98,7 +98,6 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
 
 
 def _check_steps(options: VerifyOptions) -> None:
-    """Raise UsageError if the number of steps is too small, or is given together with a finished run."""
     if options.steps is None:
         return
     if options.run is not None:
@@ -110,7 +109,6 @@ def _check_steps(options: VerifyOptions) -> None:
 
 
 def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: VerifyOptions) -> Verification:
-    """Run the plan and return the comparison with its prediction."""
     from planner.api.trial import reason_times_are_invalid, run_plan  # noqa: PLC0415 - only here
 
     profile, folder = source.profile, str(Path(source.path).parent)
@@ -126,7 +124,6 @@ def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: Ve
 
 
 def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) -> RunReport:
-    """Return the report of a run, after checking that it belongs to the plan at `place`."""
     from planner.emit import decisions_digest  # noqa: PLC0415 - only here
 
     report = run if isinstance(run, RunReport) else files.read_run(os.fspath(run))
@@ -149,7 +146,6 @@ def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) 
 
 
 def _loaded(profile: Profile, folder: str) -> "LoadedModel":
-    """Load the model of a profile in `folder`."""
     from planner.model import reload_model  # noqa: PLC0415 - torch
 
     source = str(Path(folder, profile.model.source))
@@ -182,7 +178,6 @@ def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple
 
 
 def _proof(plan: Plan, loaded: "LoadedModel") -> tuple[Proof, tuple[str, ...]]:
-    """Compare the plan's stages with the unpartitioned model; return the result and a text for each difference."""
     from planner.executor import check_equivalence  # noqa: PLC0415 - torch
 
     ends = tuple(accumulate(plan.balance))[:-1]

@@ -119,7 +119,6 @@ class Console:
         return lambda item, done, total: bar.update(task, item=printable(item), completed=done, total=total or None)
 
     def _noting(self, title: str) -> _Progress:
-        """Return a callback that prints the progress in a line, at most every ten seconds."""
         last_s = time.monotonic()
 
         def note(item: str, done: int, total: int) -> None:

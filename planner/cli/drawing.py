@@ -98,7 +98,6 @@ def _refusal(value: Balance | Calibration | PartialProfile, file: str) -> UsageE
 def _plan_and_report(
     value: _Shown, file: str, plan: str | None, run: str | None, *, console: Console
 ) -> tuple[Plan | None, RunReport | None]:
-    """Return the plan to show or to compare with, and the run report to show or to compare; None if missing."""
     if isinstance(value, RunReport):
         return _plan_of(value, file, plan, console), value
     if not isinstance(value, Plan):
@@ -113,10 +112,6 @@ def _plan_and_report(
 def _with_profile(
     value: _Shown, plan: Plan, place: str, *, profile: str | None, wanted: Collection[str], console: Console
 ) -> tuple[Plan, Profile | None]:
-    """Return the plan recomputed from its profile, and the profile; `place` is the path of the plan.
-
-    Without its profile, the HTML report of a run has the plan as stored.
-    """
     path = files.profile_path(plan, place, profile)
     if isinstance(value, RunReport) and profile is None and set(wanted) == {"--html"} and not Path(path).exists():
         console.warning(f"{path} does not exist: the report has no timeline and no layers")
@@ -142,11 +137,6 @@ def _text(value: _Shown, plan: Plan | None, report: RunReport | None, source: Pr
 
 
 def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> Plan:
-    """Return the plan recomputed from its profile, after a warning for each value that differs.
-
-    Raises:
-        StaleError: The plan has other layers than the profile.
-    """
     verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
     if checkable_report(plan, verdict) is not None:
         from planner.solve.questions.certificate import check_certificate  # given cuts have no certificate
@@ -166,7 +156,6 @@ def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> P
 def _drawn(
     value: _Shown, plan: Plan | None, report: RunReport | None, source: Profile | None, *, wanted: Collection[str]
 ) -> dict[str, str]:
-    """Return the text of every requested file by option."""
     from planner.show.html import plan_html, profile_html, run_html
     from planner.show.svg import timeline_svg
     from planner.show.trace import trace_json
@@ -192,7 +181,6 @@ def _drawn(
 
 
 def _plan_of(report: RunReport, report_path: str, plan_path: str | None, console: Console) -> Plan | None:
-    """Return the plan that was run, to compare its predictions with the measurements."""
     beside = Path(report_path).with_name("plan.yaml")
     if plan_path is None and (report_path == "-" or not beside.exists()):
         return None

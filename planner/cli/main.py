@@ -86,7 +86,6 @@ def app_for(arguments: list[str]) -> typer.Typer:
 
 
 def _needed(word: str) -> Collection[str]:
-    """Return the commands that a command line beginning with `word` may run or list."""
     if word == "--version":
         return ()
     return (word,) if word in _COMMANDS else _COMMANDS
@@ -143,7 +142,6 @@ def _code_after(console: Console, error: PlannerError, code: int, *, debug: bool
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Return True if Ctrl-C caused the error; modules interrupted during import may raise anything."""
     cause: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if cause is None or isinstance(cause, KeyboardInterrupt):
@@ -156,7 +154,6 @@ _LONGEST_CHAIN = 50
 
 
 def _explained(error: Exception) -> PlannerError:
-    """Return an error with an explanation for an unexpected exception."""
     explained: PlannerError
     if isinstance(error, MemoryError):
         explained = PlannerError(

@@ -73,7 +73,6 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
 
 
 def _devices(measured: "Profile") -> str:
-    """Return options of `solve` that give enough devices: the model's state takes at most half of their memory."""
     from planner.core.cost.width import layers_by_width
 
     widths = layers_by_width(measured)
@@ -86,7 +85,6 @@ def _devices(measured: "Profile") -> str:
 
 
 def _stages(layers: Sequence["LayerProfile"], usable_bytes: float) -> int:
-    """Return the smallest number of stages that fit in `usable_bytes`; 1 if that is 0 (unknown), 0 if none fits."""
     if not usable_bytes:
         return 1
     stages, free_bytes = 1, usable_bytes
@@ -103,7 +101,6 @@ def _state_bytes(layer: "LayerProfile") -> int:
 
 
 def _too_large(measured: "Profile") -> str:
-    """Return a remark if a layer of a formula does not fit on a device; otherwise an empty text."""
     from planner.core.cost.width import layers_by_width, widths_of
     from planner.core.values.units import format_bytes
 
@@ -118,7 +115,6 @@ def _too_large(measured: "Profile") -> str:
 
 
 def _cap(device: str, measured: "Profile") -> str:
-    """Return the `--mem` option if the profile does not state the device's memory."""
     if device.startswith("tpu:"):
         return f" --mem {device}"
     return "" if measured.device.memory_bytes else " --mem 8GB"

@@ -37,7 +37,6 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
 
 
 def _parameter(keyword: OptionField, option: Option) -> Parameter:
-    """Return the parameter from which typer makes the option."""
     forms = option.forms.split() or [f"--{keyword.name.replace('_', '-')}"]
     # Only the title of rich's panels is used: `planner.cli.help` makes sections of them.
     declared = typer.Option(

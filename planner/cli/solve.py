@@ -101,7 +101,6 @@ def solve(
 
 
 def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":
-    """Return the plans; raise `KeyboardInterrupt` if the search was stopped before it found any."""
     from planner import api
     from planner.core.errors import SolverError
 
@@ -114,13 +113,10 @@ def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":
 
 
 class _Best:
-    """Text about the best plan found so far, shown during a search."""
-
     def __init__(self, show: Callable[[str, int, int], None]) -> None:
         self._show, self._step_us, self._text = show, inf, ""
 
     def update(self, step_us: float, schedule: "ScheduleName", least_us: float) -> None:
-        """Record a plan that was found, and show the best one so far."""
         from planner.show.views.numbers import percent
 
         if step_us < self._step_us:
@@ -131,7 +127,6 @@ class _Best:
 
 
 def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
-    """Return one line about a plan for fewer devices."""
     from planner.show.views.plan import figure_words, headline
 
     step, speed, bubble = figure_words(plan, certainty)
@@ -139,7 +134,6 @@ def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
 
 
 def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
-    """Return the `emit` command to suggest; among plans that use equally many devices, it names only the first."""
     words = ["gpipe-plan emit"] + [paths[0]] * (paths[0] != "plan.yaml")
     fewest = plans[0].num_gpus
     for plan, path in zip(plans[1:], paths[1:], strict=True):
@@ -150,7 +144,6 @@ def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
 
 
 def _format(plan: "Plan", profile: "Profile") -> str:
-    """Return the `--format` option to suggest for a plan that train.py cannot run; empty for others."""
     if "formula" not in profile.model.settings:
         return " --format torchtitan" if plan.divides_optimizer or plan.tensor_parallel > 1 else ""
     # Megatron-LM has decoders only.
@@ -194,7 +187,6 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
 
 
 def _with_replicas(console: Console, plan: "Plan", other: "Plan | None") -> None:
-    """Print a note about `other`, a plan whose replicas use devices that `plan` leaves idle; nothing if it is None."""
     from planner.show.views.numbers import percent
 
     if other is not None:
@@ -207,7 +199,6 @@ def _with_replicas(console: Console, plan: "Plan", other: "Plan | None") -> None
 
 
 def _faster(console: Console, plan: "Plan", other: "Plan | None") -> None:
-    """Print a note about `other`, a faster plan with another schedule; nothing if it is None."""
     from planner.show.views.numbers import percent
 
     if other is not None:
@@ -217,7 +208,6 @@ def _faster(console: Console, plan: "Plan", other: "Plan | None") -> None:
 
 
 def _simpler(console: Console, plan: "Plan") -> None:
-    """Print a note if a simpler schedule than the plan's is hardly slower."""
     from planner.show.views.numbers import percent
 
     names = list(SCHEDULES)

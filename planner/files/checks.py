@@ -28,7 +28,6 @@ def find_problems(value: "Value") -> Iterator[Problem]:
 
 
 def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:
-    """Yield a problem for each number that is negative or too large, except in a few fields that allow both."""
     if is_dataclass(value):
         for field in fields(value):
             if field.name not in ("alias", "predicted", "settings"):
@@ -56,13 +55,6 @@ def _profile_problems(profile: Profile) -> Iterator[Problem]:
 
 
 def _layers_problems(layers: Sequence[LayerProfile], num_sizes: int, at: KeyPath) -> Iterator[Problem]:
-    """Yield the problems of a list of layers.
-
-    Args:
-        layers: The layers.
-        num_sizes: Number of profiled micro-batch sizes.
-        at: Key path of the mapping that contains the list.
-    """
     numbers: dict[str, int] = {}
     for n, layer in enumerate(layers):
         here = (*at, "layers", n)
@@ -81,7 +73,6 @@ def _layers_problems(layers: Sequence[LayerProfile], num_sizes: int, at: KeyPath
 
 
 def _widths_problems(profile: Profile) -> Iterator[Problem]:
-    """Yield the problems of the layers for further tensor-parallel sizes (`widths`)."""
     seen, names = {profile.tensor_parallel}, [layer.name for layer in profile.layers]
     if profile.tensor_parallel < 1:
         yield ("tensor_parallel",), "must be at least 1", ""
@@ -96,7 +87,6 @@ def _widths_problems(profile: Profile) -> Iterator[Problem]:
 
 
 def _tie_problems(layer: LayerProfile, at: KeyPath, n: int, numbers: Mapping[str, int]) -> Iterator[Problem]:
-    """Yield the problems of the tied parameters of layer `n`; `numbers` maps names of layers up to `n` to indices."""
     if layer.tied_bytes > layer.parameter_bytes:
         text = f"{layer.tied_bytes} bytes cannot be shared, because the layer has {layer.parameter_bytes}"
         yield (*at, "tied_bytes"), text, ""
@@ -160,7 +150,6 @@ def _is_speed(value: float) -> bool:
 
 
 def _calibrated_problems(values: "Calibration | Inputs", at: KeyPath = ()) -> Iterator[Problem]:
-    """Yield the problems of the factors `compute` and `step_ratio`, which come from a calibration."""
     if not _is_speed(values.compute):
         yield (*at, "compute"), "must be from 1e-6 to 1e6", "1 means times as profiled, 2 means twice as long"
     if values.step_ratio is not None and not _is_speed(values.step_ratio):

@@ -42,7 +42,6 @@ def core_schema_of(kind: type[Any]) -> CoreSchema:
 
 
 def _typed(annotation: Any, classes: dict[type[Any], CoreSchema]) -> CoreSchema:
-    """Return the schema of a type annotation; add the schemas of dataclasses in it to `classes`."""
     if annotation in _SCALARS:
         return _SCALARS[annotation]()
     if is_dataclass(annotation):

@@ -99,5 +99,4 @@ def _is_same(path: str, other: str) -> bool:
 
 
 def _is_device(path: str) -> bool:
-    """Return True if the path is no regular file but, for example, /dev/null, a pipe, a terminal or a folder."""
     return Path(path).exists() and not Path(path).is_file()

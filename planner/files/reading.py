@@ -66,7 +66,6 @@ class _Reader(Protocol[_T_co]):
 
 
 def _read_as(wanted: str, path: str, text: str | None = None) -> Any:
-    """Read a file that must be of the kind `wanted`; see `read`."""
     return read(path, wanted, text)
 
 
@@ -141,7 +140,6 @@ def _bounded(file: TextIO, path: str) -> str:
 
 
 def _kind_of(document: Document, wanted: str | None) -> str:
-    """Return the kind of a file; raise FileError if the kind is unknown or differs from `wanted`."""
     if not isinstance(document.content, dict) or "schema" not in document.content:
         message = f"has no key `schema` (expected {_expected(wanted, quote='`')}): not a file of gpipe-plan"
         raise FileError(message, path=document.path, line=1)
@@ -165,7 +163,6 @@ def _kind_of(document: Document, wanted: str | None) -> str:
 
 
 def _expected(kind: str | None, quote: str = "") -> str:
-    """Return the `schema` key of a kind, or those of all kinds, each between two `quote` characters."""
     return KINDS[kind].schema if kind else " or ".join(f"{quote}{each.schema}{quote}" for each in KINDS.values())
 
 

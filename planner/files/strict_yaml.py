@@ -103,8 +103,6 @@ class Document:
 
 
 class _RefusedError(Exception):
-    """Error that a file uses an unsupported feature of YAML or exceeds a limit, at `line` (counted from 1)."""
-
     def __init__(self, message: str, event: yaml.Event, hint: str = "") -> None:
         super().__init__(message)
         self.message, self.line, self.hint = message, _line_of(event), hint
@@ -123,7 +121,6 @@ class _Reader:
         self.lines: dict[KeyPath, int] = {}
 
     def document(self) -> Any:
-        """Return the plain content of the document; None if it is empty."""
         next(self._events)
         event = next(self._events)
         if isinstance(event, yaml.StreamEndEvent):
@@ -239,7 +236,6 @@ _TYPES: Final[dict[str, Callable[[str], Any]]] = {
 
 
 def _plain_scalar(text: str) -> Any:
-    """Convert the text of a scalar that has neither quotes nor a tag."""
     if text in _WORDS:
         return _WORDS[text]
     if text[0] not in "-0123456789":

@@ -63,12 +63,6 @@ _EXPECTED = {
 
 
 def _keys_at(kind: Any, path: KeyPath) -> list[str]:
-    """Return the keys that the mapping at `path` of a file may have; empty if the value there is no dataclass.
-
-    Args:
-        kind: Dataclass of the file's content.
-        path: Key path of the mapping.
-    """
     for step in path:
         if kind is not None and isinstance(step, str):
             kind = _dataclass_in(get_type_hints(kind).get(step))
@@ -76,7 +70,6 @@ def _keys_at(kind: Any, path: KeyPath) -> list[str]:
 
 
 def _dataclass_in(annotation: Any) -> Any:
-    """Return the first dataclass in a type such as `tuple[Stage, ...] | None`; None if there is none."""
     if is_dataclass(annotation):
         return annotation
     return next(filter(None, map(_dataclass_in, get_args(annotation))), None)

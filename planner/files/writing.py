@@ -21,11 +21,11 @@ from planner.files.strict_yaml import NUMBER
 
 
 class _Line(dict[str, Any]):
-    """Mapping that is written on one line."""
+    pass
 
 
 class _Lines(list[Any]):
-    """List that is written with one item per line."""
+    pass
 
 
 _OLD_COMMAND = "##["
@@ -33,8 +33,6 @@ _OLD_COMMAND = "##["
 
 
 class _Dumper(yaml.CSafeDumper):
-    """YAML writer that quotes texts which `strict_yaml` would read as numbers."""
-
     def ignore_aliases(self, _data: Any) -> bool:
         return True
 
@@ -90,7 +88,6 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
 
 
 def _with_lines(entry: dict[str, Any]) -> dict[str, Any]:
-    """Mark a mapping in a list to be written on one line, or with one line per layer if it contains layers."""
     layers = entry.get("layers")
     if isinstance(layers, list) and any(isinstance(layer, dict) for layer in layers):
         return {**entry, "layers": [_Line(layer) for layer in layers]}
@@ -109,7 +106,6 @@ _UNROUNDED = ("inputs", "device", "settings", "proof")
 
 
 def _rounded(value: Any) -> Any:
-    """Round times to 0.1 us and other numbers to six decimals, to avoid digits as in 0.30000000000000004."""
     if isinstance(value, dict):
         return {key: item if key in _UNROUNDED else _round_to(item, _digits(key)) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value

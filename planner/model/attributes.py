@@ -50,8 +50,6 @@ class AttributeChange:
 
 @dataclass(frozen=True)
 class _Container:
-    """Dict, list, or attribute dict of an object, with a copy of its content at the time of the snapshot."""
-
     path: str
     keys: tuple[Any, ...]
     live: Any
@@ -240,7 +238,6 @@ def _container(model: nn.Module, change: AttributeChange) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    """Return a list or dict unchanged, and for an object of a user-defined class its attribute dict; else None."""
     if type(value) in (list, dict, OrderedDict, defaultdict):
         return value
     if isinstance(value, Tensor | nn.Module | type) or callable(value) or is_plain(value):

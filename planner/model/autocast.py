@@ -81,7 +81,6 @@ class _CacheGuard(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`; if gradients are disabled, call it with autocast's weight cache off."""
         # The common case comes first, for speed. `torch.compile` traces code without this mode.
         if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))

@@ -118,7 +118,6 @@ class BatchStatistics:
             call.commit()
 
     def _add(self) -> None:
-        """Add the mean and variance of this micro-batch to the sums over the mini-batch."""
         calls_of: dict[int, list[_NormCall]] = {}
         for call in self._calls.values():
             if call.new:
@@ -140,8 +139,6 @@ class BatchStatistics:
 
 @dataclass
 class _NormCall:
-    """Statistics of one call of a batch normalization in a forward; nearly all of them are called once."""
-
     module: _BatchNorm
     mean: Tensor
     variance: Tensor
@@ -164,7 +161,6 @@ class _NormCall:
         return cls(module, mean, variance, total, squares)
 
     def commit(self) -> None:
-        """Update the layer's running statistics from the sums, unless no values were collected; then clear the sums."""
         if self.count:
             mean = self.sum / self.count
             # `count` is at least 2, because torch refuses to train on a single value per channel.
@@ -174,7 +170,6 @@ class _NormCall:
         self.squares.zero_()
 
     def _update(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics as `BatchNorm` would after a forward on the whole mini-batch."""
         module = self.module
         assert module.running_mean is not None
         assert module.running_var is not None
@@ -203,8 +198,6 @@ def _sum_over(group: dist.ProcessGroup, calls: Sequence[_NormCall]) -> None:
 
 
 class _Deferred:
-    """Replacement for the forward of a batch normalization. It collects statistics instead of updating running ones."""
-
     def __init__(self, module: _BatchNorm, statistics: BatchStatistics) -> None:
         before = vars(module).get("forward")
         # The model may have been part of another pipeline before, which left its own `_Deferred` there.

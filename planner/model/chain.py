@@ -98,8 +98,6 @@ class Chain:
 
 
 class _Layers(nn.Module):
-    """Consecutive layers of an `nn.Sequential`, as one module."""
-
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()
         self._layers = [layer.module for layer in layers]

@@ -55,7 +55,6 @@ def _hooks(tensor: Tensor) -> Iterator[Any]:
 
 
 def _referred(value: Any) -> Iterator[Any]:
-    """Yield the objects that `value` refers to; none if it is a class or an imported Python module."""
     if isinstance(value, type | ModuleType):
         return
     if isinstance(value, dict):

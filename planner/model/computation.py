@@ -37,20 +37,16 @@ def code_digests(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
 
 
 class _CodeReader:
-    """Reader that describes the code of functions, classes and objects by values that JSON can hold."""
-
     def __init__(self, *, constants: bool) -> None:
         self._constants = constants
         self._seen: set[int] = set()
 
     def of_module(self, module: nn.Module) -> list[Any]:
-        """Return the module's class, its printed options, and the functions that it holds, such as an activation."""
         held = {name: value for name, value in vars(module).items() if not name.startswith("_")}
         functions = {name: self.described(value) for name, value in held.items() if _is_function(value)}
         return [type(module).__qualname__, without_addresses(module.extra_repr()), functions]
 
     def described(self, value: Any) -> Any:
-        """Return a description of `value` that JSON can hold, of everything that affects computed results."""
         if isinstance(value, functools.partial):
             return ["partial", self._all([value.func, *value.args]), self._named(value.keywords)]
         if isinstance(value, MethodType):
@@ -99,7 +95,6 @@ def _name_of(thing: Any) -> str:
 
 
 def _is_own(thing: Any) -> bool:
-    """Return True if an object is defined in the user's files, not in installed packages."""
     try:
         file = Path(inspect.getsourcefile(thing) or "<none>")
     except TypeError:  # builtins
@@ -116,7 +111,6 @@ def _methods(thing: type) -> Iterator[FunctionType]:
 
 
 def _referred(function: FunctionType) -> dict[str, Any]:
-    """Return the outer variables that a function reads, by name: globals of its file and variables in its closure."""
     names = set(_names(function.__code__))
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -135,7 +129,6 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _text(thing: Callable[..., Any]) -> str:
-    """Return the source of a function or class without comments, docstrings and formatting; empty if unknown."""
     try:
         source = textwrap.dedent(inspect.getsource(thing))
     except (OSError, TypeError):

@@ -17,8 +17,6 @@ from planner.core.extras import check_for_configurations
 
 
 class _Task(NamedTuple):
-    """Head and labels of a model."""
-
     auto_class: str
     endings: tuple[str, ...]
     """Suffixes of the names of classes with this head, as in `architectures`."""

@@ -211,7 +211,6 @@ class Cuts:
 
     @cached_property
     def _ancestors_of_unread(self) -> list[int]:
-        """Outputs that the loss does not read, and all versions they were computed from, in order of creation."""
         unread = self.recording.unread
         return sorted(unread.union(*(nx.ancestors(self.recording.flow, version) for version in unread)))
 
@@ -226,7 +225,6 @@ class Cuts:
             yield from self._below(self.recording.calls[child])
 
     def _possible(self, calls: Sequence[Call], problems: list[str]) -> list[int]:
-        """Return the possible cuts after `calls`, and append to `problems` a message for each impossible one."""
         possible = []
         for call in filter(self._is_tried, calls):
             cut = self._cut_after(call)
@@ -238,7 +236,6 @@ class Cuts:
         return sorted(set(possible))
 
     def _cut_after(self, call: Call) -> int:
-        """Return the cut after a call: directly after it or after a following join, whichever fewer bytes cross."""
         if call.number not in self._cut_after_call:
             parent = self.recording.calls[call.parent]
             gap = parent.children.index(call.number) + 1
@@ -281,10 +278,6 @@ class Cuts:
         return narrow
 
     def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
-        """Return the narrowest cuts between each two neighbors in `ends`: those that (nearly) the fewest bytes cross.
-
-        A cut is left out if its number of bytes is more than `widest` times that of the wider neighbor.
-        """
         narrow: list[int] = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):
             between = {cut: self.num_bytes(cut) for cut in cuts if first < cut < end}
@@ -294,7 +287,6 @@ class Cuts:
         return narrow
 
     def _without_empty(self, cuts: list[int]) -> list[int]:
-        """Merge each layer without parameters into a neighbor: remove the adjacent cut that more bytes cross."""
         left = list(cuts)
         layer = 0  # index of the layer between cuts `layer - 1` and `layer`; the first and last layer have only one cut
         while layer <= len(left) and left:
@@ -310,7 +302,6 @@ class Cuts:
         return left
 
     def _trains(self, first: int, end: int) -> bool:
-        """Return True if the code between two cuts reads a parameter."""
         names = (name for o in self.recording.operators if first <= o.time < end for name in o.holds)
         return any(self._is_parameter(name) for name in names)
 
@@ -335,7 +326,6 @@ class _Needs:
         self.problem: str | None = None
 
     def follow(self, versions: Iterable[int], *, strict: bool) -> None:
-        """Add the needs of code that reads `versions`; if `strict`, repeated code must draw no random numbers."""
         recording = self._cuts.recording
         flow = recording.flow
         open_versions = [version for version in versions if version not in self._seen]
@@ -363,7 +353,6 @@ class _Needs:
             open_versions.extend(recording.reads[number])
 
     def _check_sent(self, operator: Operator, storage: int, *, is_exposed: bool) -> None:
-        """Record a problem if the result of an operator cannot be sent."""
         where = self._name_of(operator)
         region = self._region_of(operator)
         if not is_exposed and region is not None and region.function:
@@ -375,7 +364,6 @@ class _Needs:
             self._fail(f"{where} writes into a tensor ({operator.name}) that the code around it uses afterwards")
 
     def _check_repeated(self, operator: Operator, reads: Sequence[int], *, strict: bool) -> None:
-        """Record a problem if an operator cannot run again."""
         where, name = self._name_of(operator), operator.name
         region = self._region_of(operator)
         if region is not None:
@@ -393,7 +381,6 @@ class _Needs:
             self._fail(f"the code of {where} writes into what a module returned ({name})")
 
     def _region_of(self, operator: Operator) -> Region | None:
-        """Return the region around an operator if the region calls modules, else None."""
         region = self._cuts.recording.regions[operator.region] if operator.region >= 0 else None
         return region if region is not None and region.calls_modules else None
 
@@ -401,7 +388,6 @@ class _Needs:
         return self._cuts.recording.calls[operator.call].path or "the model itself"
 
     def _was_made_outside(self, storage: int) -> bool:
-        """Return True if the code that made the storage runs again after the cut."""
         creator = self._cuts._creator[storage]
         return creator >= 0 and self._cuts.repetition.repeats(creator, self._cut)
 

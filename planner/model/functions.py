@@ -75,5 +75,4 @@ def is_in_vmap() -> bool:
 
 
 def _emptied_stack() -> list[TorchFunctionMode]:
-    """Empty torch's stack of function modes and return the modes, the outermost first."""
     return [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]

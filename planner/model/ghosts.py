@@ -245,7 +245,6 @@ def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -
 
 
 def _mapped(function: Any, value: Any) -> Any:
-    """Apply `function` to every tensor in the arguments or the result of an operator."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):

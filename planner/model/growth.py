@@ -128,10 +128,6 @@ def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...]
 
 
 def _shapes_of_call(call: Call, other: Call) -> Shapes:
-    """Return the shapes of the tensors that a call returned or left in attributes.
-
-    Integers that grow with the batch become `SampleCount` leaves of `call`.
-    """
     shapes: Shapes = {}
     # A result of varying structure is allowed if no part of it crosses a cut; its shapes are then unknown.
     with contextlib.suppress(ModelError):
@@ -155,7 +151,6 @@ def _with_sample_counts(leaves: Sequence[Leaf], other_leaves: Sequence[Leaf]) ->
 
 
 def _changes_in_both(call: Call, other: Call) -> tuple[tuple[AttributeChange, ...], Shapes]:
-    """Return the attribute changes that a call makes in both recordings, and the shapes of the tensors in them."""
     other_leaves = {(change.path, change.keys, change.kind, change.nest): change.leaves for change in other.changes}
     kept: list[AttributeChange] = []
     shapes: Shapes = {}
@@ -173,7 +168,6 @@ def _changes_in_both(call: Call, other: Call) -> tuple[tuple[AttributeChange, ..
 
 
 def _grows(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if each dimension is linear in the number of samples, and not negative for zero samples."""
     if not all(type(length) is int for length in (*shape, *other)):
         return False  # the ragged dimension of a nested tensor
     step = SIZES[1] - SIZES[0]
@@ -182,7 +176,6 @@ def _grows(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _data_dependence(name: str, values: Sequence[int], shapes: Shapes) -> ModelError | None:
-    """Return an error if the shape of a tensor that crosses the boundary after layer `name` depends on the data."""
     if any(value not in shapes for value in values):
         return ModelError(
             f'what crosses the boundary after "{name}" differs for another batch size',

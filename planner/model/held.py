@@ -106,7 +106,6 @@ def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[
 
 
 def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of the plain attributes of one module that are tensors or non-empty containers."""
     for name, value in vars(part).items():
         holds = isinstance(value, Tensor) or (isinstance(value, list | tuple | dict | deque) and len(value) > 0)
         if holds and name not in _HELD_BY_TORCH:
@@ -114,7 +113,6 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _tables(module: nn.Module) -> Iterator[dict[str, Tensor | None]]:
-    """Yield the dicts, by name, in which a module and its submodules store parameters and buffers."""
     for part in module.modules():
         yield cast("dict[str, Tensor | None]", part._parameters)
         yield part._buffers

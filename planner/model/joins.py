@@ -44,7 +44,6 @@ class _Finder:
                 self.joins[number] = candidate
 
     def _is_pure(self, candidate: Join) -> bool:
-        """Return True if the candidate's function call has no other effect than its result, which no code modifies."""
         # A stage that receives the result does not run the function, so other effects would be missing.
         if len(self._versions[self._flow[candidate.version]["storage"]]) > 1:
             return False
@@ -56,7 +55,6 @@ class _Finder:
         )
 
     def _writes_outside(self, versions: tuple[int, ...], time: int) -> bool:
-        """Return True if one of the written versions belongs to a storage that existed before `time`."""
         storages = (self._flow[version]["storage"] for version in versions)
         return any(self._flow[self._versions[storage][0]]["created"] < time for storage in storages)
 
@@ -84,14 +82,12 @@ class _Finder:
         return replaced_bytes + needs_held > self._num_bytes(candidate.value)
 
     def _sources(self, operator: int, cut: int) -> Iterator[int]:
-        """Yield the tensors (versions of storages) that an operator reads and no other code after the cut reads."""
         # A tensor that other code reads after the cut is sent anyway, so the join would not replace it.
         for version in dict.fromkeys(self._recording.reads[operator]):
             if all(self._is_over(time, operator, cut) for time in self._flow[version]["uses"]):
                 yield version
 
     def _is_over(self, time: int, operator: int, cut: int) -> bool:
-        """Return True if a use at `time` is before `cut`, and the code of the use is `operator` or runs only once."""
         if time >= cut:
             return False
         number = bisect_right(self._times, time) - 1

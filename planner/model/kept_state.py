@@ -105,6 +105,5 @@ def state_problem(states: Iterable[KeptState], cut: int) -> str:
 
 
 def _innermost(recording: Recording, key: Key) -> list[int]:
-    """Return the numbers of the calls whose own code, not that of a submodule, set an attribute."""
     setting = {call.number for call in recording.calls if key in map(key_of, call.changes)}
     return [number for number in setting if setting.isdisjoint(recording.calls[number].children)]

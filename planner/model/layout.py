@@ -51,7 +51,6 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the indices of the dimensions in memory order; in index order if the tensor has gaps or overlaps."""
     counted = tuple(range(tensor.dim()))
     if tensor.is_contiguous():
         return counted

@@ -85,7 +85,6 @@ def _without_parameters() -> Iterator[None]:
 
 
 def _share_hooks(parameter: nn.Parameter, empty: nn.Parameter) -> None:
-    """Let `empty` share the hooks of `parameter`, including hooks that the user's code adds later."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(parameter, name) is None:
             setattr(parameter, name, OrderedDict())

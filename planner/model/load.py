@@ -198,7 +198,6 @@ def _loaded(
     optimizer: str | None,
     granularity: Granularity,
 ) -> LoadedModel:
-    """Return the model that the Python module `module`, read from `path`, defines."""
     entry_name, build_model, typed = _builder(path, module, entry, dict(settings or {}))
     example = _example_batch(path, module, typed, tuple(inputs))
     for name in ("loss_fn", "loss_count", "build_optimizer", "train_batches"):

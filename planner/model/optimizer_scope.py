@@ -82,7 +82,6 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
 def _num_differing(
     whole: ModelOptimizer, sample: Sequence[Tensor], steps: Sequence[tuple[float, float]], device: torch.device
 ) -> int:
-    """Count parameters that get another value if the sample is updated in two parts instead of all at once."""
     together = _stepped(whole, sample, range(len(sample)), steps=steps, device=device)
     apart: dict[int, list[Tensor]] = {}
     for part in (range(0, len(sample), 2), range(1, len(sample), 2)):
@@ -101,7 +100,6 @@ def _groups(whole: ModelOptimizer) -> list[ParameterGroup]:
 
 
 def _sample(groups: Sequence[ParameterGroup]) -> list[Tensor]:
-    """Choose a few trained parameters of every group, or of evenly spread groups if there are too many."""
     by_group = [[p for p in group.parameters if p.requires_grad] for group in groups]
     trained = _spread([parameters for parameters in by_group if parameters], _MOST_PARAMETERS // 2)
     each = _MOST_PARAMETERS // max(1, len(trained))
@@ -109,7 +107,6 @@ def _sample(groups: Sequence[ParameterGroup]) -> list[Tensor]:
 
 
 def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
-    """Choose at most `most` items, evenly spread from the first to the last."""
     if len(items) <= most:
         return items
     return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
@@ -123,7 +120,6 @@ def _stepped(
     steps: Sequence[tuple[float, float]],
     device: torch.device,
 ) -> dict[int, list[Tensor]]:
-    """Update some parameters of the sample; return, by index, each parameter, its gradients and its optimizer state."""
     tensors = {n: nn.Parameter(_random(sample[n], n).to(device)) for n in part}
     optimizer = whole.build_for((sample[n], tensor) for n, tensor in tensors.items())
     results: dict[int, list[Tensor]] = {n: [tensor] for n, tensor in tensors.items()}
@@ -152,7 +148,6 @@ def _stepped(
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Call `optimizer.step()` and convert its errors."""
     name = type(optimizer).__name__
     try:
         optimizer.step()

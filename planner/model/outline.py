@@ -189,7 +189,6 @@ def outline_of(
 def _outline(
     cuts: Cuts, model: nn.Module, ends: Sequence[tuple[int, str]], shapes: Shapes, *, prevented: str
 ) -> Outline:
-    """Return the outline of a model that is cut at `ends`: pairs of a time and the name of the layer before it."""
     recording, chosen = cuts.recording, tuple(cut for cut, _ in ends)
     edges = (0, *chosen, END)
     spans = list(pairwise(edges))
@@ -224,7 +223,6 @@ def _outline(
 
 
 def _ends(recording: Recording, model: nn.Module, cuts: Sequence[int]) -> list[tuple[int, str]]:
-    """Return pairs of a cut and its name. The name is that of the layer before the cut if the model has all `cuts`."""
     spans = pairwise((0, *cuts, END))
     return list(zip(cuts, layer_names(model, (modules_in(recording, span) for span in spans)), strict=False))
 
@@ -235,7 +233,6 @@ def _recorded(
     size: int,
     loss_of: Callable[[int], Callable[[Any], object]] | None = None,
 ) -> Recording:
-    """Record one forward on `size` samples. Parameters are ghosts, or real if the model reads their values."""
     with torch.random.fork_rng():
         torch.manual_seed(0)  # equal data in every process, for equal digests
         inputs = example_inputs(size)
@@ -269,7 +266,6 @@ def _prevented(problems: Sequence[str], num_tried: int) -> str:
 
 
 def _without(errors: dict[int, ModelError], chosen: Sequence[int], problems: list[str]) -> list[int]:
-    """Return the chosen cuts without errors, and add the messages of all errors to `problems`."""
     sound = [cut for cut in chosen if cut not in errors]
     if errors and not sound:
         raise next(iter(errors.values()))

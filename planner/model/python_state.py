@@ -117,11 +117,10 @@ def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str
 
 
 class _WithTensors(dict[str, float]):
-    """Dict of numbers by path to which `_add` also adds numbers for tensors."""
+    pass
 
 
 def _add(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
-    """Add to `numbers` the number that represents `value`, or the numbers for its content."""
     if len(numbers) >= _MOST_NUMBERS:
         return
     if isinstance(value, Tensor):
@@ -139,7 +138,6 @@ def _add(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
 
 
 def _number_of(value: Any) -> float | None:
-    """Return a number that represents a plain value, array, generator or iterator; None for other types."""
     if type(value) in NUMBERS:
         return cast("float", value)
     if isinstance(value, np.generic | np.ndarray):
@@ -186,7 +184,6 @@ def _add_content(numbers: dict[str, float], name: str, value: Any, depth: int) -
 
 
 def _add_items(numbers: dict[str, float], name: str, value: Collection[Any], depth: int) -> None:
-    """Add the number of items in a container, and numbers for the items themselves, unless they have no order."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     # Stages delete the tensors that a forward leaves behind, so the number of tensors in a list is no state.
     held = value.values() if isinstance(value, dict) else value
@@ -206,7 +203,6 @@ def _add_fields(numbers: dict[str, float], name: str, fields: Mapping[str, Any],
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Return the attributes (slots included) of a user-defined object, or those of a few objects of libraries."""
     if isinstance(value, LRScheduler):
         return {key: item for key, item in vars(value).items() if type(item) in NUMBERS}
     if isinstance(value, ContextVar):
@@ -250,7 +246,6 @@ def _add_variable(numbers: dict[str, float], name: str, value: Any, file: str) -
 
 
 def _function_of(value: Any) -> FunctionType | None:
-    """Return the plain function inside a method, property, partial or cached function; None for other values."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, staticmethod | classmethod | MethodType):

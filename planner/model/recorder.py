@@ -73,7 +73,6 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
 
 
 def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: Any) -> list[KeptState]:
-    """Return the attributes in which the model keeps state; a second forward shows which of them the model reads."""
     left = recorder.left_in_attributes(model)
     if not left:
         return []
@@ -116,7 +115,6 @@ class _ForwardRecorder:
         self._finder, self._watch = RegionFinder(type(self).run.__code__, self.recording.regions), FunctionWatch()
 
     def output_of(self, model: nn.Module, inputs: Any) -> Any:
-        """Run the model under this recorder and return its output; torch's errors name the module that caused them."""
         args, kwargs = arguments_of(inputs)
         try:
             with intercept_calls(model.modules(), self.run), OperatorWatch(after=self.note_operator):
@@ -129,7 +127,6 @@ class _ForwardRecorder:
             self._watch.stop_intercepting()
 
     def note_model(self, model: nn.Module) -> None:
-        """Record the storages of parameters and buffers, and mark parameters as tainted."""
         for path, module in model.named_modules(remove_duplicate=False):
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None:
@@ -145,7 +142,6 @@ class _ForwardRecorder:
                     self._tainted.add(self._versions[storage])
 
     def note_inputs(self, inputs: Any) -> None:
-        """Record the tensors among the inputs, and mark floating-point tensors as tainted."""
         leaves, nest = flatten(inputs)
         noted: list[Leaf] = []
         for leaf in leaves:
@@ -181,7 +177,6 @@ class _ForwardRecorder:
                     drop_graphs(leaf.value)
 
     def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
-        """Return, by storage, names of earlier tensors that still exist, and module paths of replaced buffers."""
         inputs = (leaf.number for leaf in self.recording.inputs if isinstance(leaf, TensorLeaf))
         received = {self.recording.values[number][0] for number in inputs}
         made = {data["storage"] for data in self.recording.flow.nodes.values() if data["created"] < 0}
@@ -192,7 +187,6 @@ class _ForwardRecorder:
         return names, gone
 
     def left_in_attributes(self, model: nn.Module) -> dict[Key, list[Tensor]]:
-        """Return the tensors that the forward left in attributes of modules, by attribute."""
         left: dict[Key, list[Tensor]] = {}
         for change in self.recording.calls[0].changes:
             with suppress(LookupError):
@@ -200,11 +194,9 @@ class _ForwardRecorder:
         return {key: tensors for key, tensors in left.items() if tensors}
 
     def is_tainted(self, tensor: Tensor) -> bool:
-        """Return True if the tensor depends on a parameter, a floating-point input or a random number."""
         return self._version_of(tensor) in self._tainted
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run and record one call of a module's forward."""
         if is_in_vmap():
             return forward(*args, **kwargs)
         self._watch.stop_intercepting()  # of the calling code; another gap begins when the call returns
@@ -236,7 +228,6 @@ class _ForwardRecorder:
         return result
 
     def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Record an operator that has run, and a new version of each storage that the operator wrote or created."""
         recording, time = self.recording, self._tick()
         name = func._schema.name
         arguments = [] if name in SHAPE_ONLY else tensors_in((args, kwargs))
@@ -278,7 +269,6 @@ class _ForwardRecorder:
                 recording.calls[above].constant = False
 
     def _begun(self, module: nn.Module) -> Call:
-        """Record and return a new call of `module`, whose parent is the innermost running call."""
         calls = self.recording.calls
         parent = self._stack[-1] if self._stack else -1
         call = Call(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
@@ -288,7 +278,6 @@ class _ForwardRecorder:
         return call
 
     def _function(self, called: Called, run: Callable[[], Any]) -> Any:
-        """Run one call of a torch function by a module's own code, and record its result as a join candidate."""
         if is_in_vmap():
             return run()
         recording = self.recording
@@ -322,7 +311,6 @@ class _ForwardRecorder:
             self._tainted.add(version)
 
     def _leaf(self, leaf: Any, call: Call, arguments: list[Any], before: dict[int, int]) -> Leaf:
-        """Return the record of a leaf that a call returned or left in an attribute; it does not keep the tensor."""
         argument = next((n for n, other in enumerate(arguments) if other is leaf), -1)
         if isinstance(leaf, Tensor):
             storage = self._storage(leaf)
@@ -335,7 +323,6 @@ class _ForwardRecorder:
         return ArgumentLeaf(argument) if argument >= 0 and not is_plain(leaf) else ConstantLeaf(leaf)
 
     def _value(self, tensor: Tensor, call: int, *, exposed: bool = True) -> TensorLeaf:
-        """Return a tensor's entry in `Recording.values`; `exposed` is True if a module call returned the tensor."""
         storage, meta = self._storage(tensor), TensorMeta.of(tensor)
         number = self._values.setdefault((storage, meta), len(self._values))
         if number == len(self.recording.values):
@@ -368,7 +355,6 @@ class _ForwardRecorder:
         self.recording.flow.nodes[version]["uses"].append(time)
 
     def _name_in(self, names: list[str], call: int) -> str:
-        """Return one of the `names` of a parameter: the one in the innermost running module that contains it."""
         while call >= 0:
             path = self.recording.calls[call].path
             inside = [name for name in names if name.startswith(f"{path}.")] if path else []

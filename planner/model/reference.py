@@ -152,11 +152,10 @@ Shake = Callable[[nn.Module], None]
 
 
 class _NotFiniteError(ModelError):
-    """Error of a plain loop whose loss is not finite."""
+    pass
 
 
 def _steps(options: ReferenceOptions) -> Iterator[int]:
-    """Yield the indices of all steps, and then of late steps as long as there is time."""
     yield from range(options.steps)
     end_s = time.process_time() + _LATE_S
     for step in range(options.steps, options.steps + options.late_steps):
@@ -181,7 +180,6 @@ def _loss(
     scale: float,
     begin: Callable[[int, int], None],
 ) -> float:
-    """Accumulate the gradients of all micro-batches of a step, multiplied by `scale`; return the loss of the step."""
     with whole_mini_batch_statistics(model):
         batches = _micro_batches(mini_batch(loaded, options, step), options)
         loss = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=partial(begin, step))
@@ -223,7 +221,6 @@ def _accumulate(
     scale: float,
     begin_micro_batch: Callable[[int], None],
 ) -> float:
-    """Accumulate the gradients of a mini-batch, multiplied by `scale`, and return the loss of the mini-batch."""
     total = 0.0
     for number, (batch, weight) in enumerate(zip(batches, _weights(loaded, batches), strict=True)):
         if not weight:
@@ -243,11 +240,6 @@ def _accumulate(
 
 
 def _refuse_new_parameters(model: nn.Module, names: Collection[str]) -> None:
-    """Check that the model has no parameters except those in `names`, which existed before the first forward.
-
-    Raises:
-        ModelError: A forward has created a parameter.
-    """
     new = next((name for name, _ in model.named_parameters() if name not in names), "")
     if new:
         raise ModelError(
@@ -262,15 +254,6 @@ def _values(model: nn.Module, loaded: LoadedModel) -> dict[str, float]:
 
 
 def _refuse_changes(before: Mapping[str, float], after: Mapping[str, float]) -> None:
-    """Check that a backward changed no Python number that `forward` may read.
-
-    Args:
-        before: Numbers before the backward, by name.
-        after: Numbers after the backward, by name.
-
-    Raises:
-        ModelError: A number changed.
-    """
     for name, value in after.items():
         if name in before and value != before[name] and not math.isnan(value):
             raise ModelError(
@@ -285,11 +268,6 @@ def _generators() -> tuple[object, ...]:
 
 
 def _refuse_draws(before: tuple[object, ...]) -> None:
-    """Check that a backward has drawn no random numbers, given the state of the generators before it.
-
-    Raises:
-        ModelError: The backward has drawn random numbers.
-    """
     after = _generators()
     # A backward that first sets a seed, as reversible layers do, draws the same numbers in a stage.
     if after != before and after[0] == before[0]:
@@ -301,11 +279,6 @@ def _refuse_draws(before: tuple[object, ...]) -> None:
 
 
 def _has_gradient(model: nn.Module, loss: Tensor) -> bool:
-    """Return True if the loss has a gradient; False if the model has no trained parameters.
-
-    Raises:
-        ModelError: The model has trained parameters, but the loss does not depend on them.
-    """
     if not loss.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
         hint = "look for `detach()`, `.item()` or `no_grad` between the parameters and the loss"
         raise ModelError("the loss carries no gradient, so nothing would be trained", hint=hint)
@@ -325,7 +298,6 @@ def _rows(tensor: Tensor, first: int, end: int) -> Tensor:
 
 
 def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:
-    """Return the weights with which the losses of the micro-batches sum to the loss of the mini-batch."""
     if loaded.loss_count is not None:
         counts = [float(loaded.loss_count(batch.targets)) for batch in batches]
     elif loaded.counted_labels and all(isinstance(b.inputs, dict) and "labels" in b.inputs for b in batches):

@@ -110,7 +110,6 @@ class _NotReentrant:
 
     @staticmethod
     def apply(function: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of `function`, with a graph if re-entrant checkpointing would return one."""
         preserve_rng_state, *given = args
         carries_gradient = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
         if torch.is_grad_enabled() and carries_gradient:
@@ -123,7 +122,6 @@ class _NotReentrant:
 
 @cache
 def _function_of(code: CodeType) -> str:
-    """Return the name of the autograd function whose forward has this code object; empty if there is none."""
     # The forward identifies the function, because only some releases of torch have a frame for `apply`.
     if code.co_name != "forward":
         return ""

@@ -43,7 +43,6 @@ def public_names(names: Iterable[str]) -> str:
 
 
 def _wanted(build: Callable[..., Any], parameter: inspect.Parameter) -> type:
-    """Return the type of a setting: that of its annotation (also within a text or `Optional`), else of its default."""
     try:
         hint = typing.get_type_hints(build.__init__ if inspect.isclass(build) else build).get(parameter.name)
     except Exception:  # an annotation with an unknown name is ignored

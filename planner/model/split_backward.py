@@ -42,8 +42,6 @@ from planner.model.weight_operators import (
 
 @dataclass(slots=True, kw_only=True)
 class _DeferredUse:
-    """Call of an operator whose weight gradients are deferred, with the tensors that compute them."""
-
     operator: WeightOperator
     operands: Operands
     """Operands of the call. Weight and bias are parameters or autocast's copies of them; bias is None if not trained.
@@ -58,11 +56,6 @@ class _DeferredUse:
     """Autograd's number of the backward that reached this call."""
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of weight and bias.
-
-        Raises:
-            RuntimeError: Code has modified x or the gradient since I; the message is like autograd's.
-        """
         x, weight, _ = self.operands
         if (x._version, self.gradient._version) != self.versions:
             raise RuntimeError(
@@ -172,7 +165,6 @@ class SplitBackward:
         return _WeightOperation.apply(self, use, *operands)  # type: ignore[no-untyped-call]
 
     def _can_be_deferred(self, operands: Operands) -> bool:
-        """Return True if a use of a trained weight can defer its gradients: x, bias and the context must allow it."""
         x, _, bias = operands
         if type(x) not in _PLAIN or x.layout != torch.strided or x.is_complex():
             return False
@@ -192,7 +184,6 @@ class SplitBackward:
         return not weight._backward_hooks and (not hooks or all(map(self._counts_only, hooks.values())))
 
     def _cast(self, tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor as autocast would cast it; the copy of a parameter is cached, and has a graph."""
         if tensor is None or tensor.dtype in {dtype, torch.float64}:
             return tensor
         if not isinstance(tensor, nn.Parameter):
@@ -208,8 +199,6 @@ class SplitBackward:
 
 
 class _OperatorMode(TorchFunctionMode):
-    """Mode that intercepts the calls of torch functions in a forward."""
-
     def __init__(self, split: SplitBackward) -> None:
         super().__init__()
         self._split = split
@@ -217,7 +206,6 @@ class _OperatorMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call `func`, by `SplitBackward.call` if the gradients of its weight can be deferred."""
         kwargs = kwargs or {}
         # The common case comes first, for speed. `torch.compile` traces code without this mode.
         if torch.compiler.is_dynamo_compiling() or func not in _SEEN:
@@ -232,8 +220,6 @@ class _OperatorMode(TorchFunctionMode):
 
 
 class _WeightOperation(torch.autograd.Function):
-    """Operator whose backward leaves out the weight gradients during I, and is an ordinary backward otherwise."""
-
     @staticmethod
     def forward(ctx: Any, split: SplitBackward, use: WeightOperatorCall, *tensors: Any) -> Tensor:
         operands = Operands._make(tensors)
@@ -277,8 +263,6 @@ class _WeightOperation(torch.autograd.Function):
 
 
 class _WeightGradients(torch.autograd.Function):
-    """Function that returns a scalar, whose backward computes the deferred gradients of weight and bias."""
-
     @staticmethod
     def forward(ctx: Any, use: _DeferredUse, *weights: Tensor) -> Tensor:
         ctx.use = use
@@ -292,7 +276,6 @@ class _WeightGradients(torch.autograd.Function):
 
 
 def _start_of(use: _DeferredUse) -> Tensor:
-    """Return the scalar whose backward computes the deferred weight gradients of `use`."""
     weights = [weight for weight in use.operands[1:] if weight is not None]
     start: Tensor = _WeightGradients.apply(use, *weights)  # type: ignore[no-untyped-call]
     return start
@@ -321,7 +304,6 @@ def _wanted(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
 
 
 def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight and bias, with a graph if the running backward creates one."""
     create_graph = torch.is_grad_enabled()
     needed = ctx.needs_input_grad[2:]
     with torch.enable_grad():

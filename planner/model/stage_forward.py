@@ -124,7 +124,6 @@ class StageForward:
         return sent
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Handle one call of a watched module: skip it, open it, or run it as a whole."""
         if self._inside or is_in_vmap():
             return forward(*args, **kwargs)
         # The calling code must by now have computed every join that the recording has before this call.
@@ -153,7 +152,6 @@ class StageForward:
         return result
 
     def _keep_result(self, call: Call, result: Any) -> None:
-        """Store the tensors that a call returned and left in attributes, if they are sent."""
         leaves = flatten(result)[0]
         if len(leaves) != len(call.leaves):
             if not (self._part.begin and call.number in self._part.open):
@@ -165,7 +163,6 @@ class StageForward:
         self._keep_changes(call)
 
     def _function(self, called: Called, run: Callable[[], Any]) -> Any:
-        """Handle a call of a torch function that may compute a join: use the received tensor, or run and keep it."""
         join = self._awaited.pop(called, None)
         if join is None:
             return run()
@@ -179,14 +176,12 @@ class StageForward:
         return result
 
     def _begin_gap(self) -> None:
-        """Watch for functions that compute joins, after a submodule of the running call has returned."""
         joins = self._part.joins.get((self._stack[-1], self._next[self._stack[-1]]))
         if joins:
             self._awaited = dict(joins)
             self._watch.start_intercepting(self._function)
 
     def _end_gap(self) -> None:
-        """Stop watching functions, because the running call calls its next submodule or ends."""
         self._watch.stop_intercepting()
         if self._awaited:
             path = self._calls[self._stack[-1]].path
@@ -195,7 +190,6 @@ class StageForward:
             raise control_flow_error(f"{where} did not call `{name}` between its modules")
 
     def _reach(self, time: int) -> None:
-        """Announce that the forward has reached a time of the recording: begin or end of the stage or of a layer."""
         if time == self._part.begin:
             self._part.when_begun()
         if time < self._part.begin:
@@ -206,7 +200,6 @@ class StageForward:
             raise _Finished  # leave all open calls, whose further code belongs to later stages
 
     def _begin_earlier(self, time: int) -> None:
-        """Announce the earlier layer whose code is about to be repeated, so that it draws from that layer's seed."""
         numbers = [number for begin, number in self._part.earlier if begin <= time]
         if numbers:
             self._part.when_layer_begins(numbers[-1])
@@ -217,7 +210,6 @@ class StageForward:
             self._part.when_layer_begins(layer)
 
     def _expected(self, module: nn.Module) -> Call:
-        """Return the recorded call that comes next; raise an error if it is a call of another module."""
         parent = self._calls[self._stack[-1]]
         position = self._next[parent.number]
         self._next[parent.number] = position + 1
@@ -235,7 +227,6 @@ class StageForward:
                 self._tensors[recorded_leaf.number] = leaf
 
     def _expect_constants(self, call: Call, leaves: Sequence[Any]) -> None:
-        """Check that returned values that are not tensors equal the recorded values, which later stages use."""
         for leaf, recorded in zip(leaves, call.leaves, strict=True):
             if not isinstance(recorded, ConstantLeaf | SampleCount) or not isinstance(
                 leaf, int | float | str | torch.Size
@@ -250,7 +241,6 @@ class StageForward:
                 )
 
     def _keep_changes(self, call: Call) -> None:
-        """Store the tensors that a call left in attributes, if they are sent."""
         for change in call.changes:
             if not any(isinstance(leaf, TensorLeaf) and leaf.number in self._part.sent for leaf in change.leaves):
                 continue
@@ -260,7 +250,6 @@ class StageForward:
                 raise control_flow_error(f'"{call.path}" left other values in attributes') from None
 
     def _passed_over(self, call: Call, arguments: Sequence[Any]) -> Any:
-        """Return the result of a call that does not run, and set the attributes that the call would set."""
         for change in call.changes:
             try:
                 repeat_change(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
@@ -286,7 +275,6 @@ class StageForward:
                 return leaf.of(self._size)
 
     def _with_stand_ins(self, output: Any) -> Any:
-        """Return the model's output with stand-ins for the leaves that the loss does not read and the stage lacks."""
         nest = self._recording.output_nest
         # Lists that the model's code fills (hidden states) lack the values of modules before the stage.
         leaves = align_leaves(output, nest)

@@ -46,7 +46,6 @@ class UnreadOutput(Tensor):
 
 
 def _unread_output(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> UnreadOutput:
-    """Return a stand-in for the model's output called `name`."""
     unread: UnreadOutput = Tensor._make_wrapper_subclass(UnreadOutput, shape, dtype=dtype, device=device)
     unread._name = name
     return unread

@@ -48,8 +48,6 @@ def undo_changes(model: nn.Module, loss_fn: Callable[..., Any] | None = None) ->
 
 
 class _Variables(NamedTuple):
-    """Record of a container, class or function: its content at the time, and copies of the small tensors in it."""
-
     container: Any
     before: dict[Any, Any]
     copies: list[tuple[Tensor, int, Tensor]]
@@ -57,13 +55,11 @@ class _Variables(NamedTuple):
 
     @classmethod
     def of(cls, container: Any) -> "_Variables":
-        """Return the variables of a container, with their present values."""
         before = _content(container)
         tensors = [value for value in before.values() if type(value) is Tensor and value.nbytes <= _MOST_BYTES]
         return cls(container, before, [(t, t._version, t.detach().clone()) for t in tensors])
 
     def restore(self) -> None:
-        """Restore variables whose former or present value is plain or contains tensors; other objects stay."""
         for tensor, version, copy in self.copies:
             if tensor._version != version:
                 tensor.detach().copy_(copy)
@@ -79,7 +75,6 @@ class _Variables(NamedTuple):
 
 
 def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Any]:
-    """Return the containers, classes and functions that can be reached from variables of the user's files."""
     # The search starts with the dicts of module-level variables.
     todo: list[Any] = [vars(file) for file in user_files(model, loss_fn)]
     seen: dict[int, Any] = {}
@@ -119,7 +114,6 @@ def _content(container: Any) -> dict[Any, Any]:
 
 
 def _put(container: Any, key: Any, value: Any) -> None:
-    """Set `key` in a container to `value`, or remove it if `value` is `_ABSENT`."""
     if isinstance(container, FunctionType):
         container.__closure__[container.__code__.co_freevars.index(key)].cell_contents = value  # type: ignore[index]
     elif isinstance(container, type):

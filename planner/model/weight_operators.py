@@ -83,7 +83,6 @@ class Product:
         return of_weight, None if operands.bias is None else rows.sum_to_size(operands.bias.shape)
 
     def _factor(self, weight: Tensor) -> Tensor:
-        """Return the second factor of the product, with one column per output feature."""
         return weight.t() if self.is_transposed else weight
 
 
@@ -182,8 +181,6 @@ _Arguments = Mapping[str, Any]
 
 
 class _Form(NamedTuple):
-    """Signature of a function of torch, and how to get its operands."""
-
     names: tuple[str, ...]
     """Names of the arguments, in order."""
     weight: int
@@ -256,13 +253,11 @@ def _convolution(call: Callable[..., Tensor], is_transposed: bool, arguments: _A
 
 
 def _each(value: Any, dimensions: int) -> tuple[int, ...]:
-    """Return one number per dimension, given a single number or a sequence."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * dimensions if len(values) == 1 else values
 
 
 def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the padding per dimension, equal on both sides; None if the two sides need different padding."""
     if padding == "valid":
         return (0,) * len(kernel)
     if padding != "same":

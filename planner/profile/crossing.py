@@ -118,7 +118,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_like(tensor: Tensor, like: Tensor, shape: torch.Size) -> bool:
-    """Return True if the memory of `tensor` can hold values of the given shape and the dtype of `like`."""
     return (
         _is_plain(tensor)
         and (tensor.dtype, tensor.shape, tensor.device) == (like.dtype, shape, like.device)
@@ -135,8 +134,6 @@ def _same_memory(tensor: Tensor) -> Tensor:
 
 
 class _EntranceFunction(torch.autograd.Function):
-    """Autograd function that stores the gradients of a layer's inputs, instead of accumulating them into leaves."""
-
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor | None], *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.gradients = gradients

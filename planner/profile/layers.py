@@ -105,14 +105,12 @@ def _layer_profile(
 
 
 def _ties(layer: Layer, tied: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], int]:
-    """Return the names that the layer's tied parameters have in other layers, and the bytes of these parameters."""
     shared = {name: parameter for name, parameter in layer.parameters_by_name().items() if name in tied}
     sharers = [other for name in shared for other in tied[name] if other != layer.name]
     return tuple(dict.fromkeys(sharers)), sum(parameter.nbytes for parameter in shared.values())
 
 
 def _tied_groups(layers: Sequence[Layer], n: int, tied_bytes: int) -> tuple[TiedGroup, ...]:
-    """Return the bytes that layer `n` shares with each set of earlier layers; empty if one set has all `tied_bytes`."""
     parameters, sizes = layers[n].parameters_by_name(), dict[tuple[str, ...], int]()
     for owners in shared_parameters(layers):
         earlier = tuple(layers[place].name for place in sorted({place for place, _ in owners}) if place < n)

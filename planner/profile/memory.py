@@ -119,8 +119,6 @@ class _GradientSource(torch.autograd.Function):
 
 
 class _WholePass:
-    """Measured memory of one forward and backward, relative to the memory in use before, which includes the inputs."""
-
     def __init__(self, unit: Unit, received: UnitInput, meter: Meter) -> None:
         values = received.non_leaves()
         outputs: list[Any] = []
@@ -146,7 +144,6 @@ class _WholePass:
 
 
 def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
-    """Return the peak bytes of a backward at the end of a stage, where the engine holds outputs and their gradients."""
     values = received.non_leaves()
     outputs: list[Any] = []
     gradients: list[Tensor] = []
@@ -190,7 +187,6 @@ def _no_grad_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
-    """Return the layer's inputs and outputs: their sizes, which ones backward keeps, and which share a storage."""
     values = received.non_leaves()
     outputs = unit.run(values, received)
     started = start_backward(outputs)

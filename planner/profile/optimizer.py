@@ -162,7 +162,6 @@ def optimizer_boundary_peaks(
 def _joins(
     previous: Mapping[int, Tensor], following: Mapping[int, Tensor], order: Mapping[int, tuple[int, int]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the pairs of parameters, one from each of two layers, that the optimizer updates one after the other."""
     both = {**previous, **following}
     return [
         (both[first], both[second])
@@ -210,7 +209,6 @@ def _step_peak_bytes(
 
 
 def _one_more(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
-    """Return a copy of a parameter, with a copy of its state in the optimizer."""
     more = nn.Parameter(parameter.detach().clone())
     if parameter in optimizer.state:
         optimizer.state[more] = deepcopy(optimizer.state[parameter])
@@ -218,17 +216,14 @@ def _one_more(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.P
 
 
 def _share(parameters: Sequence[Tensor]) -> float:
-    """Return the fraction of each parameter's rows to measure, equal for all parameters; 1 if none is large."""
     return min(1.0, _MOST_NUMBERS / max((1, *(p.numel() for p in parameters))))
 
 
 def _part(parameter: Tensor, share: float) -> Tensor:
-    """Return the first rows of a parameter, a fraction `share` of all, to measure them instead of the whole."""
     return parameter[: max(1, int(share * len(parameter)))] if parameter.dim() else parameter
 
 
 def _whole_bytes(state: Tensor, part: Tensor, parameter: Tensor) -> int:
-    """Return the bytes of optimizer state for a whole parameter, given the state of the measured part."""
     size = storage_of(state).nbytes()
     by_row = state.dim() > 0 and len(state) == len(part)
     return size * len(parameter) // len(part) if by_row else size

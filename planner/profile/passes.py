@@ -129,8 +129,6 @@ class IdleLayer:
 
 
 class _TurnTimes(NamedTuple):
-    """Times of a layer, in microseconds, before the overhead is subtracted."""
-
     forward_us: float
     input_us: float
     """Time of I if the backward is split (then `backward_us` is that of W), else 0."""
@@ -138,8 +136,6 @@ class _TurnTimes(NamedTuple):
 
 
 class _Turn:
-    """Forward and backward of one layer for one micro-batch, among neighbors that are timed one after another."""
-
     def __init__(self, unit: Unit, received: UnitInput) -> None:
         if not is_large(unit):
             fill_missing_gradients(unit)
@@ -153,12 +149,6 @@ class _Turn:
         self.is_stage = isinstance(unit.module, ModelStage)
 
     def forward(self, timer: WholeTimer, before: "_Turn | None") -> None:
-        """Run the forward, and keep its time and its outputs.
-
-        Args:
-            timer: Timer of the forward.
-            before: Turn of the previous layer, whose outputs provide the memory for the inputs; None for the first.
-        """
         if self._entrance is None:
             self._entrance = make_layer_inputs(
                 self._received, *(() if before is None else (before._outputs, before._own_storages))
@@ -166,7 +156,6 @@ class _Turn:
         self._forward_us = timer.forward_us(self._unit, self._entrance.values, self._received, self._outputs)
 
     def release_tensors(self) -> None:
-        """Release inputs and outputs of the layer."""
         assert self._entrance is not None
         self._entrance.values.clear()
         self._exit = LayerOutputs(self._outputs, self._own_storages)
@@ -175,12 +164,6 @@ class _Turn:
         self._outputs.clear()
 
     def backward(self, timer: WholeTimer, next_turn: "_Turn | None") -> _TurnTimes:
-        """Run the backward, and return the times of forward and backward.
-
-        Args:
-            timer: Timer of the backward.
-            next_turn: Turn of the next layer, whose input gradients provide the memory; None for the last layer.
-        """
         assert self._exit is not None
         if self._exit.end is None:
             return _TurnTimes(self._forward_us, 0.0, 0.0)

@@ -138,7 +138,6 @@ _WITHOUT_GRADIENTS = (
 
 
 def _raise_of_model(loaded: LoadedModel, model: nn.Module, error: Exception) -> None:
-    """Raise an error with a hint if the model's own code failed during measurements, after it had run before."""
     place = "" if isinstance(error, PlannerError) else error_location(model, loaded.loss_fn, error)
     if place:
         first_line = str(error).partition("\n")[0]
@@ -168,7 +167,6 @@ def keep_model_unchanged(model: nn.Module) -> Iterator[None]:
 def _put_back(
     holders: Sequence[tuple[nn.Module, Mapping[str, Tensor | None]]], values: Sequence[tuple[Tensor, Tensor]]
 ) -> None:
-    """Give modules their former buffers again, with the former values."""
     for module, buffers in holders:
         module._buffers.update(buffers)
     with torch.no_grad():

@@ -152,17 +152,6 @@ def record_memory(sized_units: Sequence[SizedUnit], task: ProfilingTask, meter: 
 def _traced_at(
     task: ProfilingTask, hooks: RecordingHooks, first: tuple[Unit, ...], size: int
 ) -> tuple[tuple[Unit, ...], list[SizedUnit]]:
-    """Trace the layers at one micro-batch size.
-
-    Args:
-        task: Profiling task.
-        hooks: Functions of the backend.
-        first: Units of all layers as traced at the first micro-batch size; empty if `size` is the first.
-        size: Micro-batch size.
-
-    Returns:
-        Units of all layers as traced at the first micro-batch size, and the distinct units as traced at `size`.
-    """
     units, traced = trace_units(task.chain, task.loaded, (size,), hooks.device, ghosts=task.lean)
     if not first:
         for text in task.loaded.notes:  # the layers have run, so the default loss is known
@@ -178,7 +167,6 @@ def _traced_at(
 
 
 def _end_at(task: ProfilingTask, device: torch.device, fitting: Sequence[int], size: int) -> None:
-    """Free memory after micro-batch size `size` has failed; warn that larger sizes are left out, or raise an error."""
     gc.collect()
     kind_of(device).empty_cache()
     if not fitting:

@@ -26,7 +26,6 @@ def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
 
 
 def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
-    """Run a forward; return, by location in the unit's state, the storages that it writes and their bytes."""
     deferred = set(trained_batch_norms(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
     places = [place for owner in owners for place in (*owner.locations(), *_nests(owner))]
@@ -49,11 +48,9 @@ def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
 
 
 def _nests(owner: StateOwner) -> list[StateLocation]:
-    """Return the locations of attributes that are tuples or lists, which may contain tensors."""
     held = vars(owner.module)
     return [StateLocation(owner.path, held, name) for name, value in held.items() if isinstance(value, tuple | list)]
 
 
 def _storages(value: Any) -> dict[int, Tensor]:
-    """Return the tensors in a nested value, by storage."""
     return {storage_key(tensor): tensor for tensor in tensors_in(value) if tensor.layout == torch.strided}

@@ -76,8 +76,6 @@ def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> Split
 
 @dataclass(frozen=True, kw_only=True)
 class _MeasuredUnit:
-    """Layer to measure, with its input, the device's meter and the splitter of its backward."""
-
     unit: Unit
     received: UnitInput
     meter: Meter
@@ -85,8 +83,6 @@ class _MeasuredUnit:
 
 
 class _SplitPass:
-    """Measured memory of a forward, I and, on request, W; inputs and memory in use before do not count."""
-
     def __init__(self, subject: _MeasuredUnit, *, held_elsewhere: _HeldElsewhere = "nothing") -> None:
         unit, received, split = subject.unit, subject.received, subject.split
         self._subject = subject
@@ -130,7 +126,6 @@ class _SplitPass:
         self.weight_peak_bytes = self.weight_gradient_bytes = 0
 
     def run_weight_backward(self) -> None:
-        """Run W and measure its memory."""
         subject = self._subject
         before_bytes = _gradient_bytes(subject.unit)
         peak_bytes = subject.meter.measure(lambda: subject.split.backward_weight(self._deferred)).peak_bytes
@@ -138,7 +133,6 @@ class _SplitPass:
         self.weight_gradient_bytes = _gradient_bytes(subject.unit) - before_bytes
 
     def _run(self, work: Callable[[], object]) -> int:
-        """Run `work` and return the peak bytes of this pass, which include the bytes that earlier calls left alive."""
         usage = self._subject.meter.measure(work)
         peak_bytes = self._alive_bytes + usage.peak_bytes
         self._alive_bytes += usage.end_bytes
@@ -146,7 +140,6 @@ class _SplitPass:
 
 
 def _start(outputs: list[Any], held_elsewhere: _HeldElsewhere) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return the tensors from which a backward starts, and their gradients; empty if no output requires a gradient."""
     if held_elsewhere == "gradients":
         carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
         return carrying, [torch.ones_like(output) for output in carrying]

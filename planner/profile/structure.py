@@ -47,7 +47,6 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
 
 
 def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device | None = None) -> Chain:
-    """Convert `model`, move it to `device`, and return its chain after a check of its gradient hooks."""
     # Hooked parameters are collected by name before the conversion, because a converted copy has no hooks.
     hooked = {name: p for name, p in model.named_parameters(remove_duplicate=False) if has_hooks(p)}
     ready = converted(model, loaded.precision)

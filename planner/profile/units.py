@@ -169,18 +169,6 @@ def _traced(
     context: AbstractContextManager[Any],
     check: Callable[[Any], object] | None,
 ) -> tuple[Any, list[list[Any] | str]]:
-    """Run a layer and return its output and its trace.
-
-    Args:
-        layer: The layer.
-        value: Input of the layer.
-        size: Micro-batch size, for messages.
-        context: Context in which the layer runs.
-        check: Function that is called with the output, and whose operators are part of the trace; or None.
-
-    Returns:
-        The output, and the operators with the shapes and numbers of their arguments.
-    """
     trace: list[list[Any] | str] = []
     # Parameters are part of the trace, because two layers with equal operators may have different unused parameters.
     held = [_shape(parameter) for parameter in layer.module.parameters()]

@@ -168,11 +168,6 @@ class _StageBytes(NamedTuple):
     """Bytes of each of `PARTS`, which exist at some points in the step; shape (parts, columns)."""
 
     def at(self, counts: IntArray) -> FloatArray:
-        """Return the memory at points in the step, in whole bytes.
-
-        Args:
-            counts: Number of memory parts (`PARTS`) of each kind that exist at each point, shape (points, parts).
-        """
         whole: FloatArray = np.rint(self.always + counts @ self.parts).sum(axis=1)
         return whole
 
@@ -194,8 +189,6 @@ def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
 
 
 class _DeviceBytes(NamedTuple):
-    """Memory of a device over a step, in whole bytes, with the reserve."""
-
     idle: int
     """Memory before the first action."""
     during: Sequence[int]
@@ -207,14 +200,6 @@ class _DeviceBytes(NamedTuple):
 
     @classmethod
     def of(cls, stages: Sequence[_StageBytes], counts: PartCounts, reserve_bytes: int) -> "_DeviceBytes":
-        """Return the memory of a device over a step.
-
-        Args:
-            stages: Memory of each stage on the device.
-            counts: Number of memory parts (`PARTS`) of each kind that exist at each action of the device.
-            reserve_bytes: Reserve of the device.
-        """
-
         def at(moments: IntArray) -> FloatArray:
             sizes: FloatArray = np.array([stage.at(moments[:, v]) for v, stage in enumerate(stages)])
             total: FloatArray = sizes.sum(axis=0) + reserve_bytes

@@ -53,8 +53,6 @@ $inks}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """Coordinates of the timeline in the picture, in pixels."""
-
     step: Step
     end_us: float
     left: float
@@ -68,7 +66,6 @@ class _Frame:
 
     @property
     def every(self) -> int:
-        """Number of rows from one row name to the next; 1 if rows are high enough for all names."""
         return 1 if self.row >= 11 else 4 if self.row >= 8 else 8
 
     @property
@@ -76,7 +73,6 @@ class _Frame:
         return self.y(self.step.num_devices)
 
     def lane(self, name: str) -> tuple[float, float]:
-        """Return the vertical middle, relative to the top of the row, and the height of a lane (strip of a row)."""
         edge = 3.0 if has_lanes(self.step) else 0.0
         if name == "compute":
             return self.row / 2, self.row - 2 * edge - 1
@@ -198,8 +194,6 @@ _Box = tuple[str, float, float]
 
 
 def _boxes(frame: _Frame, spans: Sequence[Span]) -> Iterator[tuple[str, float, float, str]]:
-    """Yield the boxes of a row as style class, left edge, right edge, and lane; later boxes are drawn on top."""
-
     def lane(name: str, drawn: Iterator[_Box]) -> Iterator[tuple[str, float, float, str]]:
         for look, x, end in _merged(drawn):
             yield look, x, end, name
@@ -214,7 +208,6 @@ def _boxes(frame: _Frame, spans: Sequence[Span]) -> Iterator[tuple[str, float, f
 
 
 def _merged(boxes: Iterator[_Box]) -> Iterator[_Box]:
-    """Yield the boxes from left to right, very thin ones merged with the previous box if that has the same class."""
     pending: _Box | None = None
     for look, x, end in boxes:
         if pending is not None:
@@ -251,7 +244,6 @@ def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
 
 
 def _legend_rows(step: Step) -> list[list[tuple[str, str]]]:
-    """Return the lines of the legend, each as style classes and labels; a label without a class has no sample."""
     items = [*legend_kinds(step), ("", "blank: idle"), ("", f"at the right: {BUBBLE_WORDS}")]
     rows: list[list[tuple[str, str]]] = [[]]
     for item in items:

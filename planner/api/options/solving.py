@@ -226,7 +226,6 @@ def _typed(name: str) -> str:
 
 
 def _as_solved(name: str, **other: Any) -> Option:
-    """Return the option of `solve` with this name, with the fields in `other` replaced."""
     option = _SOLVER_OPTIONS[name]
     assert option is not None
     return replace(option, **other)

@@ -265,7 +265,6 @@ def _optimizer_cost(
 def _times(
     task: ProfilingTask, records: UnitRecords, clock: RooflineClock
 ) -> tuple[dict[Key, LayerTimes], dict[Key, tuple[float, float]]]:
-    """Return, for every distinct layer and size, the times of forward and backward, and those of a split backward."""
     times, half_times_us = {}, {}
     whole = WholeTimer(clock=clock, statistics=BatchStatistics())
     split_timer = SplitTimer(clock=clock, statistics=BatchStatistics(), split=SplitBackward())
@@ -278,7 +277,6 @@ def _times(
 
 
 def _moves_nothing(func: Any, received: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-    """Return True if an operator moves no data, because its results are views of its operands."""
     if func._schema.is_mutable or not results:
         return not results
     storages = set(map(storage_key, received))
@@ -293,7 +291,6 @@ def _moved_bytes(func: Any, received: Sequence[Tensor], results: Sequence[Tensor
 
 
 def _read(func: Any, args: Any, received: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the tensors that an operator reads; a convolution's backward reads fewer if it computes one gradient."""
     if func is not torch.ops.aten.convolution_backward.default:
         return received
     gradient, x, weight, *_, (of_input, of_weight, _) = args
@@ -317,7 +314,6 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
 
 
 def _grouped_flops(a: Tensor, b: Tensor) -> int:
-    """Return the operations of a grouped product, in which each token is multiplied by the weights of one expert."""
     if a.dim() == 3 and b.dim() == 2:
         return 2 * a.shape[-2] * b.numel()
     return 2 * a.numel() * b.shape[-1]

@@ -39,7 +39,6 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Compute attention as a GPU would; the arguments are those of torch's `scaled_dot_product_attention`."""
     learned = attn_mask is not None and attn_mask.requires_grad
     on_cpu = not (learned or dropout_p > 0 or query.shape[-1] != value.shape[-1])
     if on_cpu or query.dim() != 4 or query.shape[:2] != key.shape[:2]:
@@ -56,14 +55,12 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor) -> Tensor:
-    """Convert a mask of attention to numbers that are added to the scores."""
     if mask.dtype != torch.bool:
         return _cast(mask)
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """Convert a tensor to autocast's dtype, as autocast does for attention; without autocast, return it unchanged."""
     device = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
 
@@ -74,7 +71,6 @@ def _dropout(  # torch's signature
     training: bool = True,  # noqa: FBT001, FBT002
     inplace: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
-    """Apply dropout as a GPU would; the arguments are those of torch's `dropout`."""
     if not training or p == 0 or inplace:
         return functional.dropout(input, p, training, inplace)
     dropped: Tensor = torch.native_dropout(input, p, train=True)[0]

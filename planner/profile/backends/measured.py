@@ -112,7 +112,6 @@ class MeasuredBackend:
 
 
 def _fill(task: ProfilingTask, device: torch.device, units: Sequence[Unit]) -> None:
-    """Give memory and values to the parameters of the layers that will run."""
     digests = dict.fromkeys(unit.digest for unit in reversed(units))
     running = [unit.module for digest in digests for unit in layers_exceeding_cache(units, digest)]
     allocate_parameters(running, task.chain.model, device)
@@ -144,7 +143,6 @@ def _optimizer_costs(
 
 
 def _times(task: ProfilingTask, records: UnitRecords, clock: Clock) -> dict[Key, LayerTimes]:
-    """Time all layers repeatedly, until the chain's time is known well enough or the time budget is used up."""
     started, budget_s = time.monotonic(), task.options.time_budget_s
 
     def doubtful() -> bool:
@@ -180,7 +178,6 @@ def _times(task: ProfilingTask, records: UnitRecords, clock: Clock) -> dict[Key,
 
 
 def _kept_bytes(detail: MemoryDetail) -> int:
-    """Return an upper bound of the bytes that a layer keeps from forward to backward."""
     return detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
 
 

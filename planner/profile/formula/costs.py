@@ -114,7 +114,6 @@ def transformer_profile(
 
 
 def _settings(shape: Transformer, execution: Execution, pace: DeviceRates) -> dict[str, Setting]:
-    """Return the settings to store in the profile: sizes, options that differ from their defaults, and the rate."""
     block = shape.blocks[-1]
     # For models with layer norms, the formulas are the same with and without fused kernels.
     left_out = {"tensor_parallel", "counts_collectives", *(["fused"] if shape.layer_norms else [])}
@@ -140,8 +139,6 @@ def _settings(shape: Transformer, execution: Execution, pace: DeviceRates) -> di
 def _layer_profile(
     layer: LayerCosts, widths: ElementBytes, pace: DeviceRates, *, sizes: tuple[int, ...], steps_at_once: bool
 ) -> LayerProfile:
-    """Return the layer's profile at every micro-batch size."""
-
     def times_us(flops: float) -> tuple[float, ...]:
         return tuple(b * flops / pace.flops_per_s * 1e6 for b in sizes)
 

@@ -61,8 +61,6 @@ def shape_from_config(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Llama:
-    """Formula for Llama and for families that differ from it in the choices below."""
-
     qkv_bias: Literal["attention_bias", "qkv_bias"] | bool = False
     """Key in config.json that is true if queries, keys and values have biases; or True or False for all models."""
     out_bias: bool = False
@@ -86,7 +84,6 @@ class _Llama:
     """True if each head has a learned score that takes part in the softmax."""
 
     def __call__(self, fields: ConfigReader, sequence: int) -> Transformer:
-        """Return the shape of the model that a configuration describes."""
         layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
         hidden = fields.integer("hidden_size")
         attention = self._attention(fields, hidden)
@@ -131,7 +128,6 @@ class _Llama:
         )
 
     def _windows(self, fields: ConfigReader, layers: int) -> list[int]:
-        """Return the attention window of each block in tokens; 0 for a block that attends to all tokens."""
         window = fields.integer("sliding_window", default=0, least=0)
         kinds = fields.texts("layer_types", layers)
         if not fields.flag("use_sliding_window", default=self.full_every != 1):
@@ -172,7 +168,6 @@ class _Llama:
 
 
 def _deepseek(fields: ConfigReader, sequence: int) -> Transformer:
-    """Return the shape of DeepSeek-V2 or V3, which have latent attention and, except in the first blocks, experts."""
     layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     hidden = fields.integer("hidden_size")
     heads, bias = fields.integer("num_attention_heads"), fields.flag("attention_bias")
@@ -212,7 +207,6 @@ def _deepseek(fields: ConfigReader, sequence: int) -> Transformer:
 
 
 def _t5(fields: ConfigReader, sequence: int) -> Transformer:
-    """Return the shape of T5, an encoder and a decoder with relative positions; both get `sequence` tokens."""
     layers = fields.integer("num_layers", "num_hidden_layers", most=MOST_LAYERS)
     hidden = fields.integer("d_model", "hidden_size")
     heads, dim = fields.integer("num_heads", "num_attention_heads"), fields.integer("d_kv", "head_dim")

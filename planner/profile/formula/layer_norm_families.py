@@ -103,7 +103,6 @@ def _plain_attention(
     normalized_keys: bool = False,
     grouped: bool = True,
 ) -> Attention:
-    """Return an attention layer whose products all have a bias or none; `grouped` lets heads share keys and values."""
     heads = fields.integer("num_attention_heads")
     dim = head_dim(fields, fields.integer("hidden_size"), heads)
     return Attention(
@@ -119,12 +118,10 @@ def _plain_attention(
 
 
 def _plain(width: int, activation: str, *, bias: bool) -> FeedForward:
-    """Return a feed-forward layer without a gate."""
     return FeedForward(width=width, gated=False, bias=bias, kept=num_saved_tensors(activation))
 
 
 def _with_layer_norms(fields: ConfigReader, sequence: int, block: Block, *, dropout: str) -> Transformer:
-    """Return a decoder of equal blocks with layer norms; `dropout` is the key of its dropout rate in config.json."""
     return Transformer(
         hidden=fields.integer("hidden_size"),
         sequence=sequence,

@@ -108,8 +108,6 @@ def layer_costs(shape: Transformer, execution: Execution, widths: ElementBytes) 
 
 
 class _Layers:
-    """Formulas for the layers of one shape, with a given execution and precision."""
-
     def __init__(self, shape: Transformer, execution: Execution, widths: ElementBytes) -> None:
         self.shape, self.execution, self.widths = shape, execution, widths
         self.e, self.t = widths.activation, execution.tensor_parallel
@@ -128,7 +126,6 @@ class _Layers:
         self.normalized = (4 if shape.wide_norms else self.residual) if self.eager_norms else 0
 
     def embedding(self) -> LayerCosts:
-        """Return the costs of the embedding."""
         words = self.shape.vocabulary * self.shape.hidden // self.t
         output = self.residual * self.whole * self.streams
         return LayerCosts(
@@ -148,7 +145,6 @@ class _Layers:
         )
 
     def block(self, block: Block) -> LayerCosts:
-        """Return the costs of a block."""
         shape, s, t = self.shape, self.shape.sequence, self.t
         linears = list(block.matrix_products(shape.hidden, t, self.execution.capacity))
         local = [replace(each, copies=max(1, each.copies // self.execution.expert_parallel)) for each in linears]
@@ -194,7 +190,6 @@ class _Layers:
         return flops / self.t if is_divided else flops
 
     def head(self) -> LayerCosts:
-        """Return the costs of the head with the loss."""
         shape, e = self.shape, self.e
         words = shape.vocabulary * shape.hidden // self.t
         # Each block that predicts a further token (multi-token prediction) uses the head once more.
@@ -220,11 +215,9 @@ class _Layers:
         )
 
     def _summed_bytes(self, count: float) -> float:
-        """Return the bytes of `count` all-reduces of hidden states over t devices; 0 if they are not counted."""
         return count * self.e * self.shape.sequence * self.shape.hidden if self.sums else 0.0
 
     def _weight(self, linear: MatrixProduct) -> int:
-        """Return the number of elements of the largest weight of a product, over all experts."""
         outputs = sum(linear.outputs) if self.execution.fused else max(linear.outputs)
         return linear.copies * linear.inputs * outputs
 
@@ -255,14 +248,12 @@ class _Layers:
         return before + self.e * results + block.post_norms * self._inner_norm_bytes()
 
     def _inner_norm_bytes(self) -> int:
-        """Return the bytes per channel that a normalization of a product's result keeps, without its own result."""
         if not self.eager_norms:
             return self.e
         read_twice = self.keeps_copies and self.shape.double_reads
         return 4 + (4 if self.shape.wide_norms else self.e) + (self.e if read_twice else 0)
 
     def _scores_bytes(self, attention: Attention) -> float:
-        """Return the bytes of scores that attention keeps without a fused kernel."""
         elements = attention.heads * self.shape.sequence * self._span(attention) / self.t
         if self.execution.keep_scores:
             # The softmax, the mask of its dropout, and the result of the dropout.
@@ -276,7 +267,6 @@ class _Layers:
         return self.e * self.shape.sequence**2 if attention.masked and not self.execution.fused else 0.0
 
     def _positions_bytes(self, block: Block) -> float:
-        """Return the bytes that a block keeps of relative positions, which are zeros in cross-attention."""
         if not block.attention.biased:
             return 0.0
         pairs = self.shape.sequence**2
@@ -289,7 +279,6 @@ class _Layers:
         return (attention.capped or attention.sinks) and not self.execution.fused
 
     def _attention_bytes(self, attention: Attention) -> float:
-        """Return the bytes per token that attention keeps: queries, keys, values, results, inputs of their norms."""
         by_head = attention.latent or attention.repeated or self._is_eager(attention)
         groups = attention.heads if by_head else attention.groups(self.t)
         rotated = (attention.heads + groups) * attention.key_dim
@@ -315,7 +304,6 @@ class _Layers:
         return (self._inner_norm_bytes() + self.e) * ranks / (self.t if self.execution.sequence_parallel else 1)
 
     def _feed_forward_bytes(self, layer: FeedForward | Experts) -> float:
-        """Return the bytes per token that a feed-forward layer or experts keep."""
         fused = self.execution.fused
         if isinstance(layer, FeedForward):
             # A gate's input and result, the other input, and their product.

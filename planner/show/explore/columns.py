@@ -88,7 +88,6 @@ def _listed(table: NumberTable, blocks: Sequence[_Block], mode: int, choice: Rec
 
 
 def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator[_Block]:
-    """Yield all stages in blocks; stages whose first layers are close together are in the same block."""
     firsts, group = np.unique(cells.first, return_inverse=True)
     ends = np.zeros(len(firsts), np.int64)
     np.maximum.at(ends, group, cells.end)
@@ -134,7 +133,6 @@ def _chosen(block: _Block, mode: int, choice: Recompute) -> Components:
 
 
 def _among_others(block: _Block, parts: Parts, *, is_in_place: bool) -> Components:
-    """Return the memory components of stages that share their device with other stages, in whole bytes."""
     sizes = np.stack([_at(block, size) for size in parts.totals(block.stages.shape)[1:]], axis=-1)
     if is_in_place:
         none = np.zeros(1)

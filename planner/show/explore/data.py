@@ -59,8 +59,6 @@ class PageData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chain:
-    """Chain of layers at every micro-batch size of the page, and the devices of its pipeline."""
-
     request: ExplorerRequest
     costs: Mapping[int, ChainCosts]
     """Costs by number of micro-batches."""
@@ -68,7 +66,6 @@ class _Chain:
 
     @classmethod
     def of(cls, request: ExplorerRequest) -> "_Chain":
-        """Return the chain of the request's profile, on the devices of its plan."""
         plan, table = request.plan, CostTable(profile_of_plan(request.plan, request.profile))
         sizes = {m: plan.inputs.batch // plan.replicas // m for m in request.micro_batches}
         costs = {m: table.at(size, extrapolate=plan.inputs.extrapolate) for m, size in sizes.items()}
@@ -78,7 +75,6 @@ class _Chain:
 
     @property
     def one(self) -> ChainCosts:
-        """Costs of the chain at the plan's micro-batch size."""
         return self.costs[self.request.plan.micro_batches]
 
 
@@ -115,8 +111,6 @@ def _text(data: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NearbyStages:
-    """Stages whose numbers the page has: for each layout, all stages between cuts near the initial cuts."""
-
     chain: _Chain
     menu: ScheduleMenu
     layouts: Mapping[tuple[int, Placement], StageLayout]
@@ -126,7 +120,6 @@ class _NearbyStages:
 
     @classmethod
     def of(cls, chain: _Chain, menu: ScheduleMenu) -> "_NearbyStages":
-        """Return the layouts and initial cuts that the schedules of `menu` use."""
         used = sorted({(chunks, one.schedule.placement) for one in menu.schedules for chunks in one.orders})
         layouts = {key: StageLayout.of(chain.pipeline, *key) for key in used}
         plan = chain.request.plan
@@ -147,7 +140,6 @@ class _NearbyStages:
         return {s: max(1, min(num_layers, (isqrt(share // s) - 1) // 2)) for s, share in shares.items()}
 
     def tables(self, widths: Mapping[int, int]) -> dict[str, Any]:
-        """Return the tables of all stages whose cuts are at most `widths` layers from the initial cuts."""
         chain, pipeline = self.chain, self.chain.pipeline
         cells, crossings = stages_near(self.layouts.values(), self.balances, widths)
         sizes, bytes_, times = {}, NumberTable(len(cells.first)), NumberTable(len(cells.first))
@@ -172,7 +164,6 @@ class _NearbyStages:
         }
 
     def _parts(self, micro_batches: int) -> list[set[int]]:
-        """Return for each sharing mode, such as `ALONE`, the memory parts in action orders of M micro-batches."""
         parts: list[set[int]] = [set() for _ in range(IN_PLACE + 1)]
         cases = ((one.schedule, chunks, by_m) for one in self.menu.schedules for chunks, by_m in one.orders.items())
         for schedule, chunks, by_m in cases:
@@ -181,16 +172,6 @@ class _NearbyStages:
         return parts
 
     def sharing_modes(self, schedule: Schedule, chunks: int, micro_batches: int) -> list[int]:
-        """Return how each stage shares its device with other stages, as a sharing mode such as `ALONE`.
-
-        Args:
-            schedule: The schedule.
-            chunks: Number of stages per device.
-            micro_batches: Number of micro-batches, M.
-
-        Returns:
-            One mode per stage.
-        """
         layout = self.layouts[chunks, schedule.placement]
         if not schedule.has_known_moments:
             return [SHARED, *(IN_PLACE if a == b else SHARED for a, b in pairwise(layout.devices))]
@@ -200,7 +181,6 @@ class _NearbyStages:
         return [ALONE if most > 1 else ALONE_ONCE for most in in_flight]
 
     def layouts_data(self) -> dict[str, object]:
-        """Return the layouts, links and schedules of the page, for its JSON data."""
         links, layouts = self.chain.pipeline.links, list(self.layouts)
         return {
             "blocking": [link.blocking for link in links],
@@ -229,7 +209,6 @@ class _NearbyStages:
 
 
 def _heights(times_us: FloatArray, costs: ChainCosts) -> list[int]:
-    """Return times of layers in thousandths of the longest layer's time, as heights of the page's columns."""
     longest_us = float((costs.forward_us + costs.backward_us).max())
     heights: list[int] = np.rint(times_us / longest_us * 1000 if longest_us else times_us).astype(int).tolist()
     return heights
@@ -253,7 +232,6 @@ def _tie(tie: TiedParameters, *, is_exact: bool) -> list[object]:
 
 
 def _choices(nearby: _NearbyStages) -> dict[str, object]:
-    """Return the initial state of the page's controls, and the words of the commands that it shows."""
     request, plan = nearby.chain.request, nearby.chain.request.plan
     names = [each.schedule.name for each in nearby.menu.schedules]
     return {
@@ -275,7 +253,6 @@ def _choices(nearby: _NearbyStages) -> dict[str, object]:
 
 
 def _devices(chain: _Chain) -> dict[str, object]:
-    """Return the devices of the pipeline, and the names and labels on the page."""
     request, plan = chain.request, chain.request.plan
     partition = Partition.of(plan, chain.one.names)
     return {

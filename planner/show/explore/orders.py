@@ -121,7 +121,6 @@ def schedule_menu(request: ExplorerRequest) -> ScheduleMenu:
 
 
 def _schedules(request: ExplorerRequest) -> Iterator[Schedule]:
-    """Yield the named schedules that can run, then the plan's own schedule if the solver or user made its orders."""
     plan = request.plan
     for schedule in SCHEDULES.values():
         # Schedules with a split backward need two devices, and compiled programs do not split the backward.
@@ -133,7 +132,6 @@ def _schedules(request: ExplorerRequest) -> Iterator[Schedule]:
 
 
 def _cases(request: ExplorerRequest) -> Iterator[tuple[Schedule, int, int]]:
-    """Yield schedule, number of chunks per device and M for every order that the page may offer."""
     plan, num_layers = request.plan, len(request.profile.layers)
     for schedule in _schedules(request):
         if schedule.texts:
@@ -162,14 +160,6 @@ def _changed_parts(change: CountChanges) -> Iterator[int]:
 def _order(
     row: Sequence[Action], stages: Sequence[int], changes: Sequence[CountChanges], entries: dict[OrderEntry, int]
 ) -> EncodedOrder:
-    """Return the action order of a device for the page.
-
-    Args:
-        row: Actions of the device.
-        stages: Stages of the device.
-        changes: Memory changes of every action, then of the optimizer steps.
-        entries: Rows of the table so far, with their indices; new rows are added.
-    """
     places = {(s, kind): len(LETTERS) * v + n for v, s in enumerate(stages) for n, kind in enumerate(LETTERS)}
     codes = [places[action.stage, action.kind] for action in row]
     numbers = (

@@ -88,7 +88,6 @@ def _handles(request: ExplorerRequest, data: PageData) -> Section:
 
 
 def _remarks(request: ExplorerRequest, data: PageData) -> list[str]:
-    """Return sentences that name the choices that the page does not offer."""
     plan = request.plan
     remarks = []
     if any(stage.recomputed for stage in plan.stages):

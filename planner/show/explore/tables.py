@@ -49,7 +49,6 @@ class NumberTable:
 
 
 def _rounded(values: FloatArray) -> FloatArray:
-    """Return the numbers rounded to `_DIGITS` significant digits; digits before the decimal point are never rounded."""
     magnitudes = np.floor(np.log10(np.maximum(np.abs(values), 1e-3)))
     scales = 10.0 ** np.maximum(_DIGITS - 1 - magnitudes, 0.0)
     rounded: FloatArray = np.rint(values * scales) / scales + 0.0

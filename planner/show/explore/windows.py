@@ -161,7 +161,6 @@ def stages_near(
 
 
 def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
-    """Yield the possible positions of every cut, and of both ends of the chain, which do not move."""
     num_stages, num_layers = len(balance), sum(balance)
     for k, cut in enumerate(accumulate(balance, initial=0)):
         if k in (0, num_stages):

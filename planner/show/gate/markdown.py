@@ -73,7 +73,6 @@ def _table(view: Table) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Return `text` with Markdown's special characters escaped; parts in backticks stay code."""
     text = printable(text.replace("\n", " "))
     pieces = text.split("`")
     if len(pieces) % 2 == 0:

@@ -20,8 +20,6 @@ _FEW = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """Quantity that a chart shows for each point of the frontier."""
-
     title: str
     of: Callable[[FrontierPoint], float]
     """Function that returns the quantity of a point."""
@@ -57,7 +55,6 @@ def frontier_section(plan: Plan) -> Section:
 
 
 def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
-    """Return a chart of evenly spaced points, whose value axis begins at zero. The chart fits any width."""
     of, text, title = shown.of, shown.text, shown.title
     most = max((of(point) for point in points if point.fits), default=0.0)
     # A limit far above all points would flatten them.

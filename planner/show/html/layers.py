@@ -19,8 +19,6 @@ _FEW = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Part of the stacked bar of each layer."""
-
     look: str
     """Style class."""
     words: str

@@ -115,7 +115,6 @@ def _figures(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
 
 
 def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
-    """Return key figures: tokens per second, FLOPs utilization and the training run; unknown figures are left out."""
     predicted, figures = plan.predicted, list[_Figure]()
     if predicted.tokens_per_s:
         figures.append(("tokens/s", tokens_words(plan, certainty), ""))

@@ -30,7 +30,6 @@ def schedules_section(plan: Plan) -> Section | None:
 
 
 def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
-    """Return a scatter plot: the bubble on the x axis, the peak of the fullest device on the y axis, both from zero."""
     widest = max(point.bubble for point in points) or 1.0
     highest, limit = max(point.peak_bytes for point in points) or 1, max(plan.inputs.memory_bytes)
     # A limit far above all points would flatten them.
@@ -60,7 +59,6 @@ def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
 
 
 def _free(position: tuple[float, float], written: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the nearest position, at or below `position`, at which a name overlaps no name written so far."""
     x, y = position
     for other_x, other_y in sorted(written, key=lambda other: other[1]):
         if abs(other_x - x) < 20 and abs(other_y - y) < _LINE:

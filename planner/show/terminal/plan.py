@@ -98,7 +98,6 @@ def _status(plan: Plan) -> str:
 
 
 def _not_a_pipeline(plan: Plan) -> str:
-    """Return a note if the plan has one device per replica, so that there is no pipeline; else an empty text."""
     if plan.num_devices > 1:
         return ""
     copies, inputs = plan.replicas, plan.inputs

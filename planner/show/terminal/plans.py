@@ -65,7 +65,6 @@ def sweep_text(sweep: Sweep, style: Style) -> str:
 
 
 def _heat_map(sweep: Sweep, style: Style) -> list[Text]:
-    """Return samples per second and device as a heat map; without colors, characters show the shades."""
     values = {(c.devices, c.memory_bytes): c.samples_per_device_s for c in sweep.cells if c.plan is not None}
     least, most = min(values.values(), default=0.0), max(values.values(), default=0.0)
     width = max(8, *(len(exact_bytes_option(limit)) for limit in sweep.memory_bytes)) + 2

@@ -23,8 +23,6 @@ _WIDEST = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """Column of numbers in the table of layers."""
-
     header: str
     of: Callable[[LayerProfile], float]
     """Function that returns the number of a layer."""
@@ -106,8 +104,6 @@ def _layer_table(profile: Profile, style: Style) -> Table:
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[list[LayerProfile]]:
-    """Return groups of successive layers with equal digests and costs; a layer without digest is its own group."""
-
     def key(numbered: tuple[int, LayerProfile]) -> tuple[object, ...]:
         n, layer = numbered
         costs = (layer.parameter_bytes, layer.forward_us, layer.backward_us, layer.saved_bytes, layer.output_bytes)
@@ -141,7 +137,6 @@ def _flops(count: float) -> str:
 
 
 def _per_sample(profile: Profile) -> list[_Figure]:
-    """Return two columns, the time per sample at the smallest and largest size: they show the gain of larger sizes."""
     sizes = (min(profile.micro_batch_sizes), max(profile.micro_batch_sizes))
     scale = TimeScale.fitting(_us_per_sample(profile, size, layer) for size in sizes for layer in profile.layers)
     return [

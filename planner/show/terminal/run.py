@@ -110,7 +110,6 @@ def _steps(report: RunReport, style: Style) -> Text:
 
 
 def _measured(report: RunReport, style: Style) -> list[RenderableType]:
-    """Return a table of each stage's measured times and memory; waiting times are left out if all are zero."""
     view = run_table(report)
     view = view.without(*(name for name in WAITING if not any(view.column(name).values)))
     parts: list[RenderableType] = [terminal_table(view)]
@@ -135,7 +134,6 @@ def _table(rows: Sequence[_Row | None], *more: TextColumn) -> Table:
 
 
 def _compared(rows: Sequence[ComparedFigure], plan: Plan) -> Iterator[_Row]:
-    """Yield the table rows of one quantity; all of its times have the same unit."""
     scale = TimeScale.fitting(time for row in rows for time in (row.predicted, row.measured))
 
     def time(time_us: float) -> str:

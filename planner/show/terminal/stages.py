@@ -59,7 +59,6 @@ def recomputed_layers(stage: Stage, style: Style) -> Text:
 
 
 def _names(stage: Stage) -> list[str]:
-    """Return the names of a stage's recomputed layers; consecutive numbers are joined, as `block_4 … block_6 (3)`."""
     names = stage.recomputed
     if len(names) == stage.layers:
         return [printable(layer_range(stage.first, stage.last, stage.layers))]
@@ -72,6 +71,5 @@ def _names(stage: Stage) -> list[str]:
 
 
 def _numbered(name: str) -> tuple[str, int, str]:
-    """Return the text before the last number in a name, the number (-1 if there is none), and the text after it."""
     match = fullmatch(r"(.*?)(\d{1,9})(\D*)", name)
     return (match[1], int(match[2]), match[3]) if match else (name, -1, "")

@@ -45,7 +45,6 @@ def rate_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) -> str:
-    """Return a predicted value and its range in words; if the value is outside its range, the range comes first."""
     words = f"{_ending(ends[0], end, floor)} to {_ending(ends[1], end, ceil)}"
     # A prediction is outside its range if earlier ones were all too low or too high. The value alone would mislead.
     is_outside = not ends[0] <= value <= ends[1]
@@ -126,18 +125,10 @@ _MOST_DIGITS = 9
 
 
 def _digits_end(value: float, digits: int) -> int:
-    """Return the number of decimals that gives `value` this many significant digits."""
     return digits - 1 - floor(log10(value)) if value > 0 else 0
 
 
 def _ending(value: float, end: int, whole: Callable[[float], int] = round) -> str:
-    """Return `value` with `end` decimals, or rounded to tens, hundreds, … if `end` is negative.
-
-    Args:
-        value: The number.
-        end: Number of decimals.
-        whole: Function that rounds to a whole number: `round`, `floor` or `ceil`.
-    """
     # Floating-point errors are removed first, so that `floor` and `ceil` keep numbers that have `end` decimals.
     steps = whole(round(value * 10.0**end, 6))
     return f"{steps / 10.0**end:,.{max(0, end)}f}"

@@ -53,8 +53,6 @@ def difference_table(change: Difference) -> Table:
 
 
 class _Change(NamedTuple):
-    """Memory and time of a stage or of the whole step, in the earlier plan (before) and in the later plan (now)."""
-
     label: str
     bytes_before: int | None
     bytes: int | None
@@ -119,7 +117,6 @@ def best_cluster_lines(sweep: Sweep) -> list[str]:
 
 
 def _run(cell: SweepCell) -> str:
-    """Return length, duration and cost of a cell's training run; empty if no training run was requested."""
     if cell.training is None or cell.plan is None:
         return ""
     return f", {', '.join(run_words(cell.training, cell.plan.inputs))}"
@@ -134,7 +131,6 @@ def _cell_per_s(cell: SweepCell) -> float:
 
 
 def _planned(value: Callable[[Plan], Value]) -> Callable[[SweepCell], Value]:
-    """Return a function that reads a value from the plan of a cell; the function returns None without a plan."""
     return lambda cell: None if cell.plan is None else value(cell.plan)
 
 

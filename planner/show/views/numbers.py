@@ -96,7 +96,6 @@ def time_ticks(total_us: float, most: float) -> tuple[str, tuple[Tick, ...]]:
 
 
 def _nice(least: float) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that is at least `least`."""
     power: float = 10.0 ** ceil(log10(least))
     return next(power * part for part in (0.2, 0.5, 1.0) if power * part >= least * (1 - 1e-9))
 

@@ -119,7 +119,6 @@ def _recompute(stage: Stage) -> str:
 
 
 def _placed(stage: Stage, plan: Plan) -> str:
-    """Return the index of a stage's device, and its speed if it differs from the profiled device's speed."""
     device, speeds = plan.device_of(stage), plan.inputs.speeds
     speed = speeds[device] if device < len(speeds) else 1.0
     return str(device) if speed == 1 else f"{device} ({speed:g}\u00d7)"
@@ -178,7 +177,6 @@ def schedules_table(plan: Plan) -> Table:
 
 
 def _width_column(points: tuple[FrontierPoint, ...]) -> list[tuple[Column, Callable[[FrontierPoint], Value]]]:
-    """Return a column for the number of GPUs per stage; no column if every point has one GPU per stage."""
     if all(point.tensor_parallel == 1 for point in points):
         return []
     return [column("tensor_parallel", "GPUs per\nstage", _fitting("tensor_parallel"), "count")]
@@ -194,5 +192,4 @@ def untried_words(plan: Plan) -> str:
 
 
 def _fitting(field: str, otherwise: str | None = None) -> Callable[[FrontierPoint], Value]:
-    """Return a function that reads a field of a point; it returns `otherwise` for a point without a plan."""
     return lambda point: getattr(point, field) if point.fits else otherwise
