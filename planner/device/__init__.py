@@ -1,1 +1,1 @@
-"""Clocks, memory meters and names of the kinds of devices: CPUs and GPUs."""
+"""Clocks, memory meters, and one class for each kind of device (CPU, CUDA GPU)."""

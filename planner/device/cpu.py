@@ -1,4 +1,4 @@
-"""CPU of this machine as a device: results are complete when a call returns, and tensors are in host memory."""
+"""The CPU of this machine as a device. Calls return when their result is complete, and tensors are in host memory."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ from planner.device.meter import CpuMeter, recorded_allocations
 
 
 class Cpu(DeviceKind):
-    """CPU of this machine, which any number of processes can share."""
+    """CPU of this machine, shared by all processes on the machine."""
 
     name, title = "cpu", "CPU"
     communication = "gloo"
@@ -77,7 +77,10 @@ class _HostMoment(NamedTuple):
 
 
 class _AllocationWatch:
-    """Watch that adds up recorded allocations and releases, because torch has no memory statistics for CPUs."""
+    """Peak memory of this process, computed from recorded allocations and releases.
+
+    torch has no memory statistics for CPUs.
+    """
 
     def __init__(self) -> None:
         self._live_bytes = 0

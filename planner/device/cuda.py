@@ -1,10 +1,10 @@
-"""CUDA GPUs as devices: times come from events, memory from the statistics of torch's caching allocator.
+"""CUDA GPUs as devices: times come from CUDA events, memory from the statistics of torch's caching allocator.
 
-A part of the GPU's memory is not available for tensors: CUDA's context, loaded kernels, workspaces of libraries. The
-allocator's statistics do not include this part, and neither do the predictions for stages. So it is measured once and
-kept as the device's reserve. The measurement first runs operators that nearly every model uses, because libraries take
-memory on first use: matrix products (cuBLAS) and convolutions (cuDNN), forward and backward, in single and half
-precision.
+Some memory of a GPU is not available for tensors: CUDA's context, loaded kernels, and workspaces of libraries. The
+allocator's statistics do not include this memory, and neither do the predictions for stages. It is therefore measured
+once and stored as the device's reserve. The measurement first runs operators that nearly every model uses, because
+libraries allocate memory on first use: matrix products (cuBLAS) and convolutions (cuDNN), forward and backward, in
+single and half precision.
 """
 
 import time
@@ -28,10 +28,10 @@ _CLOCK_TRIES = 4
 
 
 class CudaClock:
-    """Clock that measures, by CUDA events, the time of a function's work on the current stream."""
+    """Clock that measures, with CUDA events, the run time of a function's kernels on the current stream."""
 
     def time_us(self, work: Callable[[], object]) -> float:
-        """Wait for all earlier work, run `work`, and return its time on the GPU in microseconds."""
+        """Wait for all earlier work, run `work`, and return its run time on the GPU, in microseconds."""
         self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._is_stopped = False
         torch.cuda.synchronize()
@@ -43,23 +43,20 @@ class CudaClock:
         return float(self._start.elapsed_time(self._end)) * 1e3
 
     def restart(self) -> None:
-        """Start the measurement anew. The measured function calls this after preparations that must not count."""
         self._start.record()
 
     def stop(self) -> None:
-        """End the measurement now. The measured function calls this if what follows must not count."""
         self._end.record()
         self._is_stopped = True
 
 
 class CudaMeter:
-    """Meter of a function's memory that reads the statistics of torch's caching allocator."""
+    """Meter of a function's memory, from the statistics of torch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def measure(self, work: Callable[[], object]) -> Usage:
-        """Run `work` once and return the memory that it used."""
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -70,7 +67,7 @@ class CudaMeter:
 
 
 class Cuda(DeviceKind):
-    """GPU that torch uses through CUDA, or an AMD GPU, for which torch uses HIP under the name CUDA."""
+    """CUDA GPU; or an AMD GPU, which torch's ROCm build also calls a CUDA device."""
 
     name, title = "cuda", "CUDA"
     communication = "nccl"
@@ -110,10 +107,10 @@ class Cuda(DeviceKind):
         )
 
     def reserve_bytes(self) -> int:
-        """Return the bytes of the GPU's memory that are in use but not for tensors, including other programs' memory.
+        """Measure the GPU memory that is not available for tensors, including memory of other programs, in bytes.
 
-        The result is the sum of two parts: memory in use outside of the allocator's pool, and memory that libraries
-        hold permanently inside the pool (the workspace of cuBLAS).
+        The result is the sum of memory in use outside torch's allocator, and memory that libraries keep allocated in
+        torch's allocator (the workspace of cuBLAS).
         """
         before_bytes = torch.cuda.memory_allocated(self.device)
         for dtype in (torch.float32, torch.float16):
@@ -167,8 +164,6 @@ class _EventMoment(NamedTuple):
 
 
 class _StatisticsWatch:
-    """Watch that reads the peak of torch's allocator; `close` always returns None."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 

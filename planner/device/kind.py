@@ -1,4 +1,4 @@
-"""Define the interface of a kind of device. `planner.device.kinds` lists the classes that implement it."""
+"""Interface of a kind of device. `planner.device.kinds` lists the classes that implement the interface."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
@@ -12,10 +12,13 @@ from planner.device.meter import Meter
 
 
 class Moment(Protocol):
-    """Point in time on the device's own clock; the device may reach it later than the host creates it."""
+    """Point in time on the device's own clock, such as a recorded CUDA event.
+
+    The host creates the object when it submits work. The device may reach this point later.
+    """
 
     def ns_since(self, earlier: Self) -> int:
-        """Return the nanoseconds from `earlier` to this point in time; the device must have reached both."""
+        """Return the nanoseconds from `earlier` to this point in time. The device must have reached both points."""
         ...
 
 
@@ -28,31 +31,35 @@ class Peak(NamedTuple):
 
 
 class PeakWatch(Protocol):
-    """Interface of an object that records the memory of this process, from its creation, to find the peak."""
+    """Interface of recorders of a process's peak memory. Recording begins when the object is created."""
 
     def begin(self) -> None:
-        """Begin the period of which the peak is measured; memory that is already in use counts."""
+        """Begin the measured period. Memory that is already allocated counts towards the peak."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager whose allocations do not count; the block must release them, on the same thread."""
+        """Return a context manager that keeps the allocations of its block out of the peak.
+
+        The block must release these allocations, on the same thread.
+        """
         ...
 
     def end(self) -> Peak:
-        """Stop watching, and return the peak memory since `begin`."""
+        """Stop recording, and return the peak memory since `begin`."""
         ...
 
     def close(self) -> Peak | None:
-        """Stop watching.
+        """Stop recording, if `end` has not already done so.
 
         Returns:
-            Peak memory since `begin`, or since the creation without `begin`. None after `end`, and always for GPUs.
+            Peak memory since `begin`, or since the creation of the object if `begin` was not called. None if `end` was
+            called, and always None on GPUs.
         """
         ...
 
 
 class DeviceKind(ABC):
-    """Interface of a device, for everything that differs between CPUs and GPUs; one subclass per kind."""
+    """Interface of a kind of device: all operations that differ between CPUs and GPUs. Each kind is a subclass."""
 
     name: ClassVar[str]
     """Value of `torch.device.type`, which is also `device.kind` in files."""
@@ -71,12 +78,12 @@ class DeviceKind(ABC):
     @classmethod
     @abstractmethod
     def count(cls) -> int:
-        """Return the number of processes on this machine that can each have a device of this kind."""
+        """Return the number of devices of this kind on this machine; no limit for the CPU, which processes share."""
 
     @classmethod
     @abstractmethod
     def of_rank(cls, local_rank: int) -> torch.device:
-        """Return the device of the process with the given rank on this machine, and make it the current device."""
+        """Return the device for a process's rank on this machine, and make it torch's current device."""
 
     @classmethod
     @abstractmethod
@@ -91,15 +98,15 @@ class DeviceKind(ABC):
     @property
     @abstractmethod
     def generator(self) -> torch.Generator | None:
-        """Random number generator of the device; None if the device uses that of the host."""
+        """Random number generator of the device; None if the device uses the host's generator."""
 
     @abstractmethod
     def describe(self) -> Device:
-        """Return the device's name, its memory, and the part of the memory that is not available for tensors."""
+        """Return the device's name, its memory, and its reserve (memory that is not available for tensors)."""
 
     @abstractmethod
     def clock(self, threads: int) -> Clock:
-        """Return a clock for short functions that use `threads` threads of the host."""
+        """Return a clock for functions that use `threads` threads of the host."""
 
     @abstractmethod
     def meter(self) -> Meter:
@@ -107,15 +114,15 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def peak_watch(self) -> PeakWatch:
-        """Start a watch of the memory of this process, and return it."""
+        """Return a recorder of this process's peak memory, which has begun to record."""
 
     @abstractmethod
     def allocated_bytes(self) -> int | None:
-        """Return the bytes of all tensors on the device; None if this kind of device does not count them."""
+        """Return the bytes of all tensors on the device; None if the device does not count them."""
 
     @abstractmethod
     def current_moment(self) -> Moment:
-        """Return the point in time at which the device completes all work submitted so far."""
+        """Return the point in time at which the device completes all work that was submitted before this call."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -123,9 +130,9 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def moment_on_both_clocks(self) -> tuple[Moment, int]:
-        """Return one point in time on both clocks: the device's, and the host's `time.perf_counter_ns`.
+        """Return one point in time on two clocks: the device's, and the host's `time.perf_counter_ns`.
 
-        The device is idle at this time.
+        The device is idle at this point.
         """
 
     @abstractmethod

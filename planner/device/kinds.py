@@ -1,4 +1,4 @@
-"""List the supported kinds of devices, by `torch.device.type`."""
+"""Supported kinds of devices, by `torch.device.type`."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -18,7 +18,7 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def accelerator_in_use() -> DeviceKind | None:
-    """Return the accelerator that this process already uses; None if it uses only the CPU."""
+    """Return the accelerator that this process already uses; None if the process uses only the CPU."""
     for kind in DEVICE_KINDS.values():
         if (device := kind.accelerator_in_use()) is not None:
             return device

@@ -1,4 +1,4 @@
-"""Read properties of this machine (name of the CPU, cores, memory), and set options of the C library's allocator."""
+"""Properties of this machine (name of the CPU, cores, memory), and settings of the C library's allocator."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ _MOST_BLOCKS = 2**16
 
 
 def cpu_name() -> str:
-    """Return the product name of the CPU if the system reports it, else its architecture."""
+    """Return the product name of the CPU, or its architecture if the system reports no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -38,24 +38,24 @@ def usable_cores() -> int:
 
 
 class CoreTime(NamedTuple):
-    """Time that a thread has run, and time that it has waited for a core that other threads used; 0 if unknown."""
+    """Run time of a thread, and time that the thread waited for a free core. Both are 0 if unknown."""
 
     ran_ns: int = 0
     waited_ns: int = 0
 
     @property
     def share(self) -> float:
-        """Time that the thread has run divided by the time that it has run or waited for a core; 0 if unknown."""
+        """Run time divided by run time plus waiting time; 0 if unknown."""
         wanted_ns = self.ran_ns + self.waited_ns
         return self.ran_ns / wanted_ns if wanted_ns else 0.0
 
     def since(self, earlier: "CoreTime") -> "CoreTime":
-        """Return the increase of both times since `earlier`."""
+        """Return the increase of run time and waiting time since `earlier`."""
         return CoreTime(self.ran_ns - earlier.ran_ns, self.waited_ns - earlier.waited_ns)
 
 
 def core_time() -> CoreTime:
-    """Return how long this thread has run and has waited for a core, as reported by the scheduler of Linux."""
+    """Return this thread's run time and waiting time, from the statistics of Linux's scheduler."""
     try:
         ran, waited, _ = Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()
         return CoreTime(int(ran), int(waited))
@@ -64,7 +64,7 @@ def core_time() -> CoreTime:
 
 
 def available_bytes() -> int:
-    """Return the host memory, in bytes, that is available without swapping; all of it if this is unknown."""
+    """Return the host memory that is available without swapping, in bytes; the total memory if this is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
@@ -76,13 +76,13 @@ def available_bytes() -> int:
 def keep_freed_memory(*, below: int | None = None) -> None:
     """Make the C library keep freed memory for later allocations, as the caching allocators of GPUs do.
 
-    By default, glibc returns large blocks to the system, which then clears every page on the next use. Activations are
-    allocated and freed with every micro-batch, so this costs time: the step of a Transformer with recomputation took
-    1.4 times as long. Without glibc, this function does nothing.
+    By default, glibc returns large blocks to the system, and the system clears every page when it is used again.
+    Activations are allocated and freed with every micro-batch: without this function, the step of a Transformer with
+    recomputation took 1.4 times as long. Without glibc, this function does nothing.
 
     Args:
-        below: Size in bytes, at most `LARGE_BYTES`, below which blocks are kept; by default, all blocks are kept. With
-            a limit, the process has little more than its live memory, because only small blocks leave holes.
+        below: Size in bytes, at most `LARGE_BYTES`. Freed blocks below this size are kept; larger blocks are returned
+            to the system, so that the process has little more than its live memory. By default, all blocks are kept.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -94,7 +94,10 @@ def keep_freed_memory(*, below: int | None = None) -> None:
 
 
 def release_freed_memory() -> None:
-    """Give freed memory, which `keep_freed_memory` keeps, back to the system once. Without glibc, do nothing."""
+    """Return freed memory to the system once, including memory that `keep_freed_memory` keeps.
+
+    Without glibc, this function does nothing.
+    """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
@@ -102,9 +105,10 @@ def release_freed_memory() -> None:
 
 
 def release_file_pages(address: int, size_bytes: int) -> None:
-    """Let the system take back pages of a mapped file now; it reads them again if they are used.
+    """Allow the system to remove the pages of a mapped file from memory. The next use of a page reads the file again.
 
-    Pages that this process has changed, or that belong to no file, stay in memory. Without Linux this does nothing.
+    Pages that this process has changed, or that belong to no file, stay in memory. Without Linux, this function does
+    nothing.
     """
     begin = address - address % _PAGE_BYTES
     try:

@@ -1,9 +1,9 @@
-"""Measure the memory of a function: the interface of meters, and the meter for CPUs.
+"""Meters that measure the memory of a function: the interface, and the meter for CPUs.
 
-The meter for CPUs uses torch's profiler, which records the size of every allocation and release. These include
-temporary tensors inside operators, which no dispatch mode sees. The older profiler interface is used, because it does
-not start Kineto, which takes time and prints messages. The resident set size would be useless, because the C allocator
-keeps freed memory.
+The meter for CPUs uses torch's profiler, which records the size of every allocation and release. The record includes
+temporary tensors inside operators, which dispatch modes do not see. The meter uses the profiler's older interface,
+because the newer one starts Kineto, which takes time and prints messages. The resident set size is no measure of a
+function's memory, because the C allocator keeps freed memory.
 """
 
 import gc
@@ -17,7 +17,7 @@ from torch.autograd import ProfilerConfig, ProfilerState  # type: ignore[attr-de
 
 
 class Usage(NamedTuple):
-    """Memory of a function in bytes, relative to the live memory before its call."""
+    """Memory that a function call allocates, in bytes, relative to the memory in use before the call."""
 
     peak_bytes: int
     end_bytes: int
@@ -25,7 +25,7 @@ class Usage(NamedTuple):
 
 
 class Meter(Protocol):
-    """Interface of a meter that measures the memory of a function."""
+    """Interface of meters that measure the memory of a function."""
 
     def measure(self, work: Callable[[], object]) -> Usage:
         """Run `work` once, release its result, and return the memory that it used."""
@@ -33,10 +33,9 @@ class Meter(Protocol):
 
 
 class CpuMeter:
-    """Meter that adds up all allocations and releases of torch's CPU allocator."""
+    """Meter that adds up the allocations and releases of torch's CPU allocator."""
 
     def measure(self, work: Callable[[], object]) -> Usage:
-        """Run `work` once and return the memory that it used."""
         # Garbage collection is off, because memory that it releases would count as released by `work`.
         collects = gc.isenabled()
         gc.disable()
@@ -55,9 +54,9 @@ class CpuMeter:
 
 @contextmanager
 def recorded_allocations() -> Iterator[list[int]]:
-    """Record the sizes in bytes of all CPU allocations (positive) and releases (negative), in order.
+    """Record the sizes of all CPU allocations (positive) and releases (negative), in bytes, in order.
 
-    The list that this context manager returns is filled when the block ends.
+    The yielded list is empty until the block ends.
     """
     sizes: list[int] = []
     config = ProfilerConfig(
@@ -74,7 +73,7 @@ def recorded_allocations() -> Iterator[list[int]]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if the error or one of its causes is that a device or the machine ran out of memory."""
+    """Return True if `error`, or an error that caused it, reports that a device or the machine has no memory left."""
     while error is not None:
         # Torch's CPU allocator has no error class of its own.
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):

@@ -1,6 +1,6 @@
 """Emitters: write the files that run a plan with the bundled executor or another engine, and read other engines' cuts.
 
-`engines` has the table of engines and writes files; each engine has its own module.
+`engines` has the table of engines and writes files. Each engine has its own module.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from planner import lazy_attributes
 
 if TYPE_CHECKING:
-    from planner.emit.engines import ENGINES, EmitResult, check_engine, emit_engine, write_emitted
+    from planner.emit.engines import ENGINES, EmitResult, check_engine, engine_file, write_emitted
     from planner.emit.layout import EngineFile
     from planner.emit.native import InputPaths, decisions_digest, emit_native
     from planner.emit.reading import SUFFIXES, read_balance_list
@@ -22,8 +22,8 @@ __all__ = [
     "InputPaths",
     "check_engine",
     "decisions_digest",
-    "emit_engine",
     "emit_native",
+    "engine_file",
     "is_edited",
     "read_balance_list",
     "write_emitted",
@@ -32,7 +32,7 @@ __all__ = [
 __getattr__ = lazy_attributes(
     __name__,
     {
-        **dict.fromkeys(("ENGINES", "EmitResult", "check_engine", "emit_engine", "write_emitted"), "engines"),
+        **dict.fromkeys(("ENGINES", "EmitResult", "check_engine", "engine_file", "write_emitted"), "engines"),
         **dict.fromkeys(("InputPaths", "decisions_digest", "emit_native"), "native"),
         **dict.fromkeys(("SUFFIXES", "read_balance_list"), "reading"),
         "EngineFile": "layout",

@@ -1,11 +1,13 @@
-"""NeMo Automodel 0.7: `distributed` and `step_scheduler` of a recipe.
+"""Emitter for NeMo Automodel 0.7: the sections `distributed` and `step_scheduler` of a recipe.
 
 `distributed.pipeline` is a `PipelineConfig`. Its `module_fqns_per_model_part` has a list of module paths for each
-stage. It replaces `layers_per_stage`, which only cuts evenly. A stage is a copy of the model in which the modules of
+stage, and replaces `layers_per_stage`, which only cuts evenly. A stage is a copy of the model in which the modules of
 other stages are set to None (nemo_automodel/components/distributed/pipelining/functional.py,
 `split_model_into_stages`). Members of module lists are kept or deleted as a whole. Every stage needs the rotary
-embeddings. `pp_schedule` is the name of a schedule in torch. The name also decides the placement of the stages: a V for
-ZBVZeroBubble, otherwise a loop. A schedule that torch lacks is written to a file of its own.
+embeddings.
+
+`pp_schedule` is the name of a schedule in torch. This name also decides the placement of the stages: a V for
+ZBVZeroBubble, otherwise a loop. A schedule that torch lacks is written to a separate file.
 """
 
 import json
@@ -31,7 +33,7 @@ Modules that are in none of the lists are deleted from every stage."""
 
 
 def emit_automodel(layout: Layout) -> EngineFile:
-    """Return the sections of a recipe that run the plan.
+    """Return the sections of an Automodel recipe that run the plan.
 
     Raises:
         UsageError: A layer has no path, or a path inside a list member; stages share parameters; there are fewer
@@ -39,18 +41,18 @@ def emit_automodel(layout: Layout) -> EngineFile:
     """
     plan = layout.plan
     _check(layout)
-    name = _schedule_name(layout)
+    name = _schedule_with_placement(layout)
     pipeline: dict[str, Any] = {"pp_schedule": name, "pp_microbatch_size": plan.micro_batch_size}
-    beside: dict[str, str] = {}
+    extra_files: dict[str, str] = {}
     if name != layout.schedule.torch_name:
         pipeline["pp_schedule_csv"] = SCHEDULE_FILE
-        beside[SCHEDULE_FILE] = schedule_table(layout)
+        extra_files[SCHEDULE_FILE] = schedule_table(layout)
     sizes = {"pp_size": plan.num_devices}
     more = {"dp_size": plan.replicas, "tp_size": plan.tensor_parallel}
     sizes |= {key: size for key, size in more.items() if size > 1}
     lines = ["distributed:", "  strategy: fsdp2", *(f"  {key}: {size}" for key, size in sizes.items()), "  pipeline:"]
     lines += [f"    {key}: {json.dumps(value)}" for key, value in pipeline.items()]
-    lines += ["    module_fqns_per_model_part:", *_lists(layout)]
+    lines += ["    module_fqns_per_model_part:", *_module_list_lines(layout)]
     # One step of the scheduler is one mini-batch; `local_batch_size` is the part of one pipeline.
     batches = {"global_batch_size": plan.inputs.batch, "local_batch_size": plan.micro_batches * plan.micro_batch_size}
     lines += ["step_scheduler:", *(f"  {key}: {size}" for key, size in batches.items())]
@@ -67,7 +69,7 @@ def emit_automodel(layout: Layout) -> EngineFile:
         ),
         notes=tuple(notes),
         use="`distributed` and `step_scheduler` of a recipe, as plan_automodel.yaml has them",
-        beside=beside,
+        extra_files=extra_files,
     )
 
 
@@ -80,7 +82,7 @@ def _check(layout: Layout) -> None:
                 f'{_NAME} keeps or deletes members of lists as a whole, not "{path}"',
                 hint="profile the model in whole blocks, or use another `--format`",
             )
-    for first, second in layout.ties_over_stages():
+    for first, second in layout.tied_pairs_across_stages():
         together = layout.together_option(first, second)
         raise UsageError(
             f'"{first}" and "{second}" share parameters across stages, but {_NAME} would train two copies',
@@ -95,16 +97,14 @@ def _check(layout: Layout) -> None:
         )
 
 
-def _schedule_name(layout: Layout) -> str:
-    """Return the schedule name for which Automodel places the stages as the plan does."""
+def _schedule_with_placement(layout: Layout) -> str:
     if layout.plan.placement == "loop":
-        return layout.placing_name
+        return layout.placement_schedule_name
     in_v = (rule.torch_name for rule in SCHEDULES.values() if rule.placement == "v" and rule.torch_name)
     return next(in_v)
 
 
-def _lists(layout: Layout) -> list[str]:
-    """Return YAML lines with the list of modules of each stage."""
+def _module_list_lines(layout: Layout) -> list[str]:
     stages = layout.module_paths(_NAME)
     shared = [path for stage in stages for path in stage if path.rpartition(".")[2] == ON_EVERY_STAGE]
     lines = []

@@ -1,9 +1,9 @@
-"""DeepSpeed 0.19.8: a `PipelineModule` with the plan's cuts.
+"""Emitter for DeepSpeed 0.19.8: a `PipelineModule` with the plan's cuts.
 
-Its `partition_method` (deepspeed/runtime/pipe/module.py) is `uniform`, `parameters` or `type:REGEX`, and none of these
-methods accepts given cuts. The emitted file therefore defines a subclass that sets `parts`, the list of cuts. The
-engine runs 1F1B (`TrainSchedule`). M is `gradient_accumulation_steps`. Recomputation is an attribute of the module,
-which each stage can set for itself.
+The argument `partition_method` of `PipelineModule` (deepspeed/runtime/pipe/module.py) is `uniform`, `parameters` or
+`type:REGEX`. None of these methods accepts given cuts. The emitted file therefore defines a subclass that sets `parts`,
+the list of cuts. The engine runs 1F1B (`TrainSchedule`), and its `gradient_accumulation_steps` is the number of
+micro-batches. Recomputation is an attribute of the module, which each stage can set for itself.
 """
 
 from itertools import accumulate
@@ -39,7 +39,7 @@ class PlannedPipelineModule(PipelineModule):
 
 
 def emit_deepspeed(layout: Layout) -> EngineFile:
-    """Return a Python file with the plan's values and a subclass of `PipelineModule` that uses these values.
+    """Return a Python file with the plan's values and a subclass of `PipelineModule` that uses them.
 
     Raises:
         UsageError: DeepSpeed cannot run the plan: it is interleaved, stages share parameters, or the model is not a
@@ -47,7 +47,7 @@ def emit_deepspeed(layout: Layout) -> EngineFile:
     """
     layout.refuse_chunks(_NAME)
     plan, paths = layout.plan, layout.sequential_paths(_NAME)
-    for first, second in layout.ties_over_stages():
+    for first, second in layout.tied_pairs_across_stages():
         raise UsageError(
             f'"{first}" and "{second}" share parameters across stages, but DeepSpeed would train two copies',
             hint=f"solve with `--together {first},{second}`; or write both as a `TiedLayerSpec` and set PARTS by hand",

@@ -1,13 +1,13 @@
-"""Hugging Face accelerate 1.15 and transformers 5: a `device_map`.
+"""Emitter for Hugging Face accelerate 1.15 and transformers 5: a `device_map`.
 
-A dictionary from module path to device, which must cover every parameter and buffer (huggingface.co/docs/accelerate,
-"Handling big models for inference", "Designing a device map"). A device map only places modules, so that one device
-computes at a time.
+A device map is a dictionary from module path to device. It must cover every parameter and buffer
+(huggingface.co/docs/accelerate, "Handling big models for inference", "Designing a device map"). Because a device map
+only places modules, only one device computes at a time.
 """
 
 from typing import Final
 
-from planner.emit.layout import EngineFile, Layout, modules_of, python_values, signed_text
+from planner.emit.layout import EngineFile, Layout, module_paths_of, python_values, signed_text
 
 _NAME: Final = "a device map"
 
@@ -21,7 +21,7 @@ recomputation are not included, and a step takes longer than planned"""
 
 
 def emit_device_map(layout: Layout) -> EngineFile:
-    """Return a Python file that defines DEVICE_MAP.
+    """Return a Python file that defines `DEVICE_MAP`.
 
     Raises:
         UsageError: A layer has no path.
@@ -31,8 +31,8 @@ def emit_device_map(layout: Layout) -> EngineFile:
     for stage, device in zip(layout.stages, layout.devices, strict=True):
         for layer in stage:
             device_of[layer.name] = device
-            device_map.update(dict.fromkeys(modules_of(layer), device))
-    apart = [pair for pair in layout.ties() if device_of[pair[0]] != device_of[pair[1]]]
+            device_map.update(dict.fromkeys(module_paths_of(layer), device))
+    apart = [pair for pair in layout.tied_pairs() if device_of[pair[0]] != device_of[pair[1]]]
     notes = [
         _NO_PIPELINE,
         *(f'"{a}" and "{b}" share parameters across devices: solve with `--together {a},{b}`' for a, b in apart),

@@ -1,4 +1,4 @@
-"""Table of engines, and functions that write a plan in the format of an engine."""
+"""Table of engines, and functions that write a plan in an engine's format."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from planner.core.values.profile import Profile
 from planner.emit.automodel import emit_automodel
 from planner.emit.deepspeed import emit_deepspeed
 from planner.emit.device_map import emit_device_map
-from planner.emit.launch import LAUNCHERS, job_of
+from planner.emit.launch import LAUNCHERS, launch_job
 from planner.emit.layout import EngineFile, Layout, refuse_sharing
 from planner.emit.megatron import emit_megatron
 from planner.emit.native import InputPaths, RepeatOptions, emit_native
@@ -33,7 +33,7 @@ ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
     "megatron": emit_megatron,
     "device-map": emit_device_map,
 }
-"""Emitters for other engines, by name of the format."""
+"""Emitters of other engines' formats, by name of the format."""
 
 FORMATS: Final = {**ENGINES, "csv": emit_schedule_csv}
 """Formats of other engines, and `csv`: the schedule alone, which several engines read."""
@@ -44,8 +44,8 @@ def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = 
 
     Args:
         engine: Name of the format.
-        launch: Scheduler for which a launcher is requested, if any.
-        has_smaller: True if there are plans for fewer processes.
+        launch: Scheduler of the requested launcher; None if no launcher is requested.
+        has_smaller: True if plans for fewer processes are given.
 
     Raises:
         UsageError: The engine or the scheduler is unknown, or the engine does not support the option.
@@ -62,7 +62,7 @@ def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitResult:
-    """Files that were written for a plan, and how to use them."""
+    """Paths of the files that `emit` wrote for a plan, and how to use the files."""
 
     paths: tuple[Path, ...]
     """Paths of the files; the path of the script, or of the engine's file, is last."""
@@ -88,19 +88,19 @@ def write_emitted(
     repeat_options: RepeatOptions | None = None,
     say: Callable[[str], None],
 ) -> EmitResult:
-    """Write the files with which `engine` runs `plan` to a folder.
+    """Write the files with which an engine runs a plan.
 
     Input files and the model's file are never overwritten. Edited files are overwritten only with `force`.
 
     Args:
-        plan: The plan.
-        profile: Its profile.
+        plan: Plan to write.
+        profile: Profile of the plan.
         engine: Name of the format.
-        folder: Folder of the files.
+        folder: Folder of the written files.
         input_paths: Paths of the plans and the profile.
         force: If true, overwrite edited files.
-        smaller: Plans for fewer processes, made from the same profile; for the bundled executor.
-        launch: Scheduler for which a launcher is written, if any.
+        smaller: Plans for fewer processes, made from the same profile; only for the bundled executor.
+        launch: Scheduler for which a launcher is written; None for no launcher.
         nodes: Nodes for the launcher; defaults to the nodes of the plan.
         repeat_options: Function that returns the `solve` options of a plan's request.
         say: Function that is called with a description of each slow operation before it begins.
@@ -119,8 +119,8 @@ def write_emitted(
     profile_folder = str(Path(input_paths.profile).parent)
     read = (input_paths.plan, input_paths.profile, files.model_path(profile, profile_folder), *input_paths.smaller)
     if engine in FORMATS:
-        file = emit_engine(engine, plan, profile)
-        texts = {**file.beside, file.name: file.text}
+        file = engine_file(engine, plan, profile)
+        texts = {**file.extra_files, file.name: file.text}
         paths = tuple(Path(folder, name) for name in texts)
         files.check_outputs({str(path): str(path) for path in paths}, read)
         _write(dict(zip(paths, texts.values(), strict=True)), force=force)
@@ -134,7 +134,7 @@ def write_emitted(
         emitted = load("FORMATS", engine)(plan, profile, say=say, **where)
     if launch is not None:
         script = Path(folder, emitted.name).as_posix()
-        file = LAUNCHERS[launch](job_of(emitted.plans, plan.inputs, script=script, nodes=nodes))
+        file = LAUNCHERS[launch](launch_job(emitted.plans, plan.inputs, script=script, nodes=nodes))
         emitted = replace(emitted, launch=file, notes=(*emitted.notes, *file.notes), use=file.use)
     paths = emitted.paths(folder)
     files.check_outputs({str(path): str(path) for path in paths}, read)
@@ -142,13 +142,13 @@ def write_emitted(
     return EmitResult(paths=paths, kept=kept, notes=emitted.notes, use=emitted.use)
 
 
-def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
-    """Return the file of `plan` in a format.
+def engine_file(name: str, plan: Plan, profile: Profile) -> EngineFile:
+    """Return a plan as a file of an engine.
 
     Args:
-        name: One of `ENGINES`, or `csv`.
-        plan: The plan.
-        profile: Its profile.
+        name: Name of the format: a key of `FORMATS`.
+        plan: Plan to express in the format.
+        profile: Profile of the plan.
 
     Raises:
         UsageError: The format cannot express the plan, or the plan does not match the profile.
@@ -158,7 +158,7 @@ def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
 
 
 def _write(texts: Mapping[Path, str], *, force: bool) -> None:
-    """Write all files, or no file if one was edited and `force` is false."""
+    # All files are checked before the first is written.
     for path, text in texts.items():
         if not force:
             refuse_other(path, text)

@@ -1,4 +1,4 @@
-"""Common input of all engine formats: the plan, and the profile's layers cut into stages."""
+"""Input of all engine formats: the plan, and the profile's layers grouped into the plan's stages."""
 
 import json
 import re
@@ -30,21 +30,21 @@ _SHARING: Final = ("megatron", "torchtitan", "automodel")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFile:
-    """File for another engine."""
+    """Text of a file for another engine, with its name and instructions for its use."""
 
     name: str
     text: str
     notes: tuple[str, ...]
-    """Remarks about parts of the plan that the format cannot express; also written to the file."""
+    """Remarks about parts of the plan that the format cannot express. The text contains these remarks."""
     use: str
     """Call or command that uses the file."""
-    beside: Mapping[str, str] = field(default_factory=dict)
-    """Texts of other files that the file needs in the same folder, by name."""
+    extra_files: Mapping[str, str] = field(default_factory=dict)
+    """Texts, by file name, of other files that the engine needs in the same folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Plan together with the profile's layers in each of its stages."""
+    """Plan, with the profile's layers of each stage."""
 
     plan: Plan
     stages: tuple[tuple[LayerProfile, ...], ...]
@@ -55,11 +55,11 @@ class Layout:
     recompute_attention: bool = False
     """True if backward recomputes attention, and nothing else."""
     formula: str = ""
-    """Name of the formula of the profile; empty for the profile of a model."""
+    """Name of the formula that the profile was computed from; empty for the profile of a model."""
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> "Layout":
-        """Return the layout of `plan`, with the layers of `profile`.
+        """Return the layout of `plan`, with layers from `profile`.
 
         Raises:
             UsageError: The plan does not match the layers of the profile.
@@ -84,12 +84,15 @@ class Layout:
 
     @property
     def schedule_name(self) -> str:
-        """Name of the schedule in torch, or in the literature if torch lacks it."""
+        """Name of the schedule in torch; in the literature, if torch lacks the schedule."""
         return self.schedule.torch_name or self.schedule.title
 
     @property
-    def placing_name(self) -> str:
-        """Torch's name of the schedule, or of another schedule with the same placement; empty if torch has none."""
+    def placement_schedule_name(self) -> str:
+        """Name of a torch schedule with the plan's placement of stages; empty if torch has none.
+
+        The plan's own schedule is preferred.
+        """
         several = self.plan.chunks > 1
         alike = (
             schedule.torch_name
@@ -107,33 +110,33 @@ class Layout:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Device of each stage."""
+        """Index of each stage's device."""
         return tuple(self.plan.device_of(stage) for stage in self.plan.stages)
 
     def module_paths(self, engine: str) -> tuple[tuple[str, ...], ...]:
         """Return the module paths of each stage.
 
         Raises:
-            UsageError: A layer is only a part of a module and therefore has no module path, or is that of a formula.
+            UsageError: A layer is a part of a module, or comes from a formula, and therefore has no module path.
         """
         self.refuse_formula(engine)
         for layer in self.layers:
-            if not all(_PATH.fullmatch(path) for path in modules_of(layer)):
+            if not all(_PATH.fullmatch(path) for path in module_paths_of(layer)):
                 raise UsageError(
                     f'{engine} cuts between modules, but the layer "{layer.name}" is not a module with a path',
                     hint="profile the model in whole blocks, or emit for the bundled executor: `--format native`",
                 )
-        return tuple(tuple(path for layer in stage for path in modules_of(layer)) for stage in self.stages)
+        return tuple(tuple(path for layer in stage for path in module_paths_of(layer)) for stage in self.stages)
 
     def sequential_paths(self, engine: str) -> tuple[tuple[str, ...], ...]:
         """Return the module paths of each stage, for engines that run modules in sequence.
 
         Raises:
-            UsageError: A layer is a part of a module, or has several modules, so that the model is not a sequence of
+            UsageError: The model is not a sequence of modules, because a layer is a part of a module or has several
                 modules.
         """
         for layer in self.layers:
-            if len(modules_of(layer)) > 1:
+            if len(module_paths_of(layer)) > 1:
                 raise UsageError(
                     f"{engine} runs modules one after the other, but the layer "
                     f'"{layer.name}" is {len(layer.modules)} modules that the model\'s own code connects',
@@ -141,32 +144,36 @@ class Layout:
                 )
         return self.module_paths(engine)
 
-    def ties(self) -> tuple[tuple[str, str], ...]:
-        """Return pairs of layers that share parameters, each pair once."""
-        owner = {path: n for n, layer in enumerate(self.layers) for path in modules_of(layer)}
+    def tied_pairs(self) -> tuple[tuple[str, str], ...]:
+        """Return pairs of layer names: two layers that share parameters. Each pair occurs once."""
+        owner = {path: n for n, layer in enumerate(self.layers) for path in module_paths_of(layer)}
         pairs: dict[tuple[int, int], None] = {}
         for n, layer in enumerate(self.layers):
             owners = (owner.get(path) for name in layer.tied for path in paths_above(name))
             pairs |= dict.fromkeys((other, n) for other in owners if other is not None and other < n)
         return tuple((self.layers[first].name, self.layers[second].name) for first, second in pairs)
 
-    def ties_over_stages(self) -> tuple[tuple[str, str], ...]:
-        """Return pairs of layers in different stages that share parameters."""
+    def tied_pairs_across_stages(self) -> tuple[tuple[str, str], ...]:
+        """Return pairs of layer names: two layers in different stages that share parameters."""
         stage_of = {layer.name: k for k, stage in enumerate(self.stages) for layer in stage}
-        return tuple(pair for pair in self.ties() if stage_of[pair[0]] != stage_of[pair[1]])
+        return tuple(pair for pair in self.tied_pairs() if stage_of[pair[0]] != stage_of[pair[1]])
 
     def together_option(self, first: str, second: str) -> str | None:
-        """Return the `solve` option that keeps two layers in one stage; None if the stage would be the whole model."""
+        """Return the `solve` option that keeps two layers in one stage.
+
+        Returns:
+            Text of the option; None if all layers of the model would be in one stage.
+        """
         names = [layer.name for layer in self.layers]
         num_layers = names.index(second) - names.index(first) + 1
         return None if num_layers == len(names) else f"`--together {first},{second}`"
 
     def refuse_formula(self, engine: str, *, known: str = "") -> None:
-        """Raise UsageError if layers are numbered blocks of a formula, of a model that the engine does not have.
+        """Raise UsageError if the layers come from a formula for a model that the engine lacks.
 
         Args:
             engine: Name of the engine.
-            known: Kind of numbered blocks that it has.
+            known: Kind of block that the engine has: `block`, `encoder` or `decoder`; empty if it has none.
         """
         kinds = {match["kind"] for layer in self.layers if (match := _BLOCK.fullmatch(layer.name))}
         if self.formula and kinds - {known}:
@@ -176,7 +183,7 @@ class Layout:
             )
 
     def refuse_chunks(self, engine: str) -> None:
-        """Raise UsageError if a device runs several stages."""
+        """Raise UsageError if a device of the plan runs several stages."""
         if self.plan.chunks > 1:
             title = self.schedule.title
             raise UsageError(
@@ -185,28 +192,28 @@ class Layout:
             )
 
     def refuse_placement(self, engine: str) -> None:
-        """Raise UsageError if torch has no schedule with the plan's placement of stages."""
-        if not self.placing_name:
+        """Raise UsageError if no schedule of torch has the plan's placement of stages."""
+        if not self.placement_schedule_name:
             raise UsageError(
                 f"{engine} does not place {self.plan.chunks} stages on each device as a {self.plan.placement.upper()}",
                 hint="emit for the bundled executor: `--format native`",
             )
 
     def schedule_notes(self, engine: str, *runs: Schedule) -> list[str]:
-        """Return a note if the plan's schedule is not in `runs`, the schedules that the engine can run."""
+        """Return a note if the plan's schedule is not one of `runs`, the schedules that the engine can run."""
         if self.schedule in runs:
             return []
         text = f"the plan uses {self.schedule_name}, but {engine} runs {runs[0].torch_name}"
         return [f"{text}: step time and memory will differ; solve with `--schedule {runs[0].name}`"]
 
     def split_backward_notes(self) -> list[str]:
-        """Return a note if backwards are split, because torch splits them differently."""
+        """Return a note if the schedule has split backward passes, because torch splits them differently."""
         if not self.schedule.splits_backward:
             return []
         return ["torch splits backwards differently, and needs more memory than planned between I and W"]
 
     def recompute_notes(self, text: str) -> list[str]:
-        """Return a note with `text` and the recompute choices of the stages; no note if no stage recomputes."""
+        """Return a note made of `text` and each stage's recompute choice; no note if no stage recomputes."""
         runs = [(choice, [s.index for s in run]) for choice, run in groupby(self.plan.stages, lambda s: s.recompute)]
         if [choice for choice, _ in runs] == ["never"]:
             return []
@@ -215,12 +222,12 @@ class Layout:
         return [f"{text} (planned: {planned})"]
 
     def assumption_notes(self, *, sequence: str = "", experts: str = "", attention: str = "") -> list[str]:
-        """Return a note for each option of the engine that the user must set, because the predicted memory assumes it.
+        """Return a note for each option of the engine that the predicted memory assumes and the user must set.
 
         Args:
-            sequence: Option for sequence parallelism; empty if the engine needs no option for it.
-            experts: Option for the number of replicas that divide experts; empty if not needed.
-            attention: Option for recomputation of attention; empty if not needed.
+            sequence: Option for sequence parallelism; empty if the engine needs none.
+            experts: Option for the number of replicas that divide experts; empty if the engine needs none.
+            attention: Option for recomputation of attention; empty if the engine needs none.
         """
         assumed = {
             "division along the sequence": sequence if self.sequence_parallel else "",
@@ -230,7 +237,7 @@ class Layout:
         return [f"the memory assumes {what}: set `{option}`" for what, option in assumed.items() if option]
 
     def replica_notes(self, engine: str) -> list[str]:
-        """Return a note that the engine's format describes one pipeline, if the plan has several replicas."""
+        """Return a note for plans with several replicas: the engine's format describes only one pipeline."""
         count = self.plan.replicas
         if count == 1:
             return []
@@ -238,7 +245,7 @@ class Layout:
 
 
 def refuse_sharing(engine: str, plan: Plan) -> None:
-    """Raise UsageError if GPUs share layers or replicas divide the optimizer, and `engine` does not support it."""
+    """Raise UsageError if the plan has tensor parallelism or a divided optimizer, and `engine` supports neither."""
     shared = {
         f"in the plan, {plan.tensor_parallel} GPUs share each layer": (
             "with `--tensor-parallel 1`",
@@ -258,13 +265,13 @@ def refuse_sharing(engine: str, plan: Plan) -> None:
             )
 
 
-def modules_of(layer: LayerProfile) -> tuple[str, ...]:
-    """Return the module paths of a layer."""
+def module_paths_of(layer: LayerProfile) -> tuple[str, ...]:
+    """Return the paths of a layer's modules."""
     return layer.modules or (layer.name,)
 
 
 def paths_above(path: str) -> list[str]:
-    """Return the paths of a module's parents, the nearest first: `a.b`, `a` for `a.b.c`."""
+    """Return the paths of a module's parents, nearest parent first: `a.b` and `a` for `a.b.c`."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
@@ -275,10 +282,10 @@ def signed_text(
     """Return the signed text of an engine's file, in a language whose comments begin with `#`.
 
     Args:
-        layout: The plan with its layers.
-        body: Text of the file after the comments at its beginning.
-        engine: Name of the engine for people.
-        option: Name of the engine for `emit --format`.
+        layout: Plan with the layers of each stage.
+        body: Text of the file without the comments at its beginning.
+        engine: Name of the engine, as shown to people.
+        option: Name of the engine as a value of `emit --format`.
         notes: Remarks about parts of the plan that are not in the file.
         docstring: Instructions for the use of the file.
     """

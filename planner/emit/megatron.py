@@ -1,10 +1,10 @@
-"""Megatron-Core 0.16: `--pipeline-model-parallel-layout`.
+"""Emitter for Megatron-Core 0.16: the option `--pipeline-model-parallel-layout`.
 
-A string of layers with `|` between stages: `E` the embedding, `t` a transformer block, `m` a layer of multi-token
-prediction, `L` the loss and the layers just before it, `t*3` for `ttt` (docs.nvidia.com/megatron-core, "Custom Pipeline
-Model Parallel Layout", experimental; megatron/core/transformer/pipeline_parallel_layer_layout.py). Stages are listed in
-the order of the model. If there are more stages than devices, Megatron interleaves them, as the schedule `interleaved`
-does.
+The option's value is a string of layers, with `|` between stages. `E` is the embedding, `t` a transformer block, `m` a
+layer of multi-token prediction, `L` the loss and the layers just before it; `t*3` means `ttt`
+(docs.nvidia.com/megatron-core, "Custom Pipeline Model Parallel Layout", experimental;
+megatron/core/transformer/pipeline_parallel_layer_layout.py). Stages are listed in the order of the model. If there are
+more stages than devices, Megatron runs the schedule `interleaved`.
 """
 
 import re
@@ -25,7 +25,7 @@ _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*(?:\.(?:layers\.)?(?P<number>\d+))?"
 
 
 def emit_megatron(layout: Layout) -> EngineFile:
-    """Return a shell file that defines an array of options.
+    """Return a shell file that defines an array with Megatron's options.
 
     Raises:
         UsageError: The layers are not an embedding, blocks and a head; a cut is inside an embedding, a block or a head;
@@ -33,7 +33,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
     """
     layout.refuse_formula(_NAME, known="block")
     plan = layout.plan
-    kinds = _kinds(layout.layers)
+    kinds = _layer_groups(layout.layers)
     letters = []
     end = 0
     for stage in layout.stages:
@@ -45,7 +45,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
                 hint=f"solve with `--together {layout.layers[first - 1].name},{layout.layers[first].name}`",
             )
         letters.append([letter for (letter, _), _ in groupby(kinds[first:end])])
-    _check_mtp(layout, letters)
+    _check_one_mtp_stage(layout, letters)
     num_mtp = sum(stage.count("m") for stage in letters)
     text = "|".join("".join(_times(letter, len(list(run))) for letter, run in groupby(stage)) for stage in letters)
     runs = (INTERLEAVED, ONE_FORWARD_ONE_BACKWARD) if plan.chunks > 1 else (ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
@@ -59,7 +59,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
         )
     body = (
         "PIPELINE_ARGS=(\n"
-        + "".join(f"    {option}\n" for option in _divisions(layout))
+        + "".join(f"    {option}\n" for option in _assumed_options(layout))
         + f"    --pipeline-model-parallel-size {plan.num_devices}\n"
         f'    {_OPTION} "{text}"\n'
         f"    --micro-batch-size {plan.micro_batch_size}\n"
@@ -76,8 +76,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
     )
 
 
-def _divisions(layout: Layout) -> Iterator[str]:
-    """Yield the options that the profile's costs assume: parallelism within stages, and recomputation."""
+def _assumed_options(layout: Layout) -> Iterator[str]:
     if layout.plan.tensor_parallel > 1:
         yield f"--tensor-model-parallel-size {layout.plan.tensor_parallel}"
     if layout.sequence_parallel:
@@ -92,17 +91,17 @@ def _divisions(layout: Layout) -> Iterator[str]:
 
 
 def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the number of profiled layers in each stage of a layout string.
+    """Return the number of profiled layers in each stage of a Megatron layout string.
 
     Raises:
         UsageError: The text is not a layout, or is for another model.
     """
-    kinds = [kind for kind, _ in groupby(_kinds(layers))]
-    sizes = [len(list(run)) for _, run in groupby(_kinds(layers))]
+    kinds = [kind for kind, _ in groupby(_layer_groups(layers))]
+    sizes = [len(list(run)) for _, run in groupby(_layer_groups(layers))]
     flat = text.replace(",", "").replace(" ", "")
     expected = "".join(letter for letter, _ in kinds)
     for pattern in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
-        flat = re.sub(pattern, lambda repeat: _repeated(repeat, most=2 * len(kinds)), flat)
+        flat = re.sub(pattern, lambda repeat: _expanded(repeat, most=2 * len(kinds)), flat)
     if flat.replace("|", "") != expected:
         raise UsageError(
             f"the layout `{text}` is {flat.replace('|', '')}, but the profile's layers are {expected}",
@@ -116,12 +115,8 @@ def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, .
     return tuple(balance)
 
 
-def _repeated(repeat: re.Match[str], *, most: int) -> str:
-    """Return the text of a repetition such as `t*3`.
-
-    Raises:
-        UsageError: The text would be longer than `most` characters; nested repetitions could expand to gigabytes.
-    """
+def _expanded(repeat: re.Match[str], *, most: int) -> str:
+    # Nested repetitions could expand to gigabytes.
     if len(repeat[1]) * int(repeat[2]) > most:
         raise UsageError(f"the layout repeats `{repeat[1][:20]}` {repeat[2]} times, more than the profile has layers")
     return repeat[1] * int(repeat[2])
@@ -131,9 +126,8 @@ LayerGroup = tuple[str, int]
 """Letter in a layout string (E, t, m or L), and number of the block."""
 
 
-def _kinds(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
-    """Return the kind of each layer: embedding, block, layer of multi-token prediction, or head."""
-    blocks = _numbered(layers) or _alike(layers)
+def _layer_groups(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
+    blocks = _block_numbers(layers) or _indices_of_equal_layers(layers)
     inside = [n for n, block in enumerate(blocks) if block is not None]
     if not inside or None in blocks[inside[0] : inside[-1]]:
         raise UsageError(
@@ -161,8 +155,7 @@ def _kinds(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
     return kinds
 
 
-def _check_mtp(layout: Layout, letters: Sequence[Sequence[str]]) -> None:
-    """Raise UsageError if layers of multi-token prediction are in several stages."""
+def _check_one_mtp_stage(layout: Layout, letters: Sequence[Sequence[str]]) -> None:
     stages = [k for k, stage in enumerate(letters) if "m" in stage]
     if len(stages) < 2:
         return
@@ -174,28 +167,27 @@ def _check_mtp(layout: Layout, letters: Sequence[Sequence[str]]) -> None:
     )
 
 
-def _numbered(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the number in each layer's name (3 for `h.3`), and None for names with another stem than most layers.
+def _block_numbers(layers: Sequence[LayerProfile]) -> list[int | None]:
+    """Return the number in each layer's name, such as 3 for `h.3`; None for names with another stem than `h`.
 
-    The list is empty if no two layers have the same stem (`h`).
+    The most common stem is chosen. The list is empty if no two layers have the same stem.
     """
     matches = [None if _MTP.search(layer.name) else _NUMBERED.fullmatch(layer.name) for layer in layers]
-    stem = _commonest(match["stem"] for match in matches if match)
+    stem = _most_common(match["stem"] for match in matches if match)
     return [int(match["number"]) if match and match["stem"] == stem else None for match in matches] if stem else []
 
 
-def _alike(layers: Sequence[LayerProfile]) -> list[int | None]:
+def _indices_of_equal_layers(layers: Sequence[LayerProfile]) -> list[int | None]:
     """Return the index of each layer that has the most common digest, and None for other layers.
 
     The list is empty if no two layers have the same digest.
     """
     digests = ["" if _MTP.search(layer.name) else layer.digest for layer in layers]
-    commonest = _commonest(filter(None, digests))
+    commonest = _most_common(filter(None, digests))
     return [n if digest == commonest else None for n, digest in enumerate(digests)] if commonest else []
 
 
-def _commonest(texts: Iterable[str]) -> str:
-    """Return the most common text; an empty text if no text occurs more than once."""
+def _most_common(texts: Iterable[str]) -> str:
     ((text, count),) = Counter(texts).most_common(1) or [("", 0)]
     return text if count > 1 else ""
 

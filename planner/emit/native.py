@@ -16,7 +16,7 @@ from planner.core.values.precision import precision_of
 from planner.core.values.profile import GENERATOR, Device, Profile
 from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
 from planner.emit.layout import EngineFile, Layout, refuse_sharing
-from planner.emit.signature import is_edited, refuse_edited, runs_balance, with_signature
+from planner.emit.signature import is_edited, names_balance_file, refuse_edited, with_signature
 from planner.files import digest_of, dump, reference_path, relocate_source, write_text
 
 _HEADER = """\
@@ -30,7 +30,7 @@ RepeatOptions = Callable[[Inputs, Device], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputPaths:
-    """Paths of the files that a script is made from; the path `-` is standard input."""
+    """Paths of the plans and the profile from which a script is made. The path `-` means standard input."""
 
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
@@ -40,7 +40,7 @@ class InputPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeFiles:
-    """Texts of `balance.yaml`, of the script that reads it (file name `name`), and of files for smaller plans."""
+    """Texts of the files with which the bundled executor runs a plan."""
 
     balance: str
     script: str
@@ -57,12 +57,14 @@ class NativeFiles:
     """Launcher that starts the script on a cluster, if requested."""
 
     def paths(self, folder: str) -> tuple[Path, ...]:
-        """Return the paths of the files in `folder`; the script is last."""
+        """Return the paths of all files in `folder`; the script is last."""
         launch = () if self.launch is None else (self.launch.name,)
         return tuple(Path(folder, name) for name in ("balance.yaml", *self.smaller, *launch, self.name))
 
     def write(self, folder: str, *, force: bool = False) -> bool:
-        """Write all files. An edited script is not overwritten, because it reads the new `balance.yaml`.
+        """Write all files, except a script that the user has edited.
+
+        An edited script is kept, because it also runs the new `balance.yaml`.
 
         Args:
             folder: Folder of the files.
@@ -72,7 +74,7 @@ class NativeFiles:
             True if the script was written.
 
         Raises:
-            FileError: A balance configuration or the launcher was edited, the file of the script was not written by
+            FileError: A balance configuration or the launcher was edited, the existing script was not written by
                 `emit`, or a file cannot be written.
         """
         cuts = {Path(folder, "balance.yaml"): self.balance, **{Path(folder, n): t for n, t in self.smaller.items()}}
@@ -85,7 +87,7 @@ class NativeFiles:
                 refuse_edited(path, hint="to keep it, remove `--launch`; `--force` overwrites it")
         # An edited script is kept if it reads the new balance.yaml.
         is_kept = not force and is_edited(script)
-        if is_kept and not runs_balance(script):
+        if is_kept and not names_balance_file(script):
             refuse_edited(script)
         for path, text in {**cuts, **launch}.items():
             write_text(str(path), text)
@@ -107,12 +109,12 @@ def emit_native(
     """Return the balance configuration and the training script of a plan.
 
     Args:
-        plan: The plan.
-        profile: Its profile.
-        folder: Folder of the files.
-        profile_folder: Folder of the profile, to which the model's path is relative.
-        smaller: Plans for fewer processes. The script chooses the plan for the number of started processes.
-        input_paths: Paths of plans and profile, which the command to replan contains.
+        plan: Plan that the script runs.
+        profile: Profile of the plan.
+        folder: Folder for the emitted files.
+        profile_folder: Folder of the profile. The model's path in the profile is relative to this folder.
+        smaller: Plans for fewer processes. The script uses the plan for the number of started processes.
+        input_paths: Paths of plans and profile, for the command to replan.
         repeat_options: Function that returns the `solve` options of a plan's request, for the command to replan.
 
     Raises:
@@ -162,7 +164,6 @@ def emit_native(
 
 
 def _check_smaller(larger: Balance, other: Balance) -> None:
-    """Raise UsageError unless `other` has the same batch as `larger`, and fewer processes."""
     if other.num_processes >= larger.num_processes:
         raise UsageError(
             f"a plan for {pluralize(other.num_processes, 'process', 'es')} is not smaller than the plan for "
@@ -193,16 +194,16 @@ def emit_from_template(
     """Return the balance configuration of a plan, and a script made from a template.
 
     Args:
-        layout: The plan with its layers.
-        profile: Its profile.
+        layout: Plan with the layers of each stage.
+        profile: Profile of the plan.
         source: File and entry of the model, relative to the script's folder.
-        template: Package and file of the template.
+        template: Package and file name of the template.
         script: Path of the script.
         use: Command that runs the script.
         notes: Remarks about the files.
-        smaller: Smaller numbers of processes for which there are other plans.
-        planned: Predictions with which a run compares itself.
-        **more: Additional values of the template.
+        smaller: Numbers of processes of the smaller plans.
+        planned: Predictions that a run compares with its measurements.
+        **more: Values of the template's other placeholders.
 
     Raises:
         UsageError: The profile names no model.
@@ -227,7 +228,7 @@ def emit_from_template(
 
 
 def decisions_digest(plan: Plan) -> str:
-    """Return the digest of the plan's decisions, such as schedule and balance, and of its profile."""
+    """Return a digest of the plan's decisions (such as schedule and balance) and of its profile."""
     decided = {
         "profile": plan.inputs.profile.digest,
         "batch": plan.inputs.batch,
@@ -283,7 +284,7 @@ def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balan
     )
     return text.format(
         model=escape_for_docstring(balance.model.source.rpartition(":")[0]),
-        stages=_stages(plan),
+        stages=_stage_summary(plan),
         schedule=layout.schedule.title,
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
@@ -291,7 +292,7 @@ def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balan
         script=script,
         launch=launch,
         restarting=launch.replace("torchrun", "torchrun --max-restarts 3", 1),
-        several=_several_machines(plan, balance, script) + _with_fewer(balance),
+        several=_several_machines_paragraph(plan, balance, script) + _fewer_processes_paragraph(balance),
         table=stage_table(plan),
         prediction=escape_for_docstring(prediction),
         version=__version__,
@@ -300,16 +301,14 @@ def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balan
     )
 
 
-def _stages(plan: Plan) -> str:
-    """Return `4 stages`, `4 stages on 2 devices`, or `4 stages on 2 devices, in 2 replicas`."""
+def _stage_summary(plan: Plan) -> str:
     text = pluralize(len(plan.stages), "stage")
     if plan.chunks > 1:
         text += f" on {pluralize(plan.num_devices, 'device')}"
     return text + (f", in {plan.replicas} replicas" if plan.replicas > 1 else "")
 
 
-def _several_machines(plan: Plan, balance: Balance, script: str) -> str:
-    """Return a paragraph about starting the script on several machines; empty for one process."""
+def _several_machines_paragraph(plan: Plan, balance: Balance, script: str) -> str:
     count, per_node = balance.num_processes, plan.inputs.node_devices
     if count == 1:
         return ""
@@ -323,8 +322,7 @@ On several machines, run this on each. Ranks follow one pipeline, then the next 
 """
 
 
-def _with_fewer(balance: Balance) -> str:
-    """Return a paragraph about the plans for fewer processes; empty if there are none."""
+def _fewer_processes_paragraph(balance: Balance) -> str:
     if not balance.smaller:
         return ""
     plans = ", ".join(f"{count} ({cuts_path(Path('balance.yaml'), count)})" for count in balance.smaller)
@@ -332,7 +330,7 @@ def _with_fewer(balance: Balance) -> str:
 
 
 def stage_table(plan: Plan) -> str:
-    """Return the stages of a plan as text for a docstring, one stage per line."""
+    """Return a text for a docstring with one line for each stage of the plan."""
     lines = [
         f"stage {s.index}: {s.layers} layers, {escape_for_docstring(s.first)} to {escape_for_docstring(s.last)}, "
         f"recompute {_recomputed(s)}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
@@ -349,7 +347,7 @@ def _recomputed(stage: Stage) -> str:
 
 
 def escape_for_docstring(text: str) -> str:
-    """Return `text`, which comes from a file, with characters escaped that would end or change a docstring."""
+    """Return `text` with escapes for characters that would end or change a docstring."""
     return "".join(c if c.isprintable() and c not in '\\"' else _escaped(c) for c in text)
 
 
@@ -358,7 +356,11 @@ def _escaped(character: str) -> str:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment for a child process, plus `more`, with this copy of `planner` on its path."""
+    """Return environment variables with which a child process imports this copy of `planner`.
+
+    Args:
+        **more: Variables to add to those of this process.
+    """
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, **more}

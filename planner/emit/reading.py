@@ -1,4 +1,4 @@
-"""Functions that read cuts from files of other engines, written by gpipe-plan or by hand.
+"""Readers of cuts in other engines' files, written by gpipe-plan or by hand.
 
 Python files are parsed, not executed. Only assignments of literals are read.
 """
@@ -16,7 +16,7 @@ from planner.core.values.balance import Balance
 from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile
 from planner.emit.automodel import ON_EVERY_STAGE
-from planner.emit.layout import modules_of, paths_above
+from planner.emit.layout import module_paths_of, paths_above
 from planner.emit.megatron import balance_of_layout
 from planner.files import read, read_plain, read_text
 
@@ -27,7 +27,7 @@ _LAYOUT = re.compile(r"""--pipeline-model-parallel-layout[\s=]+["']*([EtmL|(][^\
 
 
 def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the number of layers of each stage, from a file.
+    """Return the number of layers of each stage, read from a file.
 
     Args:
         path: A plan or balance.yaml, or a file with torchgpipe's balance, a `split_spec`, torchtitan's or Automodel's
@@ -42,10 +42,10 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
             content = read_plain(path)
             if not (isinstance(content, dict) and "distributed" in content):
                 return _balance_in(path, layers)
-            text, values = "", _named(content)
+            text, values = "", _lower_case_names(content)
         else:
             text = read_text(path, "gpipe-plan emit")
-            values = _values(path, text)
+            values = _values_by_name(path, text)
         for name, value in values.items():
             if name in _READERS:
                 return _READERS[name](value, layers)
@@ -70,8 +70,7 @@ def _balance_in(path: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
     raise UsageError("is neither a plan nor a balance configuration")
 
 
-def _values(path: str, text: str) -> dict[str, Any]:
-    """Return the values that the file assigns, by lower-case name."""
+def _values_by_name(path: str, text: str) -> dict[str, Any]:
     content: Any = {}
     if path.endswith(".py"):
         content = _assigned(ast.parse(text))
@@ -83,14 +82,13 @@ def _values(path: str, text: str) -> dict[str, Any]:
         return {"module_fqns_per_model_part" if content and isinstance(content[0], list) else "balance": content}
     if not isinstance(content, dict):
         raise ValueError(f"expected a list or a mapping, got `{text.strip()}`")  # noqa: TRY004 - of a file
-    named = _named(content)
+    named = _lower_case_names(content)
     if path.endswith(".json") and not named.keys() & _READERS.keys():
         return {"device_map": content}  # `model.hf_device_map` is saved like this
     return named
 
 
-def _named(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping's values by lower-case name, with the values in `parallelism` and `distributed.pipeline`."""
+def _lower_case_names(content: Mapping[str, Any]) -> dict[str, Any]:
     named = {str(key).lower(): value for key, value in content.items()}
     distributed = named.get("distributed")
     for part in (named.get("parallelism"), distributed.get("pipeline") if isinstance(distributed, dict) else None):
@@ -104,21 +102,18 @@ def _assigned(module: ast.Module) -> dict[str, Any]:
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             try:
-                values[node.targets[0].id] = ast.literal_eval(_Plain().visit(node.value))
+                values[node.targets[0].id] = ast.literal_eval(_SplitPointReplacer().visit(node.value))
             except ValueError:
                 continue  # computed values are ignored
     return values
 
 
-class _Plain(ast.NodeTransformer):
-    """Transformer of a syntax tree that replaces `SplitPoint.BEGINNING` by the literal "BEGINNING"."""
-
+class _SplitPointReplacer(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.Constant:
         return ast.copy_location(ast.Constant(node.attr), node)
 
 
 def _from_balance(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the balance (number of layers of each stage), given as a list of numbers."""
     balance = tuple(value)
     if not balance or not all(isinstance(count, int) for count in balance):
         raise UsageError(f"expected a list of whole numbers, got `{value}`")
@@ -128,14 +123,16 @@ def _from_balance(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]
 
 
 def _from_boundaries(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the balance, given as the list [0, first layer of stage 1, …, number of layers]."""
+    """Return the number of layers of each stage.
+
+    `value` is the list [0, first layer of stage 1, …, number of layers].
+    """
     return _from_balance([end - first for first, end in pairwise(value)], layers)
 
 
 def _from_split_spec(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the balance, given by the modules before or after which stages begin."""
-    begins = {modules_of(layer)[0]: n for n, layer in enumerate(layers)}
-    ends = {modules_of(layer)[-1]: n + 1 for n, layer in enumerate(layers)}
+    begins = {module_paths_of(layer)[0]: n for n, layer in enumerate(layers)}
+    ends = {module_paths_of(layer)[-1]: n + 1 for n, layer in enumerate(layers)}
     cuts = set()
     for path, point in _mapping(value).items():
         boundaries = ends if point == "END" else begins
@@ -146,7 +143,6 @@ def _from_split_spec(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, .
 
 
 def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the balance, given as a list of modules for each stage."""
     if not all(isinstance(paths, (list, tuple)) for paths in value):
         raise UsageError(f"expected a list of modules per stage, got `{value}`")
     stage_of: dict[str, int] = {}
@@ -156,15 +152,14 @@ def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
                 continue  # is in all stages
             if stage_of.setdefault(path, stage) != stage:
                 raise UsageError(f'"{path}" is in two stages')
-    stages = _placed(stage_of, layers)
+    stages = _places_of_layers(stage_of, layers)
     if stages != sorted(stages):
         raise UsageError("the stages are not in the order of the model's layers")
     return _from_runs(stages)
 
 
 def _from_device_map(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the balance, given by the device of each module; consecutive layers on one device are a stage."""
-    return _from_runs(_placed(_mapping(value), layers))
+    return _from_runs(_places_of_layers(_mapping(value), layers))
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -177,8 +172,7 @@ def _from_runs(labels: Sequence[Any]) -> tuple[int, ...]:
     return tuple(len(list(run)) for _, run in groupby(labels))
 
 
-def _placed(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list[Any]:
-    """Return the stage or device of each layer; `place_of` names modules of layers, their parents or children."""
+def _places_of_layers(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list[Any]:
     inside: dict[str, list[str]] = {}
     for path in place_of:
         if not isinstance(path, str):  # a Python file may have any key
@@ -189,7 +183,7 @@ def _placed(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list
     named_paths: set[str] = set()
     for layer in layers:
         stages: set[Any] = set()
-        for module in modules_of(layer):
+        for module in module_paths_of(layer):
             around = [path for path in (module, *paths_above(module), "") if path in place_of]
             named = inside.get(module) or around[:1]
             # The file may name a block whose parts are layers of the profile, or parts of a block that is one layer.
@@ -207,7 +201,7 @@ def _placed(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list
 
 def _inside(path: str, layers: Sequence[LayerProfile]) -> UsageError:
     for layer in layers:
-        if any(path.startswith(f"{module}.") for module in modules_of(layer)) or path in layer.modules:
+        if any(path.startswith(f"{module}.") for module in module_paths_of(layer)) or path in layer.modules:
             return UsageError(
                 f'"{path}" is inside the layer "{layer.name}" of the profile, which is not cut',
                 hint="cut before or after the whole layer",

@@ -1,13 +1,14 @@
-"""The plan's schedule as a table: torch's compute-only CSV.
+"""Emitter of the plan's schedule as a table: torch's compute-only CSV.
 
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
 
-Three engines read such a file: torch's `_PipelineScheduleRuntime._load_csv(path, format="compute_only")`, torchtitan
+Three engines read such a file: torch (`_PipelineScheduleRuntime._load_csv(path, format="compute_only")`), torchtitan
 (`pipeline_parallel_schedule_csv` of its `ParallelismConfig`) and NeMo Automodel (`pp_schedule_csv` of its
-`PipelineConfig`). Each derives the device of every stage from the rows, and adds the transfers. torchtitan and
-Automodel place the stages on devices before they read the file. They use the placement of a schedule that another
-option names. That schedule must therefore have the same placement as the file.
+`PipelineConfig`). Each engine derives the device of every stage from the rows, and adds the transfers.
+
+torchtitan and Automodel place the stages on devices before they read the file. Another option names a schedule, whose
+placement they use. That schedule must therefore have the same placement as the file.
 """
 
 from typing import Final
@@ -21,12 +22,10 @@ _NAME: Final = "a schedule file"
 
 
 def emit_schedule_csv(layout: Layout) -> EngineFile:
-    """Return a CSV file of the plan's schedule, with a row for each device and without idle slots."""
+    """Return the plan's schedule as a CSV file with one row for each device, without idle slots."""
     notes = ["the layers of stages are not included: see `--format torch` and `torchtitan`"]
-    if layout.placing_name:
-        notes.append(
-            f"torchtitan and Automodel place stages by their schedule option: set it to `{layout.placing_name}`"
-        )
+    if name := layout.placement_schedule_name:
+        notes.append(f"torchtitan and Automodel place stages by their schedule option: set it to `{name}`")
     notes += [
         *layout.split_backward_notes(),
         *layout.recompute_notes("recomputation is not included"),
@@ -42,6 +41,6 @@ def emit_schedule_csv(layout: Layout) -> EngineFile:
 
 
 def schedule_table(layout: Layout) -> str:
-    """Return the CSV table of the plan's schedule."""
+    """Return the plan's schedule as CSV text."""
     plan = layout.plan
     return orders_as_csv(layout.schedule.actions(plan.num_devices, plan.micro_batches, plan.chunks))

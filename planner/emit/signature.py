@@ -1,4 +1,4 @@
-"""Signatures of emitted files: digests by which `emit` detects edited files, in order not to overwrite them."""
+"""Signatures of emitted files: digests by which `emit` finds edited files, which it does not overwrite."""
 
 import hashlib
 from pathlib import Path
@@ -10,12 +10,12 @@ _SIGNATURE = "\n# As emitted: "
 
 
 def with_signature(body: str) -> str:
-    """Return `body` with its digest as a comment at the end; the comment is valid in Python, shell, TOML and YAML."""
+    """Return `body` followed by a comment with its digest. The comment is valid in Python, shell, TOML and YAML."""
     return f"{body}{_SIGNATURE}{_digest(body)}\n"
 
 
 def is_edited(path: Path) -> bool:
-    """Return True if the file exists, and was edited after `emit` wrote it or was not written by `emit`."""
+    """Return True if the file exists and is not as `emit` wrote it: users edited it, or it is a file of their own."""
     text = _text(path)
     if text is None:
         return False
@@ -23,20 +23,23 @@ def is_edited(path: Path) -> bool:
     return signature.strip() != _digest(body)
 
 
-def runs_balance(path: Path) -> bool:
-    """Return True if `emit` wrote the file and its text names `balance.yaml`; users may have edited the file since."""
+def names_balance_file(path: Path) -> bool:
+    """Return True if `emit` wrote the file and its text names `balance.yaml`. Users may have edited the file since."""
     text = _text(path)
     return text is not None and _SIGNATURE in text and "balance.yaml" in text
 
 
 def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> None:
-    """Raise FileError if the file was edited after `emit` wrote it, or was not written by `emit`."""
+    """Raise FileError if the file exists and is not as `emit` wrote it."""
     if is_edited(path):
         raise FileError("was edited since it was emitted", path=str(path), hint=hint)
 
 
 def refuse_other(path: Path, text: str) -> None:
-    """Raise FileError if the file was edited. If `text` has no signature, raise it if the file has other content."""
+    """Raise FileError if writing `text` would overwrite an edited file.
+
+    A file of a `text` without signature counts as edited if its content differs from `text`.
+    """
     if _SIGNATURE in text:
         refuse_edited(path)
     elif _text(path) not in (None, text):

@@ -1,8 +1,9 @@
-"""torch 2.13: the `split_spec` of `torch.distributed.pipelining.pipeline`.
+"""Emitter for torch 2.13: the `split_spec` of `torch.distributed.pipelining.pipeline`.
 
-A dictionary from module path to `SplitPoint.BEGINNING`. torch traces the model with `torch.export` and cuts it before
-each of these modules (docs.pytorch.org, "Pipeline Parallelism", "Option 2: splitting a model automatically"). The
-number of micro-batches is an argument of the schedule. A schedule that torch lacks is written to a file of its own.
+A `split_spec` is a dictionary from module path to `SplitPoint.BEGINNING`. torch traces the model with `torch.export`
+and cuts it before each of these modules (docs.pytorch.org, "Pipeline Parallelism", "Option 2: splitting a model
+automatically"). The number of micro-batches is an argument of the schedule. A schedule that torch lacks is written to a
+separate file.
 """
 
 from typing import Any, Final
@@ -40,7 +41,7 @@ The runtime is in torch.distributed.pipelining.schedules. Its name is private, b
 
 
 def emit_split_spec(layout: Layout) -> EngineFile:
-    """Return a Python file with SPLIT_SPEC and the arguments of the schedule.
+    """Return a Python file with `SPLIT_SPEC` and the arguments of the schedule.
 
     Raises:
         UsageError: A layer has no path.
@@ -71,5 +72,5 @@ def emit_split_spec(layout: Layout) -> EngineFile:
         ),
         notes=tuple(notes),
         use="`pipeline(model, mb_args=…, split_spec=SPLIT_SPEC)` with what plan_torch.py defines",
-        beside={} if name else {SCHEDULE_FILE: schedule_table(layout)},
+        extra_files={} if name else {SCHEDULE_FILE: schedule_table(layout)},
     )

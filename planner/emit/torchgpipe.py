@@ -1,8 +1,8 @@
-"""torchgpipe 0.0.7: `GPipe(module, balance, devices=…, chunks=…, checkpoint=…)`.
+"""Emitter for torchgpipe 0.0.7: `GPipe(module, balance, devices=…, chunks=…, checkpoint=…)`.
 
-`GPipe` takes an `nn.Sequential` whose children are assigned to partitions in order (torchgpipe.readthedocs.io,
-"Automatic Balancing", API of `torchgpipe.GPipe`, and its source). It runs GPipe's schedule, with one choice of
-recomputation for all partitions, and does not support shared parameters.
+`GPipe` takes an `nn.Sequential`, whose children are assigned to partitions in order (torchgpipe.readthedocs.io,
+"Automatic Balancing", API of `torchgpipe.GPipe`, and its source). It runs GPipe's schedule, with one recompute choice
+for all partitions, and does not support shared parameters.
 """
 
 from typing import Final
@@ -36,7 +36,7 @@ def emit_torchgpipe(layout: Layout) -> EngineFile:
     """
     layout.refuse_chunks(_NAME)
     paths = layout.sequential_paths(_NAME)
-    for first, second in layout.ties():
+    for first, second in layout.tied_pairs():
         raise UsageError(
             f'torchgpipe does not support shared parameters, but "{first}" and "{second}" share some',
             hint="build the model without sharing them, or use another `--format`",

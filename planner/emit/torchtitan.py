@@ -1,14 +1,16 @@
-"""torchtitan 0.3.0 and later: `module_fqns_per_model_part` of its `ParallelismConfig`.
+"""Emitter for torchtitan 0.3.0 and later: `module_fqns_per_model_part` of its `ParallelismConfig`.
 
-A list of module paths for each stage. A stage is a copy of the model in which the modules of other stages are deleted
-(torchtitan/distributed/pipeline_parallel.py, `_split_module`). Paths may name children of the model, and members of
-ModuleLists and ModuleDicts among the children, but no deeper modules. A schedule that torch lacks is written to a file,
-which `pipeline_parallel_schedule_csv` names. `pipeline_parallel_schedule` then only decides the placement of the stages
-(`pipeline_module_split`: a V for ZBVZeroBubble and DualPipeV, otherwise a loop).
+This option has a list of module paths for each stage. A stage is a copy of the model in which the modules of other
+stages are deleted (torchtitan/distributed/pipeline_parallel.py, `_split_module`). Paths may name children of the model,
+and members of ModuleLists and ModuleDicts among the children, but no deeper modules.
+
+A schedule that torch lacks is written to a file, which `pipeline_parallel_schedule_csv` names.
+`pipeline_parallel_schedule` then only decides the placement of the stages (`pipeline_module_split`: a V for
+ZBVZeroBubble and DualPipeV, otherwise a loop).
 
 Options were renamed after 0.3.0: the lists are `pipeline_parallel_module_fqns_per_model_part`, `num_pp_microbatches`
-sets M instead of a size, and batches are counted in tokens. The emitted file selects the options by the fields of the
-config.
+sets M instead of a size, and batches are counted in tokens. The emitted file chooses the option names that the config
+has.
 """
 
 from typing import Any, Final
@@ -63,7 +65,7 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
     layout.refuse_placement(_NAME)
     parallelism: dict[str, Any] = {
         "pipeline_parallel_degree": plan.num_devices,
-        "pipeline_parallel_schedule": layout.placing_name,
+        "pipeline_parallel_schedule": layout.placement_schedule_name,
         "module_fqns_per_model_part": [list(stage) for stage in paths],
     }
     if plan.replicas > 1:
@@ -71,11 +73,11 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
         parallelism[f"data_parallel_{how}_degree"] = plan.replicas
     if plan.tensor_parallel > 1:
         parallelism["tensor_parallel_degree"] = plan.tensor_parallel
-    beside: dict[str, str] = {}
+    extra_files: dict[str, str] = {}
     if not layout.schedule.torch_name:
         # The name of the schedule then only decides the placement of the stages.
         parallelism["pipeline_parallel_schedule_csv"] = SCHEDULE_FILE
-        beside[SCHEDULE_FILE] = schedule_table(layout)
+        extra_files[SCHEDULE_FILE] = schedule_table(layout)
     sharded = ["FSDP also divides parameters among replicas: less memory, more transfers"]
     notes = [
         *(sharded if plan.divides_optimizer else []),
@@ -93,5 +95,5 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
         text=signed_text(layout, body, engine="torchtitan 0.3.0 or later", option=_NAME, notes=notes, docstring=_USE),
         notes=tuple(notes),
         use="`return planned(config)` in a config function of torchtitan, with what plan_torchtitan.py defines",
-        beside=beside,
+        extra_files=extra_files,
     )

@@ -122,7 +122,7 @@ def _check_program(plan: Plan, layout: Layout) -> None:
             f"the JAX program is one pipeline, not {plan.replicas} replicas",
             hint=f"solve for one pipeline: `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}`",
         )
-    tied = layout.ties_over_stages()
+    tied = layout.tied_pairs_across_stages()
     if tied:
         first, second = tied[0]
         together = layout.together_option(first, second)

@@ -32,15 +32,13 @@ _MOST_CUTS: Final = 16
 _GPU: Final = "cuda"
 
 
-class _Text(Template):
-    """Template with the delimiter `@`, because shell and Python use `$` and braces themselves."""
-
-    delimiter = "@"
+class _AtTemplate(Template):
+    delimiter = "@"  # shell and Python use `$` and braces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """Training job for which a launcher is written."""
+    """Training job that a launcher starts."""
 
     script: str
     """Path of train.py, relative to the folder where the job is submitted."""
@@ -56,7 +54,7 @@ class LaunchJob:
 
     @property
     def largest(self) -> Nodes:
-        """Nodes and processes per node of the largest plan."""
+        """Nodes and processes per node of the plan with the most processes."""
         return self.shares[0]
 
     @property
@@ -66,22 +64,24 @@ class LaunchJob:
 
     @property
     def cores(self) -> int:
-        """CPU cores of each process: its threads, and one to move tensors if it uses a GPU."""
+        """CPU cores that each process needs: one per thread, and one more to move tensors to a GPU."""
         return self.threads + self.uses_gpus
 
     def path_of(self, name: str) -> str:
-        """Return the path of a file in the script's folder."""
+        """Return the path of the file `name` in the script's folder."""
         return PurePath(self.script).with_name(name).as_posix()
 
     def file(self, template: str, *, scheduler: str, option: str, use: str, **values: object) -> str:
-        """Return a launcher from a template of this folder, signed, with a comment about the job as `@header`.
+        """Return the signed text of a launcher, made from a template of this folder.
+
+        The template's `@header` becomes a comment that describes the job.
 
         Args:
-            template: Name of the template.
-            scheduler: Name of the scheduler for people.
-            option: Name of the scheduler for `emit --launch`.
+            template: File name of the template.
+            scheduler: Name of the scheduler, as shown to people.
+            option: Name of the scheduler as a value of `emit --launch`.
             use: Command that submits the file.
-            **values: Other values of the template.
+            **values: Values of the template's other placeholders.
         """
         text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
         lines = [
@@ -97,7 +97,7 @@ class LaunchJob:
             part for line in lines for part in textwrap.wrap(escape_unprintable(line), _WIDTH, break_long_words=False)
         )
         header = "\n".join(f"# {line}" for line in wrapped)
-        return with_signature(_Text(text).substitute(header=header, **values))
+        return with_signature(_AtTemplate(text).substitute(header=header, **values))
 
     def _about_nodes(self) -> list[str]:
         if self.largest.count == 1:
@@ -113,27 +113,27 @@ class LaunchJob:
         return [f"With fewer nodes it continues with {', or '.join(fewer)}."] if fewer else []
 
 
-def job_of(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Nodes | None) -> LaunchJob:
-    """Return the job that starts the script, with nodes and processes for each plan that the script supports.
+def launch_job(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Nodes | None) -> LaunchJob:
+    """Return the job that starts the script, with nodes and processes for each plan of the script.
 
     Args:
-        plans: Cuts that the script supports, most processes first.
+        plans: Plans of the script, most processes first.
         inputs: Request of the first plan.
         script: Path of train.py.
-        nodes: Available nodes; defaults to the nodes that the first plan was made for.
+        nodes: Available nodes; defaults to the nodes of the first plan's request.
 
     Raises:
         UsageError: The nodes have too few devices, or cannot share the processes evenly.
     """
     first = plans[0]
     available = _planned_nodes(inputs, first) if nodes is None else nodes
-    shares = tuple(_shared(plan.num_processes, available) for plan in plans)
+    shares = tuple(_fewest_nodes(plan.num_processes, available) for plan in plans)
     return LaunchJob(
         script=script,
         shares=shares,
         device=first.device,
         threads=first.threads,
-        crossing=_crossing(first, shares[0].devices),
+        crossing=_cuts_between_nodes(first, shares[0].devices),
         notes=_notes(inputs, shares[0]),
     )
 
@@ -147,15 +147,13 @@ def shell_word(text: str) -> str:
 
 
 def _planned_nodes(inputs: Inputs, balance: Balance) -> Nodes:
-    """Return the nodes that the plan was made for; a single node if the plan does not state nodes."""
     each = inputs.node_devices or max(inputs.devices, balance.num_processes)
     return Nodes(count=-(-inputs.devices // each), devices=each)
 
 
-def _shared(num_processes: int, nodes: Nodes) -> Nodes:
-    """Return the fewest nodes among which the processes can be divided equally, as `torchrun` requires."""
+def _fewest_nodes(num_processes: int, nodes: Nodes) -> Nodes:
     for count in range(-(-num_processes // nodes.devices), nodes.count + 1):
-        if num_processes % count == 0:
+        if num_processes % count == 0:  # torchrun starts equally many processes on each node
             return Nodes(count=count, devices=num_processes // count)
     raise UsageError(
         f"{pluralize(num_processes, 'process', 'es')} cannot be shared evenly by nodes of "
@@ -164,8 +162,7 @@ def _shared(num_processes: int, nodes: Nodes) -> Nodes:
     )
 
 
-def _crossing(balance: Balance, node_devices: int) -> tuple[str, ...]:
-    """Return a text for each cut between ranks on different nodes, with the ranks of all replicas."""
+def _cuts_between_nodes(balance: Balance, node_devices: int) -> tuple[str, ...]:
     num_devices, cuts = balance.num_devices, []
     for stage in range(balance.num_stages - 1):
         pairs = [

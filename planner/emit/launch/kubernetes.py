@@ -1,8 +1,8 @@
-"""Kubernetes: a `TrainJob` of Kubeflow Trainer 2.2 or later (trainer.kubeflow.org/v1alpha1).
+"""Launcher for Kubernetes: a `TrainJob` of Kubeflow Trainer 2.2 or later (trainer.kubeflow.org/v1alpha1).
 
-It uses Trainer's `torch-distributed` runtime, whose torch plugin sets the environment variables of `torchrun`: the
-number of nodes, the node's index, and the address of the first node. Volumes are patched into the job's pods, by a
-field that had another name before release 2.2.
+The job uses Trainer's `torch-distributed` runtime. The runtime's torch plugin sets the environment variables of
+`torchrun`: the number of nodes, the node's index, and the address of the first node. Volumes are added to the job's
+pods by a patch, in a field that had another name before release 2.2.
 """
 
 import json
@@ -16,7 +16,7 @@ _IMAGE: Final = "registry.example/train:latest"
 
 
 def kubernetes_file(job: LaunchJob) -> EngineFile:
-    """Return the manifest of a `TrainJob`."""
+    """Return the manifest of the `TrainJob` for a training job."""
     share = job.largest
     # JSON is valid YAML. Kubernetes expects quantities as text.
     requests: dict[str, Any] = {"cpu": str(share.devices * job.cores)}

@@ -1,7 +1,7 @@
-"""Ray: a script for Ray Train V2 (docs.ray.io, "Ray Train"), whose `TorchTrainer` starts the processes.
+"""Launcher for Ray: a script for Ray Train V2 (docs.ray.io, "Ray Train"), whose `TorchTrainer` starts the processes.
 
-Ray also creates the process group, and numbers ranks node by node. The number of processes is chosen at every start.
-Ray's own elastic mode would accept any number in a range, but most numbers have no plan.
+Ray also creates the process group, and numbers ranks node by node. The script chooses the number of processes at every
+start. Ray's own elastic mode accepts any number in a range, but most numbers have no plan.
 """
 
 from typing import Final
@@ -13,7 +13,7 @@ _FILE: Final = "train_ray.py"
 
 
 def ray_file(job: LaunchJob) -> EngineFile:
-    """Return the script that starts the job on Ray."""
+    """Return the Python script that starts a training job on Ray."""
     use = f"python {shell_word(job.path_of(_FILE))}"
     text = job.file(
         "ray_template.txt",

@@ -1,8 +1,8 @@
-"""SLURM: a batch script for `sbatch` (slurm.schedmd.com/sbatch.html), version 22.05 or later.
+"""Launcher for SLURM: a batch script for `sbatch` (slurm.schedmd.com/sbatch.html), version 22.05 or later.
 
 SLURM reads directives up to the first line that is not a comment, and does not expand variables in directives. Since
 22.05, `srun` needs the number of cores per task. If a directive gives the tasks per node, SLURM allocates the smallest
-number of nodes in a range (observed with 22.05.8). So the tasks per node are passed to `srun` instead.
+number of nodes in a range (observed with 22.05.8). The script therefore passes the tasks per node to `srun` instead.
 """
 
 from typing import Final
@@ -14,7 +14,7 @@ _FILE: Final = "train.sbatch"
 
 
 def slurm_file(job: LaunchJob) -> EngineFile:
-    """Return the batch script."""
+    """Return the SLURM batch script of a training job."""
     fewest = min(share.count for share in job.shares)
     resources = [f"#SBATCH --cpus-per-task={job.largest.devices * job.cores}"]
     if job.uses_gpus:
@@ -30,11 +30,10 @@ def slurm_file(job: LaunchJob) -> EngineFile:
         resources="\n".join(resources),
         plans=" ".join(map(str, job.shares)),
         there="SLURM_GPUS_ON_NODE" if job.uses_gpus else "SLURM_CPUS_ON_NODE",
-        script=_in_single_quotes(shell_word(job.script)),
+        script=_escape_single_quotes(shell_word(job.script)),
     )
     return EngineFile(name=_FILE, text=text, notes=job.notes, use=use)
 
 
-def _in_single_quotes(words: str) -> str:
-    """Return shell words escaped for use within single quotes, which an outer shell removes for an inner shell."""
+def _escape_single_quotes(words: str) -> str:
     return words.replace("'", "'\\''")

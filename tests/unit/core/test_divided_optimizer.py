@@ -16,7 +16,7 @@ from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import judge
 from planner.core.values.cluster import Link
 from planner.core.values.profile import Profile
-from planner.emit import emit_engine
+from planner.emit import engine_file
 from planner.solve import Request, solve
 from tests.support.profiles import inputs_of, profile_of
 from tests.unit.emit.test_engines import profile_of as named_profile
@@ -112,7 +112,7 @@ def test_engine_files_divide_the_optimizer_only_if_the_plan_does(engine: str) ->
         names = named_profile("embedding", "layers.0", "layers.1", "head")
         options = {"devices": 4, "mem": "1GB", "batch": 8, "micro_batches": 4, "balance": (2, 2), "schedule": "1f1b"}
         plan = planner.solve(names, replicas=2, shard_optimizer=divides, **options)
-        texts.append(emit_engine(engine, plan, names).text)
+        texts.append(engine_file(engine, plan, names).text)
     assert ENGINES[engine] in texts[0]
     assert texts[0] != texts[1]
     assert engine == "automodel" or ENGINES[engine] not in texts[1]
@@ -123,7 +123,7 @@ def test_engines_without_divided_optimizers_refuse_the_plan() -> None:
     options = {"devices": 4, "mem": "1GB", "batch": 8, "micro_batches": 4, "balance": (2, 2), "schedule": "1f1b"}
     plan = planner.solve(names, replicas=2, shard_optimizer=True, **options)
     with pytest.raises(UsageError, match="in the plan, 2 replicas divide the optimizer, which") as refused:
-        emit_engine("deepspeed", plan, names)
+        engine_file("deepspeed", plan, names)
     assert refused.value.hint.endswith("or solve without `--shard-optimizer`")
 
 

@@ -18,7 +18,7 @@ from planner import __version__
 from planner.core.errors import FileError, UsageError
 from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePolicy, ScheduleName
 from planner.core.values.profile import LayerProfile, Profile
-from planner.emit import ENGINES, EngineFile, emit_engine, is_edited, read_balance_list
+from planner.emit import ENGINES, EngineFile, engine_file, is_edited, read_balance_list
 from planner.files import read_plain
 from planner.solve import Request, solve
 from tests.support.chains import chain, layer
@@ -64,7 +64,7 @@ def plan_of(
 def emitted(name: str, balance: Sequence[int] = (3, 3), profile: Profile | None = None, **how: Any) -> EngineFile:
     """Return the six-layer chain in a format."""
     profile = profile or profile_of(*FLAT)
-    return emit_engine(name, plan_of(profile, balance, **how), profile)
+    return engine_file(name, plan_of(profile, balance, **how), profile)
 
 
 def write(folder: Path, file: EngineFile) -> Path:
@@ -94,7 +94,7 @@ def test_engine_file_equals_its_golden_text(name: str) -> None:
     profile = profile_of(*FLAT)
     plan = plan_of(profile, (3, 3))
     plan = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], recompute="always")))
-    file = emit_engine(name, plan, profile)
+    file = engine_file(name, plan, profile)
     text = file.text.replace(__version__, "VERSION").rpartition("\n# As emitted: ")[0]
     path = GOLDEN / f"{file.name}.txt"
     if "UPDATE_GOLDEN" in os.environ:
@@ -120,7 +120,7 @@ def test_long_chains_have_one_module_per_line(tmp_path: Path, name: str) -> None
     names = ["embedding", *(f"block_{n}" for n in range(200)), "head"]
     profile = profile_of(*names)
     plan = plan_of(profile, (2,) * 101, micro_batches=101)
-    file = emit_engine(name, plan, profile)
+    file = engine_file(name, plan, profile)
     assert max(map(len, file.text.splitlines())) <= 120 or name == "deepspeed"
     assert read_balance_list(str(write(tmp_path, file)), profile.layers) == (2,) * 101
 
@@ -295,7 +295,7 @@ def test_torchgpipe_gets_the_strongest_recomputation_of_any_stage() -> None:
     profile = profile_of(*FLAT)
     plan = plan_of(profile, (3, 3))
     plan = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], recompute="except-last")))
-    file = emit_engine("torchgpipe", plan, profile)
+    file = engine_file("torchgpipe", plan, profile)
     assert 'CHECKPOINT = "except_last"' in file.text
     assert "solve with `--recompute except-last`" in file.notes[0]
 
@@ -387,7 +387,7 @@ def test_automodel_recipe_has_modules_batch_replicas_and_schedule(tmp_path: Path
         chunks = 1 if schedule == "zb-h1" else 2
         file = emitted("automodel", (3, 3) if chunks == 1 else (1, 2, 2, 1), schedule=schedule, chunks=chunks)
         assert f'pp_schedule: "{says}"\n' in file.text
-        assert [*file.beside] == ["schedule.csv"] * needs_file == re.findall(r'pp_schedule_csv: "(.*)"', file.text)
+        assert [*file.extra_files] == ["schedule.csv"] * needs_file == re.findall(r'pp_schedule_csv: "(.*)"', file.text)
 
 
 @dataclass(kw_only=True)

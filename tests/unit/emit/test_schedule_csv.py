@@ -13,7 +13,7 @@ from planner import files
 from planner.core.errors import FileError, UsageError
 from planner.core.schedule import SCHEDULES, format_orders, orders_from_csv, schedule_of
 from planner.core.values.plan import Plan
-from planner.emit import EngineFile, emit_engine
+from planner.emit import EngineFile, engine_file
 from tests.support.chains import chain, layer
 from tests.support.ranks import ROOT, run_ranks
 
@@ -46,7 +46,7 @@ def searched(plan: Plan) -> Plan:
 
 def emitted(engine: str, plan: Plan) -> EngineFile:
     """Return the plan in a format."""
-    return emit_engine(engine, plan, PROFILE)
+    return engine_file(engine, plan, PROFILE)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -81,11 +81,11 @@ def test_schedules_unknown_to_torch_get_a_schedule_file(name: str, placing: str)
     plan = plan_of(name)
     table = emitted("csv", plan).text
     cuts = emitted("torch", plan)
-    assert cuts.beside == {"schedule.csv": table}
+    assert cuts.extra_files == {"schedule.csv": table}
     assert "SCHEDULE = " not in cuts.text
     assert '_load_csv("schedule.csv", format="compute_only")' in cuts.text
     titan = emitted("torchtitan", plan)
-    assert titan.beside == {"schedule.csv": table}
+    assert titan.extra_files == {"schedule.csv": table}
     assert f'"pipeline_parallel_schedule": "{placing}",' in titan.text
     assert '"pipeline_parallel_schedule_csv": "schedule.csv",' in titan.text
 
@@ -94,7 +94,7 @@ def test_schedules_unknown_to_torch_get_a_schedule_file(name: str, placing: str)
 def test_schedules_known_to_torch_get_no_schedule_file(name: str) -> None:
     for engine in ("torch", "torchtitan"):
         file = emitted(engine, plan_of(name))
-        assert not file.beside
+        assert not file.extra_files
         assert SCHEDULES[name].torch_name in file.text
     assert ("STAGES = [[0, 3], [1, 2]]\n" in emitted("torch", plan_of(name)).text) == (name in ("zbv", "dualpipev"))
 
@@ -102,7 +102,7 @@ def test_schedules_known_to_torch_get_no_schedule_file(name: str) -> None:
 def test_searched_orders_get_a_schedule_file() -> None:
     for plan in map(searched, (plan_of("1f1b"), plan_of("interleaved"), plan_of("zbv"))):
         for engine in ("torch", "torchtitan"):
-            assert emitted(engine, plan).beside == {"schedule.csv": emitted("csv", plan).text}
+            assert emitted(engine, plan).extra_files == {"schedule.csv": emitted("csv", plan).text}
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchgpipe"])

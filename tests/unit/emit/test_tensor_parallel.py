@@ -9,7 +9,7 @@ import planner
 from planner.core.errors import UsageError
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Model, Profile
-from planner.emit import emit_engine, write_emitted
+from planner.emit import engine_file, write_emitted
 from planner.emit.engines import FORMATS
 from planner.emit.native import InputPaths
 from tests.unit.emit.test_engines import profile_of
@@ -33,12 +33,12 @@ def planned(profile: Profile) -> tuple[Plan, Profile]:
 @pytest.mark.parametrize("engine", OF_ENGINES)
 def test_engine_files_have_the_width_of_the_plan(engine: str) -> None:
     plan, profile = planned(profile_of(*NAMES))
-    text = emit_engine(engine, plan, profile).text
+    text = engine_file(engine, plan, profile).text
     assert OF_ENGINES[engine] in text
     assert "4 GPUs per stage." in text
     alone = replace(profile, tensor_parallel=1)
     plan = planner.solve(alone, devices=2, mem="1GB", batch=4, micro_batches=4, schedule="1f1b", balance=(2, 2))
-    text = emit_engine(engine, plan, alone).text
+    text = engine_file(engine, plan, alone).text
     assert "GPUs per stage" not in text
     assert OF_ENGINES[engine].splitlines()[-1] not in text or engine == "megatron"
     assert "tensor-model-parallel" not in text
@@ -73,25 +73,25 @@ def assuming(*, replicas: int = 2, recompute: str = "never", **settings: bool) -
 def test_assumptions_of_the_memory_are_set_or_noted(engine: str) -> None:
     """Otherwise the engine would need more memory than planned."""
     options, named = ASSUMED[engine]
-    file = emit_engine(engine, *assuming(sequence_parallel=True, recompute_attention=True))
+    file = engine_file(engine, *assuming(sequence_parallel=True, recompute_attention=True))
     assert options in file.text
     notes = [note for note in file.notes if note.startswith("the memory assumes")]
     assert len(notes) == len(named)
     assert all(f"set {option}" in note for option, note in zip(named, notes, strict=True))
     plan, profile = planned(profile_of(*NAMES))
     measured = replace(profile, model=Model(settings={"sequence_parallel": True, "recompute_attention": True}))
-    file = emit_engine(engine, plan, measured)
+    file = engine_file(engine, plan, measured)
     assert "sequence-parallel" not in file.text
     assert not any(note.startswith("the memory assumes") for note in file.notes)
 
 
 def test_megatron_recomputes_either_layers_or_attention() -> None:
     """With shared layers, it divides experts only with sequence parallelism."""
-    file = emit_engine("megatron", *assuming(recompute="always", recompute_attention=True))
+    file = engine_file("megatron", *assuming(recompute="always", recompute_attention=True))
     assert "--recompute-granularity selective" not in file.text
     assert any("set `--recompute-granularity`" in note for note in file.notes)
     assert any("only with `--sequence-parallel`" in note for note in file.notes)
-    file = emit_engine("megatron", *assuming(sequence_parallel=True))
+    file = engine_file("megatron", *assuming(sequence_parallel=True))
     assert not any("--sequence-parallel" in note for note in file.notes)
 
 
