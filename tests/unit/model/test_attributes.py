@@ -1,4 +1,4 @@
-"""What layers leave behind in attributes crosses the cuts, like what they return."""
+"""Tensors that layers store in module attributes cross the cuts like returned ones."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,18 +19,17 @@ WIDTH = 8
 
 
 def loss_of(output: Any) -> Tensor:
-    """In which every number has its own part."""
+    """Return a loss in which every element has its own weight."""
     floats = [t for t in tensors_in(output) if t.requires_grad]
     return torch.stack([(t.flatten() * torch.cos(torch.arange(t.numel()))).mean() for t in floats]).sum()
 
 
 def values(batch: int) -> Tensor:
-    """Inputs of most models here."""
     return torch.randn(batch, 5, WIDTH)
 
 
-def compared(model: nn.Module, num_stages: int = 4, **options: Any) -> Compared:
-    """Every way of cutting and running it gives the same numbers, also for other sizes than the recorded ones."""
+def compare_all_ways(model: nn.Module, num_stages: int = 4, **options: Any) -> Compared:
+    """Compare fine and coarse cuts, with and without recomputation, at batch sizes that were not recorded."""
     for granularity in ("fine", "coarse"):
         for recompute in (True, False):
             result = compare(
@@ -49,60 +48,46 @@ def compared(model: nn.Module, num_stages: int = 4, **options: Any) -> Compared:
 
 
 class Experts(nn.Module):
-    """It notes how evenly it routes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.router, self.expert = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, WIDTH)
         self.aux_loss: Tensor | None = None
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 5, WIDTH) to (b, 5, WIDTH)."""
         share = torch.softmax(self.router(value), -1)
         self.aux_loss = share.mean((0, 1)).square().sum()
         return torch.tanh(self.expert(value)) * share[..., :1]
 
 
 class Block(nn.Module):
-    """Experts with a residual."""
-
     def __init__(self) -> None:
         super().__init__()
         self.moe = Experts()
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 5, WIDTH) to (b, 5, WIDTH)."""
         return value + self.moe(value)  # type: ignore[no-any-return]
 
 
 class Mixture(nn.Module):
-    """It adds the losses of all its blocks at the end."""
-
     def __init__(self, make: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(make() for _ in range(4))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What it computes, and the sum of the losses."""
         for block in self.blocks:
             value = block(value)
         return self.head(value), sum(block.moe.aux_loss for block in self.blocks)  # type: ignore[return-value]
 
 
 def test_losses_in_attributes_cross_the_cuts() -> None:
-    """One number of every layer in front."""
-    result = compared(Mixture())
+    result = compare_all_ways(Mixture())
     assert result.chain.names == ("blocks.0", "blocks.1", "blocks.2", "blocks.3", "head")
     assert result.crossing == [2, 3, 4, 5]
 
 
 class Listed(Mixture):
-    """The blocks append to one list, which is emptied first."""
-
     class Appending(Block):
-        """Its loss is an item."""
-
         losses: list[Tensor]
 
         def forward(self, value: Tensor) -> Tensor:
@@ -118,26 +103,20 @@ class Listed(Mixture):
             block.losses = self.losses
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The same."""
         self.losses.clear()
         for block in self.blocks:
             value = block(value)
         return self.head(value), torch.stack(self.losses).sum()
 
 
-def test_losses_in_a_list_cross_the_cuts() -> None:
-    """Every item once."""
-    result = compared(Listed())
+def test_losses_appended_to_a_list_cross_the_cuts() -> None:
+    result = compare_all_ways(Listed())
     assert len(result.chain.names) == 5
     assert result.crossing == [2, 3, 4, 5]
 
 
 class Noting(Mixture):
-    """The first block notes shapes and a tensor that later ones read, in an object that all hold."""
-
     class Reading(Block):
-        """It notes what nobody did before."""
-
         grid: SimpleNamespace
 
         def forward(self, value: Tensor) -> Tensor:
@@ -161,14 +140,14 @@ class Grid(SimpleNamespace):
     """As a user would write it."""
 
 
-def test_what_the_first_layer_notes_for_later_ones_is_there() -> None:
-    """Numbers too, those that count samples as many as there are."""
-    result = compared(Noting())
+def test_later_layers_read_shapes_and_tensors_that_the_first_layer_stored() -> None:
+    """Stored batch sizes follow the size of the batch."""
+    result = compare_all_ways(Noting())
     assert len(result.chain.names) == 5
 
 
-def test_nothing_is_kept_when_a_stage_has_run() -> None:
-    """Neither what was received for attributes nor what layers put there, with all that it was computed from."""
+def test_attributes_are_empty_after_a_stage_has_run() -> None:
+    """Neither received tensors nor those that layers stored stay, which would keep their graphs alive."""
     model = Mixture()
     chain = chain_of(model, values, loss_of=lambda _size: loss_of)
     assert all(block.moe.aux_loss is None for block in model.blocks)
@@ -185,8 +164,8 @@ def test_nothing_is_kept_when_a_stage_has_run() -> None:
 
 
 @pytest.mark.slow
-def test_finding_the_layers_leaves_attributes_alone() -> None:
-    """What a module computes once, when it first runs, is not computed from tensors without values."""
+def test_recording_does_not_set_attributes() -> None:
+    """A table that a module computes in its first forward is not computed from tensors without values."""
 
     class Lazy(Block):
         def __init__(self) -> None:
@@ -203,12 +182,10 @@ def test_finding_the_layers_leaves_attributes_alone() -> None:
     before = AttributeSnapshot(model.named_modules())
     chain_of(model, values)
     assert before.changes() == []
-    assert compared(model).crossing == [2, 3, 4, 5]
+    assert compare_all_ways(model).crossing == [2, 3, 4, 5]
 
 
 class Hidden:
-    """It lets nobody look inside."""
-
     __slots__ = ("loss",)
 
     def __init__(self, loss: Tensor) -> None:
@@ -216,11 +193,7 @@ class Hidden:
 
 
 class Hiding(Mixture):
-    """Its blocks leave their losses where nobody finds them."""
-
     class Inside(Block):
-        """In an object that is not looked into."""
-
         def forward(self, value: Tensor) -> Tensor:
             result = super().forward(value)
             assert self.moe.aux_loss is not None
@@ -232,15 +205,13 @@ class Hiding(Mixture):
         self.stem = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The same."""
         value = self.stem(value)
         for block in self.blocks:
             value = block(value)
         return self.head(value), sum(block.hidden.loss for block in self.blocks)  # type: ignore[return-value]
 
 
-def test_why_there_are_few_cuts_is_told() -> None:
-    """There are some, so nobody would look for the reason."""
+def test_missing_cuts_are_explained_and_warned_about() -> None:
     outline = chain_of(Hiding(), values).outline
     assert outline is not None
     assert outline.names == ("stem", "blocks.0")
@@ -256,8 +227,8 @@ def test_why_there_are_few_cuts_is_told() -> None:
     assert outline.note_on_missing_cuts in warned
 
 
-def test_attributes_are_put_back() -> None:
-    """Lists, dicts and objects within them too, where tensors are among what is new."""
+def test_attribute_snapshot_finds_and_reverts_changes() -> None:
+    """Changes that contain tensors are reverted, also in lists, dicts and nested objects."""
     model = Listed()
     model.losses.append(torch.ones(()))
     vars(model)["notes"] = {"a": 1, "b": Grid(deep=[1, 2])}
@@ -284,8 +255,8 @@ def test_attributes_are_put_back() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (6,)])
-def test_numbers_of_samples_that_layers_return_are_those_of_the_batch(sizes: tuple[int, ...]) -> None:
-    """Not of the batch that was recorded."""
+def test_returned_batch_sizes_follow_the_batch(sizes: tuple[int, ...]) -> None:
+    """Returned ints and sizes have the current number of samples, not that of the recorded batch."""
 
     class Counting(Block):
         def forward(self, given: tuple[Tensor, int, torch.Size]) -> tuple[Tensor, int, torch.Size]:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Deferred batch normalisation: what the model in one piece would have done, once per mini-batch."""
+"""Deferred batch normalization updates running statistics once per mini-batch, as the unpartitioned model does."""
 
 import copy
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from planner.model.chain import chain_of
 from planner.model.state import statistics_bytes
 
 
-def unsplit(module: nn.Module, steps: list[Tensor]) -> dict[str, Tensor]:
-    """The state after training on whole mini-batches."""
+def train_whole(module: nn.Module, steps: list[Tensor]) -> dict[str, Tensor]:
+    """Return the state after training on whole mini-batches."""
     for value in steps:
         module(value)
     return module.state_dict()
 
 
-def deferred(module: nn.Module, steps: list[Tensor], pieces: list[int]) -> dict[str, Tensor]:
-    """The state after training on micro-batches of these sizes, each run a second time without counting."""
+def train_deferred(module: nn.Module, steps: list[Tensor], pieces: list[int]) -> dict[str, Tensor]:
+    """Return the state after training on micro-batches, each run a second time without collecting."""
     statistics = BatchStatistics(module.named_modules())
     for value in steps:
         made = []
@@ -50,10 +50,10 @@ def deferred(module: nn.Module, steps: list[Tensor], pieces: list[int]) -> dict[
 def test_running_statistics_are_those_of_the_mini_batch(
     build: Callable[[], nn.Module], shape: tuple[int, ...], pieces: list[int]
 ) -> None:
-    """Of inputs that drift, also where the mean is far from zero; recomputing changes nothing."""
+    """Inputs drift and have a large mean. A second forward without collecting changes nothing."""
     steps = [torch.randn(8, *shape) * (step + 1) + 30 * step for step in range(3)]
     ours, theirs = build(), build()
-    got, expected = deferred(ours, steps, pieces), unsplit(theirs, steps)
+    got, expected = train_deferred(ours, steps, pieces), train_whole(theirs, steps)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert got[name].dtype == value.dtype
@@ -62,7 +62,7 @@ def test_running_statistics_are_those_of_the_mini_batch(
 
 
 def test_a_layer_that_is_called_twice_is_updated_twice() -> None:
-    """In the order of the calls; and one that comes late, or is skipped, counts only when it runs."""
+    """Updates keep the order of calls. A layer that is skipped in some steps is updated only when it runs."""
     norm = nn.BatchNorm1d(4)
     late = nn.BatchNorm1d(2)
 
@@ -95,8 +95,7 @@ def test_a_layer_that_is_called_twice_is_updated_twice() -> None:
             torch.testing.assert_close(dict(ours.named_buffers())[name], buffer)
 
 
-def test_an_error_in_the_layer_leaves_it_whole() -> None:
-    """Its statistics and its momentum are its own again."""
+def test_an_error_in_forward_restores_momentum_and_statistics() -> None:
     norm = nn.BatchNorm1d(4)
     statistics = BatchStatistics([("norm", norm)])
     with statistics.collecting(), pytest.raises(ValueError, match="expected 2D or 3D"):
@@ -105,16 +104,16 @@ def test_an_error_in_the_layer_leaves_it_whole() -> None:
     assert torch.equal(norm.state_dict()["running_var"], torch.ones(4))
 
 
-def test_a_synchronised_one_is_refused() -> None:
-    """It would wait for the other stages; a frozen one waits for nobody."""
+def test_sync_batch_norm_is_refused_unless_frozen() -> None:
+    """It would wait for the other stages."""
     with pytest.raises(ModelError, match='"1" is a SyncBatchNorm') as refused:
         BatchStatistics(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)).named_modules())
     assert "plain BatchNorm" in refused.value.hint
     BatchStatistics(nn.Sequential(nn.SyncBatchNorm(4)).eval().named_modules())
 
 
-def test_a_model_is_itself_again() -> None:
-    """Layers whose forward somebody had replaced keep that one; nothing was updated meanwhile."""
+def test_deferral_restores_forward_methods() -> None:
+    """A forward that the user replaced is kept, and no statistics are updated."""
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     replaced = vars(model[1])["forward"] = lambda value: value + 1
     with deferred_batch_norms(model) as statistics, statistics.collecting():
@@ -124,8 +123,7 @@ def test_a_model_is_itself_again() -> None:
     assert torch.equal(model[0].running_mean, torch.zeros(4))
 
 
-def test_what_it_costs() -> None:
-    """A few doubles per channel, and little time."""
+def test_held_statistics_are_a_few_doubles_per_channel() -> None:
     norm = nn.BatchNorm2d(64)
     statistics = BatchStatistics([("", norm)])
     with statistics.collecting():
@@ -135,8 +133,8 @@ def test_what_it_costs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_it_holds_is_counted(dtype: torch.dtype) -> None:
-    """Nothing of layers whose statistics stay as they are; with two sums per channel for all others."""
+def test_statistics_bytes_equal_measured_bytes(dtype: torch.dtype) -> None:
+    """Layers with frozen or no statistics hold nothing."""
     frozen, plain = nn.BatchNorm1d(64).eval(), nn.BatchNorm1d(64, track_running_stats=False)
     model = nn.Sequential(nn.BatchNorm1d(64), frozen, plain, nn.BatchNorm1d(64)).to(dtype)
     statistics = BatchStatistics(model.named_modules())
@@ -152,8 +150,8 @@ def test_what_it_holds_is_counted(dtype: torch.dtype) -> None:
     assert CpuMeter().measure(work).end_bytes == 0
 
 
-def test_adding_up_takes_no_more_than_a_layer() -> None:
-    """At the end of a forward all activations are there: a few numbers per channel of a deep model are felt then."""
+def test_adding_statistics_needs_memory_of_one_layer() -> None:
+    """All activations exist at the end of a forward, so extra memory there raises the peak."""
     model = nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(50)))
     statistics = BatchStatistics(model.named_modules())
 
@@ -170,20 +168,16 @@ def test_adding_up_takes_no_more_than_a_layer() -> None:
 
 
 class Branching(nn.Module):
-    """No Sequential: its layers are parts of its own forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.BatchNorm1d(8), nn.BatchNorm1d(4)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8)."""
         result: Tensor = self.second(self.first(value)[:, :4])
         return result
 
 
-def test_a_layer_of_any_model_is_counted_with_its_own() -> None:
-    """Each layer's normalisations are those that it runs, not none, nor all of the model's."""
+def test_statistics_bytes_of_a_layer_count_only_its_own_norms() -> None:
     chain = chain_of(Branching(), lambda size: torch.randn(size, 8))
     per_channel = 2 * 4 + 16
     assert [statistics_bytes(layer.module) for layer in chain.layers] == [per_channel * 8, per_channel * 4]

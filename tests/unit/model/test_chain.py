@@ -1,4 +1,4 @@
-"""A Sequential is a chain of its layers, by name; its digest is that of its shape, not of its weights."""
+"""Layers and digest of an `nn.Sequential`."""
 
 import subprocess
 import sys
@@ -15,42 +15,37 @@ from planner.model.chain import Layer, chain_digest, chain_of, run_layers, tied_
 from tests.support.cli import environment
 
 
-class Twice(nn.Sequential):
-    """A Sequential with a mind of its own."""
+class CallsTwice(nn.Sequential):
+    """A Sequential with a forward of its own."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """Not a plain composition."""
         return super().forward(super().forward(value))
 
 
 def digest(model: nn.Module, **settings: Setting) -> str:
-    """Of the model's chain."""
+    """Return the digest of the model's chain."""
     return chain_digest(chain_of(model), settings)
 
 
 def nested() -> nn.Sequential:
-    """Three levels deep."""
     inner = nn.Sequential(OrderedDict(act=nn.ReLU(), last=nn.Linear(8, 8)))
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), inner), nn.Tanh())
 
 
 def test_nested_sequentials_are_flattened_by_path() -> None:
-    """Names are module paths, so `get_submodule` finds every layer."""
     model = nested()
     chain = chain_of(model)
     assert chain.names == ("0", "1.0", "1.1.act", "1.1.last", "2")
     assert all(model.get_submodule(layer.name) is layer.module for layer in chain.layers)
 
 
-def test_the_chain_computes_what_the_model_computes() -> None:
-    """Layer after layer."""
+def test_running_all_layers_equals_running_the_model() -> None:
     model, value = nested(), torch.randn(3, 8)
     assert torch.equal(run_layers([layer.module for layer in chain_of(model).layers], value), model(value))
     assert run_layers([], value) is value
 
 
-def test_an_instance_used_twice_is_two_layers() -> None:
-    """Each place in the chain is a layer; a shared one with parameters is tied to itself."""
+def test_a_module_used_twice_is_two_tied_layers() -> None:
     shared, act = nn.Linear(8, 8), nn.ReLU()
     chain = chain_of(nn.Sequential(shared, act, shared, act))
     assert chain.names == ("0", "1", "2", "3")
@@ -65,7 +60,6 @@ def test_an_instance_used_twice_is_two_layers() -> None:
 
 
 def test_a_nested_sequential_used_twice_is_flattened_twice() -> None:
-    """With both names."""
     block = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     assert chain_of(nn.Sequential(block, block)).names == ("0.0", "0.1", "1.0", "1.1")
 
@@ -73,15 +67,15 @@ def test_a_nested_sequential_used_twice_is_flattened_twice() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Twice(nn.Linear(8, 8)),
+        lambda: CallsTwice(nn.Linear(8, 8)),
         lambda: _hooked(nn.Sequential(nn.Linear(8, 8))),
         lambda: nn.ModuleList([nn.Linear(8, 8)]),
         nn.Sequential,
     ],
     ids=["own forward", "hooked", "another container", "empty"],
 )
-def test_a_container_that_does_more_stays_one_layer(make: Callable[[], nn.Module]) -> None:
-    """Flattening would lose its forward or its hooks; an empty one passes its input on."""
+def test_containers_with_own_forward_or_hooks_stay_one_layer(make: Callable[[], nn.Module]) -> None:
+    """Flattening would lose the forward or the hooks."""
     assert chain_of(nn.Sequential(nn.ReLU(), make())).names == ("0", "1")
 
 
@@ -91,8 +85,6 @@ def _hooked(model: nn.Module) -> nn.Module:
 
 
 def test_a_subclass_that_only_adds_a_constructor_is_flattened() -> None:
-    """As people write their models."""
-
     class Net(nn.Sequential):
         def __init__(self) -> None:
             super().__init__(nn.Linear(8, 8), nn.ReLU())
@@ -104,14 +96,14 @@ def test_a_subclass_that_only_adds_a_constructor_is_flattened() -> None:
     ("model", "told"),
     [
         (nn.Linear(8, 8), "the model is a Linear"),
-        (Twice(nn.Linear(8, 8)), "the model is a Twice"),
+        (CallsTwice(nn.Linear(8, 8)), "the model is a Twice"),
         (nn.ModuleList([nn.Linear(8, 8)]), "the model is a ModuleList"),
         (nn.Sequential(), "empty nn.Sequential"),
         (nn.Sequential(nn.Sequential(), nn.Sequential()), None),
     ],
 )
-def test_what_cannot_be_cut_is_refused(model: nn.Module, told: str | None) -> None:
-    """Anything but a non-empty Sequential; one that holds empty ones is a chain of identities."""
+def test_only_non_empty_sequentials_have_layers(model: nn.Module, told: str | None) -> None:
+    """A Sequential of empty Sequentials is a chain of identities."""
     if told is None:
         assert chain_of(model).names == ("0", "1")
         return
@@ -121,7 +113,6 @@ def test_what_cannot_be_cut_is_refused(model: nn.Module, told: str | None) -> No
 
 
 def test_parameter_names_are_those_of_the_model() -> None:
-    """Layer path and name within the layer."""
     model = nested()
     names = [name for layer in chain_of(model).layers for name in layer.parameters_by_name()]
     assert names == [name for name, _ in model.named_parameters()]
@@ -131,7 +122,6 @@ def test_parameter_names_are_those_of_the_model() -> None:
 
 
 def test_weights_in_one_storage_are_tied() -> None:
-    """The same parameter in two layers, or two parameters over the same memory; three are all named."""
     one, two, three = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     two.weight = one.weight
     three.weight = nn.Parameter(one.weight.data)
@@ -143,20 +133,19 @@ def test_weights_in_one_storage_are_tied() -> None:
     }
 
 
-def test_ties_within_a_layer_do_not_count() -> None:
-    """They never part."""
+def test_weights_tied_within_one_layer_are_not_reported() -> None:
     pair = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     pair[1].weight = pair[0].weight  # type: ignore[assignment]
     assert tied_parameters([Layer("0", pair), Layer("1", nn.Linear(8, 8))]) == {}
 
 
 def test_empty_parameters_are_not_tied() -> None:
-    """Tensors without memory have no address in common."""
+    """Empty tensors all have the same address."""
     layers = [Layer(str(n), nn.ParameterList([nn.Parameter(torch.zeros(0))])) for n in range(2)]
     assert tied_parameters(layers) == {}
 
 
-def test_ties_are_found_on_the_meta_device() -> None:
+def test_tied_weights_are_found_on_the_meta_device() -> None:
     """The executor builds the model there."""
     with torch.device("meta"):
         one, two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
@@ -168,8 +157,7 @@ def test_ties_are_found_on_the_meta_device() -> None:
 # Digest
 
 
-def test_the_digest_knows_no_weights() -> None:
-    """Another initialisation, another training state, another device: the same model."""
+def test_digest_ignores_weights_and_device() -> None:
     torch.manual_seed(0)
     one = nested()
     torch.manual_seed(1)
@@ -194,20 +182,17 @@ def test_the_digest_knows_no_weights() -> None:
         pytest.param(lambda m: m[0].register_buffer("b", torch.zeros(3)), id="a buffer"),
     ],
 )
-def test_the_digest_changes_with_the_model(change: Callable[[nn.Sequential], object]) -> None:
-    """Structure, shapes, dtypes, what is trained."""
+def test_digest_changes_with_the_model(change: Callable[[nn.Sequential], object]) -> None:
     changed = nested()
     change(changed)
     assert digest(changed) != digest(nested())
 
 
-def test_the_digest_tells_dropout_rates_apart() -> None:
-    """Numbers that no parameter shows."""
+def test_digest_changes_with_dropout_rate() -> None:
     assert digest(nn.Sequential(nn.Dropout(0.1))) != digest(nn.Sequential(nn.Dropout(0.2)))
 
 
-def test_the_digest_changes_with_names_and_settings() -> None:
-    """A renamed layer is another layer; a setting may change what no shape shows."""
+def test_digest_changes_with_layer_names_and_settings() -> None:
     named = [nn.Sequential(OrderedDict({name: nn.Linear(8, 8)})) for name in ("a", "b")]
     assert digest(named[0]) != digest(named[1])
     assert digest(nested(), p=0.1) != digest(nested(), p=0.2)
@@ -230,8 +215,8 @@ print(chain_digest(chain_of(nn.Sequential(Apply(lambda x: x))), {{}}))
 
 
 @pytest.mark.slow
-def test_the_digest_holds_no_addresses() -> None:
-    """A layer whose repr shows a function or an object is the same layer in the next process."""
+def test_digest_contains_no_memory_addresses() -> None:
+    """A layer whose repr shows a function has the same digest in the next process."""
     digests = set()
     for junk in (0, 200_000):
         code = _WITH_A_FUNCTION.format(junk=junk)
@@ -242,8 +227,8 @@ def test_the_digest_holds_no_addresses() -> None:
     assert len(digests) == 1
 
 
-def test_the_digest_of_observers_knows_no_values() -> None:
-    """Quantization-aware modules print ranges that they have seen: `inf` at first, and nothing on the meta device."""
+def test_digest_ignores_ranges_of_quantization_observers() -> None:
+    """Their repr shows the ranges seen so far: `inf` at first, and nothing on the meta device."""
 
     class Observed(nn.Linear):
         def __init__(self) -> None:

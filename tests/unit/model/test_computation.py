@@ -1,4 +1,4 @@
-"""What counts as a change of what a model computes, and what does not."""
+"""Digests of a model's code: edits that change them, and edits that do not."""
 
 import itertools
 from pathlib import Path
@@ -61,8 +61,8 @@ def loss_fn(output, target):
 numbers = itertools.count()
 
 
-def computed(folder: Path, text: str) -> dict[str, str]:
-    """Digests of a model file with this text."""
+def digests_of(folder: Path, text: str) -> dict[str, str]:
+    """Return the code digests of a model file with this text."""
     path = folder / f"model_{next(numbers)}.py"
     path.write_text(text)
     loaded = load_model(str(path))
@@ -79,10 +79,9 @@ def computed(folder: Path, text: str) -> dict[str, str]:
         ("return torch.randn(size, 8)", "return torch.rand(size, 8)"),
     ],
 )
-def test_what_is_the_same_model(tmp_path: Path, old: str, new: str) -> None:
-    """Comments, docstrings, layout, and code that nothing uses."""
+def test_comments_layout_and_unused_code_do_not_change_digests(tmp_path: Path, old: str, new: str) -> None:
     assert old in MODEL
-    assert computed(tmp_path, MODEL.replace(old, new)) == computed(tmp_path, MODEL)
+    assert digests_of(tmp_path, MODEL.replace(old, new)) == digests_of(tmp_path, MODEL)
 
 
 @pytest.mark.parametrize(
@@ -102,15 +101,14 @@ def test_what_is_the_same_model(tmp_path: Path, old: str, new: str) -> None:
         ("self.dropout(self.held(act(self.linear(x))))", "self.dropout(act(self.held(self.linear(x))))", "layers"),
     ],
 )
-def test_what_is_another_model(tmp_path: Path, old: str, new: str, what: str) -> None:
-    """All tensors are the same; of the two digests one is another."""
+def test_code_changes_change_only_the_digest_of_loss_or_layers(tmp_path: Path, old: str, new: str, what: str) -> None:
+    """All tensors stay the same."""
     assert old in MODEL
-    before, after = computed(tmp_path, MODEL), computed(tmp_path, MODEL.replace(old, new))
+    before, after = digests_of(tmp_path, MODEL), digests_of(tmp_path, MODEL.replace(old, new))
     assert [name for name in before if before[name] != after[name]] == [what]
 
 
-def test_a_loss_that_is_an_object(tmp_path: Path) -> None:
-    """A module, whose settings its name does not show."""
+def test_digest_of_a_loss_module_includes_its_settings(tmp_path: Path) -> None:
     text = MODEL[: MODEL.index("def loss_fn")] + "loss_fn = inner\n"
-    assert computed(tmp_path, text) == computed(tmp_path, text)
-    assert computed(tmp_path, text.replace("=0.3", "=0.4"))["loss"] != computed(tmp_path, text)["loss"]
+    assert digests_of(tmp_path, text) == digests_of(tmp_path, text)
+    assert digests_of(tmp_path, text.replace("=0.3", "=0.4"))["loss"] != digests_of(tmp_path, text)["loss"]

@@ -1,4 +1,4 @@
-"""Models of a Hugging Face config.json: built by transformers, cut and planned like a model.py."""
+"""Models built from a Hugging Face config.json."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ BERT = {
 }
 
 
-def written(folder: Path, content: dict[str, Any], *architectures: str) -> str:
+def write_configuration(folder: Path, content: dict[str, Any], *architectures: str) -> str:
     """Write a config.json and return its path."""
     path = folder / "config.json"
     path.write_text(json.dumps({**content, "architectures": list(architectures)}))
@@ -55,9 +55,9 @@ def written(folder: Path, content: dict[str, Any], *architectures: str) -> str:
 def test_the_task_chooses_head_and_labels(
     content: dict[str, Any], architecture: str, task: str | None, built: str, tmp_path: Path
 ) -> None:
-    """From `architectures`, or as given; parameters are in float32, and the model returns a loss."""
+    """Without a task, `architectures` chooses. Parameters are float32."""
     settings = {"sequence": "8"} | ({"task": task} if task else {})
-    loaded = load_model(written(tmp_path, content, architecture), settings=settings)
+    loaded = load_model(write_configuration(tmp_path, content, architecture), settings=settings)
     model = loaded.build()
     assert type(model).__name__ == built
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -67,12 +67,11 @@ def test_the_task_chooses_head_and_labels(
 
 
 @pytest.mark.slow
-def test_a_model_without_formula_is_planned_and_emitted_as_a_script(
+def test_a_profiled_configuration_is_planned_and_emitted_as_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As any model file: the script builds the model from the same configuration, with the same settings."""
     monkeypatch.chdir(tmp_path)
-    path = written(Path(), SMALL, "LlamaForCausalLM")
+    path = write_configuration(Path(), SMALL, "LlamaForCausalLM")
     asked = {"from_formula": "never", "sequence": 16, "batch_sizes": 2, "proof_budget": "0s"}
     profile = planner.profile(path, device="estimate:h100", output="profile.yaml", **asked)
     assert profile.model.source == "config.json:build_model"
@@ -93,17 +92,15 @@ def test_a_model_without_formula_is_planned_and_emitted_as_a_script(
         (("LlamaForCausalLM",), {"layers": 3}, "`--layers`"),
     ],
 )
-def test_wrong_requests_are_refused(
+def test_unknown_tasks_architectures_and_sizes_are_refused(
     architectures: tuple[str, ...], options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    """Unknown tasks, and sizes that the configuration has."""
     with pytest.raises(PlannerError) as refused:
-        planner.profile(written(tmp_path, SMALL, *architectures), from_formula="never", **options)
+        planner.profile(write_configuration(tmp_path, SMALL, *architectures), from_formula="never", **options)
     assert told in refused.value.message
 
 
 def test_options_of_configurations_are_refused_for_model_files() -> None:
-    """A model.py has its own sizes."""
     with pytest.raises(UsageError) as refused:
         planner.profile("model.py", sequence=16)
     assert "`--sequence` needs a config.json" in refused.value.message

@@ -1,4 +1,4 @@
-"""Without a `loss_fn` the output's own `.loss` is trained, else the only scalar with a gradient, or its mean."""
+"""Default loss of models without `loss_fn`: the output's `.loss`, its only scalar with a gradient, or its mean."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ WORDS, WIDTH = 11, 8
 
 
 @dataclass
-class Answer:
-    """As a model returns it."""
+class ModelOutput:
+    """A user's output dataclass."""
 
     logits: Tensor
     parts: dict[str, Tensor]
 
 
 class NanoGPT(nn.Module):
-    """It returns its logits and its loss."""
+    """Returns what `answer` makes of logits and loss."""
 
     def __init__(self, answer: Callable[[Tensor, Tensor], Any] = lambda logits, loss: (logits, loss)) -> None:
         super().__init__()
@@ -36,7 +36,6 @@ class NanoGPT(nn.Module):
         self.answer = answer
 
     def forward(self, words: Tensor, targets: Tensor) -> Any:
-        """Whatever `answer` makes of logits and loss."""
         value = self.embedding(words)
         for block in self.blocks:
             value = torch.tanh(block(value))
@@ -45,13 +44,13 @@ class NanoGPT(nn.Module):
 
 
 def batch(size: int) -> tuple[Any, None]:
-    """Words and the words behind them."""
+    """Return words and targets."""
     words = torch.randint(WORDS, (size, 6))
     return (words, words), None
 
 
-def loaded(model: nn.Module) -> LoadedModel:
-    """As from Python, where nothing else is given."""
+def load_without_loss(model: nn.Module) -> LoadedModel:
+    """Load the model as from Python, with an example batch only."""
     return load_object(model, example_batch=batch)
 
 
@@ -60,7 +59,10 @@ def loaded(model: nn.Module) -> LoadedModel:
     [
         (lambda logits, loss: (logits, loss), 'output "1", the only scalar'),
         (lambda logits, loss: {"logits": logits, "total": loss}, 'output "total", the only scalar'),
-        (lambda logits, loss: Answer(logits, {"nll": loss, "accuracy": loss.detach()}), 'output "parts.nll", the only'),
+        (
+            lambda logits, loss: ModelOutput(logits, {"nll": loss, "accuracy": loss.detach()}),
+            'output "parts.nll", the only',
+        ),
         (lambda logits, loss: (logits, loss.reshape(1)), 'output "1", the only scalar'),
         (lambda logits, loss: (logits, loss, torch.tensor(3)), 'output "1", the only scalar'),
         (lambda _logits, loss: loss, "output, a scalar"),
@@ -68,10 +70,12 @@ def loaded(model: nn.Module) -> LoadedModel:
         (lambda logits, loss: SimpleNamespace(loss=loss, extra=logits.mean()), "own `.loss`"),
     ],
 )
-def test_the_loss_of_the_model_is_trained(answer: Callable[[Tensor, Tensor], Any], noted: str) -> None:
-    """Nothing else, whatever stands beside it; and the note names it as soon as there is a chain."""
+def test_the_only_scalar_or_loss_attribute_is_the_default_loss(
+    answer: Callable[[Tensor, Tensor], Any], noted: str
+) -> None:
+    """The note names it as soon as the chain exists."""
     model = NanoGPT(answer)
-    without = loaded(model)
+    without = load_without_loss(model)
     assert without.notes == ()
     chain = without.chain(model)
     assert noted in without.notes[0]
@@ -88,8 +92,8 @@ def _with(model: NanoGPT, answer: Callable[[Tensor, Tensor], Any]) -> NanoGPT:
     return model
 
 
-def test_the_same_one_is_taken_without_a_graph_and_from_a_single_sample() -> None:
-    """What carries a gradient shows once."""
+def test_the_default_loss_is_chosen_once() -> None:
+    """A later output without a graph, or of one sample, does not change the choice."""
     loss = DefaultLoss("model.py")
     weight = torch.ones((), requires_grad=True)
     loss((torch.ones(2, 1), weight.detach(), weight * 2), None)
@@ -98,8 +102,7 @@ def test_the_same_one_is_taken_without_a_graph_and_from_a_single_sample() -> Non
         loss((torch.ones(1, 1), torch.tensor(5.0)), None)
 
 
-def test_the_mean_stays_the_mean_from_a_single_sample() -> None:
-    """An output of one number is no scalar because there is one sample."""
+def test_the_mean_of_one_sample_is_not_taken_as_a_scalar_loss() -> None:
     loss = DefaultLoss("model.py")
     assert float(loss(torch.ones(1, 1, requires_grad=True), None).detach()) == 1.0
     assert "the mean of the model's output" in loss.note
@@ -110,31 +113,27 @@ def test_the_mean_stays_the_mean_from_a_single_sample() -> None:
     ("answer", "message"),
     [
         (lambda logits, loss: (logits, loss, logits.mean()), '2 scalars that could be the loss: "1", "2"'),
-        (lambda logits, loss: Answer(logits, {"a": loss, "b": loss}), 'could be the loss: "parts.a", "parts.b"'),
+        (lambda logits, loss: ModelOutput(logits, {"a": loss, "b": loss}), 'could be the loss: "parts.a", "parts.b"'),
         (lambda logits, loss: (logits, loss.detach()), 'carry no gradient: "1"'),
         (lambda logits, loss: {"loss": loss.expand(2), "more": logits}, r"own `.loss` has shape \[2\]"),
     ],
 )
-def test_what_could_be_several_losses_is_refused(answer: Callable[[Tensor, Tensor], Any], message: str) -> None:
-    """With their names, before anything is measured."""
+def test_ambiguous_losses_are_refused_with_their_names(answer: Callable[[Tensor, Tensor], Any], message: str) -> None:
     model = NanoGPT(answer)
     with pytest.raises(ModelError, match=message) as refused:
-        loaded(model).chain(model)
+        load_without_loss(model).chain(model)
     assert "define `loss_fn(output, target)`" in refused.value.hint
     with pytest.raises(ModelError, match=message):
-        profile_model(loaded(model), ProfilerOptions(micro_batch_sizes=(1,), repeats=2))
+        profile_model(load_without_loss(model), ProfilerOptions(micro_batch_sizes=(1,), repeats=2))
 
 
 class Split(nn.Module):
-    """The last layer of a Sequential, which returns its loss beside other things."""
-
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, loss and what is no loss."""
         return value, value.square().mean(), value.detach().mean()
 
 
-def test_the_loss_of_a_sequential_is_known_with_its_chain() -> None:
-    """Its last stage may first run where no graph is made."""
+def test_the_loss_of_a_sequential_is_chosen_with_its_chain() -> None:
+    """Its last stage may first run without a graph."""
     model = nn.Sequential(nn.Linear(4, 4), Split())
     without = load_object(model, example_batch=lambda size: (torch.ones(size, 4), None))
     without.chain(model)

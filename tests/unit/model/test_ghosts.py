@@ -1,4 +1,4 @@
-"""Ghosts have the shape that the tensors they stand for would have, whatever is done to them."""
+"""Ghost tensors have the shape and strides of the tensors that they replace."""
 
 from collections.abc import Callable
 
@@ -22,8 +22,7 @@ from planner.model.ghosts import ghost_like
     ],
     ids=["transpose", "unsqueeze", "squeeze", "swapaxes", "as_strided"],
 )
-def test_what_changes_a_shape_in_place_changes_a_ghosts(change: Callable[[Tensor], object]) -> None:
-    """Its strides, too, and what is computed from it."""
+def test_in_place_changes_of_shape_change_ghosts(change: Callable[[Tensor], object]) -> None:
     tensor = torch.randn(1, 4, 5)
     ghost = ghost_like(tensor, torch.device("cpu"))
     change(tensor)
@@ -33,30 +32,26 @@ def test_what_changes_a_shape_in_place_changes_a_ghosts(change: Callable[[Tensor
 
 
 class Stack(nn.Module):
-    """Recurrent layers, one after the other."""
-
     def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(kind(8, 8, batch_first=True) for _ in range(3))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, words, 8) to the same."""
         for layer in self.layers:
             value, _ = layer(value)
         return value
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_batch_first_layer_hands_samples_on_first(kind: Callable[..., nn.Module]) -> None:
-    """A GRU ends with `transpose_`: a rank waited for (words, b, 8) where (b, words, 8) was sent."""
+def test_boundaries_of_batch_first_recurrent_layers_begin_with_samples(kind: Callable[..., nn.Module]) -> None:
+    """A GRU ends with `transpose_`, which once gave (words, b, 8) instead of (b, words, 8)."""
     outline = chain_of(Stack(kind), lambda batch: torch.randn(batch, 5, 8)).outline
     assert outline is not None
     shapes = [[tuple(t.shape) for t in outline.boundary(n, 3)] for n in (1, 2)]
     assert shapes == [[(3, 5, 8)], [(3, 5, 8)]]
 
 
-def test_a_value_of_another_stage_that_is_read_is_named() -> None:
-    """With what to do, in place of the operator alone."""
+def test_reading_a_value_of_another_stage_names_its_layer() -> None:
     with pytest.raises(ModelError, match=r'code between modules, .* reads values of "blocks.0"') as refused:
         ghost_like(torch.empty(2), torch.device("cpu"), "blocks.0").sum().item()
     assert "move this code into a module" in refused.value.hint

@@ -1,4 +1,4 @@
-"""Gradients in files: training is as before, with less memory."""
+"""Gradients kept in files: the same training with less memory."""
 
 import subprocess
 import sys
@@ -38,7 +38,6 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 
 def test_gradients_are_the_same_as_in_memory(tmp_path: Path) -> None:
-    """Bit for bit, over two backwards; the files have no names left."""
     model = _stack()
     keep_gradients_in_files(model.parameters(), tmp_path)
     for gradient, expected in zip(_gradients(model), _gradients(_stack()), strict=True):
@@ -46,8 +45,8 @@ def test_gradients_are_the_same_as_in_memory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_hooks_of_the_model_see_what_was_added(tmp_path: Path) -> None:
-    """Those that were registered before run before the gradient moves, and may change it."""
+def test_hooks_run_before_the_gradient_moves_to_its_file(tmp_path: Path) -> None:
+    """They may change the gradient."""
 
     def halve(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -64,8 +63,8 @@ def test_hooks_of_the_model_see_what_was_added(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*halved, strict=True))
 
 
-def test_a_parameter_in_a_file_keeps_what_code_writes_into_it(tmp_path: Path) -> None:
-    """Only pages that nothing has changed are released."""
+def test_values_written_into_a_file_mapped_parameter_are_kept(tmp_path: Path) -> None:
+    """Only unchanged pages are released."""
     size = WIDTH * WIDTH
     (tmp_path / "values").write_bytes(bytes(4 * size))
     parameter = nn.Parameter(torch.from_file(str(tmp_path / "values"), shared=False, size=size))
@@ -107,7 +106,7 @@ def test_gradients_in_files_take_a_fraction_of_the_memory(tmp_path: Path) -> Non
 
 
 def _own_bytes() -> int:
-    """Memory of this process that is of no file."""
+    """Return the anonymous memory of this process."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 

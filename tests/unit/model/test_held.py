@@ -1,4 +1,4 @@
-"""Tensors that modules hold, also in lists of their own parameters."""
+"""Tensors that modules hold outside their registered parameters and buffers."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from planner.model.lean import allocate_parameters, build_lean
 
 
 class Listed(nn.Module):
-    """Its forward reads a list of its parameters, made before they were registered, and a table in a dict."""
+    """Reads its parameters from a list, and its buffer from a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,34 +19,28 @@ class Listed(nn.Module):
         self.tables = {"scale": self.scale, "mask": torch.ones(4)}
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 4)."""
         for weight in self.weights:
             value = value @ weight
         return value * self.tables["scale"] * self.tables["mask"]
 
 
-class Two(nn.Module):
-    """Such layers, in a model that is no Sequential."""
-
+class TwoListed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = Listed(), Listed()
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 4)."""
         result: Tensor = self.other(self.one(value))
         return result
 
 
-def test_a_list_of_parameters_is_no_tensor_of_its_own() -> None:
-    """Only what is neither parameter nor buffer is loose; an LSTM has nothing of the kind."""
+def test_only_unregistered_tensors_are_loose() -> None:
     model = Listed()
     assert [id(tensor) for tensor in loose_tensors(model)] == [id(model.tables["mask"])]
     assert loose_tensors(nn.LSTM(4, 4, 2)) == []
 
 
-def test_what_takes_the_place_of_a_parameter_does_so_in_lists() -> None:
-    """Else the module would go on computing with the old one."""
+def test_replacing_a_parameter_replaces_it_in_lists() -> None:
     model = nn.Sequential(Listed(), nn.LSTM(4, 4))
     replace_tensors(model, lambda t: nn.Parameter(t * 2) if isinstance(t, nn.Parameter) else t * 2)
     listed, recurrent = model
@@ -56,8 +50,7 @@ def test_what_takes_the_place_of_a_parameter_does_so_in_lists() -> None:
     assert [id(weight) for weight in recurrent._flat_weights] == [id(p) for p in recurrent.parameters()]
 
 
-def test_afterwards_everything_is_as_before() -> None:
-    """The lists too, and they are the same objects."""
+def test_temporary_replacement_restores_lists_and_tensors() -> None:
     model = Listed()
     before, weights = model(torch.ones(2, 4)), model.weights
     with replaced_tensors(model, lambda t: t.detach() * 0):
@@ -66,8 +59,7 @@ def test_afterwards_everything_is_as_before() -> None:
     assert model.weights is weights
 
 
-def test_only_what_is_loose_is_moved() -> None:
-    """Parameters and buffers, and what names them, stay where they are."""
+def test_moving_loose_tensors_leaves_parameters_and_buffers() -> None:
     model = Listed()
     weights = model.weights
     move_loose_tensors(model, lambda tensor: tensor.double())
@@ -75,8 +67,7 @@ def test_only_what_is_loose_is_moved() -> None:
     assert model.weights is weights
 
 
-def test_a_list_takes_no_memory_where_its_parameters_take_none() -> None:
-    """And gets it when they do."""
+def test_listed_parameters_of_a_lean_model_are_allocated_with_it() -> None:
     model = build_lean(Listed)
     assert isinstance(model, Listed)
     assert all(weight.is_meta for weight in model.weights)
@@ -85,9 +76,9 @@ def test_a_list_takes_no_memory_where_its_parameters_take_none() -> None:
     assert not model.first.is_meta
 
 
-def test_a_layer_needs_what_it_reads_through_a_list() -> None:
-    """A stage would run on zeros else."""
-    chain = chain_of(Two(), lambda size: torch.randn(size, 4))
+def test_a_layer_holds_parameters_that_it_reads_through_a_list() -> None:
+    """Otherwise a stage would run on zeros."""
+    chain = chain_of(TwoListed(), lambda size: torch.randn(size, 4))
     assert chain.outline is not None
     for name, held in zip(chain.names, chain.outline.holds, strict=True):
         assert held == {f"{name}.{part}" for part in ("first", "second", "scale")}

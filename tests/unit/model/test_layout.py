@@ -1,4 +1,4 @@
-"""How tensors lie that cross a boundary: as their layer made them, and in an order that both sides agree on."""
+"""Memory layout of tensors that cross a boundary."""
 
 import pytest
 import torch
@@ -20,8 +20,7 @@ GAPPED = [VALUE[:, :2], VALUE[:, :1].expand(2, 3, 4), VALUE[..., ::2]]
 
 
 @pytest.mark.parametrize("value", DENSE)
-def test_what_is_dense_crosses_as_it_lies(value: Tensor) -> None:
-    """Neither copied nor laid out anew; what is sent is the same memory, in order."""
+def test_dense_tensors_are_sent_without_a_copy(value: Tensor) -> None:
     shape = meta_tensor_like(value)
     assert (shape.shape, shape.is_meta) == (value.shape, True)
     assert match_layout(value, shape) is value
@@ -34,8 +33,7 @@ def test_what_is_dense_crosses_as_it_lies(value: Tensor) -> None:
 
 
 @pytest.mark.parametrize("value", GAPPED)
-def test_what_has_gaps_is_copied(value: Tensor) -> None:
-    """Into the order in which its dimensions are counted."""
+def test_tensors_with_gaps_are_copied_to_contiguous_memory(value: Tensor) -> None:
     shape = meta_tensor_like(value)
     assert shape.is_contiguous()
     made = match_layout(value, shape)
@@ -43,8 +41,7 @@ def test_what_has_gaps_is_copied(value: Tensor) -> None:
     assert torch.equal(made, value)
 
 
-def test_what_lies_otherwise_than_agreed_is_copied() -> None:
-    """Its gradient comes back."""
+def test_tensors_of_another_layout_are_copied_with_their_gradient() -> None:
     value = VALUE.clone().requires_grad_()
     made = match_layout(value, VALUE.permute(2, 0, 1).contiguous().permute(1, 2, 0))
     assert made.stride() == (3, 1, 6)
@@ -53,13 +50,11 @@ def test_what_lies_otherwise_than_agreed_is_copied() -> None:
     assert torch.equal(value.grad, VALUE)  # type: ignore[arg-type]
 
 
-def test_the_order_goes_for_other_sizes_too() -> None:
-    """The batch grows, and its dimension stays where it lies."""
+def test_layout_is_kept_for_other_batch_sizes() -> None:
     assert meta_tensor_like(VALUE.transpose(0, 1).contiguous().transpose(0, 1), (5, 3, 4)).stride() == (4, 20, 1)
 
 
-def test_what_is_sent_holds_no_history() -> None:
-    """Nor the tensor that it is the memory of."""
+def test_sent_tensors_hold_no_graph_and_no_base() -> None:
     value = (VALUE.clone().requires_grad_() * 2).transpose(0, 1)
     sent = in_memory_order(value)
     assert not sent.requires_grad

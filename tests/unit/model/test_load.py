@@ -1,4 +1,4 @@
-"""What a model.py offers is found by name, called with typed settings, and blamed with file and line."""
+"""Loading of a model.py: entries, settings, batches, losses, optimizers, inputs, and errors with file and line."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def load(
     inputs: tuple[str, ...] = (),
     **settings: str,
 ) -> LoadedModel:
-    """Writes a model file and loads it; settings are given as text."""
+    """Write a model file and load it; settings are given as text."""
     path = write_model(folder, text)
     return load_model(f"{path}{entry}", settings=settings, inputs=inputs, optimizer=optimizer)
 
@@ -65,15 +65,17 @@ NET = "class Net(nn.Sequential):\n    def __init__(self, width=8): super().__ini
         pytest.param("from torch.nn import ReLU, Tanh\n" + NET, "", "Net", 1, id="imported-classes-are-no-entries"),
     ],
 )
-def test_the_entry_is_found(tmp_path: Path, text: str, entry: str, name: str, layers: int) -> None:
-    """`build_model`, then `model`, then the file's only class that needs no arguments; or the one that is named."""
+def test_the_entry_is_the_named_or_first_candidate(
+    tmp_path: Path, text: str, entry: str, name: str, layers: int
+) -> None:
+    """Candidates: `build_model`, `model`, then the file's only class that needs no arguments."""
     loaded = load(tmp_path, HEAD + text + EXAMPLE, entry)
     assert loaded.source == f"{tmp_path / 'model.py'}:{name}"
     assert len(list(loaded.build().children())) == layers
 
 
-def test_a_finished_model_is_itself(tmp_path: Path) -> None:
-    """Not a copy: its weights are the user's. A function builds a new one each time."""
+def test_a_finished_model_is_not_copied(tmp_path: Path) -> None:
+    """A function builds a new model each time."""
     finished = load(tmp_path, HEAD + "model = nn.Sequential(nn.Linear(8, 4))\n" + EXAMPLE)
     assert finished.build() is finished.build()
     built = load(tmp_path, MODEL + "# other\n")
@@ -81,7 +83,7 @@ def test_a_finished_model_is_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "entry", "told"),
+    ("text", "entry", "message"),
     [
         ("", "", "no model"),
         ("class A(nn.ReLU): pass\nclass B(nn.ReLU): pass\n", "", "2 modules that could be the model (`A`, `B`)"),
@@ -92,16 +94,15 @@ def test_a_finished_model_is_itself(tmp_path: Path) -> None:
     ],
     ids=["empty", "two-classes", "needs-arguments", "no-such-name", "no-module", "not-callable"],
 )
-def test_without_an_entry_the_file_is_refused(tmp_path: Path, text: str, entry: str, told: str) -> None:
-    """And the message says what was found instead."""
+def test_files_without_an_entry_are_refused(tmp_path: Path, text: str, entry: str, message: str) -> None:
     with pytest.raises(ModelError) as refused:
         load(tmp_path, HEAD + text + EXAMPLE, entry).build()
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert "model.py" in str(refused.value)
 
 
-def test_a_file_is_read_as_it_is_now(tmp_path: Path) -> None:
-    """Edited within a second, and as long as before: Python's cache would not notice."""
+def test_a_changed_file_is_loaded_again(tmp_path: Path) -> None:
+    """Python's cache would miss a change within a second that keeps the file's length."""
     for width in (16, 24):
         path = write_model(tmp_path, MODEL.replace("width: int = 16", f"width: int = {width}"))
         os.utime(path, (1e9, 1e9))
@@ -110,8 +111,8 @@ def test_a_file_is_read_as_it_is_now(tmp_path: Path) -> None:
     assert not (tmp_path / "__pycache__").exists()
 
 
-def test_neighbours_are_importable(tmp_path: Path) -> None:
-    """As when the file is run as a script: at the top of the file, and inside the functions as well."""
+def test_modules_next_to_the_file_are_importable(tmp_path: Path) -> None:
+    """At the top of the file and inside its functions."""
     (tmp_path / "parts_of_mine.py").write_text(HEAD + "def part(): return nn.Linear(8, 4)\n")
     top = HEAD + "from parts_of_mine import part\ndef build_model(): return nn.Sequential(part())\n" + EXAMPLE
     before = list(sys.path)
@@ -125,8 +126,8 @@ def test_neighbours_are_importable(tmp_path: Path) -> None:
         sys.modules.pop("parts_of_mine", None)
 
 
-def test_what_the_file_does_to_the_search_path_stays_its_own_business(tmp_path: Path) -> None:
-    """A file that extends `sys.path` does not leave our entry behind in place of its own."""
+def test_a_file_may_extend_sys_path(tmp_path: Path) -> None:
+    """Our own entry is removed again."""
     before = list(sys.path)
     try:
         load(tmp_path, "import sys\nsys.path.insert(0, '/somewhere/else')\n" + MODEL)
@@ -158,7 +159,6 @@ TYPED = "def build_model(a: int, b: float = 1, c: bool = False, d: str = 'x', e=
     ],
 )
 def test_settings_are_typed_by_the_signature(tmp_path: Path, name: str, text: str, value: Setting) -> None:
-    """By the annotation, else by the default."""
     body = TYPED + "    return nn.Sequential(nn.Linear(8, 4))\n"
     settings = load(tmp_path, HEAD + body + EXAMPLE, **{name: text}).settings
     assert settings == {name: value}
@@ -169,15 +169,13 @@ def test_settings_are_typed_by_the_signature(tmp_path: Path, name: str, text: st
     ("signature", "future"),
     [("width: int", True), ("width: int = 3", True), ("width: int | None = None", False), ("width: 'int'", False)],
 )
-def test_annotations_of_every_kind_are_understood(tmp_path: Path, signature: str, *, future: bool) -> None:
-    """As text (`from __future__ import annotations`), and optional ones."""
+def test_textual_and_optional_annotations_type_settings(tmp_path: Path, signature: str, *, future: bool) -> None:
     head = ("from __future__ import annotations\n" if future else "") + HEAD
     text = f"{head}def build_model({signature}): return nn.Sequential(nn.Linear(8, width))\n{EXAMPLE}"
     assert load(tmp_path, text, width="24").settings == {"width": 24}
 
 
-def test_keyword_settings_may_be_open(tmp_path: Path) -> None:
-    """`build_model(**settings)` takes any name; text that is a number becomes one."""
+def test_build_model_may_take_any_keyword_setting(tmp_path: Path) -> None:
     text = "def build_model(**settings): return nn.Sequential(nn.Linear(8, int(settings['width'])))\n"
     assert int(load(tmp_path, HEAD + text + EXAMPLE, width="24").settings["width"]) == 24
 
@@ -194,7 +192,6 @@ def test_keyword_settings_may_be_open(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_settings_are_refused(tmp_path: Path, name: str, text: str, told: str) -> None:
-    """Naming the setting, and what there is."""
     with pytest.raises(UsageError) as refused:
         load(tmp_path, HEAD + TYPED + "    return None\n" + EXAMPLE, **{name: text})
     assert told in str(refused.value)
@@ -204,14 +201,12 @@ def test_wrong_settings_are_refused(tmp_path: Path, name: str, text: str, told: 
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
-def test_a_setting_is_a_finite_number(tmp_path: Path, text: str) -> None:
-    """What no file could hold is refused at once."""
+def test_settings_must_be_finite(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError, match="--set b="):
         load(tmp_path, HEAD + TYPED + "    return None\n" + EXAMPLE, b=text)
 
 
-def test_settings_reach_model_and_example(tmp_path: Path) -> None:
-    """`example_batch` gets those that it has a parameter for."""
+def test_settings_reach_build_model_and_example_batch(tmp_path: Path) -> None:
     text = """
 def build_model(*, width: int = 8, depth: int = 1): return nn.Sequential(*[nn.Linear(width, width)] * depth)
 def example_batch(batch_size, *, width: int = 8): return torch.randn(batch_size, width), None
@@ -226,8 +221,7 @@ def example_batch(batch_size, *, width: int = 8): return torch.randn(batch_size,
 # Batches and losses
 
 
-def test_own_functions_are_taken(tmp_path: Path) -> None:
-    """`loss_fn`, `example_batch`, `build_optimizer` and `train_batches` of the file; nothing to note then."""
+def test_functions_of_the_file_are_used(tmp_path: Path) -> None:
     own = """
 def build_optimizer(parameters): return torch.optim.SGD(parameters, lr=0.5)
 def train_batches(batch_size): return [example_batch(batch_size)]
@@ -243,16 +237,14 @@ def train_batches(batch_size): return [example_batch(batch_size)]
     assert loaded.example_batch(3).num_samples == 3
 
 
-def test_an_optimizer_by_name_takes_the_place_of_the_files(tmp_path: Path) -> None:
-    """Also of a `build_optimizer`."""
+def test_a_named_optimizer_overrides_build_optimizer(tmp_path: Path) -> None:
     text = MODEL + "def build_optimizer(parameters): return torch.optim.SGD(parameters, lr=0.5)\n"
     loaded = load(tmp_path, text, optimizer="adam")
     assert loaded.optimizer_name == "adam"
     assert isinstance(loaded.build_optimizer([nn.Parameter(torch.zeros(1))]), torch.optim.Adam)
 
 
-def test_a_missing_loss_is_noted(tmp_path: Path) -> None:
-    """Then the mean of an output without a scalar is trained: of all its tensors, if it has several."""
+def test_without_a_loss_the_mean_of_the_output_is_trained_and_noted(tmp_path: Path) -> None:
     loaded = load(tmp_path, HEAD + BUILD + EXAMPLE)
     assert loaded.notes == ()
     output = (torch.full((2, 3), 1.0), {"x": torch.full((5,), 2.0)}, torch.tensor([7]))
@@ -264,14 +256,12 @@ def test_a_missing_loss_is_noted(tmp_path: Path) -> None:
         load(tmp_path, HEAD + BUILD + EXAMPLE).loss_fn(torch.tensor([7]), None)
 
 
-def test_without_anything_adamw_is_taken(tmp_path: Path) -> None:
-    """The usual choice."""
+def test_adamw_is_the_default_optimizer(tmp_path: Path) -> None:
     assert load(tmp_path, MODEL).optimizer_name == "adamw"
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_every_named_optimizer_steps(name: str) -> None:
-    """Over an iterator of parameters, as `model.parameters()` gives."""
     build, called = optimizer_builder(None, name)
     parameter = nn.Parameter(torch.ones(3, 3))
     optimizer = build(iter([parameter]))
@@ -281,8 +271,8 @@ def test_every_named_optimizer_steps(name: str) -> None:
     assert not torch.equal(parameter, torch.ones(3, 3))
 
 
-def test_a_list_of_two_is_an_example_batch(tmp_path: Path) -> None:
-    """It is what `default_collate` makes, and what `next(iter(loader))` returns."""
+def test_an_example_batch_may_be_a_list_of_two(tmp_path: Path) -> None:
+    """`default_collate` returns such lists."""
     path = tmp_path / "model.py"
     batch = "def example_batch(n):\n    return [{'input': torch.zeros(n, 2)}, torch.ones(n)]\n"
     path.write_text(f"import torch\nmodel = torch.nn.Linear(2, 2)\n{batch}")
@@ -291,7 +281,6 @@ def test_a_list_of_two_is_an_example_batch(tmp_path: Path) -> None:
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    """With the list of those there are."""
     with pytest.raises(UsageError, match="unknown optimizer `magic`") as refused:
         optimizer_builder(None, "magic")
     assert all(name in refused.value.hint for name in OPTIMIZERS)
@@ -311,7 +300,6 @@ def test_an_unknown_optimizer_is_refused() -> None:
     ],
 )
 def test_a_wrong_example_batch_is_refused(tmp_path: Path, returned: str, told: str) -> None:
-    """It must be `(inputs, targets)`, each tensor with one entry per sample."""
     loaded = load(tmp_path, f"{HEAD}{BUILD}\ndef example_batch(batch_size):\n    return {returned}\n{LOSS}")
     with pytest.raises(ModelError) as refused:
         loaded.example_batch(2)
@@ -319,7 +307,6 @@ def test_a_wrong_example_batch_is_refused(tmp_path: Path, returned: str, told: s
 
 
 def test_inputs_may_be_nested(tmp_path: Path) -> None:
-    """A tuple or a dict of tensors; the number of samples is that of the first."""
     text = "def example_batch(n): return {'a': torch.zeros(n, 2), 'b': (torch.ones(n), 3)}, torch.zeros(n)\n"
     batch = load(tmp_path, HEAD + BUILD + text).example_batch(6)
     assert batch.num_samples == 6
@@ -344,14 +331,12 @@ def test_inputs_may_be_nested(tmp_path: Path) -> None:
         ("8:bool", (5, 8), torch.bool),
     ],
 )
-def test_an_input_in_words(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Shape without the batch dimension, dtype, and for integers a bound."""
+def test_input_option_gives_shape_and_dtype(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     made = input_tensor(text, 5)
     assert (tuple(made.shape), made.dtype) == (shape, dtype)
 
 
-def test_integers_stay_below_their_bound() -> None:
-    """And reach it but for one; without a bound they are 0 or 1."""
+def test_integer_inputs_stay_below_their_bound() -> None:
     assert set(input_tensor("1000:int64:3", 4).flatten().tolist()) == {0, 1, 2}
     assert set(input_tensor("1000:int64", 4).flatten().tolist()) == {0, 1}
     assert input_tensor("1000", 4).std() > 0.5
@@ -365,14 +350,12 @@ def test_integers_stay_below_their_bound() -> None:
     ],
 )
 def test_a_wrong_input_is_a_usage_error(text: str) -> None:
-    """Whatever torch would say of it."""
     with pytest.raises(UsageError) as refused:
         input_tensor(text, 2)
     assert f"`--input {text}`" in str(refused.value)
 
 
-def test_several_inputs_are_a_tuple(tmp_path: Path) -> None:
-    """One is a tensor; targets are None."""
+def test_several_inputs_form_a_tuple(tmp_path: Path) -> None:
     one = load(tmp_path, HEAD + BUILD, inputs=("8",))
     assert isinstance(one.example_batch(3).inputs, Tensor)
     two = load(tmp_path, HEAD + BUILD, inputs=("8", "2:int64:9"))
@@ -383,8 +366,7 @@ def test_several_inputs_are_a_tuple(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inputs", [("x",), ("8", "x")])
-def test_a_wrong_input_is_told_before_anything_is_built(tmp_path: Path, inputs: tuple[str, ...]) -> None:
-    """Every one of them is parsed while loading."""
+def test_wrong_inputs_are_refused_while_loading(tmp_path: Path, inputs: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match="--input x"):
         load(tmp_path, HEAD + BUILD, inputs=inputs)
 
@@ -392,8 +374,8 @@ def test_a_wrong_input_is_told_before_anything_is_built(tmp_path: Path, inputs: 
 # Blame
 
 
-def test_errors_of_the_file_say_where(tmp_path: Path) -> None:
-    """`file:line`, of the last frame that lies in the user's file; the cause is kept for `--debug`."""
+def test_errors_of_the_file_name_its_line(tmp_path: Path) -> None:
+    """The cause is kept for `--debug`."""
     text = MODEL + "def deep():\n    return nn.Linear('a', 3)\ndef build_model():\n    return deep()\n"
     loaded = load(tmp_path, text)
     with pytest.raises(ModelError) as refused:
@@ -404,28 +386,25 @@ def test_errors_of_the_file_say_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("statement", ["raise SystemExit(3)", "import sys; sys.exit('no')", "assert False, 'never'"])
-def test_nothing_that_the_file_raises_gets_through(tmp_path: Path, statement: str) -> None:
-    """`sys.exit` least of all: it would end the command with the user's exit code."""
+def test_exits_and_errors_of_the_file_become_model_errors(tmp_path: Path, statement: str) -> None:
+    """`sys.exit` would end the command with the user's exit code."""
     with pytest.raises(ModelError, match="importing it raised"):
         load(tmp_path, statement + "\n")
 
 
-def test_an_interrupt_does_get_through(tmp_path: Path) -> None:
-    """Ctrl-C while the file is imported is the user's wish."""
+def test_keyboard_interrupts_are_not_caught(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         load(tmp_path, "raise KeyboardInterrupt\n")
 
 
 def test_a_path_that_is_no_python_file_is_a_file_error(tmp_path: Path) -> None:
-    """Missing, a folder, another suffix."""
     (tmp_path / "notes.txt").write_text("hello\n")
     for name in ("missing.py", ".", "notes.txt"):
         with pytest.raises(FileError):
             load_model(str(tmp_path / name))
 
 
-def test_dataclasses_and_pickles_find_the_module(tmp_path: Path) -> None:
-    """A file that defines dataclasses can be loaded, and twice."""
+def test_files_with_dataclasses_load_twice(tmp_path: Path) -> None:
     text = "from dataclasses import dataclass\n@dataclass\nclass C:\n    x: 'int' = 8\n" + MODEL
     assert load(tmp_path, text).build() is not None
     assert load(tmp_path, text + "# again\n").build() is not None

@@ -1,4 +1,4 @@
-"""Which optimizers step a part of a model's parameters as they step all, and what is said of the others."""
+"""Check that an optimizer steps a part of a model's parameters as it steps all of them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +18,6 @@ class ClippedSGD(torch.optim.SGD):
     """SGD that clips by the norm of all gradients."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Clip, then step."""
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
         super().step(closure)
 
@@ -27,7 +26,6 @@ class OneStepSize(torch.optim.SGD):
     """SGD with a step size that is found from all gradients, as D-Adaptation and Prodigy do."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Find the step size, then step."""
         own = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
         self.param_groups[0]["lr"] = max(1e-6, 0.1 / float(torch.nn.utils.get_total_norm(own)))
         super().step(closure)
@@ -37,7 +35,6 @@ class SkipsLarge(torch.optim.SGD):
     """SGD that leaves out a step in which any gradient is large."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Look at all gradients, then step or not."""
         own = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
         if max(float(gradient.abs().max()) for gradient in own) < self.param_groups[0]["limit"]:
             super().step(closure)
@@ -47,7 +44,6 @@ class Lamb(torch.optim.SGD):
     """SGD with a trust ratio for each parameter."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Scale each gradient, then step."""
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
                 p.grad.mul_(p.detach().norm() / p.grad.norm())
@@ -62,7 +58,6 @@ class SlowWeights(torch.optim.SGD):
         self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, then go halfway back."""
         super().step(closure)
         for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=False):
             p.data.lerp_(slow, 0.5)
@@ -72,19 +67,18 @@ class NoisySGD(torch.optim.SGD):
     """SGD with noise (Langevin dynamics)."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, then add noise."""
         super().step(closure)
         for p in self.param_groups[0]["params"]:
             p.data.add_(torch.randn_like(p), alpha=0.01)
 
 
 def by_position(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Another rate for each parameter."""
+    """Return Adam with another rate for each parameter."""
     return torch.optim.Adam([{"params": [p], "lr": 0.1 * 0.9**n} for n, p in enumerate(parameters)])
 
 
 def by_shape(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """No decay for what is no matrix."""
+    """Return AdamW without weight decay for parameters that are no matrix."""
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
     for p in parameters:
         both[p.ndim < 2].append(p)
@@ -106,8 +100,8 @@ def check(build: Callable[..., torch.optim.Optimizer]) -> None:
         lambda parameters: torch.optim.SGD(list(parameters)[-1:], lr=0.1),
     ],
 )
-def test_what_steps_each_parameter_by_itself_is_accepted(build: Callable[..., torch.optim.Optimizer]) -> None:
-    """And no random number is drawn, and no parameter changed."""
+def test_optimizers_that_step_each_parameter_alone_are_accepted(build: Callable[..., torch.optim.Optimizer]) -> None:
+    """The check draws no random number and changes no parameter."""
     state, before = torch.get_rng_state(), [p.detach().clone() for p in MODEL.parameters()]
     check(build)
     assert torch.equal(state, torch.get_rng_state())
@@ -115,8 +109,7 @@ def test_what_steps_each_parameter_by_itself_is_accepted(build: Callable[..., to
 
 
 @pytest.mark.parametrize("build", [ClippedSGD, OneStepSize])
-def test_what_looks_at_all_parameters_is_refused(build: Callable[..., torch.optim.Optimizer]) -> None:
-    """A clip in `step()`, and a step size of all parameters."""
+def test_optimizers_that_read_all_parameters_are_refused(build: Callable[..., torch.optim.Optimizer]) -> None:
     with pytest.raises(ModelError, match=f"{build.__name__} reads all parameters in `step") as refused:
         check(lambda parameters: build(parameters, lr=0.1))
     assert "`pipeline.clip_gradients(max_norm)` in train.py" in refused.value.hint
@@ -124,7 +117,7 @@ def test_what_looks_at_all_parameters_is_refused(build: Callable[..., torch.opti
 
 @pytest.mark.parametrize("limit", [1e-2, 0.2, 10.0, 100.0])
 def test_a_limit_on_the_largest_gradient_is_refused(limit: float) -> None:
-    """A part whose gradients are small would step where the whole does not."""
+    """A stage with small gradients would step where the whole model does not."""
 
     def build(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         return SkipsLarge([{"params": list(parameters), "limit": limit}], lr=1e-3)
@@ -133,22 +126,20 @@ def test_a_limit_on_the_largest_gradient_is_refused(limit: float) -> None:
         check(build)
 
 
-def test_what_goes_by_position_in_step_is_refused() -> None:
-    """Its lists are of the whole model, and a stage has a part of it."""
+def test_optimizers_that_index_parameters_by_position_are_refused() -> None:
     with pytest.raises(ModelError, match="SlowWeights raised RuntimeError") as refused:
         check(SlowWeights)
     assert "the parameters of one stage alone" in refused.value.hint
 
 
-def test_a_closure_is_refused() -> None:
-    """LBFGS computes the loss several times in a step."""
+def test_optimizers_with_a_closure_are_refused() -> None:
     with pytest.raises(ModelError, match="LBFGS needs a closure in `step") as refused:
         check(torch.optim.LBFGS)
     assert "`--optimizer adamw`" in refused.value.hint
 
 
-def test_noise_is_refused() -> None:
-    """Ranks would draw other numbers than a plain loop, and the copies of a tied weight would drift apart."""
+def test_optimizers_that_draw_random_numbers_are_refused() -> None:
+    """Copies of a tied weight would drift apart."""
     with pytest.raises(ModelError, match="NoisySGD draws random numbers in `step"):
         check(lambda parameters: NoisySGD(parameters, lr=0.1))
 
@@ -157,68 +148,58 @@ class SkipsInfinite(torch.optim.SGD):
     """SGD that leaves out a step in which any gradient is not finite."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Look at all gradients, then step or not."""
         own = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if all(bool(gradient.isfinite().all()) for gradient in own):
             super().step(closure)
 
 
-def test_a_skip_of_what_is_not_finite_is_refused() -> None:
-    """A rank would skip a step that others take."""
+def test_skipping_steps_with_infinite_gradients_is_refused() -> None:
+    """One rank would skip a step that others take."""
     with pytest.raises(ModelError, match="SkipsInfinite reads all parameters") as refused:
         check(SkipsInfinite)
     assert "skip steps by the norm" in refused.value.hint
 
 
-def test_complex_parameters_may_become_not_a_number() -> None:
-    """Each by itself."""
+def test_optimizers_of_complex_parameters_are_accepted() -> None:
     parameters = [nn.Parameter(torch.zeros(3, dtype=torch.cfloat)) for _ in range(4)]
     check_optimizer(lambda given: torch.optim.AdamW(given, lr=0.1), parameters, torch.device("cpu"))
 
 
-def test_an_error_for_what_is_not_finite_is_allowed() -> None:
+def test_raising_for_infinite_gradients_is_accepted() -> None:
     """It ends the run on every rank."""
 
     class Strict(SkipsInfinite):
-        """Raises instead."""
-
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Check all gradients."""
             torch.nn.utils.get_total_norm([p.grad for p in self.param_groups[0]["params"]], error_if_nonfinite=True)
             torch.optim.SGD.step(self, closure)
 
     check(Strict)
 
 
-def test_a_step_that_fails_is_refused() -> None:
-    """With what it said, which is often what to do."""
-
+def test_a_failing_step_is_refused_with_its_message() -> None:
     class Unready(torch.optim.SGD):
-        """Wants to be told that it trains."""
-
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Refuse."""
             raise RuntimeError("call `optimizer.train()` first")
 
     with pytest.raises(ModelError, match=r"Unready raised RuntimeError.*call `optimizer.train\(\)` first"):
         check(Unready)
 
 
-def test_a_builder_that_reads_values_is_refused() -> None:
+def test_builders_that_read_parameter_values_are_refused() -> None:
     """A rank has no values of other stages' parameters."""
     with pytest.raises(ModelError, match="meta") as refused:
         check(lambda parameters: torch.optim.SGD([p for p in parameters if float(p.sum()) > 0], lr=0.1))
     assert "no values of other stages" in refused.value.hint
 
 
-def test_a_tensor_that_is_no_parameter_of_the_model_is_refused() -> None:
-    """Its value would be in no checkpoint, and every rank would have one of its own."""
+def test_optimizers_of_foreign_tensors_are_refused() -> None:
+    """Their values would be in no checkpoint."""
     with pytest.raises(ModelError, match=r"shape \[3\] that is not among the `parameters`"):
         check(lambda parameters: torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=0.1))
 
 
-def test_absent_parameters_leave_their_groups_and_their_state() -> None:
-    """Groups stay, empty or not; names in them are those of the parameters that are left."""
+def test_optimizer_of_a_stage_drops_absent_parameters() -> None:
+    """Groups stay, even if empty."""
     parameters = list(MODEL.parameters())
 
     def build(given: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -235,7 +216,6 @@ class HalvesRates(torch.optim.SGD):
     """SGD that from the fifth step on halves all rates if any gradient is large."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Look at all gradients, then step."""
         group = self.param_groups[0]
         group["steps"] = group.get("steps", 0) + 1
         if group["steps"] > 5 and max(float(p.grad.abs().max()) for p in group["params"]) > 1.0:
@@ -243,14 +223,13 @@ class HalvesRates(torch.optim.SGD):
         super().step(closure)
 
 
-def test_an_optimizer_that_looks_at_all_gradients_later_is_refused() -> None:
-    """The last steps have large gradients in one part only."""
+def test_optimizers_that_read_all_gradients_from_the_fifth_step_are_refused() -> None:
     with pytest.raises(ModelError, match="HalvesRates reads all parameters"):
         check(lambda parameters: HalvesRates(parameters, lr=0.1))
 
 
 def test_parameters_that_the_model_leaves_out_are_not_optimized() -> None:
-    """A model may have a method `parameters` of its own; a stage has the others, too."""
+    """A model may define `parameters` itself."""
     parameters = list(MODEL.parameters())
     optimizer = ModelOptimizer(OPTIMIZERS["sgd"], parameters[:2]).build_for([(p, p) for p in parameters[1:4]])
     assert optimizer.param_groups[0]["params"] == parameters[1:2]

@@ -1,4 +1,4 @@
-"""Models as users write them: stages that are built apart train as the model in one piece, or it is refused."""
+"""Models as users write them: separately built stages train like the unpartitioned model, or the model is refused."""
 
 import os
 
@@ -28,8 +28,8 @@ NAMES = TRAINED if os.environ.get("GPIPE_PLAN_ALL_MODELS") else IN_CI
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_of_stages_built_apart_is_that_of_the_model(name: str) -> None:
-    """Loss, gradients and buffers: three stages that are recomputed, and one for each layer."""
+def test_a_step_of_separately_built_stages_equals_the_models(name: str) -> None:
+    """Loss, gradients and buffers of three recomputed stages, and of one stage per layer."""
     if name.startswith("GPT-2"):
         pytest.importorskip("transformers")
     torch.set_num_threads(1)
@@ -43,8 +43,7 @@ def test_a_step_of_stages_built_apart_is_that_of_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, real in OWN_MODELS.items() if real.refusal])
-def test_what_cannot_be_cut_is_refused_with_what_to_do(name: str) -> None:
-    """Where the layers are looked for, or at the latest where they run."""
+def test_models_that_cannot_be_cut_are_refused_with_a_hint(name: str) -> None:
     with pytest.raises(ModelError, match=OWN_MODELS[name].refusal) as caught:
         _train(name)
     assert caught.value.hint

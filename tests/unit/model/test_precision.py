@@ -1,4 +1,4 @@
-"""A model converted, or under autocast."""
+"""Converted models, and models under autocast."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,23 +18,23 @@ from tests.support.measure import loaded_model, profile_of_model
 CPU = torch.device("cpu")
 
 
-def tied() -> nn.Sequential:
-    """Two layers with the same weight, a buffer of each kind."""
+def tied_layers() -> nn.Sequential:
+    """Return two layers with the same weight, and buffers of several dtypes."""
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
     model[2].weight = model[0].weight
     model.register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
     return model
 
 
-def test_names() -> None:
-    """What `environment.dtype` says of a profile whose model ran as it was built is no request."""
+def test_precision_of_dtype_names() -> None:
+    """`environment.dtype` of a profile without a requested precision gives none."""
     assert [precision_of(name) for name in PRECISIONS] == list(PRECISIONS)
     assert precision_of("float32") == precision_of("bfloat16") == precision_of("") == ""
 
 
-def test_converting() -> None:
-    """Floating-point parameters and buffers; integers, complex numbers and ties stay."""
-    model = tied()
+def test_conversion_changes_floating_point_tensors_only() -> None:
+    """Integers, complex numbers and ties stay."""
+    model = tied_layers()
     assert converted(model, "bf16") is not model
     assert converted(model, "fp32") is model
     assert converted(model, "bf16-mixed") is model
@@ -48,9 +48,9 @@ def test_converting() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_loss_is_float32(precision: Precision) -> None:
-    """And inputs fit the model; targets are left alone."""
-    loaded = in_precision(loaded_model(tied, 64), precision)
+def test_loss_is_float32_in_every_precision(precision: Precision) -> None:
+    """Inputs are converted, targets are not."""
+    loaded = in_precision(loaded_model(tied_layers, 64), precision)
     batch = loaded.example_batch(4)
     model = convert(loaded.build(), precision)
     assert batch.inputs.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -61,8 +61,7 @@ def test_the_loss_is_float32(precision: Precision) -> None:
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {next(model.parameters()).dtype}
 
 
-def test_copies_of_weights_are_kept() -> None:
-    """From one micro-batch to the next, and gradients come through all the same."""
+def test_cast_weights_are_cached_across_micro_batches() -> None:
     layer, value = nn.Linear(8, 8), torch.randn(2, 8)
     with weight_cast_cache("bf16-mixed", CPU):
         assert not torch.is_autocast_enabled("cpu")
@@ -78,21 +77,21 @@ def test_copies_of_weights_are_kept() -> None:
     assert layer.weight.grad is not None
 
 
-WHAT_TORCH_DOES = pytest.mark.parametrize(
-    "what_torch_does", [autocast._copies_have_graphs, lambda: False], ids=["tried out", "none"]
+TORCH_CACHES = pytest.mark.parametrize(
+    "torch_caches", [autocast._copies_have_graphs, lambda: False], ids=["this torch", "no copies with graphs"]
 )
 
 
-@WHAT_TORCH_DOES
-def test_a_run_without_a_graph_leaves_no_copy_without_one(
-    monkeypatch: pytest.MonkeyPatch, what_torch_does: Callable[[], bool]
+@TORCH_CACHES
+def test_a_forward_without_gradients_caches_no_cast_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch, torch_caches: Callable[[], bool]
 ) -> None:
-    """A weight that a layer reads before it is recomputed gets its gradient from the recomputation."""
-    monkeypatch.setattr(autocast, "_copies_have_graphs", what_torch_does)
+    """A recomputed layer then gets its weight gradients."""
+    monkeypatch.setattr(autocast, "_copies_have_graphs", torch_caches)
     layer, value = nn.Linear(8, 8), torch.randn(2, 8)
     with weight_cast_cache("bf16-mixed", CPU):
         with torch.no_grad(), forward_context("bf16-mixed", CPU), caching_only_with_graph():
-            assert torch.is_autocast_cache_enabled() is what_torch_does()
+            assert torch.is_autocast_cache_enabled() is torch_caches()
             layer(value)
         with forward_context("bf16-mixed", CPU), caching_only_with_graph():
             assert torch.is_autocast_cache_enabled()
@@ -100,12 +99,11 @@ def test_a_run_without_a_graph_leaves_no_copy_without_one(
     assert layer.weight.grad is not None
 
 
-class Again(torch.autograd.Function):
-    """A layer that is run again in backward, as libraries wrote it before torch had checkpoints."""
+class RecomputingFunction(torch.autograd.Function):
+    """Recomputes a layer in its backward, as libraries did before torch had checkpoints."""
 
     @staticmethod
     def forward(ctx: Any, layer: nn.Module, value: Tensor, *_parameters: Tensor) -> Tensor:
-        """Without a graph."""
         ctx.layer = layer
         ctx.save_for_backward(value)
         result: Tensor = layer(value)
@@ -113,33 +111,30 @@ class Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Forward and backward."""
         with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             result = ctx.layer(*ctx.saved_tensors)
         return (None, None, *torch.autograd.grad(result, list(ctx.layer.parameters()), gradient, allow_unused=True))
 
 
-@WHAT_TORCH_DOES
-def test_a_models_own_recomputing_function_leaves_no_copy_without_a_graph(
-    monkeypatch: pytest.MonkeyPatch, what_torch_does: Callable[[], bool]
+@TORCH_CACHES
+def test_a_recomputing_autograd_function_caches_no_cast_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch, torch_caches: Callable[[], bool]
 ) -> None:
-    """Its backward comes while copies are kept: what it runs again finds none there, and its weights get gradients."""
-    monkeypatch.setattr(autocast, "_copies_have_graphs", what_torch_does)
+    monkeypatch.setattr(autocast, "_copies_have_graphs", torch_caches)
     layer, value = nn.Linear(8, 8), torch.randn(2, 8)
     copied: list[Any] = []
     with weight_cast_cache("bf16-mixed", CPU):
         note = OperatorWatch(before=lambda func, args, _: copied.append(args[0]) if "_to_copy" in str(func) else None)
         with forward_context("bf16-mixed", CPU), note:
-            results = [Again.apply(layer, value, *layer.parameters()) for _ in range(2)]  # type: ignore[no-untyped-call]
+            results = [RecomputingFunction.apply(layer, value, *layer.parameters()) for _ in range(2)]  # type: ignore[no-untyped-call]
         sum(result.float().sum() for result in results).backward()
     assert layer.weight.grad is not None
     num_copies = sum(tensor.shape == layer.weight.shape for tensor in copied)
-    assert num_copies == (1 if what_torch_does() else 2)
+    assert num_copies == (1 if torch_caches() else 2)
 
 
-def test_own_batches_are_converted() -> None:
-    """As the examples are."""
-    loaded = loaded_model(tied, 64)
+def test_batches_of_train_batches_are_converted() -> None:
+    loaded = loaded_model(tied_layers, 64)
     object.__setattr__(loaded, "train_batches", lambda n: [Batch(torch.ones(n, 64), torch.ones(n))])
     batches = in_precision(loaded, "bf16").train_batches
     assert batches is not None
@@ -147,8 +142,8 @@ def test_own_batches_are_converted() -> None:
     assert (inputs.dtype, targets.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_the_profile_says_what_it_ran_in() -> None:
-    """Copies of trained weights per layer, other digests, and a finished model that stays as it is."""
+def test_profile_records_precision_and_cast_bytes() -> None:
+    """Digests differ by precision, and a finished model is not converted."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64).requires_grad_(False))
     loaded = loaded_model(model, 64)
     profiles = {name: profile_of_model(in_precision(loaded, name)) for name in ("", "fp32", "bf16", "bf16-mixed")}

@@ -1,4 +1,4 @@
-"""Python values that code of a model keeps between forwards are read by their paths."""
+"""Python values that a model's code keeps between forwards are read by their paths."""
 
 import functools
 import importlib
@@ -35,16 +35,12 @@ UNREAD = 5
 
 
 class Clock:
-    """An object of the user's."""
-
     def __init__(self) -> None:
         self.ticks = 3
 
 
 @dataclass(slots=True)
 class Slotted:
-    """An object without a dict."""
-
     ticks: int = 3
 
 
@@ -62,13 +58,10 @@ def counter(value: int) -> Any:
 
 
 def count() -> int:
-    """Read a module-level dict."""
     return STATE["calls"]
 
 
 class Reads(nn.Module):
-    """Reads a module-level dict in a function."""
-
     seen: list[int] = [7]  # noqa: RUF012 - it is shared on purpose
 
     def forward(self, value: Tensor) -> Tensor:
@@ -95,25 +88,23 @@ CASES = {
 }
 
 
-def numbers(value: Any) -> dict[str, float]:
-    """What is found of a module with one attribute."""
+def numbers_of_attribute(value: Any) -> dict[str, float]:
+    """Return the numbers found in a module with this attribute."""
     module = nn.Module()
     vars(module)["x"] = value
     return {name.removeprefix("m."): number for name, number in numbers_in_attributes({"m": module}).items()}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_are_found_in(case: str) -> None:
-    """Numbers by path, lengths of containers."""
+def test_numbers_and_lengths_are_found_by_path(case: str) -> None:
     value, expected = CASES[case]
-    found = numbers(value)
+    found = numbers_of_attribute(value)
     assert expected.items() <= found.items()
     assert bool(found) == bool(expected)
 
 
-def test_tensors_count_if_they_are_kept() -> None:
-    """Others are leftovers of a forward."""
-    found = numbers({"kept": torch.ones(2), "left": torch.ones(2)})
+def test_leftover_tensors_are_dropped() -> None:
+    found = numbers_of_attribute({"kept": torch.ones(2), "left": torch.ones(2)})
     assert without_leftover_tensors(found, ["x.kept.tensor"]) == {"x.length": 0, "x.kept.tensor": 2.0}
 
 
@@ -128,23 +119,21 @@ def test_tensors_count_if_they_are_kept() -> None:
         (iter([1, 2, 3]), next),
     ],
 )
-def test_a_draw_changes_the_number_of_a_generator(draw: Any) -> None:
-    """Two stages that share a generator draw other numbers than one process does."""
+def test_a_draw_changes_the_number_of_its_generator(draw: Any) -> None:
+    """Stages that share a generator draw other numbers than one process does."""
     generator, call = draw
-    before = numbers(generator)
+    before = numbers_of_attribute(generator)
     call(generator)
-    assert numbers(generator) != before
+    assert numbers_of_attribute(generator) != before
 
 
-def test_objects_that_refer_to_each_other_end() -> None:
-    """A cycle is followed to a limited depth."""
+def test_cycles_are_followed_to_a_limited_depth() -> None:
     one, other = Clock(), Clock()
     one.other, other.other = other, one  # type: ignore[attr-defined]
-    assert len(numbers(one)) < 10
+    assert len(numbers_of_attribute(one)) < 10
 
 
-def test_hooks_of_modules_and_parameters_are_looked_into() -> None:
-    """A hook that counts in a closure."""
+def test_numbers_in_closures_of_hooks_are_found() -> None:
     module = nn.Linear(2, 2)
     module.weight.register_hook(counter(4))
     module.register_forward_hook(counter(5))
@@ -153,8 +142,7 @@ def test_hooks_of_modules_and_parameters_are_looked_into() -> None:
     assert found["m.hooks.0.value"] == 5
 
 
-def test_module_level_values_are_found_and_who_reads_them() -> None:
-    """Also what a called function reads; class attributes belong to the class."""
+def test_module_level_values_and_their_readers_are_found() -> None:
     found = {name.rpartition(":")[2]: number for name, number in numbers_in_user_files(Reads(), count).items()}
     assert (found["STATE.calls"], found["UNREAD"], found["Reads.seen.0"]) == (1, 5, 7)
     read = {name.rpartition(":")[2] for name in variables_read({"": Reads()})}
@@ -163,7 +151,6 @@ def test_module_level_values_are_found_and_who_reads_them() -> None:
 
 
 def test_a_users_file_may_begin_with_the_name_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch_layers.py` next to model.py is no part of torch."""
     (tmp_path / "torch_layers.py").write_text("from torch import nn\nCALLS = 4\nclass Layer(nn.Module):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     layers = importlib.import_module("torch_layers")
@@ -172,7 +159,6 @@ def test_a_users_file_may_begin_with_the_name_of_a_library(tmp_path: Path, monke
 
 
 def ticks() -> Iterator[int]:
-    """Count in a local variable."""
     held = 0
     while True:
         held += 1
@@ -180,7 +166,6 @@ def ticks() -> Iterator[int]:
 
 
 def counted() -> Tensor:
-    """A tensor with a number of its own."""
     tensor: Any = torch.zeros(1)
     tensor.calls = 0
     return tensor
@@ -204,7 +189,6 @@ def counted() -> Tensor:
     ids=["generator", "bytes", "array", "decimal", "long list", "deep", "tensor", "schedule"],
 )
 def test_a_change_in_an_unusual_place_changes_a_number(value: Any, change: Callable[[Any], Any]) -> None:
-    """A plain loop and a recomputed stage would differ in it."""
-    before = numbers(value)
+    before = numbers_of_attribute(value)
     change(value)
-    assert numbers(value) != before
+    assert numbers_of_attribute(value) != before

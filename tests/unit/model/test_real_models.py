@@ -1,4 +1,4 @@
-"""Models people know: cut into three stages, they have the loss and the gradients of the model in one piece."""
+"""Known models in three stages have the loss and gradients of the unpartitioned model."""
 
 import os
 
@@ -18,8 +18,8 @@ NAMES = tuple(REAL_MODELS) if os.environ.get("GPIPE_PLAN_ALL_MODELS") else IN_CI
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("granularity", ["coarse", "fine"])
-def test_loss_and_gradients_are_those_of_the_model(name: str, granularity: str) -> None:
-    """Two micro-batches in flight, of another size than any that was recorded."""
+def test_loss_and_gradients_of_stages_equal_the_models(name: str, granularity: str) -> None:
+    """Two micro-batches are in flight, of sizes that were not recorded."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     real = REAL_MODELS[name]
@@ -33,8 +33,7 @@ def test_loss_and_gradients_are_those_of_the_model(name: str, granularity: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["use_cache", "output_hidden_states", "output_attentions"])
-def test_what_a_model_returns_beside_its_loss_costs_nothing(setting: str) -> None:
-    """As many bytes cross as where it returns no more, and loss and gradients stay what they are."""
+def test_unused_outputs_are_not_sent(setting: str) -> None:
     plain, more = (REAL_MODELS["GPT-2"].build() for _ in range(2))
     more.set_attn_implementation("eager")  # type: ignore[operator]
     setattr(more.config, setting, True)
@@ -50,8 +49,7 @@ def test_what_a_model_returns_beside_its_loss_costs_nothing(setting: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT-2", "T5", "ResNet-26 (timm)"])
-def test_finding_the_layers_leaves_no_trace(name: str) -> None:
-    """Weights, buffers and the random state stay; the digest is the same the next time, whatever the weights."""
+def test_finding_layers_changes_no_weights_random_state_or_digest(name: str) -> None:
     real = REAL_MODELS[name]
     model = real.build().train()
     before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()

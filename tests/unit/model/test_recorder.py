@@ -1,4 +1,4 @@
-"""A recording of a forward keeps no memory of the model that ran."""
+"""Memory of a recorded forward."""
 
 import gc
 
@@ -10,7 +10,7 @@ from planner.model.recorder import record
 
 
 class Cache:
-    """Keys of all layers, as a key-value cache keeps them: an object that is no pytree."""
+    """Key-value cache: an object that is no pytree."""
 
     def __init__(self) -> None:
         self.layers: list[dict[str, Tensor]] = []
@@ -18,14 +18,13 @@ class Cache:
 
 
 class Inner(nn.Module):
-    """Returns its output and a cache of what it computed."""
+    """Returns its output and a cache of tensors with a graph."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Cache]:
-        """The cache holds tensors with a graph."""
         cache = Cache()
         for layer in self.layers:
             x = layer(x)
@@ -35,20 +34,19 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """Drops the cache, and asks for a value, so that the model is recorded on real parameters."""
+    """Drops the cache and reads a value, so that the model is recorded on real parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = Inner()
 
     def forward(self, x: Tensor) -> Tensor:
-        """A loss."""
         y, _ = self.inner(x)
         return y.sum() if float(y.detach().sum()) > 0 else y.mean()
 
 
 def test_a_recording_does_not_keep_the_parameters_alive() -> None:
-    """A recorded object that holds tensors with a graph does not keep the parameters in memory."""
+    """A recorded object holds tensors with a graph."""
     model = Outer()
     parameters = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
     recording = record(model, torch.randn(2, 8), ghosts=False)

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused with what to do about it, not with what has nothing to do with it."""
+"""Models that cannot be trained as a pipeline are refused with a hint."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ WIDTH = 8
 
 
 class Blocks(nn.Module):
-    """Linear layers, for others to build on."""
+    """Linear layers, for models below."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,18 +32,16 @@ class Blocks(nn.Module):
 
 
 class ByChance(Blocks):
-    """Every layer is skipped half of the time."""
+    """Skips each layer with probability one half."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to (b, WIDTH)."""
         for block in self.blocks:
             if torch.rand(()) < 0.5:
                 value = value + torch.tanh(block(value))
         return value
 
 
-def test_layers_skipped_by_chance_are_told_as_such() -> None:
-    """Nothing is wrong with the example batch."""
+def test_layers_skipped_at_random_are_refused_with_their_reason() -> None:
     with pytest.raises(ModelError, match="the model took another path") as refused:
         profile_of_model(loaded_model(ByChance(), WIDTH), sizes=(1, 2, 3))
     assert "switch off what skips layers by chance" in refused.value.hint
@@ -55,14 +53,12 @@ class Curriculum(Blocks):
     num_blocks = 4
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to (b, WIDTH)."""
         for block in list(self.blocks)[: self.num_blocks]:
             value = torch.tanh(block(value))
         return value
 
 
-def test_a_path_that_changes_during_training_is_named() -> None:
-    """The last stage says that the path is another, not that a cut is wrong."""
+def test_a_changed_path_during_training_is_refused_by_the_last_stage() -> None:
     model = Curriculum()
     chain = chain_of(model, lambda size: torch.randn(size, WIDTH))
     last = chain.stage(len(chain.layers) - 1, len(chain.layers))
@@ -76,62 +72,58 @@ def test_a_path_that_changes_during_training_is_named() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scripted_modules_are_refused() -> None:
-    """The message names the first one."""
     blocks = [torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
     with pytest.raises(ModelError, match=r'"0" is a TorchScript module'):
         chain_of(nn.Sequential(*blocks))
 
 
 def test_a_model_compiled_as_a_whole_is_refused() -> None:
-    """The message says to compile its blocks."""
     with pytest.raises(ModelError, match=r"compiled as a whole by `torch.compile`") as refused:
         chain_of(torch.compile(Curriculum(), backend="eager"), lambda size: torch.randn(size, WIDTH))
     assert "compile its blocks" in refused.value.hint
 
 
-class Gradients(Blocks):
-    """Layers that differentiate by `torch.func`, which torch's hooks on saved tensors do not allow."""
+class FunctionalGradients(Blocks):
+    """Differentiates by `torch.func`, which torch's hooks on saved tensors do not allow."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to (b, WIDTH)."""
         for block in self.blocks:
             value = value + torch.vmap(torch.func.grad(lambda x, block=block: torch.tanh(block(x)).sum()))(value)
         return value
 
 
-@pytest.mark.parametrize("build", [Gradients, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Gradients())])
+@pytest.mark.parametrize(
+    "build", [FunctionalGradients, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), FunctionalGradients())]
+)
 def test_derivatives_by_torch_func_are_refused(build: Callable[[], nn.Module]) -> None:
-    """The message names what to use instead."""
     with pytest.raises(ModelError, match=r"calls `torch.func.grad`") as refused:
         profile_of_model(loaded_model(build, WIDTH))
     assert "`torch.autograd.grad(…, create_graph=True)`" in refused.value.hint
 
 
 class Ragged(nn.Module):
-    """A block that works on a nested tensor, and returns one if it is not to `pad` it."""
+    """Works on a nested tensor, and returns one unless `pad` is set."""
 
     def __init__(self, *, pad: bool) -> None:
         super().__init__()
         self.linear, self.pad = nn.Linear(WIDTH, WIDTH), pad
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to (b, WIDTH), or to (b, 1, WIDTH) as a nested tensor."""
         rows = list(value.unsqueeze(1).unbind()) if not value.is_nested else value.unbind()
         nested = self.linear(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
         return torch.nested.to_padded_tensor(nested, 0.0).squeeze(1) if self.pad else nested
 
 
-def in_blocks(*blocks: nn.Module) -> Blocks:
-    """A model of these blocks."""
+def model_of_blocks(*blocks: nn.Module) -> Blocks:
+    """Return a model of these blocks."""
     model = Curriculum()
     model.blocks = nn.ModuleList(blocks)
     return model
 
 
-def test_nested_tensors_stay_within_layers() -> None:
-    """Where they do not cross a boundary they are no obstacle; where they would, it is said to pad them."""
+def test_nested_tensors_may_not_cross_boundaries() -> None:
     inputs = torch.randn(2, WIDTH)
-    chain = chain_of(in_blocks(*(Ragged(pad=True) for _ in range(3))), lambda size: torch.randn(size, WIDTH))
+    chain = chain_of(model_of_blocks(*(Ragged(pad=True) for _ in range(3))), lambda size: torch.randn(size, WIDTH))
     assert len(chain.layers) == 3
     crossing = nn.Sequential(Ragged(pad=False), Ragged(pad=True), nn.Linear(WIDTH, WIDTH))
     with pytest.raises(ModelError, match="a layer passes on a nested tensor") as refused:
@@ -140,22 +132,21 @@ def test_nested_tensors_stay_within_layers() -> None:
 
 
 class Packed(nn.Module):
-    """Recurrent layers on sequences of different lengths."""
+    """Recurrent layers on packed sequences of different lengths."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        """(b, words, WIDTH) to the same."""
         packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
         for layer in self.layers:
             packed, _ = layer(packed)
         return pad_packed_sequence(packed, batch_first=True)[0]
 
 
-def test_shapes_that_depend_on_the_data_are_told_as_such() -> None:
-    """What crosses has as many rows as there are words in all sequences."""
+def test_boundary_shapes_that_depend_on_the_data_are_refused() -> None:
+    """A packed sequence has as many rows as all its words."""
 
     def inputs(size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(size, 5, WIDTH), torch.tensor([5, 4, 2, 1][:size])
@@ -165,8 +156,8 @@ def test_shapes_that_depend_on_the_data_are_told_as_such() -> None:
     assert "`pack_padded_sequence`" in refused.value.hint
 
 
-class Normalised(Blocks):
-    """The residual overwrites what the norm in the block has kept."""
+class OverwritesNormalized(Blocks):
+    """Overwrites the input that the norm saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,28 +165,25 @@ class Normalised(Blocks):
         self.stem = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to (b, WIDTH)."""
         value = self.stem(value)
         for block in self.blocks:
             value += block(value)
         return value
 
 
-class Kept(nn.Module):
-    """It overwrites what `exp` has kept."""
+class OverwritesExp(nn.Module):
+    """Overwrites the result that `exp` saved."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to (b, WIDTH)."""
         value = torch.exp(value)
         value += 1.0
         return value
 
 
-class Leaf(Blocks):
-    """It overwrites a parameter."""
+class OverwritesParameter(Blocks):
+    """Overwrites a parameter."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to (b, WIDTH)."""
         for block in self.blocks:
             value = block(value)
             block.bias += 1.0
@@ -205,13 +193,14 @@ class Leaf(Blocks):
 @pytest.mark.parametrize(
     ("build", "where"),
     [
-        (Normalised, r'layer "blocks\.\d'),
-        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Kept(), nn.Linear(WIDTH, WIDTH)), 'layer "1"'),
-        (Leaf, "the model's own code"),
+        (OverwritesNormalized, r'layer "blocks\.\d'),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), OverwritesExp(), nn.Linear(WIDTH, WIDTH)), 'layer "1"'),
+        (OverwritesParameter, "the model's own code"),
     ],
 )
-def test_writing_in_place_that_torch_refuses_is_no_bug_of_ours(build: Callable[[], nn.Module], where: str) -> None:
-    """The layer is named, and what to write instead."""
+def test_in_place_writes_that_torch_refuses_are_reported_with_their_layer(
+    build: Callable[[], nn.Module], where: str
+) -> None:
     with pytest.raises(ModelError, match=rf"{where}.* writes in place where torch's backward does not") as refused:
         profile_of_model(loaded_model(build, WIDTH))
     assert "`x = x + y` in place of `x += y`" in refused.value.hint
@@ -224,8 +213,8 @@ def example_batch(batch_size): return torch.randn(7, batch_size, 4), torch.randn
 """
 
 
-def test_a_sequence_first_batch_is_told_to_be_batch_first(tmp_path: Path) -> None:
-    """Where the example is read, and where a mini-batch of the user's is cut."""
+def test_sequence_first_batches_are_refused(tmp_path: Path) -> None:
+    """In the example batch, and where a training batch is split."""
     path = tmp_path / "model.py"
     path.write_text(SEQUENCE_FIRST)
     with pytest.raises(ModelError, match=r"shape \[7, 2, 4\], expected 2 samples in its first") as refused:
@@ -238,7 +227,7 @@ def test_a_sequence_first_batch_is_told_to_be_batch_first(tmp_path: Path) -> Non
 
 
 class Shrinking(nn.Module):
-    """At its end there is one place left."""
+    """Reduces images to a single pixel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,38 +236,36 @@ class Shrinking(nn.Module):
         )
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 4, 8, 8) to (b, 4)."""
         for block in self.blocks:
             value = block(value)
         return value.flatten(1)
 
 
-def profile_of(sizes: tuple[int, ...], *, auto: bool, warned: list[str]) -> Profile:
+def profile_shrinking(sizes: tuple[int, ...], *, auto: bool, warned: list[str]) -> Profile:
     """It is measured at these sizes, or at those of them that do."""
     options = ProfilerOptions(micro_batch_sizes=sizes, repeats=2, time_budget_s=0.0, until_memory_ends=auto)
     loaded = loaded_model(Shrinking, lambda size: torch.randn(size, 4, 8, 8))
     return profile_model(loaded, options, warn=warned.append)
 
 
-def test_sizes_too_small_for_batch_normalization_are_left_out() -> None:
-    """One value per channel has no variance; it is said."""
+def test_automatic_sizes_too_small_for_batch_normalization_are_left_out() -> None:
+    """One value per channel has no variance."""
     warned: list[str] = []
-    assert profile_of((1, 2, 4), auto=True, warned=warned).micro_batch_sizes == (2, 4)
+    assert profile_shrinking((1, 2, 4), auto=True, warned=warned).micro_batch_sizes == (2, 4)
     assert len(warned) == 1
     assert warned[0].startswith('micro-batch size 1 is left out: layer "blocks.2')
     assert "more than one value per channel" in warned[0]
 
 
 @pytest.mark.parametrize(("sizes", "auto"), [((1, 2), False), ((1,), True)])
-def test_sizes_too_small_that_were_asked_for_are_an_error(sizes: tuple[int, ...], *, auto: bool) -> None:
-    """So is the only one, wherever it comes from."""
+def test_requested_sizes_too_small_for_batch_normalization_are_refused(sizes: tuple[int, ...], *, auto: bool) -> None:
+    """So is the only automatic size."""
     with pytest.raises(ModelError, match=r'layer "blocks.2.* batch normalization needs more than one') as refused:
-        profile_of(sizes, auto=auto, warned=[])
+        profile_shrinking(sizes, auto=auto, warned=[])
     assert "take larger micro-batches" in refused.value.hint
 
 
-def test_models_that_need_two_samples_are_found_without_their_weights() -> None:
-    """As any other: a large one need not fit into memory."""
+def test_layers_of_models_that_need_two_samples_are_found_without_weights() -> None:
     loaded = loaded_model(Shrinking, lambda size: torch.randn(size, 4, 8, 8))
     assert find_chain(loaded, torch.device("cpu"))[1]
 
@@ -287,14 +274,13 @@ class Hooked(nn.Linear):
     """Clips the gradient of an activation."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """(b, WIDTH) to (b, WIDTH)."""
         value = super().forward(input)
         value.register_hook(lambda gradient: gradient.clamp(-1, 1))
         return torch.tanh(value)
 
 
-def test_hooks_on_activations_are_refused_with_the_condition_that_they_need() -> None:
-    """A forward without gradients cannot register one; that is no bug of the profiler."""
+def test_hooks_on_activations_are_refused_with_a_hint_to_a_condition() -> None:
+    """A forward without gradients cannot register them."""
     loaded = loaded_model(lambda: nn.Sequential(Hooked(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
     with pytest.raises(ModelError, match='layer "0" registers a hook on an activation') as refused:
         profile_of_model(loaded)

@@ -1,4 +1,4 @@
-"""What backward runs as a whole (checkpointed functions, autograd functions that call modules) is not cut in two."""
+"""Checkpointed functions, and autograd functions that call modules, are not cut in two."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,43 +20,38 @@ REENTRANT = pytest.mark.parametrize("reentrant", [True, False])
 
 
 class Block(nn.Module):
-    """It keeps its input's shape."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to (b, WIDTH)."""
         return value + self.two(torch.tanh(self.one(value)))
 
 
 class Checkpointed(nn.Module):
-    """Blocks that `again` runs, one after the other."""
+    """Runs its blocks by `run_block`."""
 
-    def __init__(self, again: Callable[[nn.Module, Tensor], Tensor], number: int = 4) -> None:
+    def __init__(self, run_block: Callable[[nn.Module, Tensor], Tensor], number: int = 4) -> None:
         super().__init__()
-        self.again = again
+        self.run_block = run_block
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(number))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to (b, WIDTH)."""
         value = self.stem(value)
         for block in self.blocks:
-            value = self.again(block, value)
+            value = self.run_block(block, value)
         return value
 
 
-class Inside(nn.Module):
-    """A block that computes itself again, and something beside the module in it."""
+class CheckpointsItself(nn.Module):
+    """Checkpoints a function that calls a module."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
         self.block, self.reentrant = Block(), reentrant
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to (b, WIDTH)."""
         result: Tensor = checkpoint(self._both, value, use_reentrant=self.reentrant)
         return result
 
@@ -65,12 +60,11 @@ class Inside(nn.Module):
 
 
 def values(batch: int) -> Tensor:
-    """Inputs of most models here."""
     return torch.randn(batch, WIDTH)
 
 
-def compared(model: nn.Module, num_stages: int = 5) -> Compared:
-    """Every way of cutting and running it gives the same numbers."""
+def compare_all_ways(model: nn.Module, num_stages: int = 5) -> Compared:
+    """Compare fine and coarse cuts with the whole model, with and without recomputation."""
     for granularity in ("fine", "coarse"):
         for recompute in (True, False):
             result = compare(
@@ -83,43 +77,38 @@ def compared(model: nn.Module, num_stages: int = 5) -> Compared:
 
 @REENTRANT
 def test_gradients_cross_cuts_between_checkpointed_blocks(*, reentrant: bool) -> None:
-    """Each block is a checkpoint as a whole; no cut goes through one, however finely the model is cut."""
+    """No cut goes through a checkpointed block."""
     model = Checkpointed(lambda block, value: checkpoint(block, value, use_reentrant=reentrant))
-    assert compared(model).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    assert compare_all_ways(model).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
 
 
 @REENTRANT
 def test_gradients_cross_cuts_between_blocks_that_checkpoint_themselves(*, reentrant: bool) -> None:
-    """Where the checkpoint lies in a module's own forward it may compute what it likes."""
     model = Checkpointed(lambda block, value: block(value))
-    model.blocks = nn.ModuleList(Inside(reentrant=reentrant) for _ in range(3))
-    assert compared(model, 4).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2")
+    model.blocks = nn.ModuleList(CheckpointsItself(reentrant=reentrant) for _ in range(3))
+    assert compare_all_ways(model, 4).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2")
 
 
 @REENTRANT
-def test_a_checkpoint_over_several_blocks_is_not_cut(*, reentrant: bool) -> None:
-    """The cuts lie between the segments; what they pass on is what their last module returned."""
-
+def test_cuts_lie_between_checkpointed_segments_of_several_blocks(*, reentrant: bool) -> None:
     class Segments(Checkpointed):
         def forward(self, value: Tensor) -> Tensor:
             result: Tensor = checkpoint_sequential(list(self.blocks), 2, self.stem(value), use_reentrant=reentrant)
             return result
 
-    assert len(compared(Segments(lambda block, value: block(value)), 4).chain.names) == 4
+    assert len(compare_all_ways(Segments(lambda block, value: block(value)), 4).chain.names) == 4
 
 
 @REENTRANT
-def test_code_of_a_checkpoint_behind_its_last_module_makes_no_cut_wrong(*, reentrant: bool) -> None:
-    """A stage behind would run that code again in backward, on modules that are not stubs then."""
+def test_no_cut_follows_a_checkpoint_with_code_after_its_module(*, reentrant: bool) -> None:
+    """A later stage would recompute that code."""
     model = Checkpointed(
         lambda block, value: checkpoint(lambda given: torch.sin(block(given)), value, use_reentrant=reentrant)
     )
-    assert compared(model, 2).chain.names == ("stem", "blocks.0")
+    assert compare_all_ways(model, 2).chain.names == ("stem", "blocks.0")
 
 
-def test_a_single_checkpoint_around_everything_says_why_there_is_no_cut() -> None:
-    """Rather than that there is only one layer."""
-
+def test_a_checkpoint_around_the_whole_model_is_refused_with_its_reason() -> None:
     class Whole(Checkpointed):
         def forward(self, value: Tensor) -> Tensor:
             result: Tensor = checkpoint(super().forward, value, use_reentrant=True)
@@ -129,19 +118,17 @@ def test_a_single_checkpoint_around_everything_says_why_there_is_no_cut() -> Non
         chain_of(Whole(lambda block, value: block(value)), values)
 
 
-class Own(torch.autograd.Function):
+class RecomputingFunction(torch.autograd.Function):
     """Checkpointing as libraries wrote it before torch had it."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], value: Tensor, *_parameters: Tensor) -> Tensor:
-        """Without a graph."""
         ctx.run = run
         ctx.save_for_backward(value)
         return run(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Forward and backward."""
         value = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             result = ctx.run(value)
@@ -149,17 +136,17 @@ class Own(torch.autograd.Function):
         return (None, *torch.autograd.grad(result, [value, *parameters], gradient))
 
 
-def test_results_within_an_autograd_function_cross_no_cut() -> None:
-    """They have no graph; the remedy is told."""
-    apply = Own.apply
+def test_results_inside_an_autograd_function_are_not_cut() -> None:
+    """They have no graph. The refusal names `use_reentrant=False`."""
+    apply = RecomputingFunction.apply
     model = Checkpointed(lambda block, value: apply(block, value, *block.parameters()))
     with torch.random.fork_rng():
-        assert compared(model, 2).chain.names == ("stem", "blocks.0")
+        assert compare_all_ways(model, 2).chain.names == ("stem", "blocks.0")
 
     class Without(Checkpointed):
         def forward(self, value: Tensor) -> Tensor:
             for block in self.blocks:
-                value = self.again(block, value)
+                value = self.run_block(block, value)
             return value
 
     blocks = Without(lambda block, value: apply(block, value, *block.parameters()))
@@ -168,22 +155,20 @@ def test_results_within_an_autograd_function_cross_no_cut() -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """What is written as a function for the sake of its backward; it calls no module."""
+    """An autograd function that calls no module."""
 
     @staticmethod
     def forward(_ctx: Any, value: Tensor) -> Tensor:
-        """Twice the value."""
         return 2 * value
 
     @staticmethod
     def backward(_ctx: Any, gradient: Tensor) -> Any:
-        """Its gradient."""
         return 2 * gradient
 
 
 @pytest.mark.parametrize("function", [Doubled.apply, lambda x: checkpoint(torch.sin, x, use_reentrant=False)])
-def test_a_function_that_calls_no_modules_is_run_again_behind_cuts(function: Callable[[Tensor], Tensor]) -> None:
-    """What it makes of the input is read by all blocks: each stage makes it for itself, and its gradient comes back."""
+def test_functions_without_modules_run_again_after_each_cut(function: Callable[[Tensor], Tensor]) -> None:
+    """Every block reads the result; each stage computes it, and the gradient comes back."""
 
     class Read(Checkpointed):
         def forward(self, value: Tensor) -> Tensor:
@@ -193,11 +178,14 @@ def test_a_function_that_calls_no_modules_is_run_again_behind_cuts(function: Cal
                 value = block(value) * read
             return value
 
-    assert compared(Read(lambda block, value: block(value))).chain.names == ("stem", *(f"blocks.{n}" for n in range(4)))
+    assert compare_all_ways(Read(lambda block, value: block(value))).chain.names == (
+        "stem",
+        *(f"blocks.{n}" for n in range(4)),
+    )
 
 
-def test_a_mask_made_under_vmap_is_run_again_behind_cuts() -> None:
-    """As transformers 4 makes it of an attention mask: an autograd function of torch's own has a part in it."""
+def test_masks_made_under_vmap_are_computed_again_after_each_cut() -> None:
+    """Attention masks of transformers 4 use an autograd function of torch."""
 
     class Masked(Checkpointed):
         def forward(self, value: Tensor) -> Tensor:
@@ -210,11 +198,11 @@ def test_a_mask_made_under_vmap_is_run_again_behind_cuts() -> None:
             return value
 
     model = Masked(lambda block, value: block(value))
-    assert compared(model).chain.names == ("stem", *(f"blocks.{n}" for n in range(4)))
+    assert compare_all_ways(model).chain.names == ("stem", *(f"blocks.{n}" for n in range(4)))
 
 
-def test_results_of_a_module_around_an_autograd_function_do() -> None:
-    """It returns what the function did, which has a graph."""
+def test_results_of_a_module_with_an_autograd_function_cross_cuts() -> None:
+    """They have a graph, unlike results inside the function."""
 
     class Around(nn.Module):
         def __init__(self) -> None:
@@ -222,18 +210,17 @@ def test_results_of_a_module_around_an_autograd_function_do() -> None:
             self.block = Block()
 
         def forward(self, value: Tensor) -> Tensor:
-            result: Tensor = Own.apply(self.block, value, *self.block.parameters())  # type: ignore[no-untyped-call]
+            result: Tensor = RecomputingFunction.apply(self.block, value, *self.block.parameters())  # type: ignore[no-untyped-call]
             return result
 
     model = Checkpointed(lambda block, value: block(value))
     model.blocks = nn.ModuleList(Around() for _ in range(3))
-    assert compared(model, 4).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2")
+    assert compare_all_ways(model, 4).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2")
 
 
 @REENTRANT
-def test_children_of_a_sequential_checkpoint_themselves(*, reentrant: bool) -> None:
-    """Whole layers, each with leaves for what it receives."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Inside(reentrant=reentrant) for _ in range(3)))
+def test_children_of_a_sequential_may_checkpoint_themselves(*, reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(CheckpointsItself(reentrant=reentrant) for _ in range(3)))
     value = values(3)
     loss_of(model(value)).backward()
     expected = [parameter.grad for parameter in model.parameters()]
@@ -252,12 +239,16 @@ def test_children_of_a_sequential_checkpoint_themselves(*, reentrant: bool) -> N
 
 @REENTRANT
 @pytest.mark.parametrize("in_sequence", [True, False])
-def test_what_a_checkpointed_layer_keeps_and_takes_is_measured(*, reentrant: bool, in_sequence: bool) -> None:
-    """Backward takes time, and only the layer's input is kept for it, beside the state of the random generator."""
+def test_saved_bytes_of_a_checkpointed_layer_are_its_input_and_random_state(
+    *, reentrant: bool, in_sequence: bool
+) -> None:
     state_bytes = torch.get_rng_state().nbytes
     if in_sequence:
         model: nn.Module = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), Inside(reentrant=reentrant), Inside(reentrant=reentrant), nn.Linear(WIDTH, 1)
+            nn.Linear(WIDTH, WIDTH),
+            CheckpointsItself(reentrant=reentrant),
+            CheckpointsItself(reentrant=reentrant),
+            nn.Linear(WIDTH, 1),
         )
     else:
         model = Checkpointed(lambda block, value: checkpoint(block, value, use_reentrant=reentrant))
@@ -269,7 +260,7 @@ def test_what_a_checkpointed_layer_keeps_and_takes_is_measured(*, reentrant: boo
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """The numbers of one thread."""
+    """Run the test with one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -280,7 +271,6 @@ def one_thread() -> Iterator[None]:
 @REENTRANT
 @pytest.mark.usefixtures("one_thread")
 def test_gradient_checkpointing_of_transformers_keeps_its_layers(*, reentrant: bool) -> None:
-    """As `activation_checkpointing_enable` sets it up, of either kind."""
     pytest.importorskip("transformers")
     real = REAL_MODELS["GPT-2"]
     plain, model = real.build(), real.build().train()
@@ -296,14 +286,13 @@ def test_gradient_checkpointing_of_transformers_keeps_its_layers(*, reentrant: b
 
 
 class Potential(nn.Module):
-    """Energy with its gradient, for which the code in between is differentiated."""
+    """Returns the gradient of an energy."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """(b, WIDTH) to the same: minus the gradient of the energy."""
         positions = positions.detach().requires_grad_()
         value = positions
         for layer in self.layers:
@@ -312,7 +301,7 @@ class Potential(nn.Module):
 
 
 def test_a_model_that_differentiates_its_own_code_is_refused() -> None:
-    """As a child of a Sequential it is a layer like any other."""
+    """As a child of a Sequential it is one layer."""
     with pytest.raises(ModelError, match=r"`forward` calls `torch\.autograd\.grad`") as refused:
         chain_of(Potential(), values)
     assert "nn.Sequential" in refused.value.hint
@@ -320,7 +309,7 @@ def test_a_model_that_differentiates_its_own_code_is_refused() -> None:
 
 
 class Mapped(nn.Module):
-    """Blocks whose code maps functions and modules over samples."""
+    """Maps functions and modules over samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,14 +317,12 @@ class Mapped(nn.Module):
         self.mapped = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, WIDTH) to the same."""
         for block in self.blocks:
             value = torch.vmap(lambda sample: sample / (1 + sample.norm()))(block(value))
         return value + torch.vmap(self.mapped)(value)
 
 
-def test_code_that_vmap_transforms_is_cut_around() -> None:
-    """A module that is called within `torch.vmap` is part of the code around it."""
+def test_modules_called_within_vmap_are_part_of_the_code_around_them() -> None:
     torch.manual_seed(0)
     result = compare(Mapped(), values, torch.Tensor.sum)
     assert len(result.chain.names) == 5

@@ -1,4 +1,4 @@
-"""Tensors that several layers hold: what stages on several devices cannot train alike is refused."""
+"""Tensors that share memory across layers are refused if stages on several devices cannot train them alike."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,6 @@ class Product(nn.Module):
         self.weight = weight
 
     def forward(self, value: Tensor) -> Tensor:
-        """Return the product."""
         return value @ self.weight
 
 
@@ -61,8 +60,8 @@ def by_buffer() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [by_data, by_values, by_view, by_frozen, by_buffer])
-def test_two_tensors_in_one_memory_are_refused(build: Callable[[], nn.Module]) -> None:
-    """A plain loop steps that memory once for each; on two devices there are two memories."""
+def test_two_trained_tensors_in_one_memory_are_refused(build: Callable[[], nn.Module]) -> None:
+    """A plain loop steps that memory once for each tensor; two devices have two memories."""
     with pytest.raises(
         ModelError, match=r'"0\.weight" and "2\.weight.*" are two tensors in the same memory'
     ) as refused:
@@ -71,15 +70,14 @@ def test_two_tensors_in_one_memory_are_refused(build: Callable[[], nn.Module]) -
 
 
 def test_frozen_parameters_may_share_memory() -> None:
-    """Nothing changes them, so that copies stay equal."""
     model = by_data()
     model.requires_grad_(False)
     model[2].bias.requires_grad_(True)
     assert chain_names(lambda: model) == ("0", "1", "2")
 
 
-def test_parts_of_one_storage_are_parameters_of_their_own() -> None:
-    """`vector_to_parameters` makes them views of one vector, which no update of another one reaches."""
+def test_disjoint_views_of_one_storage_are_not_tied() -> None:
+    """`vector_to_parameters` makes such views."""
 
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -113,9 +111,7 @@ def test_hooks_are_refused_on_tied_weights(register: Callable[..., object], prec
         chain_names(build, precision=precision)
 
 
-def test_any_hook_is_taken_on_a_weight_of_one_layer() -> None:
-    """Its stage has the whole gradient of each micro-batch."""
-
+def test_hooks_on_weights_of_one_layer_are_accepted() -> None:
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[0].weight.register_hook(lambda g: g.clamp(-1, 1))

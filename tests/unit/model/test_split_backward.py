@@ -1,4 +1,4 @@
-"""A backward in two parts adds to every leaf what the whole one adds, to the bit."""
+"""Input-gradient (I) and weight-gradient (W) passes add the same to every leaf, bit for bit, as a whole backward."""
 
 import weakref
 from collections import Counter
@@ -22,8 +22,8 @@ Build = Callable[[], nn.Module]
 Draw = Callable[[], Tensor]
 
 
-class Run:
-    """One model whose backwards are whole, and one whose are in parts, with the same parameters and inputs."""
+class TwoModels:
+    """Two equal models, one with whole backwards and one with split backwards, and their inputs."""
 
     def __init__(self, build: Build, draw: Draw, dtype: torch.dtype | None = None) -> None:
         torch.manual_seed(0)
@@ -34,11 +34,11 @@ class Run:
         self.dtype = dtype
 
     def autocast(self) -> Any:
-        """What forwards run in, as the engine's do."""
+        """Return the context of forwards, as in the engine."""
         return forward_context("" if self.dtype is None else "bf16-mixed", torch.device("cpu"))
 
-    def in_one_piece(self) -> list[Tensor]:
-        """Gradients of the inputs."""
+    def whole_backwards(self) -> list[Tensor]:
+        """Return gradients of the inputs after whole backwards."""
         leaves = [leaf(x) for x in self.inputs]
         with torch.autocast("cpu", enabled=False):
             for n, x in enumerate(leaves):
@@ -48,8 +48,8 @@ class Run:
                 loss.backward()
         return [x.grad for x in leaves if x.grad is not None]
 
-    def in_parts(self, order: tuple[int, ...] = (0, 1, 2)) -> tuple[list[Tensor], int]:
-        """Gradients of the inputs, and how many weights were put off: all forwards, all I, all W in that order."""
+    def split_backwards(self, order: tuple[int, ...] = (0, 1, 2)) -> tuple[list[Tensor], int]:
+        """Run all F, all I, then W in this order. Return gradients of the inputs and the number of deferred weights."""
         leaves, split = [leaf(x) for x in self.inputs], SplitBackward()
         losses = []
         with torch.autocast("cpu", enabled=False), split.weight_cast_cache():
@@ -58,7 +58,7 @@ class Run:
                 with self.autocast(), split.splitting():
                     losses.append(loss_of(self.split(x)))
             kept = [split.backward_input([loss], [torch.ones_like(loss)]) for loss in losses]
-            numbers = {len(put_off) for put_off in kept}
+            numbers = {len(deferred_uses) for deferred_uses in kept}
             for n in order:
                 split.backward_weight(kept[n])
         assert kept == [[], [], []]
@@ -66,7 +66,7 @@ class Run:
         return [x.grad for x in leaves if x.grad is not None], number
 
     def pairs(self) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-        """Gradients of both by name."""
+        """Yield the gradients of both models by name."""
         for (name, one), (_, other) in zip(self.whole.named_parameters(), self.split.named_parameters(), strict=True):
             yield name, one.grad, other.grad
 
@@ -79,11 +79,11 @@ def loss_of(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
 
-def put_off_by(build: Build, draw: Draw, dtype: torch.dtype | None = None) -> int:
-    """How many weights are put off; gradients must be the same to the bit."""
-    run = Run(build, draw, dtype)
-    expected = run.in_one_piece()
-    actual, number = run.in_parts()
+def num_deferred(build: Build, draw: Draw, dtype: torch.dtype | None = None) -> int:
+    """Return the number of deferred weights; gradients must be equal bit for bit."""
+    run = TwoModels(build, draw, dtype)
+    expected = run.whole_backwards()
+    actual, number = run.split_backwards()
     for name, one, other in run.pairs():
         assert (one is None) == (other is None), name
         assert one is None or other is None or torch.equal(one, other), name
@@ -111,7 +111,7 @@ def convolutions() -> nn.Module:
 
 
 class Functions(nn.Module):
-    """Weights that are no layer's, and used in every way."""
+    """Weights used by functions, several times each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,11 +153,10 @@ DTYPES = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32"
         *("images", "channels last", "sequences", "volumes", "functions"),
     ),
 )
-def test_gradients_are_those_of_the_whole_backward(
+def test_split_gradients_equal_those_of_whole_backwards(
     build: Build, draw: Draw, number: int, dtype: torch.dtype | None
 ) -> None:
-    """Of every operator, by module or function, of weights that are used several times."""
-    assert put_off_by(build, draw, dtype) == number
+    assert num_deferred(build, draw, dtype) == number
 
 
 @pytest.mark.parametrize(
@@ -165,22 +164,20 @@ def test_gradients_are_those_of_the_whole_backward(
     [{"padding_idx": 3}, {"padding_idx": -2}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}],
     ids=" ".join,
 )
-def test_embeddings(options: dict[str, Any]) -> None:
-    """Gradients of both tables are equal, whatever the options."""
-
+def test_split_gradients_of_embeddings_equal_those_of_whole_backwards(options: dict[str, Any]) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Embedding(10, 6, **options), nn.Linear(6, 6))
 
-    assert put_off_by(build, lambda: torch.randint(10, (3, 4))) == 2
+    assert num_deferred(build, lambda: torch.randint(10, (3, 4))) == 2
 
 
-def test_gradients_are_added_in_the_order_in_which_w_runs() -> None:
-    """Whichever that is; other parameters had theirs with I."""
-    run = Run(perceptron, lambda: torch.randn(4, 6))
+def test_gradients_are_added_in_the_order_of_w_passes() -> None:
+    """Gradients of other parameters are added in I."""
+    run = TwoModels(perceptron, lambda: torch.randn(4, 6))
     run.inputs = [run.inputs[n] for n in (2, 0, 1)]
-    expected = run.in_one_piece()
+    expected = run.whole_backwards()
     run.inputs = [run.inputs[n] for n in (1, 2, 0)]
-    actual, _ = run.in_parts((2, 0, 1))
+    actual, _ = run.split_backwards((2, 0, 1))
     assert all(torch.equal(expected[n], x) for n, x in zip((1, 2, 0), actual, strict=True))
     for name, one, other in run.pairs():
         assert one is not None
@@ -190,8 +187,7 @@ def test_gradients_are_added_in_the_order_in_which_w_runs() -> None:
 
 @pytest.mark.parametrize("re_entrant", [True, False])
 @DTYPES
-def test_checkpoints_run_again_once_and_in_i(dtype: torch.dtype | None, *, re_entrant: bool) -> None:
-    """Those of the model itself, of either kind."""
+def test_checkpoints_are_recomputed_once_in_i(dtype: torch.dtype | None, *, re_entrant: bool) -> None:
     calls: list[int] = []
 
     class Checkpoints(nn.Module):
@@ -209,14 +205,12 @@ def test_checkpoints_run_again_once_and_in_i(dtype: torch.dtype | None, *, re_en
             y: Tensor = checkpoint(self.run, self.one(x), use_reentrant=re_entrant)
             return y
 
-    assert put_off_by(Checkpoints, lambda: torch.randn(4, 6), dtype) == 4
+    assert num_deferred(Checkpoints, lambda: torch.randn(4, 6), dtype) == 4
     assert len(calls) == 2 * 2 * MICRO_BATCHES
 
 
 @DTYPES
-def test_recomputed_layers_with_a_weight_that_they_share(dtype: torch.dtype | None) -> None:
-    """What each backward adds to it is added by itself."""
-
+def test_shared_weights_of_recomputed_layers_are_deferred(dtype: torch.dtype | None) -> None:
     class Layers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -227,7 +221,7 @@ def test_recomputed_layers_with_a_weight_that_they_share(dtype: torch.dtype | No
                 x = run_recomputed(run, RecomputedLayer(copies_input=False, carries=(True,)), x)
             return self.one(self.one(x))  # type: ignore[no-any-return]
 
-    assert put_off_by(Layers, lambda: torch.randn(4, 6), dtype) == 9
+    assert num_deferred(Layers, lambda: torch.randn(4, 6), dtype) == 9
 
 
 def frozen_weight() -> nn.Module:
@@ -254,8 +248,6 @@ def compiled(backend: str) -> nn.Module:
 
 
 class Inner(nn.Module):
-    """What is compiled."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -266,7 +258,7 @@ class Inner(nn.Module):
 
 
 class Transformed(nn.Module):
-    """A function of functions in the middle."""
+    """Applies transforms of torch.func."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,15 +284,14 @@ class Transformed(nn.Module):
     ],
     ids=["weight frozen", "bias frozen", "computed", "compiled", "compiled by AOT", "transformed"],
 )
-def test_what_cannot_be_put_off_is_done_in_i(build: Build, number: int) -> None:
-    """And the rest is put off."""
+def test_weights_that_cannot_be_deferred_get_gradients_in_i(build: Build, number: int) -> None:
     torch._dynamo.reset()
-    assert put_off_by(build, lambda: torch.randn(4, 6)) == number
+    assert num_deferred(build, lambda: torch.randn(4, 6)) == number
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_parameters_with_hooks_are_not_put_off(register: str) -> None:
-    """They are called once for every micro-batch, in I, with a gradient."""
+def test_parameters_with_hooks_get_gradients_in_i(register: str) -> None:
+    """Hooks are called once per micro-batch, with a gradient."""
     calls: list[Tensor | None] = []
 
     def build() -> nn.Module:
@@ -308,13 +299,13 @@ def test_parameters_with_hooks_are_not_put_off(register: str) -> None:
         getattr(model[0].weight, register)(lambda tensor: calls.append(tensor.detach()))  # type: ignore[index, union-attr]
         return model
 
-    assert put_off_by(build, lambda: torch.randn(4, 6)) == 1
+    assert num_deferred(build, lambda: torch.randn(4, 6)) == 1
     assert len(calls) == 2 * MICRO_BATCHES
     assert None not in calls
 
 
 class Penalty(nn.Module):
-    """Gradients of gradients, and those of a weight, in the forward."""
+    """Computes gradients of inputs and weights in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +322,7 @@ class Penalty(nn.Module):
 
 
 class Solving(torch.autograd.Function):
-    """A layer that has its own backward run twice, for the gradient of its input alone."""
+    """Differentiates a layer twice in its backward, with respect to its input only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
@@ -349,7 +340,7 @@ class Solving(torch.autograd.Function):
 
 
 class Solver(nn.Module):
-    """Its second layer is never trained, though it could be."""
+    """Has a trainable layer that never gets a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,11 +351,11 @@ class Solver(nn.Module):
         return result
 
 
-def test_backwards_within_a_forward_are_whole() -> None:
-    """What is differentiated twice, too; only the order of sums is another."""
-    run = Run(Penalty, lambda: torch.randn(4, 6))
-    expected = run.in_one_piece()
-    actual, number = run.in_parts()
+def test_backwards_within_a_forward_are_not_split() -> None:
+    """Only the order of sums differs."""
+    run = TwoModels(Penalty, lambda: torch.randn(4, 6))
+    expected = run.whole_backwards()
+    actual, number = run.split_backwards()
     assert number == 3
     assert all(map(torch.allclose, expected, actual))
     for name, one, other in run.pairs():
@@ -373,13 +364,12 @@ def test_backwards_within_a_forward_are_whole() -> None:
         assert torch.allclose(one, other, rtol=1e-4), name
 
 
-def test_backwards_within_a_backward_put_off_what_is_asked_for() -> None:
-    """Of the gradient of an input alone nothing."""
-    assert put_off_by(Solver, lambda: torch.randn(4, 6)) == 1
+def test_backwards_within_a_backward_defer_no_unrequested_weights() -> None:
+    assert num_deferred(Solver, lambda: torch.randn(4, 6)) == 1
 
 
 class Writing(nn.Module):
-    """Writes into what a layer has taken."""
+    """Overwrites a layer's input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,8 +382,7 @@ class Writing(nn.Module):
         return x + y
 
 
-def test_writing_into_an_input_is_an_error() -> None:
-    """As it is with a whole backward; between I and W, too."""
+def test_overwriting_a_saved_input_raises_in_i_and_w() -> None:
     split, x = SplitBackward(), torch.randn(4, 6)
     with split.splitting():
         loss = loss_of(Writing()(x))
@@ -401,14 +390,14 @@ def test_writing_into_an_input_is_an_error() -> None:
         split.backward_input([loss], [torch.ones(())])
     with split.splitting():
         loss = loss_of(nn.Linear(6, 6)(x))
-    put_off = split.backward_input([loss], [torch.ones(())])
+    deferred_uses = split.backward_input([loss], [torch.ones(())])
     x.mul_(2)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation between .* a Product of shape \[6, 6\]"):
-        split.backward_weight(put_off)
+        split.backward_weight(deferred_uses)
 
 
-def test_only_what_w_needs_is_held() -> None:
-    """The inputs of layers and the gradients of what they made; nothing behind W."""
+def test_i_releases_tensors_that_w_does_not_need() -> None:
+    """W needs the inputs and output gradients of layers. Nothing is held after W."""
     held: list[weakref.ref[Tensor]] = []
 
     class Noted(nn.Module):
@@ -423,22 +412,22 @@ def test_only_what_w_needs_is_held() -> None:
     before_gelu, behind = held
     assert before_gelu() is not None
     gradient = torch.randn(4, 6)
-    put_off = split.backward_input([output], [gradient])
+    deferred_uses = split.backward_input([output], [gradient])
     del output
     assert behind() is None
     assert before_gelu() is None
     of_output = weakref.ref(gradient)
     del gradient
     assert of_output() is not None
-    assert sum(sizes(put_off)) == 4 * 4 * 4 * 6
-    split.backward_weight(put_off)
+    assert sum(sizes(deferred_uses)) == 4 * 4 * 4 * 6
+    split.backward_weight(deferred_uses)
     assert of_output() is None
-    assert put_off == []
+    assert deferred_uses == []
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
-def test_a_forward_holds_no_more_than_it_would(dtype: torch.dtype | None) -> None:
-    """Nothing within a checkpoint, and of what autocast casts the copy alone."""
+def test_a_split_forward_saves_no_more_tensors(dtype: torch.dtype | None) -> None:
+    """Nothing within a checkpoint, and of cast inputs only the copy."""
     held: list[weakref.ref[Tensor]] = []
 
     class Noted(nn.Module):
@@ -460,12 +449,11 @@ def test_a_forward_holds_no_more_than_it_would(dtype: torch.dtype | None) -> Non
     assert plain.requires_grad
 
 
-def sizes(put_off: DeferredUses) -> Iterator[int]:
-    return (tensor.nbytes for use in put_off for tensor in (use.operands.x, use.gradient))
+def sizes(deferred_uses: DeferredUses) -> Iterator[int]:
+    return (tensor.nbytes for use in deferred_uses for tensor in (use.operands.x, use.gradient))
 
 
-def test_autocast_copies_a_weight_once_in_a_step() -> None:
-    """And not beyond it."""
+def test_autocast_casts_a_weight_once_per_step() -> None:
     layer, split = nn.Linear(6, 6), SplitBackward()
     with split.weight_cast_cache():
         kept = []
@@ -486,7 +474,7 @@ def test_autocast_copies_a_weight_once_in_a_step() -> None:
 
 
 class Reentered(Functions):
-    """The same weights within a checkpoint that has a backward of its own, and outside of it."""
+    """Uses the same weights inside and outside of a reentrant checkpoint."""
 
     def forward(self, numbers: Tensor) -> Tensor:
         x: Tensor = self.layer(self.rows(numbers))
@@ -496,8 +484,8 @@ class Reentered(Functions):
 
 @DTYPES
 @pytest.mark.parametrize("build", [Functions, Reentered])
-def test_w_says_beforehand_how_often_it_adds(build: Build, dtype: torch.dtype | None) -> None:
-    """Once for every backward that came to a weight, however often it was used in it."""
+def test_counted_additions_equal_those_of_w(build: Build, dtype: torch.dtype | None) -> None:
+    """One per backward that reaches a weight, however often it is used."""
     model, split, added = build(), SplitBackward(counts_only=lambda _: True), Counter[Tensor]()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: added.update([p]))
@@ -505,9 +493,9 @@ def test_w_says_beforehand_how_often_it_adds(build: Build, dtype: torch.dtype | 
     with split.weight_cast_cache():
         with autocast, split.splitting():
             loss = loss_of(model(torch.randint(10, (2, 5))))
-        put_off = split.backward_input([loss], [torch.ones(())])
-        expected = count_additions(put_off)
+        deferred_uses = split.backward_input([loss], [torch.ones(())])
+        expected = count_additions(deferred_uses)
         added.clear()
-        split.backward_weight(put_off)
+        split.backward_weight(deferred_uses)
     assert expected == added
     assert max(expected.values()) == (3 if build is Reentered else 1)

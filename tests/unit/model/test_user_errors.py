@@ -1,4 +1,4 @@
-"""Errors in a user's file are told with what was behind them."""
+"""Messages about errors in a user's file."""
 
 from pathlib import Path
 
@@ -20,39 +20,37 @@ except RuntimeError as error:
 """As `transformers` imports its models."""
 
 
-def refused(folder: Path, text: str) -> ModelError:
+def load_error(folder: Path, text: str) -> ModelError:
+    """Load a file with this text and return its error."""
     with pytest.raises(ModelError) as error:
         load_model(str(write_model(folder, text)))
     return error.value
 
 
 def test_a_failed_import_names_its_cause(tmp_path: Path) -> None:
-    """The first exception of the chain, and not only that something could not be imported."""
-    error = refused(tmp_path, _LAZY.format("no CUDA runtime"))
+    """The first exception of the chain is named."""
+    error = load_error(tmp_path, _LAZY.format("no CUDA runtime"))
     assert error.message.endswith(
         "ModuleNotFoundError: Could not import module 'GPT2LMHeadModel'.; the cause: RuntimeError: no CUDA runtime"
     )
     assert "--debug" in error.hint
 
 
-def test_a_torchvision_that_does_not_fit_torch_is_named(tmp_path: Path) -> None:
-    """Its operators are not there; the hint says what to install."""
-    error = refused(tmp_path, _LAZY.format("operator torchvision::nms does not exist"))
+def test_an_incompatible_torchvision_is_named(tmp_path: Path) -> None:
+    error = load_error(tmp_path, _LAZY.format("operator torchvision::nms does not exist"))
     assert "RuntimeError: operator torchvision::nms does not exist" in error.message
     assert "torchvision that is installed does not fit torch" in error.hint
 
 
-def test_other_errors_speak_for_themselves(tmp_path: Path) -> None:
-    """What happened before an error that is no failed import is not its cause as a rule."""
+def test_only_failed_imports_name_a_cause(tmp_path: Path) -> None:
     text = "try:\n    {}['a']\nexcept KeyError:\n    raise ValueError('no such layer')\n"
-    error = refused(tmp_path, text)
+    error = load_error(tmp_path, text)
     assert error.message.endswith("raised ValueError: no such layer")
 
 
-def test_an_import_that_hides_its_cause_is_left_alone(tmp_path: Path) -> None:
-    """`raise … from None` says that what was before does not matter."""
+def test_a_cause_hidden_by_raise_from_none_is_not_named(tmp_path: Path) -> None:
     text = "try:\n    {}['a']\nexcept KeyError:\n    raise ImportError('install einops') from None\n"
-    assert refused(tmp_path, text).message.endswith("raised ImportError: install einops")
+    assert load_error(tmp_path, text).message.endswith("raised ImportError: install einops")
 
 
 FAILING = """
@@ -71,21 +69,20 @@ def build_model():
 """
 
 WRONG = {
-    "a list of layers": ("return nn.Seq", "return [1] or nn.Seq", "return the model alone"),
-    "parameters with names": (
+    "model in a list": ("return nn.Seq", "return [1] or nn.Seq", "return the model alone"),
+    "optimizer of named parameters": (
         "def build_model",
         "def build_optimizer(named):\n    return torch.optim.SGD([p for n, p in named])\n\ndef build_model",
         "one by one and without names",
     ),
-    "a loss that differentiates": ("", "", "if torch.is_grad_enabled"),
+    "loss with autograd.grad": ("", "", "if torch.is_grad_enabled"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_refusals_say_what_to_do(case: str, tmp_path: Path) -> None:
-    """In the hint."""
+def test_common_mistakes_are_refused_with_a_hint(case: str, tmp_path: Path) -> None:
     old, new, expected = WRONG[case]
     path = write_model(tmp_path, FAILING.replace(old, new, 1) if old else FAILING)
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(ModelError) as load_error:
         planner.profile(str(path), batch_sizes=(2,), repeat=2, time_budget="0s", proof_budget="0s", note=str, warn=str)
-    assert expected in refused.value.hint
+    assert expected in load_error.value.hint

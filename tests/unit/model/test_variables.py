@@ -1,4 +1,4 @@
-"""A forward that only finds something out leaves the user's variables as they were."""
+"""A forward that only records leaves the user's variables unchanged."""
 
 from collections import deque
 from collections.abc import Callable
@@ -53,8 +53,8 @@ class Changes(nn.Module):
 
 
 @pytest.mark.parametrize("value", [torch.ones(3, 2), torch.ones(3, 2, device="meta")])
-def test_all_of_it_is_undone(value: Tensor) -> None:
-    """Module-level values, class attributes, defaults, closures and attributes, with values or without."""
+def test_changes_of_a_recording_forward_are_undone(value: Tensor) -> None:
+    """Module-level values, class attributes, defaults, closures and attributes."""
     model = Changes()
     with undo_changes(model):
         model(value)
@@ -71,8 +71,8 @@ def test_all_of_it_is_undone(value: Tensor) -> None:
         assert TICK() == 1
 
 
-def test_data_is_not_copied() -> None:
-    """A list of all samples would take as much time and memory again, with every forward."""
+def test_large_lists_are_neither_copied_nor_restored() -> None:
+    """A copy of all samples would take their memory again in every forward."""
     with undo_changes(Changes()):
         SAMPLES[0] = 1
     assert SAMPLES[0] == 1
