@@ -27,7 +27,18 @@ from planner.show.explore.data import page_data
 from planner.show.html.assets import read_asset
 from tests.support.chains import random_profile, with_programs
 
-__all__ = ["NODE", "Case", "answers_of", "edits_of", "figures_of", "plan_of_edit", "question", "reached"]
+__all__ = [
+    "NODE",
+    "Case",
+    "answers_of",
+    "edits_of",
+    "figures_of",
+    "plan_of_edit",
+    "question",
+    "ranges_of",
+    "reached",
+    "states_of_addresses",
+]
 
 NODE = shutil.which("node")
 
@@ -53,6 +64,22 @@ console.log(JSON.stringify(answered));
 _REACH = """
 const { data, edit, moves } = JSON.parse(require("fs").readFileSync(0, "utf8")), memo = explorer(data);
 console.log(JSON.stringify(moves.map(([stage, layer]) => reach(memo, edit, stage, layer))));
+"""
+
+_ADDRESSES = """
+const { data, texts, edits } = JSON.parse(require("fs").readFileSync(0, "utf8")), memo = explorer(data);
+console.log(JSON.stringify({
+  read: texts.map((text) => stateOfText(memo, text)),
+  again: edits.map((state) => stateOfText(memo, textOfState(data, state))),
+}));
+"""
+
+_RANGES = """
+const { data, figures } = JSON.parse(require("fs").readFileSync(0, "utf8"));
+console.log(JSON.stringify([
+  formatUs(figures.step_us), stepRange(data, figures.step_us), rate(figures.samples_per_s), rateRange(data, figures),
+  peakBound(data, figures.bytes),
+]));
 """
 
 _LINKS = (Link(), Link(latency_us=2.0, bytes_per_s=1e8), Link(latency_us=2.0, bytes_per_s=5e7, blocking=True))
@@ -84,11 +111,25 @@ def reached(case: Case, edit: Edit, moves: Sequence[tuple[int, int]], folder: Pa
     return found
 
 
+def states_of_addresses(
+    case: Case, texts: Sequence[str], edits: Sequence[Edit], folder: Path
+) -> tuple[list[Edit | None], list[Edit | None]]:
+    """Return the states of addresses, and the states after writing edits into addresses; None for a refused one."""
+    found = _run(_ADDRESSES, {"data": case.data, "texts": texts, "edits": edits}, folder)
+    return found["read"], found["again"]
+
+
+def ranges_of(data: dict[str, Any], figures: dict[str, float], folder: Path) -> list[str]:
+    """Return step time, samples per second and peak memory with their error ranges, as the page shows them."""
+    shown: list[str] = _run(_RANGES, {"data": data, "figures": figures}, folder)
+    return shown
+
+
 def _run(script: str, asked: object, folder: Path) -> Any:
     assert NODE is not None
     path = folder / "figures.js"
     # The scripts that need no elements of the page.
-    scripts = ("tables.js", "evaluate.js", "units.js", "command.js")
+    scripts = ("tables.js", "evaluate.js", "units.js", "command.js", "address.js")
     figures = "\n".join(read_asset(name, "planner.show.explore") for name in scripts)
     path.write_text(figures + script, encoding="utf-8")
     done = subprocess.run(

@@ -29,14 +29,14 @@ function commandsOf(data, state, answer) {
   const isOwn = data.schedules[state.schedule].is_own, check = checkWords(data, state), caveats = [];
   const caps = capsOf(data, state), over = answer.memory.flatMap((items, k) => (total(items) > caps[k] ? [k] : []));
   const which = over.length > 8 ? counted(over.length, "device") : "device " + over.join(", ");
-  if (over.length) caveats.push(`Over its limit: ${which}. \`solve\` refuses that, and says what would fit.`);
-  if (state.isEven) caveats.push("Even by time, these cuts are a beginning: `solve` without `--balance` searches for the best.");
-  if (isOwn) caveats.push("The plan's lists have no name that `solve` takes: `check` judges other cuts under them.");
+  if (over.length) caveats.push(`Over the memory limit: ${which}. \`solve\` refuses this plan, and reports which limit would fit.`);
+  if (state.isEven) caveats.push("These cuts give all stages about equal times. `solve` without `--balance` searches for the best cuts.");
+  if (isOwn) caveats.push("The plan has its own action orders, which `solve` cannot take as an option. `check` evaluates other cuts under these orders.");
   else caveats.push(...data.caveats);
-  if (isOwn && !check) caveats.push("No command recomputes otherwise under them: edit `stages[].recompute` of the plan.");
+  if (isOwn && !check) caveats.push("No command changes the recomputation under these orders: edit `stages[].recompute` in the plan.");
   // With one stage per device, `solve` makes the same choice: the fastest recomputation that fits.
   if (new Set(answer.recompute).size > 1 && !isOwn && (state.chunks > 1 || Array.isArray(asked(data, state).recompute))) {
-    caveats.push("`solve` chooses recomputation by itself, stage by stage: its plan may differ from this.");
+    caveats.push("`solve` chooses the recomputation of each stage itself, so its plan may differ from this one.");
   }
   return { lines: [...(isOwn ? [] : [solveWords(data, state, answer)]), ...(check ? [check] : [])], caveats };
 }

@@ -16,10 +16,12 @@ from planner.core.cost.moments import PARTS
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import CHOICES
 from planner.core.cost.width import profile_of_plan
+from planner.core.judge.certainty import SLACK_BYTES, certainty_of
 from planner.core.schedule import KINDS, Schedule
 from planner.core.values.placement import Placement
-from planner.core.values.plan import ITEMS
+from planner.core.values.plan import ITEMS, Plan
 from planner.core.values.printable import printable
+from planner.core.values.profile import Profile
 from planner.show.explore.columns import (
     ALONE,
     ALONE_ONCE,
@@ -246,10 +248,19 @@ def _choices(nearby: _NearbyStages) -> dict[str, object]:
         "recompute": [stage.recompute for stage in plan.stages],
         "may_recompute": request.may_recompute,
         "step_us": plan.predicted.step_us,
+        **_error_ranges(plan, request.profile),
         "command": request.command,
         "place": request.place,
         "caveats": request.caveats,
     }
+
+
+def _error_ranges(plan: Plan, profile: Profile) -> dict[str, object]:
+    """Return the ratios of the plan's error ranges; the page applies them to the figures of other cuts as well."""
+    certainty, step_us = certainty_of(plan, profile), plan.predicted.step_us
+    step = certainty.step_us
+    bound = certainty.peak_ratio and [certainty.peak_ratio * certainty.allocator_ratio, SLACK_BYTES]
+    return {"step_ratios": step and step_us and [time_us / step_us for time_us in step], "peak_bound": bound}
 
 
 def _devices(chain: _Chain) -> dict[str, object]:

@@ -10,7 +10,9 @@
   // For each number of stages, the cuts shown last, and true if no cut was moved.
   const seen = Object.fromEntries(Object.entries(data.balances).map(([S, balance]) => [S, [balance, true]]));
   seen[data.start.balance.length] = [data.start.balance, false];
-  const state = { ...data.start, balance: [...data.start.balance], recompute: data.policy, scale: 0, isEven: false, isEnd: false };
+  const initial = () =>
+    ({ ...data.start, balance: [...data.start.balance], recompute: data.policy, scale: 0, isEven: false, isEnd: false });
+  const state = initial();
   let answer = null, begun = null, queued = false, isWaiting = true;
 
   const schedule = () => data.schedules[state.schedule];
@@ -127,23 +129,24 @@
     const change = answer.step_us / data.step_us - 1;
     const against = Math.abs(change) < 5e-5 ? "as the plan" : `plan ${formatUs(data.step_us)}, ${change > 0 ? "+" : "−"}${percent(Math.abs(change))}`;
     const cards = [
-      [formatUs(answer.step_us), against],
-      [rate(answer.samples_per_s), `recompute ${percent(answer.recompute_share)}`],
-      [percent(answer.bubble), `${counted(data.devices, "device")}, M = ${state.micro_batches}`],
-      [formatBytes(needs[most]), `${placeWord()} ${top}: ${percent(fullest[top], 0)} of its limit`, fullest[top] > 1],
+      [formatUs(answer.step_us), [stepRange(data, answer.step_us), against]],
+      [rate(answer.samples_per_s), [rateRange(data, answer), `recompute ${percent(answer.recompute_share)}`]],
+      [percent(answer.bubble), [`${counted(data.devices, "device")}, M = ${state.micro_batches}`]],
+      [formatBytes(needs[most]), [peakBound(data, needs[most]), `${placeWord()} ${top}: ${percent(fullest[top], 0)} of its limit`],
+        fullest[top] > 1],
     ];
     byId("figures").querySelectorAll("dd").forEach((card, n) => {
-      const [value, remark, isWorse] = cards[n];
+      const [value, remarks, isWorse] = cards[n];
       card.className = isWorse ? "worse" : "";
       card.firstElementChild.textContent = value;
-      card.lastElementChild.textContent = remark;
+      card.lastElementChild.textContent = remarks.filter(Boolean).join(" ");
     });
   }
 
   function drawWords() {
     const { size } = data.sizes[state.micro_batches], uniform = new Set(caps()), M = state.micro_batches;
     byId("schedule-words").textContent = schedule().splits && data.halves_assumed
-      ? "halves of backwards were not measured: each is taken to be half of one" : "";
+      ? "split backwards were not measured: each pass is assumed to take half of the backward" : "";
     byId("chunks-words").textContent = counted(state.balance.length, "stage");
     byId("micro-batches-words").textContent = `${counted(M, "micro-batch", "es")} of ${counted(size, "sample")}`;
     const used = [...new Set(answer.recompute)];
@@ -152,8 +155,8 @@
       ? `${bytesOption(caps()[0])} (${formatBytes(caps()[0])})` : `${formatBytes(Math.min(...uniform))} to ${formatBytes(Math.max(...uniform))}`;
     byId("micro-batches").setAttribute("aria-valuetext", byId("micro-batches-words").textContent);
     byId("cap").setAttribute("aria-valuetext", byId("cap-words").textContent);
-    const cuts = state.balance.length > MANY ? "" : `cuts ${state.balance.join(", ")}`;
-    byId("said").textContent = state.isEnd ? `${cuts} - the page has no numbers beyond: \`check --balance\` has` : cuts;
+    const cuts = `cuts ${state.balance.join(", ")}`;
+    byId("said").textContent = state.isEnd ? `${cuts} - the page has no figures for cuts further away; use \`gpipe-plan check --balance\`` : cuts;
   }
 
   function drawCommand() {
@@ -169,6 +172,8 @@
     queued = false;
     answer = begun || evaluate(memo, asked(data, state));
     begun = null;
+    clearTimeout(timer);
+    timer = setTimeout(remember, 300);
     const slowest = stageTable(byId("table"), data, answer);
     drawChain(slowest);
     drawFigures();
@@ -196,14 +201,50 @@
   onChange("recompute", (value) => { state.recompute = value; });
   onChange("cap", (value) => { state.scale = Number(value); });
   byId("reset").addEventListener("click", () => {
-    Object.assign(state, data.start, { balance: [...data.start.balance], recompute: data.policy, scale: 0, isEven: false, isEnd: false });
+    Object.assign(state, initial());
     isWaiting = true;
     begin();
   });
+  byId("undo").addEventListener("click", () => {
+    if (timer) remember();
+    past.pop();
+    load(past.pop());
+  });
+  addEventListener("hashchange", () => { if (location.hash.slice(1) !== past[past.length - 1]) load(location.hash.slice(1)); });
+  // The address holds the state, so that links within the page must not change it.
+  document.querySelectorAll("nav a").forEach((link) => link.addEventListener("click", (event) => {
+    event.preventDefault();
+    document.querySelector(link.getAttribute("href")).scrollIntoView();
+  }));
   byId("copy").addEventListener("click", async () => {
     getSelection().selectAllChildren(byId("words"));
     try { await navigator.clipboard.writeText(byId("words").textContent); } catch { document.execCommand("copy"); }
   });
+
+  // ---- history of states, as texts; the last one is shown
+
+  const past = [];
+  let timer = 0;
+
+  // Record the state when it has not changed for a moment: a dragged cut is one change.
+  function remember() {
+    clearTimeout(timer);
+    timer = 0;
+    const text = textOfState(data, state);
+    if (past[past.length - 1] !== text) past.push(text);
+    byId("undo").disabled = past.length < 2;
+    try { history.replaceState(null, "", "#" + text); } catch { /* not allowed here */ }
+  }
+
+  // Show the state of a text; without effect if the page cannot show it.
+  function load(text) {
+    const loaded = stateOfText(memo, text);
+    if (!loaded) return false;
+    Object.assign(state, loaded, { isEven: false, isEnd: false });
+    isWaiting = true;
+    adjust();
+    return true;
+  }
 
   // Offer the plan's own recomputation, if the policy would choose another one.
   function begin() {
@@ -214,4 +255,7 @@
     adjust();
   }
   begin();
+  const sent = location.hash.slice(1);
+  remember();
+  load(sent);
 })();

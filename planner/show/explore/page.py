@@ -14,7 +14,7 @@ from planner.show.views.memory import COMPONENTS, component_title
 from planner.show.views.numbers import not_measured_warning
 from planner.show.views.plan import headline
 
-_SCRIPTS = ("tables.js", "evaluate.js", "units.js", "command.js", "drawing.js", "explore.js")
+_SCRIPTS = ("tables.js", "evaluate.js", "units.js", "command.js", "address.js", "drawing.js", "explore.js")
 """Scripts, each after the scripts that it depends on; the last two access the page's elements."""
 
 _BEGIN = "starting from the plan"
@@ -71,6 +71,7 @@ def _handles(request: ExplorerRequest, data: PageData) -> Section:
         _knob("cap", "memory of each device", '<input type="range" id="cap" min="-100" max="100" step="1" value="0">'),
     ]
     chain = element("div", id="chain", class_="chain")
+    undo = element("button", "undo", type="button", id="undo", disabled="")
     reset = element("button", "reset to the plan", type="button", id="reset")
     remarks = element("ul", *(element("li", escape_text(text)) for text in _remarks(request, data)), class_="remarks")
     return Section(
@@ -82,7 +83,7 @@ def _handles(request: ExplorerRequest, data: PageData) -> Section:
             "div", chain, class_="wide", tabindex="0", role="group", aria_label="the chain of layers and its cuts"
         )
         + legend((("l-f", "forward of a layer"), ("l-b", "backward")))
-        + element("div", reset, element("output", id="said", aria_live="polite"), class_="controls")
+        + element("div", undo, reset, element("output", id="said", aria_live="polite"), class_="controls")
         + remarks,
     )
 

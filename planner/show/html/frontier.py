@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, chart_point, chart_text, details, figure, line, note, values_table
+from planner.show.html.parts import Section, chart_point, chart_text, details, figure, line, values_table
 from planner.show.markup import element
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.plan import frontier_table, has_several_replicas
@@ -30,11 +30,8 @@ class _Figure:
 
 
 def frontier_section(plan: Plan) -> Section:
-    """Return charts and a table of the best plan for each M; if the plan has none, the command that computes them."""
+    """Return charts and a table of the best plan for each M; the plan must have a frontier."""
     points = plan.frontier
-    if not points:
-        body = note("The plan has no figures for other numbers of micro-batches: run `gpipe-plan solve --frontier`.")
-        return Section(anchor="trade-off", title="Trade-off over M", body=body)
     several = has_several_replicas(plan)
     names = [f"{p.micro_batches}, R {p.replicas}" if several else str(p.micro_batches) for p in points]
     numbers = frontier_table(plan)

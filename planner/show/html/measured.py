@@ -24,20 +24,9 @@ from planner.show.views.measured import (
 from planner.show.views.numbers import NOTHING, percent, row_noun
 
 
-def measured_section(plan: Plan, report: RunReport | None) -> Section:
-    """Return the comparison of predicted and measured step time, times of stages, and peak memory of devices.
-
-    Args:
-        plan: The plan.
-        report: Report of a run of the plan; if None, the section explains how to make one.
-    """
+def measured_section(plan: Plan, report: RunReport) -> Section:
+    """Return the comparison of predicted and measured step time, times of stages, and peak memory of devices."""
     title = "Predicted and measured"
-    if report is None:
-        body = note(
-            "There is no run report. Train with `torchrun … train.py --report run.json`, then show the plan with "
-            "`--run run.json`."
-        )
-        return Section(anchor="measured", title=title, body=body)
     if ran_other_stages(plan, report):
         body = note("The run had other stages than the plan, so stages cannot be compared.")
         return Section(anchor="measured", title=title, body=body)

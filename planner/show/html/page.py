@@ -9,8 +9,9 @@ from planner.core.judge.certainty import Certainty, certainty_of
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
-from planner.core.values.units import format_bytes, format_rate, format_us
+from planner.core.values.units import format_bytes, format_us
 from planner.show.html.assets import policy_for, read_asset, read_scripts, style_sheet
+from planner.show.html.assumptions import assumptions_section
 from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
@@ -20,7 +21,7 @@ from planner.show.html.schedules import schedules_section
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, escape_text
 from planner.show.step import Step
-from planner.show.views.certainty import accuracy_words, amount_words, fit_words, peak_words, rate_words, step_words
+from planner.show.views.certainty import amount_words, fit_words, peak_words, rate_words, step_words
 from planner.show.views.cluster import days_words, hours_words, length_words, run_ratios, tokens_words
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest_device
@@ -46,19 +47,19 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
     certainty = certainty_of(plan, profile) if profile else None
     lead = (profile.model.source if profile else "", not_measured_warning(plan.inputs.profile.how))
     sections = [
+        assumptions_section(plan, profile, certainty),
         timeline_section(plan, step),
         memory_section(plan, step),
         _stages(plan),
-        frontier_section(plan),
+        *([frontier_section(plan)] if plan.frontier else []),
         *filter(None, [schedules_section(plan)]),
         layers_section(profile_of_plan(plan, profile) if profile else None, plan),
-        measured_section(plan, report),
-        *([run_section(report)] if report else []),
+        *([measured_section(plan, report), run_section(report)] if report else []),
         _provenance(plan, profile, digest),
     ]
     return _page(
         title=headline(plan),
-        lead="; ".join(filter(None, (*lead, accuracy_words(certainty) if certainty else ""))),
+        lead="; ".join(filter(None, lead)),
         figures=_marked(_figures(plan, certainty), plan.inputs.profile.how),
         sections=sections,
         data=timeline_data(plan, step) if step else "{}",
@@ -159,23 +160,16 @@ def _stages(plan: Plan) -> Section:
 
 
 def _provenance(plan: Plan, profile: Profile | None, digest: str) -> Section:
-    inputs, link = plan.inputs, plan.inputs.link
-    moving = f"{format_rate(link.bytes_per_s) if link.bytes_per_s else 'unlimited'}, {format_us(link.latency_us)}"
-    limits = sorted(set(inputs.memory_bytes))
-    written = plan.generator
+    inputs, written = plan.inputs, plan.generator
     facts = [
         ("plan digest", digest),
         ("planned by", f"{written.name} {written.version}" if written else ""),
         ("certificate", f"{_certificate(plan)}; {method_name(plan.solver.method)}"),
         ("GPUs that share each layer", str(plan.tensor_parallel) if plan.tensor_parallel > 1 else ""),
-        ("optimizer", f"divided among {plan.replicas} replicas" if plan.divides_optimizer else ""),
-        ("devices", f"{inputs.devices}, memory limit {', '.join(map(format_bytes, limits))}"),
-        ("headroom", f"{percent(inputs.headroom)} of the memory, not part of the limit" if inputs.headroom else ""),
+        ("devices", str(inputs.devices)),
         ("batch", str(inputs.batch)),
         ("requested schedule", inputs.schedule),
         ("requested recomputation", inputs.recompute),
-        ("link", f"{moving}{', blocking' if link.blocking else ''}"),
-        ("reserve", format_bytes(inputs.reserve_bytes) if inputs.reserve_bytes else ""),
         ("balance", ", ".join(map(str, plan.balance))),
         ("profile", inputs.profile.path),
         ("profile digest", inputs.profile.digest),

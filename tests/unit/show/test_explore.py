@@ -16,16 +16,30 @@ from planner.api.exploring import caveats
 from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
 from planner.core.errors import StaleError
+from planner.core.judge.certainty import certainty_of
 from planner.core.judge.recut import with_cuts
 from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Plan
 from planner.core.values.units import pluralize
 from planner.show.explore import ExplorerRequest, explore_html
+from planner.show.explore.data import page_data
 from planner.show.explore.orders import schedule_menu
 from planner.show.explore.page import page_script
+from planner.show.views.certainty import peak_words, rate_words, step_words
 from planner.solve import solve
 from tests.support import gate
-from tests.support.explorer import NODE, Case, answers_of, edits_of, figures_of, plan_of_edit, question, reached
+from tests.support.explorer import (
+    NODE,
+    Case,
+    answers_of,
+    edits_of,
+    figures_of,
+    plan_of_edit,
+    question,
+    ranges_of,
+    reached,
+    states_of_addresses,
+)
 from tests.unit.show.samples import in_a_v, plan, profile, renamed
 from tests.unit.show.test_html import EVIL, Page
 
@@ -139,6 +153,36 @@ def test_explorer_page_is_self_contained() -> None:
     assert "alert(1)" not in page.words
     assert len(page.ids) == len(set(page.ids))
     assert set(re.findall(r'byId\("([\w-]+)"\)', page_script())) <= {*page.ids, "data"}
+
+
+@needs_node
+def test_address_of_a_view_restores_its_state(tmp_path: Path) -> None:
+    case = question(0)
+    edits = [edit | {"recompute": "auto"} for edit in edits_of(case, 0, 10)]
+    good = f"schedule=gpipe&chunks=1&m=12&recompute=plan&limit=0&cuts={','.join(map(str, case.question.plan.balance))}"
+    bad = ["", "timeline", *(re.sub(rf"{name}=[^&]*", f"{name}=x", good) for name in re.findall(r"(\w+)=", good))]
+    layers = len(case.data["names"])
+    bad += [re.sub("cuts=.*", f"cuts={words}", good) for words in ("", "1", f"0,{layers}", f"-1,{layers + 1}")]
+    read, again = states_of_addresses(case, [good, *bad], edits, tmp_path)
+    assert again == [{**edit, "balance": [*edit["balance"]]} for edit in edits]
+    assert read[0] is not None
+    assert read[0]["recompute"] == "as in the plan"
+    assert read[1:] == [None] * len(bad)
+
+
+@needs_node
+def test_explorer_and_report_show_the_same_error_ranges(tmp_path: Path) -> None:
+    planned = plan(of=profile())
+    certainty = certainty_of(planned, profile())
+    data = json.loads(page_data(asked(planned)).text)
+    peak = max(planned.device_bytes())
+    figures = {"step_us": planned.predicted.step_us, "samples_per_s": planned.predicted.samples_per_s, "bytes": peak}
+    _, step, _, per_s, memory = ranges_of(data, figures, tmp_path)
+    assert step in step_words(planned, certainty)
+    assert per_s in rate_words(planned, certainty)
+    assert memory in peak_words(planned, certainty)
+    assert all((step, per_s, memory))
+    assert ranges_of(data | {"step_ratios": None, "peak_bound": None}, figures, tmp_path)[1::2] == ["", ""]
 
 
 def test_explorer_has_action_orders_of_all_schedules() -> None:

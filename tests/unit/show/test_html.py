@@ -9,6 +9,7 @@ import pytest
 
 from planner.core.cost.evaluate import Evaluation
 from planner.core.schedule import KINDS as COMPUTED
+from planner.core.values.cluster import Link
 from planner.core.values.plan import SolverReport
 from planner.show.html import plan_html, profile_html, run_html
 from planner.show.step import simulated_step
@@ -143,12 +144,33 @@ def test_page_data_have_every_span():
     assert data["spared"] == [0, 1, 2]
 
 
-def test_missing_sections_explain_how_to_get_them():
+def test_sections_without_a_profile_explain_how_to_get_them():
     words = Page(page_of(plan(), profiled=False, stepped=False)).words
     assert "The timeline is computed from the profile, which was not found" in words
     assert "The profile, which has the layers, was not found" in words
-    assert "gpipe-plan solve --frontier" in words
-    assert "--run run.json" in words
+
+
+def test_report_has_no_empty_sections():
+    titles = set(re.findall(r"<h2[^>]*>([^<]*)</h2>", page_of(plan())))
+    assert titles == {"Assumptions", "Timeline", "Memory", "Stages", "Layers", "Provenance"}
+
+
+def test_report_begins_with_the_assumptions():
+    gbs = Link(bytes_per_s=25e9, latency_us=5.0)
+    inputs = replace(plan().inputs, link=gbs, inter_link=replace(gbs, blocking=True), node_devices=2, reserve_bytes=MIB)
+    planned = replace(plan(), replicas=2, inputs=replace(inputs, allreduce=gbs, dtype="bf16-mixed", compute=1.25))
+    text = page_of(planned)
+    box = Page(re.search(r'<section id="assumptions".*?</section>', text, re.DOTALL)[0]).words
+    for words in (
+        "layer times measured for cuda",
+        "multiplied by 1.25 after a calibration",
+        "precision bf16-mixed",
+        "links within a node 25.0 GB/s, 5.00 us",
+        "links between nodes 25.0 GB/s, 5.00 us, blocking",
+        "gradient reduction 25.0 GB/s, 5.00 us",
+        "reserve of each device 1.00 MiB",
+    ):
+        assert words in box
 
 
 def test_trade_off_in_the_report_marks_the_plan():
@@ -167,7 +189,7 @@ def test_groups_of_gpus_and_headroom_are_explained():
     planned = replace(plan(), tensor_parallel=8, inputs=replace(plan().inputs, headroom=0.25))
     text = page_of(planned, profiled=False, stepped=False)
     assert "Each device is a group of 8 GPUs that share its layers; memory is of one GPU." in text
-    assert "25.0 % of the memory, not part of the limit" in text
+    assert "25.0 % of the memory stays free in addition" in text
     assert "is a group of" not in page_of(plan())
 
 

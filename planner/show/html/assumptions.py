@@ -1,0 +1,69 @@
+"""Section with the assumptions of a plan: origin of the times, precision, links, reductions and reserved memory."""
+
+from collections.abc import Iterator
+
+from planner.core.judge.certainty import Certainty
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
+from planner.core.values.units import format_bytes, format_rate, format_us
+from planner.show.html.parts import Section, definitions
+from planner.show.views.certainty import accuracy_words
+from planner.show.views.numbers import percent
+
+
+def assumptions_section(plan: Plan, profile: Profile | None, certainty: Certainty | None) -> Section:
+    """Return the section.
+
+    Args:
+        plan: The plan.
+        profile: Profile of the plan; None if it is not known.
+        certainty: Error ranges of the predictions; None if they are not known.
+
+    Returns:
+        A list of assumptions, without those that do not concern the plan.
+    """
+    inputs = plan.inputs
+    least, most = (format_bytes(limit(inputs.memory_bytes)) for limit in (min, max))
+    spare = f"; {percent(inputs.headroom)} of the memory stays free in addition" if inputs.headroom else ""
+    facts = [
+        ("layer times", _origin(plan, profile)),
+        ("accuracy", accuracy_words(certainty).removeprefix("accuracy: ") if certainty else ""),
+        ("precision", inputs.dtype or (profile.environment.dtype if profile else "")),
+        ("optimizer", _optimizer(plan)),
+        *_links(plan),
+        ("memory limit", f"{least if least == most else f'{least} to {most}'}{spare}"),
+        ("reserve of each device", format_bytes(inputs.reserve_bytes) if inputs.reserve_bytes else "none"),
+    ]
+    return Section(anchor="assumptions", title="Assumptions", body=definitions(facts))
+
+
+def _origin(plan: Plan, profile: Profile | None) -> str:
+    how = plan.inputs.profile.how
+    device = f" for {profile.device.kind} {profile.device.name}".rstrip() if profile else ""
+    scaled = f", multiplied by {plan.inputs.compute:.3g} after a calibration" if plan.inputs.compute != 1 else ""
+    return f"{how}{device}{scaled}"
+
+
+def _optimizer(plan: Plan) -> str:
+    divided = f", divided among {plan.replicas} replicas" if plan.divides_optimizer else ""
+    return f"{plan.inputs.optimizer}{divided}" if plan.inputs.optimizer else ""
+
+
+def _links(plan: Plan) -> Iterator[tuple[str, str]]:
+    inputs = plan.inputs
+    if inputs.links:
+        yield "links between devices", f"measured, {len(inputs.links)} links"
+    elif inputs.node_devices:
+        yield "links within a node", _link_words(inputs.link)
+        between = _link_words(inputs.inter_link) if inputs.inter_link else "as fast as within a node"
+        yield "links between nodes", between
+    else:
+        yield "links between devices", _link_words(inputs.link)
+    if plan.replicas > 1:
+        yield "gradient reduction", _link_words(inputs.allreduce) if inputs.allreduce else "takes no time"
+
+
+def _link_words(link: Link) -> str:
+    rate = format_rate(link.bytes_per_s) if link.bytes_per_s else "unlimited"
+    return f"{rate}, {format_us(link.latency_us)}{', blocking' if link.blocking else ''}"
