@@ -100,7 +100,7 @@ def state_problem(states: Iterable[KeptState], cut: int) -> str:
     """Return a reason if the model cannot be cut at time `cut`, because code on both sides uses a state; else empty."""
     for state in states:
         if state.first < cut <= state.last:
-            return f'forward changes "{state.name}", which code before and after it uses (let one block alone use it)'
+            return f'forward changes "{state.name}", which both sides of the cut use (use it in one block only)'
     return ""
 
 

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, cast
 
+import torch
+
 from planner.core.errors import ModelError
 from planner.core.values.proof import Proof
 from planner.executor.build.building import build_structure
@@ -28,8 +30,10 @@ from planner.executor.equivalence.rehearsal import repeat_forwards
 from planner.executor.equivalence.rounds import CheckRound, RoundResult
 from planner.executor.equivalence.subject import STEPS, CheckedModel, CheckRequest, Digests, is_large, layer_starts
 from planner.model.load import LoadedModel
+from planner.model.python_state import numbers_in_attributes, without_leftover_tensors
 from planner.model.reference import ReferenceOptions, train_reference
 from planner.model.reference_state import ReferenceState
+from planner.model.seeding import seed_process
 
 
 class _Attempt(NamedTuple):
@@ -96,13 +100,15 @@ def check_equivalence(
         The result.
 
     Raises:
-        ModelError: All cuts are wrong, or the model does not train in a plain loop.
+        ModelError: All cuts are wrong, the model does not train in a plain loop, or each build gives another model.
     """
     deadline = time.monotonic() + budget_s
     warnings: list[str] = []
     while True:
         request = CheckRequest(loaded=loaded, budget_s=budget_s, deadline=deadline, ends=ends, digests=digests)
         found = _in_child(request, progress)
+        if found.random or found.is_failure:
+            _check_builds(request)
         if not found.wrong:
             return EquivalenceResult(loaded, found.proof, tuple(warnings), found.is_failure)
         warnings.extend(f'the model cannot be cut after "{end}": {why}' for end, why in found.wrong.items())
@@ -122,6 +128,45 @@ def check_equivalence(
                 "(`register_buffer`)",
             )
         loaded = replace(loaded, uncut=(*loaded.uncut, *found.wrong))
+
+
+def _check_builds(request: CheckRequest) -> None:
+    """Check that `build_model` returns an equal model when it is called again; otherwise this made the check fail.
+
+    Raises:
+        ModelError: The second model has modules of the first one, or other numbers in its attributes.
+    """
+    child = Child(lambda _connection: _difference_of_builds(request.loaded), limit_s=request.limit_s)
+    try:
+        difference = child.result()
+    except ChildError:  # the model cannot be built without values, so the cause stays unknown
+        return
+    finally:
+        child.end()
+    if difference:
+        name = request.loaded.source.rpartition(":")[2]
+        raise ModelError(
+            f"`{name}()` returns another model when it is called again: {difference}",
+            hint="gpipe-plan builds the model several times: give each layer its number as an argument instead of "
+            f"counting instances, and create lists of layers within `{name}`",
+        )
+
+
+def _difference_of_builds(loaded: LoadedModel) -> str:
+    """Return how the models of two calls of `build_model` differ, or an empty text."""
+    models, numbers = [], []
+    for _ in range(2):
+        seed_process(0)
+        with torch.device("meta"):
+            models.append(loaded.build())
+        numbers.append(without_leftover_tensors(numbers_in_attributes(dict(models[-1].named_modules())), ()))
+    first, second = (set(model.modules()) for model in models)
+    if first != second and first & second:
+        return "it contains modules that the first call made"
+    for name, number in numbers[0].items():
+        if numbers[1].get(name, number) != number:
+            return f'"{name}" is {number:.4g}, then {numbers[1][name]:.4g}'
+    return ""
 
 
 def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_size: int, limit_s: float) -> list[float]:

@@ -314,6 +314,36 @@ def test_a_model_that_trains_differently_every_time_is_refused_for_that() -> Non
         checked(lambda: nn.Sequential(Noisy(WIDTH, WIDTH), Noisy(WIDTH, WIDTH)))
 
 
+class Numbered(nn.Linear):
+    """Scales its output by the number of instances that exist already."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        Numbered.count += 1
+        self.scale = 1 / Numbered.count
+
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value) * self.scale
+
+
+def test_a_build_that_counts_instances_is_named_as_the_cause() -> None:
+    with pytest.raises(ModelError, match=r'returns another model when it is called again: "0\.scale" is '):
+        checked(lambda: nn.Sequential(Numbered(), Numbered()))
+
+
+def test_a_build_that_returns_modules_of_an_earlier_call_is_named_as_the_cause() -> None:
+    registry: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        registry.extend(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        return nn.Sequential(*registry[:2])
+
+    with pytest.raises(ModelError, match="it contains modules that the first call made"):
+        checked(build)
+
+
 def test_draws_in_a_backward_are_refused() -> None:
     """Every rank would draw others."""
 
