@@ -1,19 +1,20 @@
 """Unprepared models, trained as pipelines and compared with plain loops.
 
-    python benchmarks/unprepared.py > docs/measurements/unprepared.md
-    python benchmarks/unprepared.py hooks state:moco_queue      # kinds or models
+    python benchmarks/unprepared.py hooks state:moco_queue      # print rows of kinds or models
+    python benchmarks/unprepared.py --page docs/measurements/unprepared.md      # write rows of all models to a page
 
+A row is printed, or written with the counts of the page, as soon as its model is done. The other rows of the page stay.
 Exits with 1 where a model trains wrongly, dies after `profile` has passed it, or is refused without saying what to do.
-Takes about 40 minutes on two cores.
+All models take about an hour on one core.
 """
 
 import argparse
 import os
 import platform
+import subprocess
 import sys
+import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,63 +45,84 @@ error in its initial parameters. A model is refused if `profile` says no, and wh
 {right} are right, {refused} refused, {wrong} wrong, {late} died late, {unhelpful} were refused without help. Of
 those that are right, {removed} lost some cuts, and {kept} must not be recomputed.
 
-| kind | model | verdict | error | pipelines | profile | problem |
-|---|---|---|---|---|---|---|"""
+The last column is the commit on which a row was measured: {commits}.
+
+| kind | model | verdict | error | pipelines | profile | problem | commit |
+|---|---|---|---|---|---|---|---|"""
 
 _GOOD = ("right", "refused")
 
 
 def main() -> int:
-    """Print the table."""
+    """Try the models, and print their rows or write them to a page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("which", nargs="*", help="kinds, or models as kind:name; by default all")
-    which = parser.parse_args().which
-    models = [m for m in unprepared_models() if not which or m.kind in which or f"{m.kind}:{m.name}" in which]
-    outcomes = []
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        for number, (model, outcome) in enumerate(zip(models, pool.map(_tried, models), strict=True), start=1):
-            outcomes.append(outcome)
-            details = "" if outcome.verdict == "right" else f" {outcome.problem} | {outcome.profiled}"
-            sys.stderr.write(f"[{number}/{len(models)}] {model.kind}:{model.name} {outcome.verdict}{details}\n")
-    print(_page(models, outcomes))
-    return int(any(outcome.verdict not in _GOOD for outcome in outcomes))
-
-
-def _tried(model: UnpreparedModel) -> Outcome:
+    parser.add_argument("--page", type=Path, help="Markdown page to write the rows to, with new counts")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    return try_model(model)
+    known = unprepared_models()
+    which = set(options.which)
+    models = [m for m in known if not which or which & {m.kind, f"{m.kind}:{m.name}"}]
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.check_output(command, text=True, cwd=ROOT).strip()
+    verdicts = []
+    for number, model in enumerate(models, start=1):
+        begin = time.monotonic()
+        outcome = try_model(model)
+        verdicts.append(outcome.verdict)
+        row = _row(model, outcome, commit)
+        if options.page is not None:
+            rows = {**_rows(options.page), (model.kind, model.name): row}
+            options.page.write_text(_page(rows), encoding="utf-8")
+        else:
+            print(row, flush=True)
+        took = f"{outcome.verdict}, {time.monotonic() - begin:.0f} s"
+        print(f"[{number}/{len(models)}] {model.kind}:{model.name}: {took}", file=sys.stderr, flush=True)
+    return int(any(verdict not in _GOOD for verdict in verdicts))
 
 
-def _page(models: list[UnpreparedModel], outcomes: list[Outcome]) -> str:
-    counts = Counter(outcome.verdict for outcome in outcomes)
-    right = [outcome for outcome in outcomes if outcome.verdict == "right"]
-    removed = sum("cannot be cut" in outcome.profiled for outcome in right)
-    kept = sum("recomputed stages" in outcome.profiled for outcome in right)
-    rows = [_row(model, outcome) for model, outcome in zip(models, outcomes, strict=True)]
+def _rows(page: Path) -> dict[tuple[str, str], str]:
+    """Return the rows of a page by kind and name of the model."""
+    lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
+    return {(_cells(line)[0], _cells(line)[1]): line for line in lines if line.startswith("| ")}
+
+
+def _cells(row: str) -> list[str]:
+    return row.removeprefix("| ").removesuffix(" |").split(" | ")
+
+
+def _page(rows: dict[tuple[str, str], str]) -> str:
+    """Return the page with rows of models that exist, in their order, and with their counts."""
+    known = [rows[model.kind, model.name] for model in unprepared_models() if (model.kind, model.name) in rows]
+    cells = [_cells(row) for row in known]
+    verdicts = Counter(verdict for _, _, verdict, *_ in cells)
+    profiled = [said for _, _, verdict, _, _, said, *_ in cells if verdict == "right"]
+    commits = Counter(commit for *_, commit in cells)
     text = _TEXT.format(
         cpu=cpu_name(),
         cores=os.cpu_count(),
         torch=torch.__version__,
         python=platform.python_version(),
-        models=len(models),
+        models=len(known),
         steps=STEPS,
         micro_batches=MICRO_BATCHES,
         size=MICRO_BATCH_SIZE,
-        right=counts["right"],
-        refused=counts["refused"],
-        wrong=counts["wrong"],
-        late=counts["died late"],
-        unhelpful=counts["unhelpful"],
-        removed=removed,
-        kept=kept,
+        right=verdicts["right"],
+        refused=verdicts["refused"],
+        wrong=verdicts["wrong"],
+        late=verdicts["died late"],
+        unhelpful=verdicts["unhelpful"],
+        removed=sum("cannot be cut" in said for said in profiled),
+        kept=sum("recomputed stages" in said for said in profiled),
+        commits=", ".join(f"{count} of {commit}" for commit, count in commits.most_common()),
     )
-    return "\n".join([text, *rows])
+    return "\n".join([text, *known, ""])
 
 
-def _row(model: UnpreparedModel, outcome: Outcome) -> str:
+def _row(model: UnpreparedModel, outcome: Outcome, commit: str) -> str:
     error = f"{outcome.error:.0e}" if outcome.runs and outcome.verdict in ("right", "wrong") else ""
     runs = str(len(outcome.runs) or "")
-    cells = (model.kind, model.name, outcome.verdict, error, runs, outcome.profiled, outcome.problem)
+    cells = (model.kind, model.name, outcome.verdict, error, runs, outcome.profiled, outcome.problem, commit)
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 
