@@ -291,9 +291,9 @@ FEW_MICRO_BATCHES: Changes = {
     ),
     "planner/core/judge/verdict.py": (
         (
-            "    findings.extend(_how_sure(now, profile))\n",
+            "    findings.extend(_accuracy_findings(now, profile))\n",
             """\
-    findings.extend(_how_sure(now, profile))
+    findings.extend(_accuracy_findings(now, profile))
     if now.micro_batches < len(now.stages):
         findings.append(finding("GP209", f"{now.micro_batches} micro-batches for {len(now.stages)} stages"))
 """,

@@ -116,11 +116,10 @@ class CostTable:
                 hint="profile that size too (`gpipe-plan profile --batch-sizes`)"
                 + (", or allow `--extrapolate`" if len(profile.micro_batch_sizes) > 1 else ""),
             )
-        return _interpolation(profile.micro_batch_sizes, micro_batch_size)
+        return _interpolation_weights(profile.micro_batch_sizes, micro_batch_size)
 
     @cached_property
     def _constants(self) -> dict[str, Any]:
-        """Costs that do not depend on the micro-batch size."""
         layers = self._profile.layers
         return {
             "names": tuple(layer.name for layer in layers),
@@ -161,9 +160,9 @@ class CostsAtSize:
 
 
 def _blend(weighted: Sequence[tuple[Any, float]]) -> Any:
-    """Interpolate arrays, or records of arrays field by field; negative results become 0.
+    """Interpolate arrays, or records of arrays field by field.
 
-    Tuples and None are taken from the nearest size.
+    Negative results become 0. Tuples and None are taken from the nearest size.
     """
     (record, _), *_ = weighted
     if record is None or isinstance(record, tuple):
@@ -206,8 +205,7 @@ def _relays(weighted: Sequence[tuple[SizeCosts, float]]) -> Relays:
     )
 
 
-def _interpolation(sizes: Sequence[int], size: int) -> list[tuple[int, float]]:
-    """Return the indices in `sizes` to interpolate or extrapolate from, with their weights."""
+def _interpolation_weights(sizes: Sequence[int], size: int) -> list[tuple[int, float]]:
     order = sorted(range(len(sizes)), key=lambda n: sizes[n])
     if size in sizes:
         return [(sizes.index(size), 1.0)]

@@ -167,7 +167,9 @@ class Evaluation:
         """Step time, throughput, bubble and other figures of a whole step."""
         partition, times = self.partition, self.stage_times
         num_devices, micro_batches, splits = partition.num_devices, partition.micro_batches, self._splits_backward
-        busy, recompute_us = (sum(parts) for parts in zip(*map(self._busy_us, range(len(times))), strict=True))
+        busy, recompute_us = (
+            sum(parts) for parts in zip(*map(self._busy_and_recompute_us, range(len(times))), strict=True)
+        )
         pair_us = [t.forward_us + self._backward_us(t) for t in times]
         device_us = [0.0] * num_devices
         for stage, us in enumerate(pair_us):
@@ -187,11 +189,9 @@ class Evaluation:
         )
 
     def _backward_us(self, times: StageTimes) -> float:
-        """Return the backward time of a micro-batch; the sum of both passes if backwards are split."""
         return times.input_backward_us + times.weight_backward_us if self._splits_backward else times.backward_us
 
-    def _busy_us(self, stage: int) -> tuple[float, float]:
-        """Return the compute time of a stage in a step, and how much of it recomputes activations, in microseconds."""
+    def _busy_and_recompute_us(self, stage: int) -> tuple[float, float]:
         times, num = self.stage_times[stage], self.partition.micro_batches
         recompute_us = (num - 1) * times.recompute_us + times.last_recompute_us
         if not self._splits_backward:

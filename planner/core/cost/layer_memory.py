@@ -122,7 +122,7 @@ class StageLayers:
         copied = np.rint(costs.boundaries.copied_input[stage])
         # If the first layer is not recomputed, the stage copies its input for it.
         own_copy = np.where(np.arange(first, end) == first, copied, 0.0)
-        dropped = _per_layer(costs, costs.storages.kept_by_readers)
+        dropped = _sum_by_maker(costs, costs.storages.kept_by_readers)
         kept = dropped + most_savings(costs)[0]
         pending: list[list[Pending]] = [[] for _ in range(first, end)]
         for n in np.flatnonzero((made >= first) & (made < end) & (by_maker + unkept > 0)):
@@ -187,7 +187,7 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
         Two arrays of shape (L,), in bytes. The first array is for a layer that begins a stage. For other layers, use
         the second array: if such a layer is recomputed, the stage must store its input, even if no layer saves it.
     """
-    dropped = np.rint(costs.levels.internal) + _per_layer(costs, costs.storages.kept_by_maker)
+    dropped = np.rint(costs.levels.internal) + _sum_by_maker(costs, costs.storages.kept_by_maker)
     # Only storages with one reader count, because another reader may save a storage already.
     own = (costs.storages.maker >= 0) & (costs.storages.until == costs.storages.maker + 1)
     sizes = np.where(own, np.rint(costs.storages.kept_by_nobody), 0.0)
@@ -210,7 +210,7 @@ def least_levels(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[Floa
         Saved bytes and peaks, arrays of shape (firsts, span). Row a, column e is the stage of layers `firsts[a]`..
         `span.start + e`. Entries with the last layer before the first layer are meaningless.
     """
-    kept = most_savings(costs)[0] + _per_layer(costs, costs.storages.kept_by_readers)
+    kept = most_savings(costs)[0] + _sum_by_maker(costs, costs.storages.kept_by_readers)
     unkept, into = np.rint(costs.storages.kept_by_nobody), np.zeros(costs.num_layers + 2)
     np.add.at(into, costs.storages.maker + 1, unkept)
     np.add.at(into, costs.storages.until + 1, -unkept)
@@ -227,7 +227,7 @@ def least_levels(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[Floa
         running: FloatArray = np.maximum.accumulate(np.where(layer >= first, peaks, -np.inf), axis=1)
         return running
 
-    (forward, first_backward, backward), no_grad = _layer_peaks(costs)
+    (forward, first_backward, backward), no_grad = _peaks_with_and_without_grad(costs)
     if not costs.exact:
         transient = highest(np.broadcast_to(backward[layer], saved.shape))
         return saved, LayerPeaks(transient, transient, transient)
@@ -260,7 +260,7 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     gone_by = float(passing.all[0, -1])
     counted_twice = np.zeros((2, end - first)) + passing.gradients(np.array([end - 1]))[:, 0]
     counted_twice[:, -1] = float(passing.kept[0, -1]), 0.0
-    all_kept, all_no_grad = _layer_peaks(costs)
+    all_kept, all_no_grad = _peaks_with_and_without_grad(costs)
     forward, first_backward, backward = (peak[stage] for peak in all_kept)
     rewritten = np.rint(costs.state.rewritten[stage])
     output, gradients = np.rint(costs.boundaries.output[stage]), np.rint(costs.gradients[stage])
@@ -294,7 +294,7 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
     operations in reverse order, and the forward of the first micro-batch recorded the copies. So in later backwards,
     gradients of all copies wait until autograd has processed all other operations of the stage.
     """
-    return np.maximum(_layer_peaks(costs)[0].backward - costs.state.casts, 0.0)
+    return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
 
 def recomputed_levels(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
@@ -314,13 +314,12 @@ def recomputed_levels(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 
 
 def _transients(costs: ChainCosts, stage: slice) -> LayerPeaks:
-    kept = _layer_peaks(costs)[0].backward[stage]
+    kept = _peaks_with_and_without_grad(costs)[0].backward[stage]
     rows = np.stack([kept, kept + np.rint(np.maximum(costs.levels.saved, costs.boundaries.output))[stage]])
     return LayerPeaks(rows, rows, rows)
 
 
-def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
-    """Return the peaks of each layer without recomputation, and the peaks of its forward without gradients."""
+def _peaks_with_and_without_grad(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
     if not costs.exact:
         transient = np.rint(np.maximum(costs.levels.forward, costs.levels.backward))
         return LayerPeaks(transient, transient, transient), transient
@@ -337,8 +336,7 @@ def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
     return LayerPeaks(forward, first_backward, backward), no_grad
 
 
-def _per_layer(costs: ChainCosts, sizes: FloatArray) -> FloatArray:
-    """Return the sizes of storages, summed by the layer that creates them; shape (L,)."""
+def _sum_by_maker(costs: ChainCosts, sizes: FloatArray) -> FloatArray:
     made = costs.storages.maker >= 0
     total = np.bincount(costs.storages.maker[made], np.rint(sizes[made]), minlength=costs.num_layers)
     return total.astype(np.float64)

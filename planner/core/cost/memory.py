@@ -52,7 +52,7 @@ def stage_memory(
     stages, recompute = window_of_stage(
         costs, first, end, micro_batches=moments.micro_batches, recompute=recompute, recomputed=recomputed
     )
-    return _itemised(stages, recompute, moments, reserve_bytes)[0]
+    return _memory_at_peak(stages, recompute, moments, reserve_bytes)[0]
 
 
 def stage_memories(
@@ -93,15 +93,13 @@ def stage_memories(
         alike.setdefault((moments[k].in_flight, "never" if never[k] else choice), []).append(k)
     memories = [StageMemory()] * len(intervals)
     for (_, choice), places in alike.items():
-        stages = _single(window, np.array(places), columns[places])
-        for k, memory in zip(places, _itemised(stages, choice, moments[places[0]], reserve_bytes), strict=True):
+        stages = _select_stages(window, np.array(places), columns[places])
+        for k, memory in zip(places, _memory_at_peak(stages, choice, moments[places[0]], reserve_bytes), strict=True):
             memories[k] = memory
     return memories
 
 
-def _single(window: Stages, rows: IntArray, columns: IntArray) -> Stages:
-    """Return the stages at (rows[i], columns[i]) of a window, as a new window with one column and a row for each i."""
-
+def _select_stages(window: Stages, rows: IntArray, columns: IntArray) -> Stages:
     def of(array: NDArray[Any]) -> NDArray[Any]:
         return np.broadcast_to(array, window.shape)[rows, columns][:, None]
 
@@ -113,8 +111,7 @@ def _single(window: Stages, rows: IntArray, columns: IntArray) -> Stages:
     return replace(single, shape=(len(rows), 1), peaks=peaks, memory_model=memory_model)
 
 
-def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:
-    """Return the memory by component of each stage that ends with the window's last layer, when it is highest."""
+def _memory_at_peak(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:
     parts = parts_of(stages, recompute, in_flight=moments.in_flight)
     every = [
         {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(moment).items()}
@@ -233,17 +230,10 @@ def linear_moments(costs: ChainCosts, firsts: IntArray, stop: int, moments: Mome
     stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=moments.micro_batches)
     empty = with_recomputed_layers(stages, StageLevels(0.0, 0.0, 0.0, 0.0))
     parts = parts_of(empty, "layers", in_flight=moments.in_flight)
-    return tuple(_linear(parts, moment, stages.shape) for moment in parts.moments(moments))
+    return tuple(_linear_moment(parts, moment, stages.shape) for moment in parts.moments(moments))
 
 
-def _linear(parts: Parts, moment: Moment, shape: tuple[int, int]) -> LinearMoment:
-    """Return the memory of stages at the point `moment` in the step, as a linear function of saved bytes and peaks.
-
-    Args:
-        parts: Parts of the stages, computed with 0 for saved bytes and peaks.
-        moment: Parts that exist at the point in the step, with their counts.
-        shape: Shape of the arrays of the result.
-    """
+def _linear_moment(parts: Parts, moment: Moment, shape: tuple[int, int]) -> LinearMoment:
     sizes = [(parts.sizes[name], count) for name, count in moment if name in parts.sizes]
     levels = [size.level for size, _ in sizes if size.level is not None]
     fixed = np.broadcast_to(np.asarray(sum(parts.at(moment).values())), shape)

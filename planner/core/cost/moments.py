@@ -123,7 +123,7 @@ def stage_moments(schedule: Schedule, *, micro_batches: int, behind: int = 0) ->
 
 @lru_cache(maxsize=4096)
 def _moments_with(micro_batches: int, in_flight: int) -> Moments:
-    every = _fill_and_drain if in_flight == micro_batches else _steady
+    every = _fill_and_drain if in_flight == micro_batches else _warm_up_and_alternate
     alike, apart = (tuple(every(micro_batches, in_flight, last_differs=differs)) for differs in (False, True))
     return Moments(micro_batches=micro_batches, in_flight=in_flight, alike=alike, apart=apart)
 
@@ -135,10 +135,7 @@ def _moment(running: PartName, *, gradients: int = 1, **counts: int) -> Moment:
 
 
 def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[Moment]:
-    """Yield the points in the step for M forwards followed by M backwards.
-
-    If `last_differs`, more points can have the peak, because the last micro-batch is not recomputed like the others.
-    """
+    # M forwards, then M backwards. More points count if the last micro-batch is not recomputed like the others.
     if m > 1 and last_differs:
         yield _moment("forward", held=m - 2, input=1, gradients=0)
     yield _moment("last_forward", held=m - 1, gradients=0)
@@ -151,8 +148,8 @@ def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[
     yield _moment("optimizer_step")
 
 
-def _steady(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
-    """Yield the points in the step for N < M forwards, then backwards and forwards in turn, then N - 1 backwards."""
+def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
+    # N < M forwards, then backwards and forwards in turn, then N - 1 backwards.
     yield _moment("forward", held=n - 1, input=1, gradients=0)
     if last_differs and m > n + 1:
         yield _moment("forward", held=n - 1, input_gradient=1)
@@ -203,15 +200,14 @@ def count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChang
 
     For each device, the changes by the optimizer's step of each chunk follow those of the actions.
     """
-    last = _last_of(actions)
+    last = _last_micro_batch(actions)
     return tuple(
-        tuple(_Walk(row, last).changes(program))
+        tuple(_PartCounter(row, last).changes(program))
         for row, program in zip(actions, instruction_lists(actions), strict=True)
     )
 
 
-def _last_of(actions: Sequence[Sequence[Action]]) -> int:
-    """Return the index of the last micro-batch."""
+def _last_micro_batch(actions: Sequence[Sequence[Action]]) -> int:
     return max(action.micro_batch for action in actions[0])
 
 
@@ -243,8 +239,8 @@ _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_mess
 """Part that exists instead of the last backward's part while gradients are sent, by the kind of the last action."""
 
 
-class _Walk:
-    """Simulation of the numbers of parts on a device while its instruction list runs, by the module's table."""
+class _PartCounter:
+    """Simulation of a device's instruction list that counts parts of memory, by the table at the top of this module."""
 
     def __init__(self, row: Sequence[Action], last: int) -> None:
         stages = sorted({action.stage for action in row})
@@ -258,23 +254,19 @@ class _Walk:
             self._set(base, "casts", max(1, sum(of == stage for of, _ in kinds)))
 
     def changes(self, row: Sequence[Instruction]) -> Iterator[CountChanges]:
-        """Yield the changes of each action, then those of the optimizer's step of each chunk."""
         steps = self._run(row)
         for running in steps:
-            before = self._noted()
+            before = self._take_changes()
             next(steps)
-            yield CountChanges(before, running, self._noted())
+            yield CountChanges(before, running, self._take_changes())
         for base, counts in zip(self._bases.values(), optimizer_steps(len(self._bases)).tolist(), strict=True):
             for other, parts in zip(self._bases.values(), counts, strict=True):
                 for part, number in zip(PARTS, parts, strict=True):
                     self._set(other, part, 0 if part == "optimizer_step" else number)
-            yield CountChanges(self._noted(), (base + _PLACE["optimizer_step"],), ())
+            yield CountChanges(self._take_changes(), (base + _PLACE["optimizer_step"],), ())
 
     def distinct(self, row: Sequence[Instruction]) -> IntArray:
-        """Return the different numbers of parts that occur while actions run, each once; shape (points, V, parts).
-
-        Points at which gradients are sent to other replicas (`message`) come last.
-        """
+        # Points at which gradients are sent to other replicas (`message`) come last.
         during: dict[bytes, None] = {}
         message: dict[bytes, None] = {}
         steps, now = self._run(row), self._now
@@ -288,7 +280,6 @@ class _Walk:
         return flat.reshape(-1, len(self._bases), len(PARTS)).astype(np.int64)
 
     def _run(self, row: Sequence[Instruction]) -> Iterator[tuple[int, ...]]:
-        """Yield, for each action, the indices of its parts while it runs, and then an empty tuple when it has ended."""
         for instruction in row:
             if instruction.do != "run":
                 self._transfer(instruction)
@@ -303,8 +294,7 @@ class _Walk:
             self._end(instruction)
             yield ()
 
-    def _noted(self) -> tuple[int, ...]:
-        """Return the changes of the counts since the last call."""
+    def _take_changes(self) -> tuple[int, ...]:
         changed = tuple(number for change in self._changed.items() if change[1] for number in change)
         self._changed.clear()
         return changed
@@ -321,8 +311,8 @@ class _Walk:
         if count != self._count(base, part):
             self._add(base, part, count - self._count(base, part))
 
-    def _take(self, base: int, part: PartName) -> None:
-        """Remove one part, if there is one: a tensor from a stage on the same device has no transfer buffer."""
+    def _remove_if_present(self, base: int, part: PartName) -> None:
+        # A tensor from a stage on the same device has no transfer buffer.
         if self._count(base, part):
             self._add(base, part, -1)
 
@@ -338,15 +328,14 @@ class _Walk:
                     self._set(other, "input_gradient", int(other == base))
 
     def _begin(self, instruction: Instruction) -> PartName:
-        """Remove the inputs of the action's micro-batch, and return the part that exists while the action runs."""
         base, is_last = self._bases[instruction.stage], instruction.micro_batch == self._last
         if instruction.kind == "F":
-            self._take(base, "input")
+            self._remove_if_present(base, "input")
             return "last_forward" if is_last else "forward"
         if instruction.kind == "W":
             self._add(base, "weight_held", -1)
             return "weight_backward" if self._count(base, "gradients") else "first_weight_backward"
-        self._take(base, "output_gradient")
+        self._remove_if_present(base, "output_gradient")
         self._add(base, "kept" if is_last else "held", -1)
         has_gradients = self._count(base, "gradients")
         if instruction.kind == "B":
@@ -380,9 +369,9 @@ def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
     Returns:
         One array of shape (points, V, parts) per device.
     """
-    last, chunks = _last_of(actions), len({action.stage for action in actions[0]})
+    last, chunks = _last_micro_batch(actions), len({action.stage for action in actions[0]})
     return tuple(
-        _undominated(np.concatenate([_Walk(row, last).distinct(program), optimizer_steps(chunks)]))
+        _undominated(np.concatenate([_PartCounter(row, last).distinct(program), optimizer_steps(chunks)]))
         for row, program in zip(actions, instruction_lists(actions), strict=True)
     )
 

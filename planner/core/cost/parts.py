@@ -145,7 +145,6 @@ def _in_effect(stages: Stages, recompute: Recompute) -> Recompute:
 
 
 def _exact(s: Stages, recompute: Recompute) -> Parts:
-    """Return the parts from exact records; see the module's table."""
     I, O, S, D, J = s.input, s.own_output, s.saved, s.copied_input, s.rewritten
     R = s.renewed
     A, E = I + S + R, I + O + J
@@ -184,7 +183,6 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
 
 
 def _exact_halves(s: Stages, halves: SplitBackwardMemory, recompute: Recompute) -> dict[PartName, PartSize]:
-    """Return the parts of a split backward from exact records; see the module's table."""
     I, O, D, J = s.input, s.own_output, s.copied_input, s.rewritten
     gradient = s.output_gradient
     first, every = halves.first_input, halves.input
@@ -222,7 +220,6 @@ def _making_gradients(s: Stages, in_flight: FloatArray, level: FloatArray, most:
 
 
 def _message(s: Stages, in_flight: FloatArray) -> PartSize:
-    """Return the part of a last backward that sends gradients to other replicas; one message exists as a copy."""
     transfer = s.output_gradient + s.message
     if s.micro_batches > 1:
         return running_part(in_flight, s.peaks.message, transfer, level=BACKWARD)
@@ -231,7 +228,6 @@ def _message(s: Stages, in_flight: FloatArray) -> PartSize:
 
 
 def _additive(s: Stages, recompute: Recompute) -> Parts:
-    """Return the parts for costs without exact records: an upper bound, with all possible bytes in every action."""
     A, E = s.input + s.saved, s.input + s.output + s.rewritten
     keeps = recompute in ("never", "layers")
     held = PartSize({"in_flight": A if keeps else E}, saved=int(keeps))

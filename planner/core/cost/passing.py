@@ -43,7 +43,7 @@ class RelayedTensors:
         """Bytes of all tensors that the stage receives and sends on."""
         self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
-        self.kept = _passed_by(costs)[layers] - by_readers
+        self.kept = _bypassing_bytes(costs)[layers] - by_readers
         """Bytes of tensors that the stage creates before its last layer and sends, and that a receiving layer saves."""
 
     def received_input(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
@@ -83,7 +83,7 @@ class RelayedTensors:
         inside = self._is_first | self._after_first
         blocks = range(0, len(self._layers), _BLOCK)
         before_end = np.concatenate(
-            [self._highest_before(tops, slice(n, n + _BLOCK), backward) for n in blocks], axis=1
+            [self._highest_before_last_layer(tops, slice(n, n + _BLOCK), backward) for n in blocks], axis=1
         )
         at_end = tops - end_twice - self.kept + self._waiting_at_end(backward)
         highest = np.maximum(before_end, at_end) - self.all
@@ -110,7 +110,6 @@ class RelayedTensors:
         return running
 
     def _waiting_at_end(self, backward: Backward | None) -> FloatArray:
-        """Return the bytes of gradients that wait during the backward of a stage's last layer."""
         found = np.zeros((len(self._firsts), len(self._layers)))
         if backward != "later" or not self._costs.ties:
             return found
@@ -120,11 +119,7 @@ class RelayedTensors:
                 found[waiting.rows, n : n + _BLOCK] = np.diag(waiting.bytes)
         return found
 
-    def _highest_before(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
-        """Return the highest memory of a stage's backward over all its layers except the last one.
-
-        Columns are the stages whose last layer is in `block`. The value is -inf for a stage of one layer.
-        """
+    def _highest_before_last_layer(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
         ends = self._layers[block]
         levels = np.where(self._layers[:, None] < ends, tops[:, None] - self.gradients(ends), -np.inf)
         rows = self._highest_from(levels)
@@ -178,19 +173,9 @@ def is_simple(costs: ChainCosts) -> bool:
 
 
 def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:
-    """Return, for each pair of first and last layer of a stage, the total size of the spans that contain the stage.
+    """Return the total size of the spans that contain a stage, for each first and last layer of the stage.
 
-    Args:
-        begins: First layer of each span of layers.
-        ends: Last layer of each span.
-        sizes: Size of each span.
-        firsts: First layers of stages.
-        layers: Last layers of stages.
-
-    Returns:
-        Shape (firsts, layers), or (1, 1) if there are no spans.
-
-    Complexity: O(spans + firsts * layers).
+    A span covers the layers begins[i] to ends[i]. The shape is (firsts, layers), or (1, 1) if there are no spans.
     """
     some = (begins <= ends) & (begins <= firsts.max()) & (ends >= layers[0]) & (sizes > 0)
     if not some.any():
@@ -204,8 +189,7 @@ def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntAr
     return covered
 
 
-def _passed_by(costs: ChainCosts) -> FloatArray:
-    """Return, for each layer, the bytes of tensors that bypass it and that a receiving layer saves for backward."""
+def _bypassing_bytes(costs: ChainCosts) -> FloatArray:
     sizes, begins = np.rint(costs.storages.kept_by_readers), costs.storages.maker + 1
     change = np.zeros(costs.num_layers + 2)
     np.add.at(change, begins, sizes)

@@ -133,13 +133,13 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
         )
         events.append(event)
 
-    _walk(actions, stages, note)
+    _compute_spans(actions, stages, note)
     return tuple(sorted(events, key=lambda e: (e.start_us, e.stage, e.micro_batch, e.kind)))
 
 
 def last_end_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> float:
     """Return the time at which a step's last event ends, in microseconds; faster than `simulate`."""
-    return max(_walk(actions, stages).ends, default=0.0)
+    return max(_compute_spans(actions, stages).ends, default=0.0)
 
 
 def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], own_us: Sequence[float]) -> float:
@@ -155,7 +155,7 @@ def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes],
         own_us: Time of all-reduces and optimizer steps (U) of each device, without all-reduces that end before the
             device's last action.
     """
-    begins, ends, _ = _walk(actions, stages)
+    begins, ends, _ = _compute_spans(actions, stages)
     return max(end - begin + own for begin, end, own in zip(begins, ends, own_us, strict=True))
 
 
@@ -169,7 +169,7 @@ def early_allreduces_us(
         stages: Times of each stage, in the order of the chain.
         sums_us: Time of the all-reduce of each stage's gradients over the replicas.
     """
-    return _summed_early(actions, _walk(actions, stages), sums_us, max)
+    return _early_allreduces(actions, _compute_spans(actions, stages), sums_us, max)
 
 
 def makespans(
@@ -217,11 +217,13 @@ def makespans(
             {letter: rows(times[names[n]]) for letter, names in _NAMES.items() if names[n] in times} for n in (0, 1)
         )
         of_block = Durations(durations, last, rows(times["send_us"]), blocks)
-        clocks = _carry(steps, len(actions), of_block, begin=np.zeros(block.stop - block.start), later_of=np.maximum)
+        clocks = _compute_clocks(
+            steps, len(actions), of_block, begin=np.zeros(block.stop - block.start), later_of=np.maximum
+        )
         if own_us is None:
             ends[block] = np.max(clocks.ends, axis=0)
         else:
-            early = 0.0 if sums_us is None else np.array(_summed_early(actions, clocks, rows(sums_us), np.maximum))
+            early = 0.0 if sums_us is None else np.array(_early_allreduces(actions, clocks, rows(sums_us), np.maximum))
             ends[block] = np.max(np.subtract(clocks.ends, clocks.begins) + (own_us[block].T - early), axis=0)
     return ends
 
@@ -245,12 +247,10 @@ def device_spans(
         ValueError: As in `simulate`.
     """
     steps = _known_steps(tuple(map(tuple, actions)), len(times.sends))
-    return _carry(steps, len(actions), times, begin=begin, later_of=later_of)
+    return _compute_clocks(steps, len(actions), times, begin=begin, later_of=later_of)
 
 
 class _Step(NamedTuple):
-    """Action with the messages that it receives and sends."""
-
     kind: Letter
     stage: int
     device: int
@@ -310,23 +310,22 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
     return tuple(steps)
 
 
-def _walk(
+def _compute_spans(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None
 ) -> "DeviceSpans[float]":
-    """Return when each device begins and ends its step, as numbers; call `note` for every action and transfer."""
     durations, last = (
         {letter: [getattr(stage, names[n]) for stage in stages] for letter, names in _NAMES.items()} for n in (0, 1)
     )
     times = Durations(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
     steps = _steps_of(actions, len(stages))
-    return _carry(steps, len(actions), times, begin=0.0, later_of=max, note=note)
+    return _compute_clocks(steps, len(actions), times, begin=0.0, later_of=max, note=note)
 
 
 _Note = Callable[[_Step, bool, float, float], None]
 """Callback with an action, True for the transfer after it or False for itself, and start and end in microseconds."""
 
 
-def _carry(
+def _compute_clocks(
     steps: Sequence[_Step],
     num_devices: int,
     times: Durations[Clock],
@@ -335,16 +334,6 @@ def _carry(
     later_of: Callable[[Clock, Clock], Clock],
     note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
 ) -> DeviceSpans[Clock]:
-    """Return when each device begins and ends its step, by computing start and end of one action after the other.
-
-    Args:
-        steps: Actions, in an order in which each action comes after the actions that it waits for.
-        num_devices: K.
-        times: Times of all stages.
-        begin: Time at the start of the step.
-        later_of: Function that returns the later of two times.
-        note: Callback for every action, and for every transfer that takes time.
-    """
     device_free = [begin] * num_devices
     stage_ends = [begin] * len(times.sends)
     begins: list[Clock | None] = [None] * num_devices
@@ -375,18 +364,15 @@ def _carry(
     return DeviceSpans([begin if first is None else first for first in begins], device_free, stage_ends)
 
 
-def _summed_early(
+def _early_allreduces(
     actions: Sequence[Sequence[Action]],
     clocks: DeviceSpans[Clock],
     sums: Sequence[Clock],
     later_of: Callable[[Clock, Clock], Clock],
 ) -> list[Clock]:
-    """Return, for each device, the time of all-reduces that end before the device's last action.
-
-    An all-reduce starts when its stage has ended and the device's previous all-reduce is over.
-    """
+    # An all-reduce starts when its stage has ended and the device's previous all-reduce is over.
     early = []
-    for stages in map(_by_last, actions):
+    for stages in map(_stages_by_end, actions):
         before = clocks.stage_ends[stages[0]]
         left = nothing = total = before - before
         for stage in stages:
@@ -397,8 +383,7 @@ def _summed_early(
     return early
 
 
-def _by_last(row: Sequence[Action]) -> list[int]:
-    """Return the stages of a device in the order of their last actions."""
+def _stages_by_end(row: Sequence[Action]) -> list[int]:
     return [*dict.fromkeys(action.stage for action in reversed(row))][::-1]
 
 

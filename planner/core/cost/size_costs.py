@@ -93,7 +93,7 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     )
     boundaries = _boundaries(details, crossing_bytes, unkept, writes)
     gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
-    at_end = _held_at_end(boundaries, passing)
+    at_end = _stored_at_stage_end(boundaries, passing)
     return SizeCosts(
         gradients=gradients,
         boundaries=boundaries,
@@ -166,23 +166,16 @@ def _exact_levels(
     )
 
 
-def _held_at_end(boundaries: Boundaries, passing: FloatArray) -> FloatArray:
-    """Return, for each layer, the bytes that the engine stores if a stage ends with this layer.
-
-    The engine stores the outputs that the layer creates, and the gradients that the stage receives for its outputs.
-    """
+def _stored_at_stage_end(boundaries: Boundaries, passing: FloatArray) -> FloatArray:
+    # The engine stores the outputs that a stage creates and the gradients that it receives for its outputs.
     # Outputs of earlier layers are not in the layer's own peak. The last layer receives no gradient.
     held: FloatArray = boundaries.output + boundaries.output_gradient - passing
     held[-1] -= boundaries.output_gradient[-1]
     return held
 
 
-def _half_us(layers: Sequence[LayerProfile], n: int, gradients: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the times of I and W of each layer, in microseconds.
-
-    If the times were not measured, I and W are assumed to take half of the backward each. A layer without parameter
-    gradients has no W.
-    """
+def _split_backward_us(layers: Sequence[LayerProfile], n: int, gradients: FloatArray) -> tuple[FloatArray, FloatArray]:
+    # Times that were not measured are assumed to be half of the backward. A layer without gradients has no W.
     whole_us = _per_layer(layers, lambda layer: layer.backward_us[n])
     weight_us = np.where(gradients > 0, whole_us / 2, 0.0)
     for place, layer in enumerate(layers):
@@ -195,7 +188,7 @@ def _half_us(layers: Sequence[LayerProfile], n: int, gradients: FloatArray) -> t
 def _additive_halves(
     layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, transient: FloatArray, gradients: FloatArray
 ) -> SplitBackwardCosts:
-    input_us, weight_us = _half_us(layers, n, gradients)
+    input_us, weight_us = _split_backward_us(layers, n, gradients)
     held = [layer.weight_held_bytes[n] if layer.weight_held_bytes else saved[i] for i, layer in enumerate(layers)]
     return SplitBackwardCosts(
         input_us=input_us,
@@ -214,9 +207,9 @@ def _additive_halves(
 def _exact_halves(
     layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, gradients: FloatArray, at_end: FloatArray
 ) -> SplitBackwardCosts:
-    input_us, weight_us = _half_us(layers, n, gradients)
+    input_us, weight_us = _split_backward_us(layers, n, gradients)
     records = [
-        layer.split[n] if layer.split else _assumed(layer, n, held_bytes=float(saved[i]))
+        layer.split[n] if layer.split else _assumed_split_memory(layer, n, held_bytes=float(saved[i]))
         for i, layer in enumerate(layers)
     ]
 
@@ -256,14 +249,8 @@ def _exact_halves(
     )
 
 
-def _assumed(layer: LayerProfile, n: int, *, held_bytes: float) -> SplitMemory:
-    """Return an assumed `SplitMemory` for a layer: W needs all saved tensors, and creates all gradients.
-
-    Args:
-        layer: Layer without a record of its split backward.
-        n: Index of the micro-batch size in the profile.
-        held_bytes: Bytes that the layer is assumed to store between I and W.
-    """
+def _assumed_split_memory(layer: LayerProfile, n: int, *, held_bytes: float) -> SplitMemory:
+    # W is assumed to need all saved tensors and to create all gradients.
     detail, gradients = layer.detail[n], layer.trained_bytes
     return SplitMemory(
         held_bytes=round(held_bytes),

@@ -245,7 +245,6 @@ class ChainSums:
 
     @cached_property
     def _halves_us(self) -> tuple[FloatArray, FloatArray]:
-        """Sums of the times of I and W. They are computed on first use, because few schedules split backwards."""
         return sums_before(self.costs.halves.input_us), sums_before(self.costs.halves.weight_us)
 
     def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:

@@ -222,8 +222,10 @@ class StageWindow:
         sends_gradient = costs.has_backward[self.firsts - 1] & (self.firsts > 0)
         saved = self.sums(costs.levels.saved) + unsaved - passing.unkept + copied_input
         # Replicas sum zeros for parameters without a gradient.
-        gradients = self._tied(costs.gradients, "gradients") + self.sums(costs.state.idle * (costs.bucket_bytes > 0))
-        always = {item: self._tied(getattr(state, item), item) for item in ALWAYS}
+        gradients = self._sums_with_ties(costs.gradients, "gradients") + self.sums(
+            costs.state.idle * (costs.bucket_bytes > 0)
+        )
+        always = {item: self._sums_with_ties(getattr(state, item), item) for item in ALWAYS}
         always["buffers"] = always["buffers"] + self.sums(costs.levels.attributes)
         batch = np.where(self.first == 0, edge.input[0], 0.0) + np.where(is_last, costs.target, 0.0)
         return Stages(
@@ -233,7 +235,7 @@ class StageWindow:
             always=always,
             gradients=gradients,
             optimizer_peak=self._optimizer_peak(),
-            casts=self._tied(state.casts, "casts"),
+            casts=self._sums_with_ties(state.casts, "casts"),
             rewritten=self.sums(state.rewritten),
             renewed=self.sums(costs.levels.renewed),
             # The first stage reads slices of the mini-batch, which the caller of the engine stores for the whole step.
@@ -308,8 +310,7 @@ class StageWindow:
     def _highest_backward(self, level: FloatArray, end_twice: FloatArray, which: Backward | None = None) -> FloatArray:
         return self.passing.highest_backward(level[self.columns], end_twice[self.columns], which) - self.saved_before
 
-    def _tied(self, per_layer: FloatArray, component: str) -> FloatArray:
-        """Return, for each stage, the sum over its layers; parameters that several of these share count once."""
+    def _sums_with_ties(self, per_layer: FloatArray, component: str) -> FloatArray:
         total = self.sums(per_layer)
         for tie in self.costs.ties:
             holds_both = (self.first <= tie.first) & (self.last >= tie.second)
@@ -364,11 +365,11 @@ class StageWindow:
     def _with_gradients_of_casts(
         self, backward: FloatArray, first_backward: FloatArray, output: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Return the highest memory of a later backward and of a recomputed first backward, both under autocast.
+        """Return the highest memory of a later backward, and of a first backward with recomputation, under autocast.
 
-        Gradients of cached low-precision copies wait for the end of a backward. Autograd then converts them to
-        gradients of parameters, which are twice as large. If the forward of the same micro-batch filled the cache,
-        autograd converts them at once.
+        Gradients of low-precision weight copies exist until the backward ends. Autograd then converts them to gradients
+        of parameters, which are twice as large. In a first backward without recomputation, it converts each one at
+        once.
         """
         costs, levels, columns = self.costs, self.costs.levels, self.columns
         waiting = self.highest(cast_gradient_peaks(costs)[columns])
@@ -384,11 +385,11 @@ class StageWindow:
     def _message_peaks(
         self, first_backward: FloatArray, backward: FloatArray, gradients: FloatArray, output: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Return the highest memory of the first and of a later backward while gradients are sent to other replicas.
+        """Return the highest memory of the first and of a later backward, while gradients are sent to other replicas.
 
-        A small stage sends all gradients together, during the backward of its first layer with gradients at the
-        earliest. For a larger stage, or under autocast, the highest memory of the whole backward is used as an upper
-        bound.
+        A stage whose gradients fit into one message sends them during the backward of its first trained layer. For
+        other
+        stages, and under autocast, the highest memory of the whole backward is an upper bound.
         """
         costs, levels = self.costs, self.costs.levels
         if not costs.bucket_bytes or costs.state.casts.any():

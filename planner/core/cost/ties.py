@@ -12,8 +12,8 @@ def tied_parameters_of(layers: Sequence[LayerProfile]) -> tuple[TiedParameters, 
     for second, layer in enumerate(layers):
         if not layer.tied:
             continue
-        trained = _trained_surely(layer)
-        for first, size, these_alone, earlier in _shared(layers, second):
+        trained = _least_tied_gradient_bytes(layer)
+        for first, size, these_alone, earlier in _sharing_layers(layers, second):
             shared_bytes = trained * size / layer.tied_bytes
             ties.append(
                 TiedParameters(
@@ -22,7 +22,7 @@ def tied_parameters_of(layers: Sequence[LayerProfile]) -> tuple[TiedParameters, 
                     parameter_bytes=size,
                     gradient_bytes=shared_bytes,
                     optimizer_bytes=layer.optimizer_bytes * shared_bytes / max(1, layer.trained_bytes),
-                    cast_bytes=min(_casts_surely(layers[first], size), _casts_surely(layer, size)),
+                    cast_bytes=min(_least_tied_cast_bytes(layers[first], size), _least_tied_cast_bytes(layer, size)),
                     these_alone=these_alone,
                     earlier=earlier,
                 )
@@ -30,22 +30,21 @@ def tied_parameters_of(layers: Sequence[LayerProfile]) -> tuple[TiedParameters, 
     return tuple(ties)
 
 
-def _trained_surely(layer: LayerProfile) -> float:
-    """Return a lower bound of the gradient bytes of the layer's shared parameters, some of which may be frozen."""
+def _least_tied_gradient_bytes(layer: LayerProfile) -> float:
+    # Some parameters may be frozen.
     untied_bytes = layer.parameter_bytes - layer.idle_bytes - layer.tied_bytes
     return max(0.0, layer.trained_bytes - max(0, untied_bytes))
 
 
-def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
-    """Return a lower bound of the bytes of shared autocast copies; a copy has at most half of its parameter's bytes."""
+def _least_tied_cast_bytes(layer: LayerProfile, tied_bytes: int) -> float:
+    # A low-precision copy has at most half of its parameter's bytes.
     return max(0.0, layer.cast_bytes - (layer.parameter_bytes - tied_bytes) / 2)
 
 
-def _shared(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
+def _sharing_layers(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
     """Return the earlier layers with which layer `second` shares parameters.
 
-    Returns:
-        For each such layer, the fields `first`, `parameter_bytes`, `these_alone` and `earlier` of a `TiedParameters`.
+    Each entry has the fields `first`, `parameter_bytes`, `these_alone` and `earlier` of a `TiedParameters`.
     """
     layer, tied_bytes = layers[second], layers[second].tied_bytes
     if layer.tied_groups:

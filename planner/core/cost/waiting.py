@@ -77,7 +77,6 @@ def staying_gradients(costs: ChainCosts) -> FloatArray:
 
 
 def _next_use(costs: ChainCosts, layer: int) -> float:
-    """Return the next layer after `layer` that uses the parameters of `layer`; infinity if there is none."""
     return min((tie.second for tie in costs.ties if tie.first == layer), default=np.inf)
 
 

@@ -78,7 +78,7 @@ def profile_at_width(profile: Profile, cluster: Cluster) -> Profile:
     if width not in layers:
         raise UsageError(_missing(width), hint="profile this width too, and solve again")
     shards = max(1, cluster.optimizer_shards // profile.expert_parallel)
-    priced = tuple(_with_shard(_priced(layer, cluster=cluster), shards) for layer in layers[width])
+    priced = tuple(_with_shard(_with_collectives(layer, cluster=cluster), shards) for layer in layers[width])
     if priced == profile.layers and not profile.widths:
         return profile
     return replace(profile, tensor_parallel=width, layers=priced, widths=())
@@ -107,7 +107,7 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
         UsageError: No width is possible, or the link within a node is unknown.
     """
     widths = (inputs.tensor_parallel,) if inputs.tensor_parallel else widths_of(profile)
-    problems = {width: _problem(profile, inputs, width) for width in widths}
+    problems = {width: _width_problem(profile, inputs, width) for width in widths}
     usable = tuple(width for width, problem in problems.items() if not problem)
     if not usable:
         listed = ", ".join(map(str, widths_of(profile)))
@@ -198,8 +198,7 @@ def layers_by_width(profile: Profile) -> dict[int, tuple[LayerProfile, ...]]:
     return {profile.tensor_parallel: profile.layers, **{each.tensor_parallel: each.layers for each in profile.widths}}
 
 
-def _priced(layer: LayerProfile, *, cluster: Cluster) -> LayerProfile:
-    """Return the layer with the time of its collectives added to its forward and backward times."""
+def _with_collectives(layer: LayerProfile, *, cluster: Cluster) -> LayerProfile:
     if cluster.tensor_parallel == 1 or not (layer.collectives or layer.collective_bytes):
         return layer
     sizes = layer.collective_bytes or (0,) * len(layer.forward_us)
@@ -223,7 +222,6 @@ def _priced(layer: LayerProfile, *, cluster: Cluster) -> LayerProfile:
 
 
 def _with_shard(layer: LayerProfile, shards: int) -> LayerProfile:
-    """Return the layer with the optimizer costs of one of `shards` equal shards."""
     if shards == 1:
         return layer
     return replace(
@@ -235,8 +233,7 @@ def _with_shard(layer: LayerProfile, shards: int) -> LayerProfile:
     )
 
 
-def _problem(profile: Profile, inputs: Inputs, width: int) -> str:
-    """Return the reason why a request cannot use groups of `width` GPUs; empty if it can."""
+def _width_problem(profile: Profile, inputs: Inputs, width: int) -> str:
     problems = {
         f"{pluralize(inputs.devices, 'GPU')} cannot be a group of {width} that share layers": width > inputs.devices,
         f"nodes of {pluralize(inputs.node_devices, 'GPU')} do not hold whole groups of {width}": inputs.node_devices

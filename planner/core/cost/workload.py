@@ -48,7 +48,7 @@ def workload_of(profile: Profile) -> Workload:
         tokens=_tokens(profile),
         flops=sum(
             passes * layer.forward_flops[n]
-            for layer, passes in zip(profile.layers, _passes(profile.layers), strict=True)
+            for layer, passes in zip(profile.layers, _flops_per_forward_flop(profile.layers), strict=True)
             if layer.forward_flops
         )
         / sizes[n],
@@ -94,8 +94,7 @@ def _tokens(profile: Profile) -> int:
     return max((int(shape[1]) for shape in shapes), default=0)
 
 
-def _passes(layers: tuple[LayerProfile, ...]) -> list[int]:
-    """Return, for each layer, the FLOPs of forward plus backward, divided by the FLOPs of the forward; at most 3."""
+def _flops_per_forward_flop(layers: tuple[LayerProfile, ...]) -> list[int]:
     if not any(layer.trained_bytes for layer in layers):
         return [3] * len(layers)  # The profile does not say what is trained.
     passes, trained = [], False

@@ -30,10 +30,10 @@ def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Cal
         steps=max(0, len(report.step_us) - report.warmup_steps),
         device=replace(report.device, memory_bytes=0, executor=None),
         environment=report.environment,
-        compute=round(_compute(plan, report), 4),
+        compute=round(_compute_ratio(plan, report), 4),
         overhead_us=overhead_us,
-        link=_link(evaluation, report, overhead_us),
-        reserve_bytes=_reserve(plan, report),
+        link=_measured_link(evaluation, report, overhead_us),
+        reserve_bytes=_measured_reserve(plan, report),
     )
     return replace(corrected, step_ratio=_step_ratio(evaluation, report, corrected))
 
@@ -85,8 +85,7 @@ def peak_bytes_of(plan: Plan) -> tuple[int, ...]:
     return tuple(need - plan.inputs.reserve_bytes for need in plan.device_bytes())
 
 
-def _compute(plan: Plan, report: RunReport) -> float:
-    """Return the measured divided by the profiled time of all stages' forwards and backwards."""
+def _compute_ratio(plan: Plan, report: RunReport) -> float:
     measured = sum(run.forward_us + run.backward_us for run in stage_runs(report))
     overhead_us = 2 * plan.inputs.overhead_us * len(plan.stages)
     predicted = sum(stage.forward_us + stage.backward_us for stage in plan.stages) - overhead_us
@@ -95,7 +94,6 @@ def _compute(plan: Plan, report: RunReport) -> float:
 
 
 def _step_ratio(evaluation: Evaluation, report: RunReport, corrected: Calibration) -> float | None:
-    """Return the measured step time divided by the step time predicted with `corrected`; None if one is unknown."""
     from statistics import median  # noqa: PLC0415 - slow to import, and `solve` does not need it
 
     steps_us = timed_steps_us(report)
@@ -109,30 +107,26 @@ def _step_ratio(evaluation: Evaluation, report: RunReport, corrected: Calibratio
     return round(median(steps_us) / predicted_us, 4) if steps_us and predicted_us > 0 else None
 
 
-def _link(evaluation: Evaluation, report: RunReport, overhead_us: float) -> Link | None:
-    """Return the plan's link with latency and 1/bandwidth multiplied by one factor; None without measured transfers.
-
-    The factor is the measured divided by the predicted time of all transfers together.
-    """
+def _measured_link(evaluation: Evaluation, report: RunReport, overhead_us: float) -> Link | None:
     cluster = evaluation.cluster
     if not report.boundaries or cluster.links or cluster.inter_link is not None:
         return None
     # Measured transfer times include the executor's overhead.
-    times_us = [max(0.0, time - overhead_us) for boundary in report.boundaries for time in _both(boundary)]
+    times_us = [max(0.0, time - overhead_us) for boundary in report.boundaries for time in _transfer_times_us(boundary)]
     if not times_us:
         return None
-    predicted_us = [_predicted_us(evaluation, b.index) for b in report.boundaries for _ in _both(b)]
+    predicted_us = [_predicted_us(evaluation, b.index) for b in report.boundaries for _ in _transfer_times_us(b)]
     blocking = cluster.link.blocking or report.device.kind == "cpu"
     if sum(predicted_us) <= 0:
         return Link(latency_us=round(sum(times_us) / len(times_us), 1), blocking=blocking)
+    # One factor scales the latency and 1 / bandwidth of the plan's link.
     factor = sum(times_us) / sum(predicted_us)
     rate = cluster.link.bytes_per_s / factor if factor > 0 else 0.0
     latency_us = round(cluster.link.latency_us * factor, 1)
     return Link(latency_us=latency_us, bytes_per_s=float(f"{rate:.4g}"), blocking=blocking)
 
 
-def _both(boundary: BoundaryRun) -> tuple[float, ...]:
-    """Return the measured forward and backward transfer times over a boundary; one time if only one was measured."""
+def _transfer_times_us(boundary: BoundaryRun) -> tuple[float, ...]:
     return tuple(time for time in (boundary.forward_us, boundary.backward_us) if time > 0)
 
 
@@ -141,8 +135,7 @@ def _predicted_us(evaluation: Evaluation, boundary: int) -> float:
     return evaluation.cluster.link.transfer_us(float(evaluation.costs.boundaries.output[end - 1]))
 
 
-def _reserve(plan: Plan, report: RunReport) -> int:
-    """Return the memory reserve in bytes: the largest used memory minus predicted allocator peak of any device."""
+def _measured_reserve(plan: Plan, report: RunReport) -> int:
     used = {run.index: run.peak_bytes + run.outside_bytes for run in stage_runs(report)}
     measured = [max(used.get(stage.index, 0) for stage in chunks) for chunks in plan.by_device()]
     return max(0, *(has - need for has, need in zip(measured, peak_bytes_of(plan), strict=True)))

@@ -198,7 +198,6 @@ def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
 
 
 def _step_errors(plan: Plan, profile: Profile) -> StepErrors | None:
-    """Return the range of step errors for predictions of the plan's kind; None without timed runs of this kind."""
     how, kind = profile.device.how, profile.device.kind
     if how == "estimated":
         return _formula_errors(profile)
@@ -230,7 +229,6 @@ def _formula_errors(profile: Profile) -> StepErrors | None:
 
 
 def _peak_ratios(profile: Profile) -> tuple[float | None, float]:
-    """Return the largest ratios of allocated to predicted (None if unknown) and of reserved to allocated memory."""
     device = profile.device
     unseen = device.how == "measured" and device.kind not in TORCH_KINDS
     return None if unseen else PEAKS[device.how], ALLOCATOR if device.kind == "cuda" else 1.0

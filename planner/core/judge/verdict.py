@@ -85,7 +85,7 @@ def judge(
     """
     stale = profile_digest != plan.inputs.profile.digest
     findings = [_stale(plan, profile_digest)] if stale else []
-    misfit = _misfit(plan, profile, stale=stale)
+    misfit = _missing_layers(plan, profile, stale=stale)
     uncovered = stale and not covers_size(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     if misfit is not None or uncovered:
         return _verdict([*findings, *([misfit] if misfit else [])], None, strict=strict)
@@ -104,10 +104,10 @@ def judge(
         now = evaluation.plan(inputs, SolverReport(method="given", status="given"))
     for chunks in now.by_device():
         findings.extend(_memory_findings(chunks, headroom))
-    findings.extend(_unproven(profile, now))
+    findings.extend(_equivalence_findings(profile, now))
     if not stale and memory_bytes is None:
         findings.extend(_edited(plan, now))
-    findings.extend(_how_sure(now, profile))
+    findings.extend(_accuracy_findings(now, profile))
     verdict, certainty = _verdict(findings, now, strict=strict), certainty_of(now, profile)
     verdict = with_findings(verdict, tuple(tight_findings(now, certainty)))
     return replace(verdict, certainty=certainty, memory=memory_fit(now, certainty))
@@ -152,8 +152,7 @@ def _elsewhere(profile: Profile, device: Accelerator) -> list[Finding]:
     return [finding("GP204", message)]
 
 
-def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
-    """Return findings about missing or failed equivalence checks; none for a profile without a model."""
+def _equivalence_findings(profile: Profile, plan: Plan) -> list[Finding]:
     proof = profile.proof
     if not profile.model.digest or len(plan.stages) == 1:
         return []
@@ -170,8 +169,7 @@ def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
     return findings
 
 
-def _how_sure(plan: Plan, profile: Profile) -> list[Finding]:
-    """Return findings if the profile is not measured, or if the micro-batch size is outside the profiled range."""
+def _accuracy_findings(plan: Plan, profile: Profile) -> list[Finding]:
     findings = []
     if profile.device.how != "measured":
         called = profile.device.name or profile.device.kind
@@ -192,8 +190,7 @@ def _stale(plan: Plan, digest: str) -> Finding:
     return finding("GP201", message, hint=hint)
 
 
-def _misfit(plan: Plan, profile: Profile, *, stale: bool) -> Finding | None:
-    """Return a finding if the profile lacks layers of the plan, so that the plan cannot be evaluated."""
+def _missing_layers(plan: Plan, profile: Profile, *, stale: bool) -> Finding | None:
     if stale and plan.tensor_parallel not in widths_of(profile):
         message = f"in the plan, {plan.tensor_parallel} GPUs share each layer; the profile has no costs for this number"
         return finding("GP202", message, hint="profile and solve again")
@@ -220,7 +217,6 @@ def _renamed(plan: Plan, profile: Profile) -> Finding | None:
 
 
 def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
-    """Return findings about the memory of a device that runs the stages `chunks`."""
     stage, limit = chunks[0], chunks[0].memory_bytes
     need = sum(chunk.memory.total for chunk in chunks)
     if len(chunks) == 1:

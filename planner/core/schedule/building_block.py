@@ -76,19 +76,16 @@ def _squeezed_orders(
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of every device, in O(K^2 M) steps.
 
-    Args:
-        blocks: Times of the building block on each of the K devices. The times of one device must differ modulo six.
-        micro_batches: M.
-        most_held: Largest number of forwards that may wait for their W on a device; at least the number in the blocks.
+    The block times of one device must differ modulo six. `most_held` is the largest number of forwards on a device that
+    may wait for their W, and at least the number in the blocks.
     """
     stages = [stages_on(device, len(blocks), 2, "v") for device in range(len(blocks))]
     rows = [_repeated(block, down, up, micro_batches) for block, (down, up) in zip(blocks, stages, strict=True)]
     squeezed = _squeezed(rows, most_held)
-    return _run([[row[unit] for unit in sorted(row)] for row in squeezed])
+    return _simulate([[row[unit] for unit in sorted(row)] for row in squeezed])
 
 
 def _repeated(block: BuildingBlock, down: int, up: int, micro_batches: int) -> _Slots:
-    """Return M copies of the block, one period apart, with each W in the first free unit after its I."""
     slots: _Slots = {}
     for i in range(micro_batches):
         slots[block.forward_down + _PERIOD * i] = Action(down, "F", i)
@@ -104,7 +101,6 @@ def _repeated(block: BuildingBlock, down: int, up: int, micro_batches: int) -> _
 
 
 def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
-    """Return the slots with every action as early as possible; actions of one kind keep their order."""
     num_stages = 2 * len(rows)
     squeezed = [dict(row) for row in rows]
     # Forwards of each device that wait for their W after each unit of time.
@@ -131,11 +127,8 @@ def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
     return squeezed
 
 
-def _run(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each device, simulated unit by unit.
-
-    The simulation always finishes: the squeezed rows are a valid order, so that the earliest remaining action can run.
-    """
+def _simulate(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+    # This always ends: the squeezed rows are a valid order, so the earliest remaining action can run.
     devices = [_Device(row, 2 * len(rows)) for row in rows]
     over: set[_Message | None] = {None}
     while any(device.wanted or device.waiting for device in devices):
@@ -156,7 +149,6 @@ class _Device:
         self._num_stages = num_stages
 
     def next_action(self, over: Container[_Message | None]) -> Action | None:
-        """Return the next action of the order if it can run, else the oldest deferred W if that can run, else None."""
         wanted, waiting = self.wanted, self.waiting
         if wanted and _message_for(wanted[0], self._num_stages) in over:
             self.actions.append(wanted.popleft())
@@ -168,11 +160,9 @@ class _Device:
 
 
 def _message_of(action: Action) -> _Message:
-    """Return the message that an action produces."""
     return KINDS[action.kind].flow, action.stage, action.micro_batch
 
 
 def _message_for(action: Action, num_stages: int) -> _Message | None:
-    """Return the message that an action waits for."""
     need = needed_message(action.kind, action.stage, num_stages)
     return None if need is None else (need.flow, need.stage, action.micro_batch)

@@ -67,7 +67,6 @@ class DualPipeV(VSchedule):
 
     @staticmethod
     def _drain(row: OrderBuilder, device: int, behind: int) -> None:
-        """Add the backwards after the last forward; the last ones are split, so that W passes fill idle time."""
         whole = device + 1
         for place in range(2 * (device + 1)):
             chunk = DOWN if place % 2 else UP
@@ -83,6 +82,5 @@ class DualPipeV(VSchedule):
 
 
 def _pair(row: OrderBuilder, forward: int, backward: int) -> None:
-    """Add a forward of one chunk and a whole backward of the other chunk."""
     row.forward(forward)
     row.backward(backward)

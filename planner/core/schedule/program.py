@@ -148,7 +148,6 @@ def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
 
 
 def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> Iterator[Action]:
-    """Yield the actions turn by turn; a device runs its next action if its dependency finished before the turn."""
     num_stages = len(devices)
     needs = {(kind, s): needed_message(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
     over: set[tuple[Flow | None, int, int]] = set()

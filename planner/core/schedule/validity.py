@@ -43,13 +43,12 @@ def check_orders(actions: Sequence[Sequence[Action]], num_micro_batches: int) ->
         execution_order(actions)
     except DeadlockError as error:
         raise UsageError(
-            f"deadlock: {_circle(error, devices, positions)}",
+            f"deadlock: {_describe_deadlock(error, devices, positions)}",
             hint="change the order on one of these devices: each action comes after the actions that it needs",
         ) from None
 
 
 def _devices(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """Return the device of each stage."""
     devices: dict[int, int] = {}
     for device, row in enumerate(actions):
         if not row:
@@ -79,7 +78,6 @@ def _devices(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def _positions(actions: Sequence[Sequence[Action]], num_micro_batches: int) -> dict[Action, _Position]:
-    """Return device and index of every action; raise UsageError for repeated actions and unknown micro-batches."""
     positions: dict[Action, _Position] = {}
     for device, row in enumerate(actions):
         for index, action in enumerate(row):
@@ -95,7 +93,6 @@ def _positions(actions: Sequence[Sequence[Action]], num_micro_batches: int) -> d
 
 
 def _refuse_incomplete(stage: int, device: int, micro_batch: int, positions: dict[Action, _Position]) -> None:
-    """Raise UsageError unless the micro-batch passes the stage with F and B, or with F, I and W."""
     have = "".join(letter for letter in KINDS if Action(stage, letter, micro_batch) in positions)
     if have in ("FB", "FIW"):
         return
@@ -118,9 +115,8 @@ def _refuse_incomplete(stage: int, device: int, micro_batch: int, positions: dic
 
 
 def _refuse_too_early(devices: Sequence[int], positions: dict[Action, _Position]) -> None:
-    """Raise UsageError if an action comes before an action of the same device that it needs."""
     for action, (device, index) in positions.items():
-        for needed in _needs(action, len(devices), positions):
+        for needed in _needed_actions(action, len(devices), positions):
             if positions[needed][0] == device and positions[needed][1] > index:
                 raise UsageError(
                     f"device {device}: {action} comes before {needed}, which it needs",
@@ -128,26 +124,23 @@ def _refuse_too_early(devices: Sequence[int], positions: dict[Action, _Position]
                 )
 
 
-def _needs(action: Action, num_stages: int, positions: dict[Action, _Position]) -> Iterator[Action]:
-    """Yield the actions that an action depends on: the sender of its message, then the forward of its own stage."""
+def _needed_actions(action: Action, num_stages: int, positions: dict[Action, _Position]) -> Iterator[Action]:
     need = needed_message(action.kind, action.stage, num_stages)
     if need is not None:
-        yield _maker(need.flow, need.stage, action.micro_batch, positions)
+        yield _sending_action(need.flow, need.stage, action.micro_batch, positions)
     if KINDS[action.kind].follows == "F":
         yield Action(action.stage, "F", action.micro_batch)
 
 
-def _maker(flow: Flow, stage: int, micro_batch: int, positions: dict[Action, _Position]) -> Action:
-    """Return the action that makes a message; a gradient is made by a B or an I."""
+def _sending_action(flow: Flow, stage: int, micro_batch: int, positions: dict[Action, _Position]) -> Action:
     makers = (Action(stage, letter, micro_batch) for letter, kind in KINDS.items() if kind.flow == flow)
     return next(action for action in makers if action in positions)
 
 
-def _circle(error: DeadlockError, devices: Sequence[int], positions: dict[Action, _Position]) -> str:
-    """Return text that lists the waiting devices of a deadlock: `device 0 cannot start 0B1 before 1B1 (device 1)`."""
+def _describe_deadlock(error: DeadlockError, devices: Sequence[int], positions: dict[Action, _Position]) -> str:
     texts = []
     for device, action in list(error.waiting.items())[:_MOST_NAMED]:
-        awaited = next(_needs(action, len(devices), positions))
+        awaited = next(_needed_actions(action, len(devices), positions))
         texts.append(f"device {device} cannot start {action} before {awaited} (device {devices[awaited.stage]})")
     more = len(error.waiting) - _MOST_NAMED
     return ", ".join(texts) + (f", and {more} more" if more > 0 else "")

@@ -50,7 +50,6 @@ class ZBV(VSchedule):
 
 
 def _pass(row: OrderBuilder, chunk: int) -> None:
-    """Add F, I and W of a chunk."""
     row.forward(chunk)
     row.input_backward(chunk)
     row.weight_backward(chunk)

@@ -52,9 +52,9 @@ def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking:
     relative = np.stack([1 / times, sizes / times], axis=1)
     latency_us, per_byte_us = np.linalg.lstsq(relative, np.ones_like(times))[0]
     if latency_us < 0:
-        latency_us, per_byte_us = 0.0, _factor_of(relative[:, 1])
+        latency_us, per_byte_us = 0.0, _factor_to_ones(relative[:, 1])
     elif per_byte_us <= 0:
-        latency_us, per_byte_us = _factor_of(relative[:, 0]), 0.0
+        latency_us, per_byte_us = _factor_to_ones(relative[:, 0]), 0.0
     return Link(
         latency_us=round(float(latency_us), 1),
         bytes_per_s=float(f"{1e6 / per_byte_us:.4g}") if per_byte_us else 0.0,
@@ -62,6 +62,5 @@ def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking:
     )
 
 
-def _factor_of(column: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
-    """Return the factor f for which `f * column` is closest to a column of ones, by least squares."""
+def _factor_to_ones(column: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
     return float(column.sum() / (column @ column))

@@ -148,12 +148,12 @@ def format_us(time_us: float) -> str:
 
 def unit_of_us(time_us: float) -> tuple[float, str]:
     """Return the unit in which `format_us` writes a time: the unit's length in microseconds, and its name."""
-    return _unit_of(float(time_us), 1000, _TIME_UNITS)[1:]
+    return _in_largest_unit(float(time_us), 1000, _TIME_UNITS)[1:]
 
 
 def unit_of_bytes(size_bytes: float) -> tuple[float, str]:
     """Return the unit in which `format_bytes` writes a size: the unit's size in bytes, and its name."""
-    return _unit_of(float(size_bytes), 1024, _SIZE_UNITS)[1:]
+    return _in_largest_unit(float(size_bytes), 1024, _SIZE_UNITS)[1:]
 
 
 _LONGEST = 100
@@ -202,13 +202,12 @@ def _unit_error(text: str, unit: str, quantity: str, units: str, *, sample: str)
 
 
 def _in_units(value: float, step: int, units: tuple[str, ...]) -> str:
-    value, _, unit = _unit_of(value, step, units)
+    value, _, unit = _in_largest_unit(value, step, units)
     text = f"{value:.0f}" if unit == "B" else _three_digits(value)
     return f"{text} {unit}"
 
 
-def _unit_of(value: float, step: int, units: tuple[str, ...]) -> tuple[float, float, str]:
-    """Return `value` in the largest unit in which it rounds to at least 1, that unit's size, and that unit's name."""
+def _in_largest_unit(value: float, step: int, units: tuple[str, ...]) -> tuple[float, float, str]:
     index = 0
     while index < len(units) - 1 and abs(float(_three_digits(value))) >= step:
         value, index = value / step, index + 1
