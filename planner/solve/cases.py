@@ -112,11 +112,10 @@ def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None =
             ]
     if not costs:
         micro_batch_counts(profile, request)  # raises the error that says why no M is possible with one replica
-    return cases if request.balance is None else _with_so_many_stages(cases, request.balance)
+    return cases if request.balance is None else _cases_with_num_stages(cases, request.balance)
 
 
-def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> list[Case]:
-    """Return the cases that can run the number of stages of the given cuts; raise `UsageError` if there are none."""
+def _cases_with_num_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> list[Case]:
     able = [c for c in cases if len(balance) % c.chunks == 0 and len(balance) <= c.num_devices * c.chunks]
     if cases and not able:
         most = max(case.num_devices * case.chunks for case in cases)
@@ -132,7 +131,6 @@ def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> lis
 def _schedules(
     request: Request, micro_batches: int, num_layers: int, num_devices: int
 ) -> Iterator[tuple[Schedule, int, int]]:
-    """Yield each schedule with a number of chunks per device and the largest number of devices of its pipeline."""
     devices = min(num_devices, num_layers, MOST_ACTIONS // micro_batches)
     for schedule in request.schedules:
         if isinstance(schedule, ListedSchedule) and schedule.rows:
@@ -150,7 +148,6 @@ def _schedules(
 
 
 def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int) -> Sequence[int]:
-    """Return the numbers of stages per device to try under a schedule."""
     asked = request.inputs.chunks
     if not schedule.is_chunked:
         return (1,)
@@ -165,17 +162,12 @@ def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int)
 
 
 def _clusters(profile: Profile, inputs: Inputs) -> Iterator[tuple[Cluster, int]]:
-    """Yield a cluster for every allowed tensor-parallel width and number of replicas, with the number of replicas."""
     for width in usable_widths(profile, inputs):
         for replicas in _replica_counts(profile, inputs, inputs.cluster_of(width)):
             yield inputs.cluster_of(width, replicas), replicas
 
 
 def _replica_counts(profile: Profile, inputs: Inputs, cluster: Cluster) -> list[int]:
-    """Return the numbers of replicas to try: the requested one, or all that divide the batch.
-
-    If the profile has expert parallelism, only multiples of its degree are tried.
-    """
     if inputs.replicas:
         return [inputs.replicas]
     step = profile.expert_parallel
@@ -245,7 +237,6 @@ def _named(groups: Sequence[Sequence[str]], names: Sequence[str], option: str) -
 
 
 def _check_chunks(request: Request) -> None:
-    """Raise `UsageError` if no allowed schedule runs the requested number of chunks."""
     inputs = request.inputs
     if any(schedule.runs_chunks(inputs.chunks) for schedule in request.schedules):
         return

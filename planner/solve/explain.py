@@ -64,7 +64,6 @@ def infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> Inf
 
 
 def _too_few_devices(profile: Profile, request: Request) -> InfeasibleError:
-    """Return the error for a schedule with several stages per device if there are too few devices or layers."""
     inputs, schedule = request.inputs, request.schedules[0]
     groups = inputs.cluster_of(min(usable_widths(profile, inputs))).num_devices
     devices = pluralize(groups // max(1, inputs.replicas), "device")
@@ -91,11 +90,10 @@ def out_of_time(request: Request) -> SolverError:
 
 
 def _explain_by_descent(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
-    """Return the error for schedules whose memory depends on the action order, with the best cuts of a descent."""
     inputs = request.inputs
     # Smaller micro-batches usually need less memory, so compute the figures for the largest M.
     most = max(case.micro_batches for case in cases)
-    least = min(_least_over_bytes_found(case) for case in cases if case.micro_batches == most)
+    least = min(_least_excess_found_bytes(case) for case in cases if case.micro_batches == most)
     titles = " or ".join(dict.fromkeys(case.schedule.title for case in cases))
     others = tuple(_other_schedules(profile, request))
     if not 0 < least < np.inf or len(set(inputs.memory_bytes)) > 1:
@@ -111,7 +109,6 @@ def _explain_by_descent(profile: Profile, request: Request, cases: Sequence[Case
 
 
 def _smallest_limit(inputs: Inputs, best: Case, smallest_bytes: float, some: Sequence[Case]) -> str:
-    """Return a hint with the smallest memory limit; it names the schedules of the cases `some`, if there are any."""
     devices = pluralize(inputs.devices, "device")
     side_by_side = f"{pluralize(best.replicas, 'replica')}, " if inputs.replicas != 1 else ""
     if best.cluster.tensor_parallel > 1:
@@ -124,7 +121,6 @@ def _smallest_limit(inputs: Inputs, best: Case, smallest_bytes: float, some: Seq
 
 
 def _hints(profile: Profile, request: Request, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield changes with which a plan fits: more devices, other options, another schedule, another optimizer."""
     inputs = request.inputs
     if request.balance is None and len(set(inputs.memory_bytes)) == 1:
         count = _fewest_devices(profile, request, cases)
@@ -148,13 +144,12 @@ def _hints(profile: Profile, request: Request, cases: Sequence[Case]) -> Iterato
 
 
 def _fewest_devices(profile: Profile, request: Request, cases: Sequence[Case]) -> tuple[int, int] | None:
-    """Return the smallest number of devices with which a plan fits, and its M; None if there is no such number."""
-    count, inputs = min(filter(None, map(_smallest_count, cases)), default=None), request.inputs
+    count, inputs = min(filter(None, map(_fewest_devices_of_case, cases)), default=None), request.inputs
     if count is None or inputs.replicas:
         return count
     # More devices also allow more replicas, whose micro-batches may be smaller.
     more = _changed(request, devices=count[0], memory_bytes=inputs.memory_bytes[:1] * count[0], speeds=(), links=())
-    return min(filter(None, map(_smallest_count, _known_cases(profile, more))), default=None)
+    return min(filter(None, map(_fewest_devices_of_case, _known_cases(profile, more))), default=None)
 
 
 def _other_schedules(profile: Profile, request: Request) -> Iterator[str]:
@@ -174,25 +169,22 @@ def _other_schedules(profile: Profile, request: Request) -> Iterator[str]:
         return  # the cuts are for one stage per device
     for schedule in SPLITTING:
         other = _changed(request, schedule=schedule.name, chunks=0)
-        if schedule.name not in names and _measured_fits(_cases_of(profile, other)):
+        if schedule.name not in names and _descent_finds_fit(_cases_of(profile, other)):
             yield f"`--schedule {schedule.name}` fits"
             return
 
 
-def _measured_fits(cases: Sequence[Case]) -> bool:
-    """Return True if a descent finds a plan that fits, among cases with the largest M and measured split backwards."""
+def _descent_finds_fit(cases: Sequence[Case]) -> bool:
     most = max((case.micro_batches for case in cases), default=0)
     able = (case for case in cases if case.micro_batches == most and not case.costs.halves_assumed)
-    return any(_least_over_bytes_found(case) <= 0 for case in able)
+    return any(_least_excess_found_bytes(case) <= 0 for case in able)
 
 
 def _changed(request: Request, **inputs: Any) -> Request:
-    """Return the request with other values of some inputs."""
     return replace(request, inputs=replace(request.inputs, **inputs))
 
 
 def _cases_of(profile: Profile, request: Request) -> list[Case]:
-    """Return the cases of a request; empty if the given cuts or rules leave no case."""
     try:
         return cases_of(profile, request)
     except UsageError:
@@ -212,7 +204,6 @@ def _any_fits(profile: Profile, request: Request) -> bool:
 
 
 def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
-    """Yield names of optimizers with less state than the profile's, each with a profile for this optimizer."""
     for name, copies in (("momentum", 1), ("sgd", 0)):
         other = with_layers(profile, partial(_with_states, copies=copies))
         if sum(a.optimizer_bytes for a in other.layers) < sum(a.optimizer_bytes for a in profile.layers):
@@ -220,7 +211,6 @@ def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
 
 
 def _with_states(layer: LayerProfile, copies: int) -> LayerProfile:
-    """Return the layer with an optimizer whose state has the size of `copies` copies of its trained parameters."""
     state = copies * layer.trained_bytes
     return replace(layer, optimizer_bytes=state, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
 
@@ -239,12 +229,9 @@ def smallest_limit_bytes(case: Case) -> float:
 
 
 def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -> float:
-    """Return the largest number of bytes by which a stage exceeds its limit, for the best cuts; at most 0 if all fit.
+    """Return the largest number of bytes by which a stage exceeds its limit, for the best cuts.
 
-    Args:
-        case: The case.
-        width: Number of layers of the longest stage.
-        limits_bytes: Memory limits of the devices.
+    The result is at most 0 if every stage fits.
     """
     least, has_one_table = np.inf, len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first
     # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
@@ -253,7 +240,7 @@ def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -
             continue
         best = np.where(np.arange(case.costs.num_layers + 1) == 0, -np.inf, np.inf)
         for position in range(count):
-            need = _needs(case, width, count - 1 - position) - limits_bytes[position]
+            need = _least_stage_bytes(case, width, count - 1 - position) - limits_bytes[position]
             longer = np.maximum(values_at_first_layer(best, width), need).min(axis=1)
             best = np.minimum(best, longer) if has_one_table else longer
         least = min(least, float(best[-1]))
@@ -265,18 +252,14 @@ def _fits(case: Case) -> bool:
     return _least_excess_bytes(case, width, case.limits_bytes) <= 0
 
 
-def _needs(case: Case, width: int, level: int) -> FloatArray:
-    """Return the least memory that each stage in a table needs, in bytes without the reserve; infinite if forbidden."""
+def _least_stage_bytes(case: Case, width: int, level: int) -> FloatArray:
     need = case.memory(width, level).smallest()
     ends = np.arange(case.costs.num_layers + 1)[:, None]
     return np.where(case.rules.forbids(ends + np.arange(-width, 0), ends), np.inf, need)
 
 
-def _smallest_count(case: Case) -> tuple[int, int] | None:
-    """Return the smallest number of devices on which the case fits, and its M; None if no number suffices.
-
-    All devices have the memory limit of the first one.
-    """
+def _fewest_devices_of_case(case: Case) -> tuple[int, int] | None:
+    # All devices are assumed to have the memory limit of the first one.
     limit = case.limits_bytes[0]
     width = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=limit)
     most = int(min(_MOST_DEVICES, case.costs.num_layers, case.schedule.most_devices(case.micro_batches)))
@@ -284,7 +267,7 @@ def _smallest_count(case: Case) -> tuple[int, int] | None:
     behind = layers == case.costs.num_layers
     # Go from the last stage to the first, so that the number of later stages is known (1F1B).
     for count in range(1, most + 1):
-        fits = _needs(case, width, count - 1) <= limit
+        fits = _least_stage_bytes(case, width, count - 1) <= limit
         ends = np.flatnonzero(behind)
         behind = np.isin(layers, (ends[:, None] + np.arange(-width, 0))[fits[ends]])
         if behind[0]:
@@ -295,12 +278,11 @@ def _smallest_count(case: Case) -> tuple[int, int] | None:
 
 
 def _reason(request: Request, case: Case) -> str:
-    """Return the reason, in words, why a case does not fit; the case is the one that comes closest to fitting."""
     costs, m = case.costs, case.micro_batches
     reserve = case.cluster.reserve_bytes
     limits = [limit + reserve for limit in case.limits_bytes]
     width = costs.num_layers if request.balance is not None else 1
-    need = _needs(case, width, 0) + reserve
+    need = _least_stage_bytes(case, width, 0) + reserve
     if request.balance is not None:
         ends = np.cumsum(request.balance)
         over = [
@@ -328,7 +310,6 @@ def _reason(request: Request, case: Case) -> str:
 
 
 def _mem_option(inputs: Inputs, limit_bytes: float) -> str:
-    """Return the value of `--mem` that leaves `limit_bytes` after the headroom is subtracted."""
     return bytes_option(inputs.device_bytes(int(limit_bytes)))
 
 
@@ -340,35 +321,31 @@ def _limits_text(inputs: Inputs) -> str:
     return f"the memory limits {', '.join(format_bytes(limit) for limit in inputs.memory_bytes)}{less}"
 
 
-def _least_over_bytes_found(case: Case) -> float:
-    """Return the least excess over the memory limits that a descent finds, over all numbers of devices, in bytes.
+def _least_excess_found_bytes(case: Case) -> float:
+    """Return the smallest excess over the memory limits that a descent finds, over all numbers of devices.
 
-    The excess of a partition is the largest number of bytes by which one of its devices exceeds its limit; 0 if it
-    fits. The result is infinite if all partitions are forbidden, or the search would take too long.
-
-    Complexity: O(K V) partitions for each of at most 100 moves, for every number of devices and recomputation choice.
+    The excess of a partition is the largest number of bytes by which a device exceeds its limit. The result is infinite
+    if a rule forbids all partitions, or if the search would take too long.
     """
     least = np.inf
     for num_devices in range(case.num_devices, 0, -1):
         if least > 0:
-            least = min(least, _least_over_bytes(Evaluator(case, num_devices)))
+            least = min(least, _least_excess_of_descent_bytes(Evaluator(case, num_devices)))
     return float(least)
 
 
-def _least_over_bytes(evaluator: Evaluator) -> float:
-    """Return the least excess over the memory limits that a descent finds for one number of devices, in bytes."""
+def _least_excess_of_descent_bytes(evaluator: Evaluator) -> float:
     case, num_layers, num_stages = evaluator.case, evaluator.case.costs.num_layers, evaluator.num_stages
     if evaluator.num_actions > _MOST_ACTIONS or not evaluator.can_run:
         return np.inf
     balance = case.rules.balance
     cuts = np.cumsum([0, *balance]) if balance else np.linspace(0, num_layers, num_stages + 1).astype(np.int64)
-    return min(_downhill(evaluator, cuts, np.full(num_stages, choice)) for choice in evaluator.allowed)
+    return min(_descend_to_least_excess(evaluator, cuts, np.full(num_stages, choice)) for choice in evaluator.allowed)
 
 
-def _downhill(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> float:
-    """Move cuts and change recomputation while a change lowers the excess over the memory limits; return the excess."""
+def _descend_to_least_excess(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> float:
     allowed = evaluator.allowed
-    least = _over(evaluator, cuts[None], choices[None])[0]
+    least = _excess_bytes(evaluator, cuts[None], choices[None])[0]
     for _ in range(_ROUNDS):
         if least <= 0:
             break
@@ -381,7 +358,7 @@ def _downhill(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> float:
         every_choice = np.concatenate([kept, np.array(changed, dtype=np.int64).reshape(-1, len(choices))])
         if not len(every_cuts):
             break
-        over = _over(evaluator, every_cuts, every_choice)
+        over = _excess_bytes(evaluator, every_cuts, every_choice)
         at = int(np.argmin(over))
         if not over[at] < least:
             break
@@ -389,6 +366,5 @@ def _downhill(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> float:
     return float(least)
 
 
-def _over(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
-    """Return the excess of each of N partitions over the memory limits, shape (N,); infinite if a rule forbids it."""
+def _excess_bytes(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
     return np.where(evaluator.case.rules.allows(cuts), evaluator.over_bytes(cuts, choices).max(axis=1), np.inf)

@@ -141,7 +141,6 @@ class _IntegerProgram:
         self.lp += forward + self._largest(np.maximum(arcs.forward, arcs.link)) + self._backward() + self._tail()
 
     def chosen_arcs(self) -> list[int]:
-        """Return the chosen arcs in the order of the chain."""
         chosen = [n for n, variable in enumerate(self._y) if (variable.varValue or 0.0) > 0.5]
         return sorted(chosen, key=lambda n: int(self._arcs.first[n]))
 
@@ -157,25 +156,21 @@ class _IntegerProgram:
                 self.lp += self._sum(ends, ones) == self._sum(begins, ones)
 
     def _sum(self, arcs: BoolArray, times_us: FloatArray) -> Any:
-        """Return an expression for the total time of those `arcs` that are chosen."""
         terms = ((self._y[n], float(times_us[n] / self._unit_us)) for n in np.flatnonzero(arcs))
         return self._pulp.LpAffineExpression([(variable, time) for variable, time in terms if time])
 
     def _time(self, name: str, *at_least: Any) -> Any:
-        """Return a variable for a time that is at least 0 and at least each of the expressions `at_least`."""
         time = self._pulp.LpVariable(name, lowBound=0.0)
         for least in at_least:
             self.lp += time >= least
         return time
 
     def _largest(self, times_us: FloatArray, name: str = "F") -> Any:
-        """Return a variable that is at least M-1 times the largest time of a chosen arc."""
         arcs, others = self._arcs, self._arcs.micro_batches - 1
         covering = ((arcs.first <= layer) & (layer < arcs.end) for layer in range(arcs.num_layers if others else 0))
         return self._time(name, *(self._sum(arcs_there, others * times_us) for arcs_there in covering))
 
     def _backward(self) -> Any:
-        """Return a variable for D, the time of the backward."""
         arcs, waits = self._arcs, max(0, self._arcs.micro_batches - 2)
         p, q, c = arcs.backward, arcs.last_backward, arcs.link
         work: Any = 0
@@ -194,7 +189,6 @@ class _IntegerProgram:
         return done
 
     def _tail(self) -> Any:
-        """Return a variable for U, the time that optimizer steps add."""
         arcs, tail, hidden = self._arcs, self._time("U"), self._pulp.LpAffineExpression()
         for layer in range(arcs.num_layers):
             begins, before = arcs.first == layer, self._time(f"H{layer}")

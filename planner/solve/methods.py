@@ -141,15 +141,6 @@ class SearchedCases(NamedTuple):
 
 
 class _Pass:
-    """Results of a search of several cases, one after the other.
-
-    Args:
-        cases: The cases.
-        budget: Actions to simulate per schedule; empty without a limit.
-        upper_us: Step time to beat.
-        is_ranked: True if few of many cases share the effort.
-    """
-
     def __init__(
         self, cases: Sequence[Case], budget: Mapping[ScheduleName, int], upper_us: float, *, is_ranked: bool
     ) -> None:
@@ -162,29 +153,23 @@ class _Pass:
         self.complete = True
 
     def is_left_out(self, case: Case) -> bool:
-        """Return True if the case is not worth the effort."""
         if case.schedule.is_to_be_made and _has_enough_chunks(case, self.answers):
             return True
         return self._is_ranked and self.left.get(case.schedule.name, 1) <= 0
 
     def effort_of(self, case: Case) -> int | None:
-        """Return the number of actions that the case may simulate; None without a limit.
-
-        A case may use half of what is left, because the most promising cases come first. A search for action orders
-        uses all of its effort, so each of its cases has an equal share, unless they are ranked.
-        """
         name = case.schedule.name
         if name not in self.left:
             return None
+        # The most promising cases come first, so each may use half of what is left. A search for action orders uses
+        # all of its effort, so its cases get equal shares, unless they are ranked.
         is_shared = case.schedule.is_to_be_made and not self._is_ranked
         return self._shares[name] if is_shared else max(1, self.left[name] // 2)
 
     def bound(self, case: Case, bound_us: float) -> None:
-        """Lower the lower bound of the case's schedule to `bound_us`, the lower bound of the case."""
         self.bounds_us[case.schedule.name] = min(bound_us, self.bounds_us.get(case.schedule.name, inf))
 
     def record(self, case: Case, answer: Answer | None, least_us: float) -> bool:
-        """Record the answer of a case with the lower bound `least_us`; return True if it is the best so far."""
         if answer is None:
             self.complete = False
             self.bound(case, least_us)
@@ -242,7 +227,7 @@ def search_cases(
             continue
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
         share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
-        search, near_us = search_for(case, request, start), _near_us(upper_us, case, request)
+        search, near_us = search_for(case, request, start), _us_to_beat(upper_us, case, request)
         answer = _answer(search, case, upper_us=near_us, deadline=replace(share, most_actions=results.effort_of(case)))
         if results.record(case, answer, least_us):
             deadline.note(results.upper_us, case.schedule.name)
@@ -251,7 +236,6 @@ def search_cases(
 
 
 def _answer(search: PlanSearch, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
-    """Return the answer of a case; None if the time limit passed before anything was found."""
     try:
         return search(case, upper_us=upper_us, deadline=deadline)
     except OutOfTimeError:
@@ -259,7 +243,7 @@ def _answer(search: PlanSearch, case: Case, *, upper_us: float, deadline: Deadli
 
 
 def _has_enough_chunks(case: Case, answers: Mapping[CaseKey, Answer]) -> bool:
-    """Return True if one chunk less per device was slower than two less: more chunks are then rarely faster."""
+    # If one chunk less per device was slower than two less, more chunks are rarely faster.
     key = CaseKey.of(case)
     fewer, fewest = (answers.get(key._replace(chunks=case.chunks - n)) for n in (1, 2))
     return fewer is not None and fewest is not None and fewer.step_us > fewest.step_us * _CLEARLY
@@ -272,8 +256,8 @@ def least_case_us(case: Case, upper_us: float) -> float:
     return max(case.bound_us, least_us_in_any_order(case))
 
 
-def _near_us(upper_us: float, case: Case, request: Request) -> float:
-    """Return the step time that a case must beat. It is above the fastest one if a longer search may improve plans."""
+def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:
+    # A longer search may improve plans that are slightly slower than the fastest one.
     return upper_us * _NEAR if request.searches_on and is_improved(case.schedule) else upper_us
 
 

@@ -88,20 +88,17 @@ def solve(profile: Profile, request: Request, *, tables: WidthTables | None = No
         error = infeasible(profile, request, cases)
         # If not everything was tried, the lack of a plan does not prove that none exists.
         raise error if bound_us == inf else SolverError(f"{error.message}, among the searched plans", hint=error.hint)
-    best = _simplest(searched, request.inputs.simplest)
+    best = _simplest_answer(searched, request.inputs.simplest)
     answer = _tie_broken(best, deadline) if breaks_ties else best
     return _plan(answer, min(bound_us, best.step_us), request)
 
 
-def _simplest(searched: SearchedCases, share: float) -> Answer:
-    """Return the answer with the simplest schedule, among those that are slower than the best one by at most `share`.
-
-    Schedules that come first in `SCHEDULES` count as simpler.
-    """
+def _simplest_answer(searched: SearchedCases, share: float) -> Answer:
     best = searched.best
     assert best is not None
     if not share:
         return best
+    # Schedules that come first in `SCHEDULES` count as simpler.
     names, most_us = [*SCHEDULES, SEARCHED.name], best.step_us * (1 + share)
     able = (answer for answer in searched.answers.values() if answer.step_us <= most_us)
     return min((best, *able), key=lambda answer: (names.index(answer.case.schedule.name), answer.step_us))
@@ -132,7 +129,6 @@ def plan_under(
 
 
 def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float = inf) -> SearchedCases:
-    """Search all cases for the best answer that beats `upper_us`."""
     if request.inputs.recompute != "layers" or all(case.schedule.has_closed_form for case in cases):
         return _in_passes(cases, request, deadline, upper_us=upper_us)
     # Recomputation of whole stages comes first, so that no plan with single layers is slower.
@@ -145,7 +141,6 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
 
 
 def _faster_answers(*searches: Mapping[CaseKey, Answer]) -> Mapping[CaseKey, Answer]:
-    """Return the faster answer of each case."""
     faster: dict[CaseKey, Answer] = {}
     for answers in searches:
         for key, answer in answers.items():
@@ -155,22 +150,19 @@ def _faster_answers(*searches: Mapping[CaseKey, Answer]) -> Mapping[CaseKey, Ans
 
 
 def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> SearchedCases:
-    """Search all cases; if the schedule is `auto`, improve the best plans as a request for their schedule would.
-
-    All named schedules come first, because the search for action orders starts from their plans as well.
-    """
     if len({case.cluster.tensor_parallel for case in cases}) > 1:
         return _over_widths(cases, request, deadline, upper_us=upper_us)
     if request.inputs.schedule == SEARCHED.name:
         return _search_orders_twice(cases, request, deadline, upper_us=upper_us)
     if request.inputs.schedule != "auto" or request.actions is None or not request.searches_on:
         return search_cases(cases, request, deadline, upper_us=upper_us)
+    # Named schedules come first, because the search for action orders starts from their plans.
     named = [case for case in cases if not case.schedule.is_to_be_made]
     first = improve_nearest(search_cases(named, request, deadline.share(0.5), upper_us=upper_us), deadline.share(0.5))
     upper_us = upper_us if first.best is None else first.best.step_us
     own = [case for case in cases if case.schedule.is_to_be_made]
-    found_us = _found_us(first.answers.values())
-    far = [case for case in own if found_us.get(_kind_of(case), 0.0) > upper_us * _FAR]
+    found_us = _fastest_us_without_schedule(first.answers.values())
+    far = [case for case in own if found_us.get(_key_without_schedule(case), 0.0) > upper_us * _FAR]
     near = [case for case in own if case not in far]
     alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
     again = _search_orders_twice(near, alone, deadline.share(0.5), upper_us=upper_us * NEARBY)
@@ -184,17 +176,15 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     return searched if is_better else _with_own_orders(searched, own, request, deadline)
 
 
-def _kind_of(case: Case) -> tuple[object, ...]:
-    """Return all properties that distinguish a case, except the schedule; the placement of stages is included."""
+def _key_without_schedule(case: Case) -> tuple[object, ...]:
     return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
 
 
-def _found_us(answers: Iterable[Answer]) -> dict[tuple[object, ...], float]:
-    """Return the step time of the fastest plan among cases that differ in the schedule only, by `_kind_of`."""
+def _fastest_us_without_schedule(answers: Iterable[Answer]) -> dict[tuple[object, ...], float]:
     found_us: dict[tuple[object, ...], float] = {}
     for answer in answers:
         if answer.partition is not None:
-            kind = _kind_of(answer.case)
+            kind = _key_without_schedule(answer.case)
             found_us[kind] = min(answer.step_us, found_us.get(kind, inf))
     return found_us
 
@@ -202,7 +192,6 @@ def _found_us(answers: Iterable[Answer]) -> dict[tuple[object, ...], float]:
 def _with_own_orders(
     searched: SearchedCases, cases: Sequence[Case], request: Request, deadline: Deadline
 ) -> SearchedCases:
-    """Search for better action orders for the best plan, in the case of `cases` that differs in the schedule only."""
     best = searched.best
     if best is None or searched.bound_us >= best.step_us:
         return searched
@@ -215,7 +204,6 @@ def _with_own_orders(
 
 
 def _improved_orders(case: Case, start: Answer, request: Request, deadline: Deadline) -> Answer | None:
-    """Search for action orders from the plan `start`; return a faster plan of the case, or None."""
     alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
     starts, budget = {CaseKey.of(case): start}, {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
     return search_cases([case], alone, deadline, upper_us=start.step_us, starts=starts, budget=budget).best
@@ -224,7 +212,6 @@ def _improved_orders(case: Case, start: Answer, request: Request, deadline: Dead
 def _search_orders_twice(
     cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float
 ) -> SearchedCases:
-    """Search all cases for action orders, then improve the best plan with as much effort."""
     budget = {SEARCHED.name: min(MOST_ACTIONS_OF_SEARCH, _MOST_ACTIONS_OF_CASE * len(cases))}
     first = search_cases(cases, request, deadline.share(0.5), upper_us=upper_us, budget=budget)
     best = first.best
@@ -237,11 +224,10 @@ def _search_orders_twice(
 
 
 def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> SearchedCases:
-    """Search cases of several tensor-parallel widths with about the effort that one width would get.
+    """Search cases of several tensor-parallel widths, with about as much effort as for one width.
 
-    A quick search under 1F1B ranks combinations of width, replicas and M. Under each schedule, the most promising
-    combinations come first and get most of the schedule's effort. When it is spent, the remaining combinations count
-    with their lower bounds. If the schedule is `auto`, `_improved_schedules` then improves the best plan.
+    A quick search under 1F1B ranks the combinations of width, replicas and M. The most promising ones get most of the
+    effort of each schedule.
     """
     is_open = request.inputs.schedule == "auto" and request.actions is not None
     quick = quick_answers(cases, deadline, upper_us=upper_us) if is_open else []
@@ -265,11 +251,10 @@ def _improved_schedules(
     *,
     ranks: Mapping[tuple[int, int, int], float],
 ) -> SearchedCases:
-    """Return the result after searches under each schedule with the width and the replicas of the best plan.
+    """Search each schedule with the width and replicas of the best plan, and return the result.
 
-    Without bubbles, fewer micro-batches are faster, so the first pass may spend the effort of a schedule on them. Here
-    every schedule gets a short search with the M of the best plan. The schedules that are then the fastest get a longer
-    one.
+    The first search may spend a schedule's effort on few micro-batches, because it ranks cases without bubbles. Here,
+    each schedule gets a short search with the best plan's M, and the fastest ones get a longer search.
     """
     best, answers, actions = first.best, first.answers, request.actions or 0
     assert best is not None
@@ -295,7 +280,6 @@ def _improved_schedules(
 
 
 def _nearest_schedules(answers: Iterable[Answer]) -> dict[ScheduleName, float]:
-    """Return the step times of the fastest schedules whose plans a longer search may improve, fastest first."""
     found_us: dict[ScheduleName, float] = {}
     for answer in answers:
         if answer.partition is not None and is_improved(answer.case.schedule):
@@ -305,7 +289,6 @@ def _nearest_schedules(answers: Iterable[Answer]) -> dict[ScheduleName, float]:
 
 
 def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
-    """Replace the plan by the equally fast plan with the lowest peak memory, if there is time to find it."""
     if answer.method != DYNAMIC_PROGRAMMING or answer.case.policy == "layers":
         return answer
     case = answer.case

@@ -107,7 +107,7 @@ class BottleneckSearch:
             box = heappop(boxes)
             self.bound_us = box.bound_us
             if box.number:
-                box = self._clipped(box, self._upper_us(upper_us))
+                box = self._lower_upper_corner(box, self._upper_us(upper_us))
                 search = LabelSearch(
                     self._problem.without_slower_stages(box.most),
                     GPipeRecurrence(self._M, box.least),
@@ -116,7 +116,7 @@ class BottleneckSearch:
                 box = box._replace(
                     bound_us=max(box.bound_us, search.root_bound_us()), passes_us=search.least_of_chain()["passes"]
                 )
-            for part in self._searched(box, search, self._upper_us(upper_us)):
+            for part in self._search_box(box, search, self._upper_us(upper_us)):
                 heappush(boxes, part._replace(number=count))
                 count += 1
         self.bound_us = self._upper_us(upper_us)
@@ -125,11 +125,10 @@ class BottleneckSearch:
     def _upper_us(self, upper_us: float) -> float:
         return upper_us if self.best_so_far is None else min(upper_us, self.best_so_far.step_us)
 
-    def _searched(self, box: _Box, search: LabelSearch, upper_us: float) -> list[_Box]:
-        """Search a box for partitions faster than `upper_us`; return its two halves if it has too many labels."""
+    def _search_box(self, box: _Box, search: LabelSearch, upper_us: float) -> list[_Box]:
         if not box.bound_us < just_below(upper_us):
             return []
-        box = self._clipped(box, upper_us)
+        box = self._lower_upper_corner(box, upper_us)
         sides = [most - least for least, most in zip(box.least, box.most, strict=True)]
         is_small = max(sides) <= _SMALLEST * max(box.most)
         # With two micro-batches the step hardly depends on the bottlenecks, so division does not help.
@@ -161,8 +160,8 @@ class BottleneckSearch:
     def _bound_us(self, least: Bottlenecks, passes_us: float) -> float:
         return (self._M - 1) * least.forward_us + (self._M - 2) * least.backward_us + passes_us
 
-    def _clipped(self, box: _Box, upper_us: float) -> _Box:
-        """Return the box with lower upper limits: a plan above them cannot be faster than `upper_us`."""
+    def _lower_upper_corner(self, box: _Box, upper_us: float) -> _Box:
+        # A plan whose largest times exceed these limits cannot be faster than `upper_us`.
         left_us = (upper_us - self._bound_us(box.least, box.passes_us)) * _ROUNDING
         if self._M <= 2 or not np.isfinite(left_us):
             return box

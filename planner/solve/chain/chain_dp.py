@@ -56,7 +56,7 @@ class ChainCuts(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """Set of n labels (partial plans) with equal numbers of stages; each array has n entries in its last dimension."""
+    """Labels (partial plans) with equal numbers of stages. The last dimension of each array is the label."""
 
     first: IntArray
     parent: IntArray
@@ -74,9 +74,7 @@ class _Level(NamedTuple):
         return _Level(*fields)
 
 
-class _Target(NamedTuple):
-    """Step time and rank to beat: a label is kept only if its lower bounds beat both."""
-
+class _StepToBeat(NamedTuple):
     upper_us: float
     best_rank: tuple[float, ...] | None = None
 
@@ -165,7 +163,7 @@ class LabelSearch:
         self.is_exhaustive = most_labels is None
         in_all = 0
         for level in range(self.problem.num_stages):
-            labels = self._next_level(levels[-1], level, _Target(upper_us, best_rank))
+            labels = self._next_level(levels[-1], level, _StepToBeat(upper_us, best_rank))
             # Finding the undominated labels takes longest, so hopeless levels are skipped.
             is_hopeless = len(labels.first) > max(20 * most_in_level, enough_in_all)
             if not is_hopeless:
@@ -192,7 +190,7 @@ class LabelSearch:
         partitions: list[ChainCuts] = []
         are_all = True
         for level in range(self.problem.num_stages):
-            labels = self._next_level(levels[-1], level, _Target(upper_us))
+            labels = self._next_level(levels[-1], level, _StepToBeat(upper_us))
             # Dominated labels are kept: a worse bound does not imply a worse simulated time.
             if len(labels.first) > most:
                 labels, are_all = labels.take(np.argsort(labels.bound, kind="stable")[:most]), False
@@ -221,8 +219,7 @@ class LabelSearch:
             least={name: tables[stages_left][first] for name, tables in self._least.items()},
         )
 
-    def _whole(self, earlier: EarlierLayers) -> EarlierLayers:
-        """Return `earlier` with each lower bound of a bottleneck raised to the one for the whole chain."""
+    def _raise_to_chain_bounds(self, earlier: EarlierLayers) -> EarlierLayers:
         end = self.problem.num_layers
         largest = {
             name: np.maximum(least, self._least[name][-1][end])
@@ -239,8 +236,7 @@ class LabelSearch:
         end = np.array([self.problem.num_layers])
         return _Level(end, nowhere, nowhere.astype(np.int8), np.zeros((self.recurrence.size, 1)), zero[0], zero)
 
-    def _next_level(self, labels: _Level, level: int, target: _Target) -> _Level:
-        """Return all labels with one more stage than `labels` whose lower bounds beat the best plan."""
+    def _next_level(self, labels: _Level, level: int, target: _StepToBeat) -> _Level:
         parts = [self._extended(labels, block, level, target) for block in self._blocks(labels)]
         # All labels are complete.
         if not parts:
@@ -257,8 +253,7 @@ class LabelSearch:
             self._deadline.check()
             yield open_[start : start + size]
 
-    def _extended(self, labels: _Level, block: IndexArray, level: int, target: _Target) -> _Level:
-        """Return the labels at the indices `block`, each extended by every possible previous stage."""
+    def _extended(self, labels: _Level, block: IndexArray, level: int, target: _StepToBeat) -> _Level:
         stages_left = self.problem.num_stages - level - 1
         stages, row = self._previous_stages(level, labels.first[block])
         # Skip first layers that the remaining stages cannot reach.
@@ -275,17 +270,11 @@ class LabelSearch:
         kept = np.flatnonzero(is_kept)
         first = at.first.take(kept)
         # Bounds use the numbers as they are. In kept labels the numbers are raised, so that more labels are dominated.
-        whole = self._whole(self._earlier_layers(first, stages_left))
+        whole = self._raise_to_chain_bounds(self._earlier_layers(first, stages_left))
         raised = np.stack(self.recurrence.raise_to_bounds(tuple(number.take(kept) for number in numbers), whole))
         return _Level(first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1))
 
     def _previous_stages(self, level: int, first: IntArray) -> tuple[StageArrays, IntArray]:
-        """Return the stages that may precede labels, and the row of these stages for each label.
-
-        Args:
-            level: Number of stages of the labels.
-            first: First layer of each label.
-        """
         if self.prefixes.shared_stages is not None:
             return self.prefixes.shared_stages, first
         # Labels with the same first layer have the same previous stages, which are computed once.

@@ -128,7 +128,6 @@ def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[Bottl
 
 
 def _stage_counts(case: Case) -> Iterator[int]:
-    """Yield each number of stages to search; for equal devices only the largest, whose search covers all others."""
     if case.is_homogeneous:
         yield case.num_devices
     else:

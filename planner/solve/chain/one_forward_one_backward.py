@@ -57,7 +57,6 @@ def _search_all(progress: Progress) -> None:
 
 
 def _search_stages(progress: Progress, num_stages: int) -> bool:
-    """Search partitions into `num_stages` stages; return False if the limit on simulated actions does not allow it."""
     case, effort = progress.case, progress.effort
     recurrence = OneForwardOneBackwardRecurrence(case.micro_batches)
     evaluator = Evaluator(case, num_stages)
@@ -89,22 +88,20 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
 
 
 def _simulate_below(progress: Progress, evaluator: Evaluator, search: LabelSearch) -> bool:
-    """Simulate every partition whose lower bound is below the best step time; return False if there are too many."""
     most = progress.effort.affordable_partitions(evaluator)
     if not most:
         return False
     partitions, are_all = search.partitions_below(progress.upper_us, most)
     for start in range(0, len(partitions), BLOCK):
         block = partitions[start : start + BLOCK]
-        _race(progress, evaluator, np.array([p.cuts for p in block]), np.array([p.choices for p in block]))
+        _simulate_fitting(progress, evaluator, np.array([p.cuts for p in block]), np.array([p.choices for p in block]))
     return are_all
 
 
 def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProblem, cuts: IntArray) -> None:
-    """Move one cut at a time while this shortens the step; stages use the fastest recomputation that fits."""
     before_us = inf
     for _ in range(_ROUNDS):
-        step_us = _race(progress, evaluator, cuts, _choices(problem, cuts))
+        step_us = _simulate_fitting(progress, evaluator, cuts, _fastest_fitting_choices(problem, cuts))
         at = int(np.argmin(step_us)) if len(step_us) else 0
         if not len(step_us) or not step_us[at] < before_us * (1 - SAME) or progress.effort.left <= 0:
             return
@@ -114,16 +111,12 @@ def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProble
         cuts = move_one_cut(current)
 
 
-def _race(progress: Progress, evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
+def _simulate_fitting(progress: Progress, evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
     # A choice other than `NO_CHOICE` comes from the problem's tables, so the stage fits.
     return progress.simulate_fitting(evaluator, cuts, choices, np.asarray((choices != NO_CHOICE).all(axis=1)))
 
 
-def _choices(problem: ChainProblem, cuts: IntArray) -> IntArray:
-    """Return the fastest recomputation that fits, for each stage of N partitions; `NO_CHOICE` if none fits.
-
-    Shape (N, S).
-    """
+def _fastest_fitting_choices(problem: ChainProblem, cuts: IntArray) -> IntArray:
     column = cuts[:, :-1] - cuts[:, 1:] + problem.width
     choices = np.full(column.shape, NO_CHOICE)
     for stage in range(problem.num_stages):

@@ -152,19 +152,17 @@ class GPipeRecurrence:
         self.needs = {"passes": BoundKind(np.add, passes), **({} if floor else _needs("forward", "backward"))}
 
     def _least_bottlenecks(self, earlier: EarlierLayers) -> tuple[FloatArray | float, FloatArray | float]:
-        """Return lower bounds of the largest forward and the largest backward time of complete plans."""
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
     def extend(self, label: Label, stages: StageArrays, level: int) -> Label:  # noqa: ARG002 - GPipe's stages are all alike
         """Add the link to the next stage, then the stage, as machines of a flow shop; return the new labels."""
         f, x, a, d, u = label
         F, C = stages.forward, stages.link
-        x, a, d = self._pass((x, a, d), (C, C, C))
-        x, a, d = self._pass((x, a, d), (F, stages.backward, stages.last_backward))
+        x, a, d = self._add_machine((x, a, d), (C, C, C))
+        x, a, d = self._add_machine((x, a, d), (F, stages.backward, stages.last_backward))
         return np.maximum(np.maximum(f, C), F), x, a, d, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
-    def _pass(self, label: _Passed, machine: _Machine) -> _Passed:
-        """Return the numbers x, a and d of labels after one more machine (a stage or link)."""
+    def _add_machine(self, label: _Passed, machine: _Machine) -> _Passed:
         (x, a, d), (F, p, q) = label, machine
         # A single flow shop models both directions, because forward times only add up.
         x, a, d = np.maximum(x, p), a + F + p, d + F

@@ -39,7 +39,7 @@ class CutBound(NamedTuple):
 
 
 class _CutSide(NamedTuple):
-    """Decision on which side of a layer a cut is: a fixed value of a variable y of the linear program."""
+    """Decision that a cut is before or after a layer: a fixed value of one variable y of the linear program."""
 
     column: int
     """Column of the variable y of this cut and layer."""
@@ -48,8 +48,6 @@ class _CutSide(NamedTuple):
 
 
 class _RecomputeOption(NamedTuple):
-    """Decision on the recomputation of a stage."""
-
     stage: int
     option: int | None
     """Index into `RecomputeColumns.columns`; None for no recomputation."""
@@ -59,7 +57,7 @@ _Decision = _CutSide | _RecomputeOption
 
 
 class _Node(NamedTuple):
-    """Solution of the linear program under some decisions; nodes are sorted by `step`."""
+    """Solution of the linear program under some decisions. Nodes are sorted by step time."""
 
     step: float
     """Smallest step time under these decisions, in the units of the linear program."""
@@ -130,14 +128,10 @@ class BranchAndBound:
         return self.iterations >= last_iteration or self._solver.getRunTime() >= ends_s
 
     def _children(self, node: _Node, last_iteration: int, ends_s: float) -> list[_Node]:
-        """Solve the node's linear program with each possible next decision, and return the feasible solutions.
-
-        If a limit is reached, return only the node itself.
-        """
         children = []
         for decision in node.open:
             decided = node.decided | {decision}
-            self._decide(decided)
+            self._apply_decisions(decided)
             if self._run_solver(max(0, last_iteration - self.iterations), ends_s):
                 children.append(self._node(decided))
             elif self._solver.getModelStatus() != self._highs.HighsModelStatus.kInfeasible:
@@ -146,7 +140,6 @@ class BranchAndBound:
         return children
 
     def _run_solver(self, most_iterations: int, ends_s: float) -> bool:
-        """Run the solver until the time `ends_s` of the solver's clock; return True if it found the optimum."""
         self._solver.setOptionValue("simplex_iteration_limit", most_iterations)
         self._solver.setOptionValue("time_limit", ends_s)
         self._solver.run()
@@ -154,7 +147,6 @@ class BranchAndBound:
         return bool(self._solver.getModelStatus() == self._highs.HighsModelStatus.kOptimal)
 
     def _node(self, decided: frozenset[_Decision]) -> _Node:
-        """Return the solver's current solution as a node, with the decisions to branch on."""
         solution, costs = self._solver.getSolution(), self._program.evaluator.case.costs
         columns, rows = np.array(solution.col_value), np.array(solution.row_value)
         layer_us = costs.forward_us + costs.backward_us
@@ -173,10 +165,9 @@ class BranchAndBound:
         )
 
     def _undecided_cut(self, columns: FloatArray, layer_us: FloatArray) -> tuple[float, tuple[_CutSide, ...]]:
-        """Find the least decided cut. A cut may divide layers; the smaller shares of its layers take most time.
+        """Return the cut that is least decided, as its undecided time and the two decisions on one layer.
 
-        Returns:
-            Time of these shares in microseconds, and both decisions on the most evenly divided layer.
+        The undecided time, in microseconds, is the time of the smaller shares of the layers that the cut divides.
         """
         fractions = self._cut_variables(columns)
         if not fractions.size:
@@ -191,13 +182,12 @@ class BranchAndBound:
     def _undecided_recomputation(
         self, columns: FloatArray, rows: FloatArray, forward_us: FloatArray
     ) -> tuple[float, tuple[_RecomputeOption, ...]]:
-        """Find the stage whose recomputation is least decided: layers outside its most used option take most time.
+        """Return the stage whose recomputation is least decided, as its undecided time and a decision for each option.
 
-        Returns:
-            Time of these layers in microseconds, and a decision for each option of the stage.
+        The undecided time, in microseconds, is the forward time of the layers outside the stage's most used option.
         """
         doubts = [(0.0, 0)]
-        for s, stage in enumerate(self._stages()):
+        for s, stage in enumerate(self._stages_to_decide()):
             layers, own = list(stage.rows), list(stage.rows.values())
             kept = rows[own] - np.array(self._program.constraints.lower)[own]
             shares = np.array([kept, *(columns[list(option.values())] for option in stage.columns)])
@@ -206,11 +196,10 @@ class BranchAndBound:
         doubt_us, s = max(doubts)
         if not doubt_us:
             return 0.0, ()
-        options = range(len(self._stages()[s].columns))
+        options = range(len(self._stages_to_decide()[s].columns))
         return doubt_us, (_RecomputeOption(s, None), *(_RecomputeOption(s, option) for option in options))
 
-    def _decide(self, decided: frozenset[_Decision]) -> None:
-        """Set the bounds of variables and rows in the solver's model so that exactly these decisions hold."""
+    def _apply_decisions(self, decided: frozenset[_Decision]) -> None:
         for decision in self._decided - decided:
             self._bound(decision, is_decided=False)
         for decision in decided - self._decided:
@@ -223,7 +212,7 @@ class BranchAndBound:
             bounds = (decision.value, decision.value) if is_decided else (0.0, upper[decision.column])
             self._solver.changeColBounds(decision.column, *bounds)
             return
-        stage = self._stages()[decision.stage]
+        stage = self._stages_to_decide()[decision.stage]
         for option, columns in enumerate(stage.columns):
             for column in columns.values():
                 is_none = is_decided and option != decision.option
@@ -232,12 +221,10 @@ class BranchAndBound:
             lower, is_whole = constraints.lower[row], is_decided and decision.option is not None
             self._solver.changeRowBounds(row, lower, lower if is_whole else constraints.upper[row])
 
-    def _stages(self) -> list[RecomputeColumns]:
-        """Return the stages whose recomputation is to be decided; none if single layers may be recomputed."""
+    def _stages_to_decide(self) -> list[RecomputeColumns]:
         return [] if self._program.evaluator.case.policy == "layers" else self._program.recomputation or []
 
     def _cut_variables(self, columns: FloatArray) -> FloatArray:
-        """Return the values of the variables y, which describe the cuts; shape (S-1, L-S)."""
         cuts = self._program.evaluator.num_stages - 1
         width = self._program.evaluator.case.costs.num_layers - cuts - 1
         return columns[: cuts * width].reshape(cuts, width)

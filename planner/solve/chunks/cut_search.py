@@ -103,13 +103,9 @@ class CutSearch(Descent[Candidate]):
         return self._evaluate(cuts[None], choices[None], is_open)
 
     def _evaluate(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> Candidate:
-        """Return the best of N partitions, after choosing the recomputation of some devices.
+        """Return the best of N partitions, after choosing the recomputation of the devices in `is_open`, shape (N, K).
 
-        Args:
-            cuts: Cuts of the partitions, shape (N, S+1).
-            choices: Recomputation of each stage, shape (N, S).
-            is_open: True for devices whose recomputation is to be chosen, shape (N, K). None means all devices if
-                there is one partition, and no device if there are several.
+        If `is_open` is None, the recomputation is chosen on all devices of a single partition, and on none of several.
         """
         if is_open is None and len(cuts) == 1:
             is_open = np.full((1, self.evaluator.num_devices), True)
@@ -125,10 +121,6 @@ class CutSearch(Descent[Candidate]):
         return Candidate(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
 
     def _other_choices(self, candidate: Candidate) -> IntArray:
-        """Return the choices of N partitions that differ from the candidate's on one device, shape (N, S).
-
-        N is 0 if the candidate fits with the least recomputation that is allowed.
-        """
         allowed, combinations = self.evaluator.allowed, self._fitting.combinations
         if candidate.over_bytes == 0 and (candidate.choices == allowed[0]).all():
             return np.empty((0, self.evaluator.num_stages), dtype=np.int64)

@@ -140,7 +140,6 @@ class Descent(ABC, Generic[CandidateT]):
         return cuts
 
     def _downhill(self, candidate: CandidateT) -> CandidateT:
-        """Move to better partitions until no move is an improvement; return the last partition."""
         while not self.is_over:
             better = next((n for n in self._neighbors(candidate) if n.beats(candidate)), None)
             if better is None:
@@ -149,7 +148,6 @@ class Descent(ABC, Generic[CandidateT]):
         return candidate
 
     def _neighbors(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """Yield the best partition of each batch of moves, then those with other recomputation, until a limit."""
         order = list(range(len(self.moves)))
         self.random.shuffle(order)
         for first in range(0, len(order), ROWS):
@@ -162,7 +160,6 @@ class Descent(ABC, Generic[CandidateT]):
         yield from self.other_recomputations(candidate)
 
     def _legal(self, cuts: IntArray) -> IntArray:
-        """Return the rows of `cuts`, shape (N, S+1), that have no empty or forbidden stage."""
         some = cuts[(np.diff(cuts, axis=1) > 0).all(axis=1)]
         return some[self.evaluator.case.rules.allows(some)]
 

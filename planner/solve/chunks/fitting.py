@@ -95,7 +95,6 @@ class RecomputeFitter:
         return self._evaluator.over_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
 
     def _recompute_us(self, cuts: IntArray) -> FloatArray:
-        """Return the approximate recomputation time per micro-batch on each device; shape (N, combinations, K)."""
         forward_us = np.diff(self._evaluator.case.sums.forward_us[cuts], axis=1)
         # "always" counts slightly more than "except-last", because it also recomputes the last micro-batch.
         weights = np.where(self.combinations > 0, 1 + self.combinations * 1e-3, 0.0)

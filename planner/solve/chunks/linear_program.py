@@ -109,8 +109,7 @@ class LinearProgram:
         self.upper.append(upper)
         return len(self.upper) - 1
 
-    def _defined(self, value: Linear) -> Linear:
-        """Return a new variable that equals `value`, which keeps rows short if the expression is used often."""
+    def _new_variable_for(self, value: Linear) -> Linear:
         if not value.factors:
             return value
         column = self._column()
@@ -129,7 +128,6 @@ class LinearProgram:
                     self.constraints.add(Linear({column + self._W: 1.0, column: -1.0}))
 
     def _sum_before(self, cut: int, weights: FloatArray) -> Linear:
-        """Return the sum of the weights of all layers before a cut, as an expression of the variables y."""
         if cut in (0, self._S):
             return Linear({}, float(weights.sum()) if cut else 0.0)
         first = (cut - 1) * self._W
@@ -149,7 +147,9 @@ class LinearProgram:
         forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
 
         def stages(layer_us: FloatArray, more: float) -> list[Linear]:
-            return [self._defined(self._stage_sum(s, layer_us / (speeds[s] * unit)) + more) for s in range(self._S)]
+            return [
+                self._new_variable_for(self._stage_sum(s, layer_us / (speeds[s] * unit)) + more) for s in range(self._S)
+            ]
 
         forward = stages(costs.forward_us, overhead)
         alone = stages(costs.backward_us, overhead)
@@ -189,21 +189,21 @@ class LinearProgram:
             hidden = hidden + sends[device] + sends[device]
 
     def _recompute_times(self, forward_us: FloatArray, options: Iterable[int]) -> list[Linear]:
-        """Return the time per micro-batch that each stage spends on recomputation with the given options."""
         assert self.recomputation is not None
         columns = [[stage.columns[option] for option in options] for stage in self.recomputation]
         return [
-            self._defined(Linear({column: forward_us[n] / speed for option in some for n, column in option.items()}))
+            self._new_variable_for(
+                Linear({column: forward_us[n] / speed for option in some for n, column in option.items()})
+            )
             for some, speed in zip(columns, self.evaluator.speeds, strict=True)
         ]
 
     def _send(self, stage: int) -> Linear:
-        """Return the transfer time from a stage to the next one, as an expression of the variables y."""
         if stage + 1 == self._S or not self.evaluator.transfer_us[stage].any():
             return Linear()
         crossing = self.evaluator.transfer_us[stage] / self.unit_us
         # The weight of a layer is the change of the transfer time if the cut moves from before to after the layer.
-        return self._defined(self._sum_before(stage + 1, np.diff(crossing)) + float(crossing[0]))
+        return self._new_variable_for(self._sum_before(stage + 1, np.diff(crossing)) + float(crossing[0]))
 
     def _maximum(self, one: Linear, other: Linear) -> Linear:
         if not one or not other:
@@ -216,7 +216,6 @@ class LinearProgram:
     # ---- memory
 
     def _add_memory_constraints(self, reference_cuts: IntArray) -> list[RecomputeColumns] | None:
-        """Add the memory limits; return each stage's recomputation variables, or None if memory is not limited."""
         evaluator = self.evaluator
         if 0 not in evaluator.allowed or evaluator.case.costs.ties or self._L > _MOST_LAYERS:
             return None
@@ -225,7 +224,7 @@ class LinearProgram:
         recomputation = [self._recompute_columns(s) for s in range(self._S)]
         whole = Evaluator(evaluator.case, evaluator.num_devices, width=self._W + 1)
         for device, moments in enumerate(whole.moments):
-            for moment in self._fullest(whole, device, reference_cuts):
+            for moment in self._points_with_most_memory(whole, device, reference_cuts):
                 room = Linear({}, evaluator.case.limits_bytes[device])
                 for chunk, s in enumerate(evaluator.chunks[device]):
                     counts = moments[moment, chunk]
@@ -237,7 +236,6 @@ class LinearProgram:
         return recomputation
 
     def _recompute_columns(self, stage: int) -> RecomputeColumns:
-        """Add the variables r of a stage, with the constraints that only layers of the stage are recomputed."""
         layers = range(stage, stage + self._W + 1)
         columns = [{n: self._column(1.0) for n in layers} for _ in self._choices]
         rows = {}
@@ -248,12 +246,7 @@ class LinearProgram:
             self.constraints.add(self._stage_sum(stage, only) + Linear({option[n]: -1.0 for option in columns}))
         return RecomputeColumns(columns, rows)
 
-    def _fullest(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
-        """Return the points in the step at which a device needs most memory under the reference cuts.
-
-        Each point belongs to one recomputation of the device: all of its stages have the same choice, or one of them
-        has another choice.
-        """
+    def _points_with_most_memory(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
         moments, chunks = whole.moments[device], whole.chunks[device]
         alive = np.empty((len(self.evaluator.allowed), len(chunks), len(moments)))
         for chunk, s in enumerate(chunks):
@@ -270,23 +263,15 @@ class LinearProgram:
         )
 
     def _least_bytes(self, whole: Evaluator, counts: FloatArray, recompute: RecomputeColumns, stage: int) -> Linear:
-        """Return a lower bound of a stage's memory at a point in the step, as an expression of the variables y and r.
-
-        Args:
-            whole: Evaluator whose tables have all stages.
-            counts: Number of each of `PARTS` that exist at this point, shape (parts,).
-            recompute: The stage's variables of recomputation.
-            stage: Index of the stage.
-        """
         tables, most_saved = whole.bytes_at_point(counts), np.full(self._L, -np.inf)
         kept_table = tables[0]
         if self.evaluator.case.policy == "layers":
             least, most_saved = whole.least_by_layers(counts)
             kept_table = np.minimum(kept_table, least)
-        kept, least_bytes = _linear(kept_table)
+        kept, least_bytes = _linear_lower_bound(kept_table)
         changed: dict[int, float] = {}
         for columns, choices in zip(recompute.columns, self._choices, strict=True):
-            dropped, dropped_least_bytes = _linear(np.min(tables[choices], axis=0))
+            dropped, dropped_least_bytes = _linear_lower_bound(np.min(tables[choices], axis=0))
             # A layer is recomputed with its stage or on its own. The bound uses the larger saving.
             saved = np.maximum(kept - dropped, most_saved)
             changed |= {column: -float(saved[n]) for n, column in columns.items()}
@@ -298,10 +283,10 @@ def _pairwise_sums(first: list[Linear], second: list[Linear]) -> list[Linear]:
     return [one + other for one, other in zip(first, second, strict=True)]
 
 
-def _linear(table: FloatArray) -> tuple[FloatArray, float]:
-    """Return a weight per layer and a constant that bound a table of stages from below.
+def _linear_lower_bound(table: FloatArray) -> tuple[FloatArray, float]:
+    """Return a weight for each layer and a constant, as a lower bound of a table of stages.
 
-    For each stage, the weights of its layers plus the constant are at most its entry in `table`.
+    For each stage, the weights of its layers plus the constant are at most the stage's value in `table`.
     """
     width = table.shape[1]
     num = len(table) - 1

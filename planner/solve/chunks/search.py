@@ -125,7 +125,6 @@ def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
-    """Simulate every partition that may be the best one; return False if there are too many."""
     fitting = RecomputeFitter(evaluator)
     if evaluator.num_cuts > progress.effort.affordable_partitions(evaluator) or not fitting.is_exhaustive:
         return False
@@ -146,7 +145,6 @@ def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
 
 
 def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: RecomputeFitter, cuts: IntArray) -> bool:
-    """Simulate cuts with all minimal combinations of recomputation choices; return False if there are too many."""
     every_cuts: list[IntArray] = []
     every_choices: list[IntArray] = []
     for one, over in zip(cuts, fitting.over_by_combination(cuts), strict=True):
@@ -189,7 +187,6 @@ def search_effort(progress: Progress, evaluator: Evaluator) -> int:
 
 
 def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float:
-    """Search from several cuts; return a lower bound of the step time of all partitions, at least `least_us`."""
     starts = start_cuts(progress, evaluator)
     linear = solve_linear_program(progress, evaluator, starts)
     if linear is not None:
@@ -231,7 +228,7 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
     effort.spent += actions
     scale_us = progress.upper_us if progress.upper_us < inf else evaluator.case.bound_us
     search = BranchAndBound(LinearProgram(evaluator, starts[0], scale_us=scale_us))
-    limit_s = _limit_s(progress)
+    limit_s = _bound_limit_s(progress)
     first = search.solve(most_iterations=_ITERATIONS * size, limit_s=limit_s)
     return None if first is None else LinearBound(first, search)
 
@@ -249,11 +246,10 @@ def raised_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBoun
         return 0.0
     size = approximate_num_constraints(evaluator)
     most = min(_BRANCHED * size, _MOST_BRANCHED // size)
-    return linear.branch_and_bound.branch(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
+    return linear.branch_and_bound.branch(progress.upper_us, most_iterations=most, limit_s=_bound_limit_s(progress))
 
 
-def _limit_s(progress: Progress) -> float:
-    """Return the time limit for the computation of a lower bound, in seconds."""
+def _bound_limit_s(progress: Progress) -> float:
     return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline.is_limited else inf
 
 
@@ -265,7 +261,7 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
         return [np.array([0, *np.cumsum(case.rules.balance)])]
-    even = _even(sums_before(case.costs.forward_us + case.costs.backward_us), num_stages)
+    even = _even_cuts(sums_before(case.costs.forward_us + case.costs.backward_us), num_stages)
     starts = [even] if case.rules.allows(even[None])[0] else []
     # These cuts come from a pipeline with one stage per device, whose memory is unlimited.
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
@@ -278,13 +274,7 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     return starts
 
 
-def _even(before: FloatArray, num_stages: int) -> IntArray:
-    """Return cuts that divide the work evenly, without empty stages.
-
-    Args:
-        before: Work of all layers before each layer, shape (L+1,).
-        num_stages: Number of stages, S.
-    """
+def _even_cuts(before: FloatArray, num_stages: int) -> IntArray:
     num_layers = len(before) - 1
     cuts = np.searchsorted(before, np.linspace(0, before[-1], num_stages + 1))
     cuts[0], cuts[-1] = 0, num_layers

@@ -210,22 +210,15 @@ class _LayerDynamicProgram:
         self.knapsacks = [_knapsack(savings[n:], times[n:]) for n in range(self.num_layers + 1)]
 
     def _highest_after(self, peaks: FloatArray, held_bytes: FloatArray) -> FloatArray:
-        """Return for each n the highest peak while a layer of n..L-1 runs, without the bytes saved before layer n."""
         highest = np.full(self.num_layers + 1, -np.inf)
         for n in reversed(range(self.num_layers)):
             highest[n] = max(peaks[n], held_bytes[n] * self.layers.stacked + highest[n + 1])
         return highest
 
     def run(self, upper_us: float, width: int) -> tuple[_Choice | None, float]:
-        """Run the dynamic program.
+        """Return the best choice faster than `upper_us`, and a lower bound of the times of dropped choices.
 
-        Args:
-            upper_us: Recomputation time to beat, in microseconds.
-            width: Number of labels to keep per layer.
-
-        Returns:
-            The best choice faster than `upper_us`, or None; and a lower bound of the times of choices that were
-            dropped because there were more labels than `width`.
+        Choices are dropped if there are more than `width` labels after a layer.
         """
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
         groups: dict[PendingStorages, _Labels] = {(): _Labels(zero, zero, zero + self.room, zero, none, none > 0)}
@@ -241,7 +234,6 @@ class _LayerDynamicProgram:
         return self._best(groups, history), dropped_us
 
     def _next(self, n: int, groups: dict[PendingStorages, _Labels], upper_us: float) -> dict[PendingStorages, _Labels]:
-        """Return the labels after layer `n` that may lead to the best choice, in groups of equal pending storages."""
         parts: dict[PendingStorages, list[_Labels]] = {}
         sizes = np.cumsum([0, *(len(labels.time) for labels in groups.values())])
         for (pending, labels), begin in zip(groups.items(), sizes, strict=False):
@@ -259,7 +251,6 @@ class _LayerDynamicProgram:
         return (*after, *outputs)
 
     def _extend(self, n: int, pending: PendingStorages, labels: _Labels, decision: int) -> _Labels:
-        """Return the labels of one group after the decision to keep or recompute layer `n`."""
         layers = self.layers
         size = sum(each[1] for each in pending)
         # A recomputed layer saves its input, unless an earlier layer has saved it; the input is then not pending.
@@ -279,7 +270,6 @@ class _LayerDynamicProgram:
         )
 
     def _prune(self, n: int, labels: _Labels, upper_us: float) -> _Labels:
-        """Return the labels before layer `n` that may lead to a choice that fits and is faster than `upper_us`."""
         held, room, stacked = labels.held, labels.room, self.layers.stacked
         at_end = held + self.kept_after[n]
         must_go = np.full_like(held, -np.inf)
@@ -319,7 +309,6 @@ class _LayerDynamicProgram:
         return _Choice(best_us, tuple(reversed(recomputed)))
 
     def without_idle(self, recomputed: tuple[int, ...]) -> tuple[int, ...]:
-        """Return `recomputed` without layers that take no time and that the memory limits do not require."""
         chosen = set(recomputed)
         for layer in recomputed:
             if self.times[layer - self.layers.first] == 0 and self._fits(chosen - {layer}):
@@ -333,20 +322,14 @@ class _LayerDynamicProgram:
 
 
 def _suffix_sums(per_layer: FloatArray) -> FloatArray:
-    """Return for each n = 0..L the sum over the layers n..L-1, shape (L+1,)."""
     sums: FloatArray = np.append(np.cumsum(per_layer[::-1])[::-1], 0.0)
     return sums
 
 
 def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the fractional knapsack of some layers: the least time to save a number of bytes.
+    """Return numbers of bytes to save, ascending, and the least recomputation time for each of them.
 
-    Args:
-        savings: Bytes that recomputing each layer saves.
-        times: Time to recompute each layer.
-
-    Returns:
-        Numbers of bytes, ascending, and the least time for each; between them, the least time is linear.
+    Parts of layers may be recomputed (fractional knapsack), so the least time is linear between two of these numbers.
     """
     # Taking the layers with most bytes per time first is optimal, because part of the last layer may be taken.
     useful = np.flatnonzero(savings > 0)
@@ -355,7 +338,6 @@ def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, Float
 
 
 def _remove_dominated(labels: _Labels) -> _Labels:
-    """Return the labels of a group that no other label of the group dominates."""
     order = np.lexsort((-labels.room, labels.held, labels.time))
     held, room = labels.held[order], labels.room[order]
     # Labels are sorted by time. A previous label dominates a label if it has saved no more and has no less room.
@@ -386,11 +368,7 @@ def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
-    """Keep at most `width` labels: half with the smallest lower bounds, half spread over the range of saved bytes.
-
-    Returns:
-        The kept labels, by group, and the smallest lower bound of the dropped labels.
-    """
+    """Return at most `width` labels by group, and the smallest lower bound of the dropped labels."""
     sizes = [len(labels.time) for labels in groups.values()]
     if sum(sizes) <= width:
         return groups, np.inf

@@ -172,7 +172,6 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         return self.evaluate([self.random_cuts(candidate.cuts)])[0]
 
     def _is_recomputed(self, candidate: LayerCandidate) -> BoolArray:
-        """Return True for each layer that the candidate recomputes, alone or with its whole stage; shape (L,)."""
         whole = (candidate.choices > 0) & (candidate.choices != LAYERS)
         is_recomputed = np.repeat(whole, np.diff(candidate.cuts))
         is_recomputed[[layer for layers in candidate.recomputed for layer in layers]] = True
@@ -202,7 +201,6 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         return candidate
 
     def _recomputations(self, cuts: IntArray) -> Iterator[tuple[Recomputation, ...]]:
-        """Yield for each device the recomputations to try, best first."""
         for device in range(self.evaluator.num_devices):
             # Choosing layers may take long.
             self.progress.deadline.check()

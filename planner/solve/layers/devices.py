@@ -57,8 +57,6 @@ class Recomputation:
 
 
 class _Option(NamedTuple):
-    """Recomputation of one chunk, with its time and memory."""
-
     choice: int
     recomputed: tuple[int, ...]
     layers_us: float
@@ -122,7 +120,6 @@ class RecomputeSearch:
     def _improve(
         self, chunks: "list[_Chunk]", start: list[_Option], limit: float, order: Iterable[int]
     ) -> list[_Option]:
-        """Give each chunk, in the order `order`, the fastest recomputation with which all chunks fit."""
         options = list(start)
         for at in order:
             taken = np.zeros_like(options[at].bytes)
@@ -164,8 +161,6 @@ class RecomputeSearch:
 
 
 class _StageTables:
-    """Memory and times of the stage of layers `first`..`end - 1`, as far as they do not depend on its device."""
-
     def __init__(self, costs: ChainCosts, first: int, end: int, micro_batches: int, *, in_halves: bool) -> None:
         self.by_layers = chunk_memory_function(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
         self.layers = StageLayers.of(costs, first, end)
@@ -183,7 +178,7 @@ class _StageTables:
 
 
 class _Chunk:
-    """Chunk of a device: its memory at each point in the step of the device, as a function of its recomputation."""
+    """Chunk of a device: its memory at each point in the step, as a function of its recomputation."""
 
     def __init__(self, stage: _StageTables, by_layers: ChunkMemoryFunction, counts: FloatArray) -> None:
         self.stage = stage
@@ -201,7 +196,6 @@ class _Chunk:
 
     @cached_property
     def options(self) -> list[_Option]:
-        """Recomputations worth trying, of the whole stage or of single layers; empty if the stage is long."""
         stage, subsets = self.stage, self.stage.subsets
         if subsets is None:
             return []
@@ -217,7 +211,6 @@ class _Chunk:
         ]
 
     def with_layers(self, recomputed: tuple[int, ...]) -> _Option:
-        """Return the recomputation of single layers, which are given as indices in the chain."""
         saved, *levels = self.stage.layers.levels(recomputed)
         layers_us = float(self.stage.times_us[np.array(recomputed, dtype=np.int64) - self.stage.layers.first].sum())
         held_bytes = self._by_layers.always + self._counts @ self._by_layers.parts(saved, np.array([*levels, 0.0]))
@@ -228,7 +221,6 @@ class _Chunk:
         return _Option(choice, recomputed, layers_us, self.stage.micro_batches * layers_us, held_bytes)
 
     def cheapest(self, room: FloatArray) -> _Option | None:
-        """Return the fastest recomputation that needs at most `room` bytes at each point in the step, or None."""
         if self.options:
             able = (option for option in self.options if (option.bytes <= room).all())
             return min(able, key=lambda option: option.recompute_us, default=None)
@@ -246,7 +238,7 @@ class _Chunk:
         return option
 
     def _limits(self, room: FloatArray) -> list[MemoryLimit]:
-        """Return the memory limits at all points in the step; if limits differ in bytes only, the smallest of them."""
+        # Of limits that differ only in bytes, the smallest one counts.
         limits: dict[tuple[int, int], float] = {}
         for weights, fixed in self._lines:
             for weight, level, limit in zip(
@@ -273,11 +265,10 @@ def _recomputation(options: Sequence[_Option], limit: float) -> Recomputation:
 
 
 def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]]:
-    """Compare all combinations of the chunks' recomputations.
+    """Return the fastest combination of recomputations of all chunks that fits, then other fast combinations.
 
-    Returns:
-        The fastest combination that fits. Then, for each chunk, a combination that is nearly as fast and spends the
-        least time on the recomputation of this chunk. Empty if there are too many combinations, or none fits.
+    For each chunk, one of these spends the least time on recomputation of the chunk. The result is empty if there are
+    too many combinations, or if none fits.
     """
     tables = [chunk.options for chunk in chunks]
     recompute_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
@@ -306,13 +297,11 @@ def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]
 
 
 def _start_by_stage(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
-    """Return the fastest recomputation of whole stages that fits, or the one that exceeds the limit least."""
     combinations = [list(options) for options in product(*(chunk.whole.values() for chunk in chunks))]
     return min(combinations, key=lambda each: (_over_bytes(each, limit), sum(option.recompute_us for option in each)))
 
 
 def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
-    """Recompute the layer that saves most bytes per time at the highest peak, repeatedly, until the device fits."""
     options = [chunk.with_layers(()) for chunk in chunks]
     while True:
         held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)

@@ -121,7 +121,6 @@ class _StageCountSearch:
         self._cuts = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
 
     def run(self, initial: Partition | None) -> bool:
-        """Search partitions; return False if the limit on simulated actions does not allow an exact search."""
         progress, effort, case = self._progress, self._progress.effort, self._case
         table_width = TableWidth(case)
         # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
@@ -147,11 +146,6 @@ class _StageCountSearch:
         return True
 
     def _least(self, width: int) -> tuple[ChainCuts | None, LabelSearch]:
-        """Run the dynamic program until all stages in its solution have exact times, or a limit on runs is reached.
-
-        Returns:
-            The solution, or None if no partition can be faster than the best one; and the last run's `LabelSearch`.
-        """
         least: ChainCuts | None = None
         for _ in range(_FEW_ROUNDS if self._progress.effort.is_bounded else _ROUNDS):
             problem = self._case.problem(self._evaluator.num_stages, width=width, exact=True)
@@ -167,7 +161,6 @@ class _StageCountSearch:
         return least, search
 
     def _simulate_below(self, search: LabelSearch) -> bool:
-        """Simulate every partition whose bound is below the best step time; return False if there are too many."""
         progress = self._progress
         most = progress.effort.affordable_partitions(self._evaluator)
         if not most:
@@ -189,7 +182,6 @@ class _StageCountSearch:
 
 
 def _solve_layers(case: Case, layers: RecomputeTimes, cuts: ChainCuts, deadline: Deadline) -> LayerCandidate | None:
-    """Return the partition with these cuts whose recomputed layers take least time; None if a stage does not fit."""
     choices = np.array(cuts.choices)
     recomputed: list[tuple[int, ...]] = [()] * len(choices)
     layers_us = np.zeros(len(choices))

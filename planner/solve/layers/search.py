@@ -49,11 +49,11 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
     """
     if case.schedule.has_closed_form:
         return search_gpipe_by_layers(case, upper_us=upper_us, deadline=deadline)
-    if by_stage is not None and _fits_without(case, upper_us):
+    if by_stage is not None and _surely_fits_without_recomputation(case, upper_us):
         return by_stage._replace(actions=0)
     search = _search_devices
     if case.schedule.is_to_be_made:
-        search = _search_with_order
+        search = _choose_layers_under_order
     elif case.schedule.is_one_forward_one_backward:
         search = search_one_forward_one_backward_by_layers
     initial = None if by_stage is None else by_stage.partition
@@ -61,22 +61,18 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
 
 
 def _search_devices(progress: Progress, initial: Partition | None) -> None:
-    """Search every number of devices; start from `initial`, if given, a partition that recomputes whole stages."""
     for evaluator, least_us in evaluators(progress):
         initial_here = initial if initial is not None and initial.num_devices == evaluator.num_devices else None
         progress.leave_out(_search(progress, evaluator, least_us, initial_here))
 
 
-def _fits_without(case: Case, upper_us: float) -> bool:
-    """Return True if it is certain that every plan faster than `upper_us` fits without recomputation.
-
-    Every chunk is assumed to be the largest possible stage, so the result may be False although all plans fit.
-    """
+def _surely_fits_without_recomputation(case: Case, upper_us: float) -> bool:
     if case.schedule.is_to_be_made:
         return False
     width = max_stage_layers(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=inf)
     if case.schedule.has_known_moments:
         return case.memory(width, case.num_devices - 1).most_bytes() <= min(case.limits_bytes)
+    # Every chunk is assumed to be the largest possible stage, so the result may be False although all plans fit.
     counts = [n for n in range(1, case.num_devices + 1) if case.least_us(n) < upper_us]
     return all(_holds_all(Evaluator(case, num_devices), width) for num_devices in counts)
 
@@ -91,8 +87,7 @@ def _holds_all(evaluator: Evaluator, width: int) -> bool:
     return all(most <= limit for most, limit in zip(held, evaluator.case.limits_bytes, strict=False))
 
 
-def _search_with_order(progress: Progress, initial: Partition | None) -> None:
-    """Choose the single layers to recompute under the action order of `initial`, which recomputes whole stages."""
+def _choose_layers_under_order(progress: Progress, initial: Partition | None) -> None:
     progress.deadline.check()
     progress.leave_out(progress.case.bound_us)
     if initial is None:
@@ -104,7 +99,6 @@ def _search_with_order(progress: Progress, initial: Partition | None) -> None:
 
 
 def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: Partition | None) -> float:
-    """Search partitions for one number of devices; return a lower bound of their step time, at least `least_us`."""
     search = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
     starts = start_cuts(progress, evaluator)
     one_by_one_us = _simulate_all(progress, evaluator, search)
@@ -120,33 +114,20 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator, search: CutAndLayerSearch) -> float:
-    """Simulate all partitions, if there are few, and choose the recomputed layers of those that do not fit without.
-
-    Partitions with a shorter step time without recomputation come first.
-
-    Returns:
-        Lower bound of the step time of partitions that need recomputation; 0 if there are too many partitions.
-    """
     effort = progress.effort
     if evaluator.num_cuts > effort.affordable_partitions(evaluator):
         return 0.0
     ends = effort.spent + max(0, effort.left) // _SHARE
-    step_us, cuts = _fastest_first(progress, evaluator)
+    step_us, cuts = _partitions_that_need_recomputation(progress, evaluator)
     for at in range(len(cuts)):
         if step_us[at] >= progress.upper_us or effort.spent >= ends:
             break
         search.evaluate([cuts[at]])
+    # No partition that needs recomputation is faster than the fastest one without it.
     return float(step_us[0]) if len(cuts) else inf
 
 
-def _fastest_first(progress: Progress, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
-    """Return the partitions that fit only with recomputation, sorted by their step time without recomputation.
-
-    Partitions are left out if they are not faster than the best plan even without recomputation.
-
-    Returns:
-        Step times without recomputation, ascending, shape (N,), and cuts, shape (N, S+1).
-    """
+def _partitions_that_need_recomputation(progress: Progress, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
     times: list[FloatArray] = []
     partitions: list[IntArray] = []
     for cuts in all_cuts(evaluator):

@@ -22,8 +22,6 @@ _MOST_RATIOS = 64
 
 
 class _DeviceKey(NamedTuple):
-    """Properties of a device on which the recomputed layers of its stage depend."""
-
     limit_bytes: float
     in_flight: int
     """Largest number of micro-batches in flight; under 1F1B, later stages have fewer."""
@@ -123,23 +121,16 @@ def least_recompute_us(
             shares += costs.exact
         must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))
     savings = np.stack(most_savings(costs))[:, span]
-    least = _least_times(savings, costs.forward_us[span], firsts - firsts[0], must_go)
+    least = _knapsack_bounds(savings, costs.forward_us[span], firsts - firsts[0], must_go)
     return least * (1 - RELATIVE)
 
 
-def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
-    """Return a lower bound of each stage's recomputation time; infinite if all of its layers save too few bytes.
+def _knapsack_bounds(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
+    """Return a lower bound of each stage's recomputation time: the optimum of a fractional knapsack.
 
-    The bound is the optimum of a fractional knapsack. It is computed from the dual problem: each price of a byte gives
-    a lower bound, and the largest one is returned.
-
-    Args:
-        savings: Most bytes that each layer saves as the first layer of a stage, and as a later layer; shape
-            (2, layers).
-        times: Time to recompute each layer, shape (layers,).
-        rows: First layer of each stage, shape (rows,).
-        must_go: Bytes that recomputation must remove from the stage with each first and each last layer; shape
-            (rows, layers).
+    In the dual problem, each price of a byte gives a lower bound, and the largest one is returned. `must_go` has the
+    bytes to save for each first and last layer of a stage, `savings` those that each layer saves as first or later
+    layer.
     """
 
     def sums(per_layer: FloatArray) -> FloatArray:

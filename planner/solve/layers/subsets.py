@@ -53,7 +53,6 @@ class LayerSubsets(NamedTuple):
 
 
 def _unbeaten(numbers: FloatArray) -> BoolArray:
-    """Return True for each row that no previous row dominates; rows are sorted by their first number."""
     unbeaten = np.ones(len(numbers), dtype=np.bool_)
     for n in range(len(numbers)):
         if unbeaten[n]:

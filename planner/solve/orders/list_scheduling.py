@@ -109,8 +109,7 @@ def follow_order(
     return _OrderFollower(problem, preferred, lookahead=lookahead, patience=patience, limit_us=limit_us).run()
 
 
-class _TooSlowError(Exception):
-    """Error of an order that takes longer than the limit."""
+class _TooSlowError(Exception): ...
 
 
 class _Route(NamedTuple):
@@ -170,7 +169,6 @@ class _ListScheduler(ABC):
         return _Route(other, link, times.send_us, times.blocking)
 
     def run(self) -> ActionOrder | None:
-        """Simulate all devices; return None if some actions can never run, or the limit is exceeded."""
         turns, free_us = self.turns, self.free_us
         turns.append((0.0, next(device for device, chunks in enumerate(self.problem.chunks) if 0 in chunks)))
         try:
@@ -187,11 +185,9 @@ class _ListScheduler(ABC):
         return ActionOrder(self.rows, max(free_us - begin_us + own_us for free_us, begin_us, own_us in spans))
 
     @abstractmethod
-    def turn(self, device: int, now_us: float) -> None:
-        """Choose and run an action on a free device, or none, so that the device waits."""
+    def turn(self, device: int, now_us: float) -> None: ...
 
     def forward(self, device: int, stage: int, now_us: float) -> None:
-        """Simulate the forward (F) of the stage's next micro-batch."""
         micro_batch = self.num_forwards[stage]
         self.num_forwards[stage] += 1
         self.forwards[stage].popleft()
@@ -203,7 +199,6 @@ class _ListScheduler(ABC):
             self.gradients[stage].append(end_us)
 
     def backward(self, device: int, stage: int, now_us: float, *, is_whole: bool) -> None:
-        """Simulate the input-gradient pass (I), or the whole backward (B), of the stage's next micro-batch."""
         times, micro_batch = self.times[stage], self.num_backwards[stage]
         is_last = micro_batch == self.num - 1
         self.num_backwards[stage] += 1
@@ -223,12 +218,10 @@ class _ListScheduler(ABC):
             self.send(self.up[stage - 1], end_us, self.gradients[stage - 1])
 
     def weight_backward(self, device: int, stage: int, micro_batch: int, now_us: float) -> None:
-        """Simulate a weight-gradient pass (W) that the caller has removed from `waiting`."""
         self.left[device] += self.footprints[stage].between
         self.start(device, (stage, "W", micro_batch), now_us, self.times[stage].weight_backward_us)
 
     def start(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
-        """Append an action to the device's order and return its end time; raise `_TooSlowError` if it is too late."""
         row, waited_us = self.rows[device], now_us - self.free_us[device]
         if not row:
             self.begins_us[device] = now_us
@@ -242,7 +235,6 @@ class _ListScheduler(ABC):
         return end_us
 
     def send(self, route: _Route, end_us: float, arrivals: deque[float]) -> None:
-        """Send the result of an action to a neighboring stage."""
         other, link, send_us, blocking = route
         if link < 0:
             arrivals.append(end_us)
@@ -256,8 +248,6 @@ class _ListScheduler(ABC):
 
 
 class _RuleScheduler(_ListScheduler):
-    """Simulation in which devices choose actions by dispatch rules."""
-
     def __init__(self, problem: OrderProblem, rules: DispatchRules, limit_us: float) -> None:
         super().__init__(problem, limit_us)
         self.forward_first, self.most_waiting, self.patience = rules.forward_first, rules.most_waiting, rules.patience
@@ -285,11 +275,7 @@ class _RuleScheduler(_ListScheduler):
                 self.weight_backward(device, *waiting.popleft(), now_us)
 
     def _next_forward(self, device: int, now_us: float) -> tuple[int, float, bool]:
-        """Find the next forward of a device.
-
-        Returns:
-            Its stage, the arrival time of its input, and True if a forward could run now with more memory.
-        """
+        """Return a stage, the arrival time of its next input, and True if only memory prevents a forward."""
         best, best_us, is_full = -1, inf, False
         for stage in self.forward_order[device]:
             forwards = self.forwards[stage]
@@ -303,8 +289,6 @@ class _RuleScheduler(_ListScheduler):
 
 
 class _OrderFollower(_ListScheduler):
-    """Simulation in which devices follow a preferred action order."""
-
     def __init__(
         self,
         problem: OrderProblem,
@@ -344,7 +328,6 @@ class _OrderFollower(_ListScheduler):
         return self.patience * duration_us if duration_us else 0.0
 
     def _arrival_us(self, device: int, stage: int, kind: Letter, micro_batch: int) -> float:
-        """Return the time from which an action can run; infinite if it is not known yet."""
         if kind == "W":
             return 0.0 if (stage, micro_batch) in self.waiting[device] else inf
         if kind == "F":

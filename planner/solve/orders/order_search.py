@@ -81,7 +81,7 @@ class OrderSearch:
     def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], known_orders: Sequence[Rows] = ()) -> None:
         self._problem, self._fits, self._known_orders = problem, fits, known_orders
         later = tuple(float(len(problem.times) - s) for s in range(len(problem.times)))
-        self._shapes = _in_flight(problem), later, _until_back(problem)
+        self._shapes = _in_flight_per_round_trip(problem), later, _forwards_per_round_trip(problem)
         self._least_us = least_period_us(problem) * (1 + 1e-9)
         self.best: SimulatedOrder | None = None
         self._is_exact = False
@@ -137,12 +137,6 @@ class OrderSearch:
     def _threshold_accepting(self, rows: _Rows, rules: DispatchRules, rules_us: float, most_actions: int) -> None:
         """Change the order or the rules step by step; at first, also continue from slightly slower orders.
 
-        Args:
-            rows: Best order so far.
-            rules: Best rules so far.
-            rules_us: Time from step to step of the rules' order; infinite if the order is slower than the best one.
-            most_actions: Limit on `spent`.
-
         Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
         """
         rng = random.Random(0)  # noqa: S311 - a fixed seed: the same plan every time
@@ -194,11 +188,9 @@ class OrderSearch:
 
     @property
     def _limit_us(self) -> float:
-        """Time from step to step of the best order so far; infinite if there is none."""
         return inf if self.best is None else self.best.period_us
 
     def _keep_if_better(self, order: ActionOrder | None) -> bool:
-        """Record an order and return True, if it fits and is faster than the best one so far."""
         self.spent += 3 * len(self._problem.times) * self._problem.micro_batches + _TRY_ACTIONS
         if order is None or (self.best is not None and order.period_us >= self.best.period_us * (1 - SAME)):
             return False
@@ -212,7 +204,6 @@ class OrderSearch:
         return True
 
     def _fits_exactly(self, rows: Rows) -> bool:
-        """Return True if the order fits according to the exact memory model; this takes as long as several orders."""
         self.spent += _CHECK_ORDERS * 3 * len(self._problem.times) * self._problem.micro_batches
         return self._fits(rows)
 
@@ -220,7 +211,7 @@ class OrderSearch:
 class _Tuning(NamedTuple):
     """Parameters of dispatch rules that are equal for all devices.
 
-    `most_waiting` of a stage is waiting * n + extra, where n is a number per stage that `shape` selects.
+    `most_waiting` of a stage is waiting * n + extra, where `shape` selects the number n of each stage.
     """
 
     waiting: float = 1.0
@@ -260,10 +251,10 @@ def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:
     return least_us + 2 * sum(t.send_us for t in times[stage:-1])
 
 
-def _in_flight(problem: OrderProblem) -> tuple[float, ...]:
-    """Return for each stage how many micro-batches the slowest device processes during a round trip.
+def _in_flight_per_round_trip(problem: OrderProblem) -> tuple[float, ...]:
+    """Return for each stage the number of micro-batches that the slowest device runs during a round trip.
 
-    A round trip begins at the stage, and goes through all later stages and back.
+    A round trip leads from the stage through all later stages and back.
     """
     pace_us = max(
         sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
@@ -277,8 +268,7 @@ def _in_flight(problem: OrderProblem) -> tuple[float, ...]:
     )
 
 
-def _until_back(problem: OrderProblem) -> tuple[float, ...]:
-    """Return for each stage the number of its forwards that take as long as a round trip through later stages."""
+def _forwards_per_round_trip(problem: OrderProblem) -> tuple[float, ...]:
     return tuple(
         _round_trip_us(problem.times, stage) / times.forward_us if times.forward_us else 1.0
         for stage, times in enumerate(problem.times)
@@ -286,7 +276,6 @@ def _until_back(problem: OrderProblem) -> tuple[float, ...]:
 
 
 def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
-    """Return dispatch rules with a random change for one or several consecutive devices or stages."""
     if rng.random() < _PATIENCE_SHARE:
         patience = rng.choice((0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.5, inf))
         some = _random_range(len(rules.patience), rng)
@@ -303,16 +292,12 @@ def split_costs_nothing(problem: OrderProblem) -> bool:
 
 
 def _random_range(number: int, rng: random.Random) -> range:
-    """Return a random range of one or several of `number` indices."""
     first = rng.randrange(number)
     return range(first, rng.choice((first + 1, first + 1, min(number, first + 2), number)))
 
 
 def _reorder(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[list[Act]]:
-    """Return the order after an action was moved on one device, and possibly also on all later or earlier devices.
-
-    Afterwards, the micro-batches of each kind of action still ascend.
-    """
+    # The micro-batches of each kind of action still ascend after each move.
     changed = [*map(list, rows)]
     for _ in range(rng.choice((1, 2))):
         kind, micro_batch = rng.choice(rows[0])[1], rng.randrange(problem.micro_batches)
@@ -323,7 +308,6 @@ def _reorder(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[lis
 
 
 def _move(row: list[Act], act: Act, step: int) -> None:
-    """Move an action by a number of positions, if the row has this action."""
     if act not in row:
         return  # this stage has another kind of backward than the first device's
     place = row.index(act)
@@ -336,10 +320,6 @@ def _move(row: list[Act], act: Act, step: int) -> None:
 
 
 def _merge_or_split(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[list[Act]]:
-    """Return the order after backwards of one chunk were merged (I and W become B) or split (B becomes I and W).
-
-    The change affects one device, possibly also all earlier or all later ones, and one micro-batch or all of them.
-    """
     changed = [*map(list, rows)]
     chunk, device, first = (rng.randrange(n) for n in (len(problem.chunks[0]), len(rows), problem.micro_batches))
     devices = rng.choice((range(device, device + 1), range(device, len(rows)), range(device + 1)))

@@ -171,7 +171,6 @@ def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: in
 
 
 def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
-    """Return a lower bound of the step times of N partitions, at most `upper_us`; `cuts` has shape (N, S+1)."""
     fastest, own_us = _least_times(evaluator, cuts, evaluator.allowed[0])
     work_us = fastest.work_us[:, evaluator.stages].sum(axis=2) + own_us
     # Most cuts are so uneven that their work alone exceeds `upper_us`.
@@ -206,7 +205,6 @@ class _StageBounds:
 
     @classmethod
     def of(cls, evaluator: Evaluator, cuts: IntArray, choice: int) -> "_StageBounds":
-        """Return the bounds if all stages have the recomputation `choice`, an index into `CHOICES`."""
         always, parts, inside = evaluator.stage_bytes(cuts, np.full((len(cuts), evaluator.num_stages), choice))
         part = {name: parts[..., place] for place, name in enumerate(PARTS)}
         held, forward, backward = (
@@ -224,7 +222,6 @@ class _StageBounds:
         )
 
     def most_in_flight(self, evaluator: Evaluator) -> FloatArray:
-        """Return the most micro-batches in flight on each device's first stage, shape (N, K); 0 if none fits."""
         num = float(evaluator.case.micro_batches)
         most = np.full((len(self.always), evaluator.num_devices), num)
         for device, stages in enumerate(evaluator.chunks):
@@ -241,11 +238,6 @@ class _StageBounds:
 
 
 def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Iterator[_StageBounds]:
-    """Yield the bounds for every combination of recomputation choices of a device's chunks.
-
-    If there are too many combinations, only the choice of the first chunk varies. The bounds of the other chunks are
-    then the smallest over all choices.
-    """
     num_chunks = evaluator.case.chunks
     place = {stage: chunk for chunks in evaluator.chunks for chunk, stage in enumerate(chunks)}
 
@@ -255,6 +247,7 @@ def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Itera
     if len(stages) ** num_chunks <= _MOST_COMBINATIONS:
         combinations = product(stages, repeat=num_chunks)
     else:
+        # Only the choice of the first chunk varies; other chunks have the smallest bounds over all choices.
         free = _combine(stages, lambda each: np.min(each, axis=0))
         combinations = product(stages, *[[free]] * (num_chunks - 1))
     for stage_bounds in combinations:
@@ -262,14 +255,12 @@ def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Itera
 
 
 def _combine(stages: Sequence[_StageBounds], join: Callable[[Sequence[FloatArray]], FloatArray]) -> _StageBounds:
-    """Return bounds whose arrays combine the arrays of several bounds, with the function `join`."""
     times = {of.name: join([getattr(each.times, of.name) for each in stages]) for of in fields(LeastTimes)}
     sizes = {name: join([getattr(each, name) for each in stages]) for name in ("always", "held", "running", "inside")}
     return _StageBounds(times=LeastTimes(**times), own_us=stages[0].own_us, **sizes)
 
 
 def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[LeastTimes, FloatArray]:
-    """Return the least times of stages with the recomputation `choice`, and the time between steps, shape (N, K)."""
     choices = np.full((len(cuts), evaluator.num_stages), choice)
     busy, halves, crossing, own_us = evaluator.durations(cuts, choices)
     times = LeastTimes.of(busy, halves, crossing, evaluator.case.micro_batches)
@@ -281,5 +272,4 @@ def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[Lea
 
 
 def _prefix_sums(times_us: FloatArray) -> FloatArray:
-    """Return for each stage the sum of the times of earlier stages, then the total; shape (N, S+1)."""
     return np.concatenate([np.zeros((len(times_us), 1)), np.cumsum(times_us, axis=1)], axis=1)

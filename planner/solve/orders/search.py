@@ -83,11 +83,9 @@ def _search_all(progress: Progress, start: Partition | None) -> None:
 
 
 class _JointSearch:
-    """Search for partition and action order together, for one number of devices."""
-
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         self._progress, self._evaluator = progress, evaluator
-        self._named = _named_schedules(evaluator)
+        self._named = _named_schedule_evaluators(evaluator)
         self._known_orders = [named.actions for named in self._named]
         self._start: Rows | None = None
         """Order of the plan from which the search starts."""
@@ -95,7 +93,6 @@ class _JointSearch:
         self._kinds: tuple[bool, ...] = (False, True)
 
     def improve(self, start: Partition) -> None:
-        """Search from the partition and the action orders of a good plan."""
         self._start = start.actions()
         self._known_orders.insert(0, self._start)
         self._order_share = _SHARE_FROM_BEST
@@ -103,7 +100,6 @@ class _JointSearch:
         self._alternate(cuts_and_choices(start))
 
     def search(self) -> None:
-        """Search from the best partition under each named schedule, and from even cuts."""
         even = start_cuts(self._progress, self._evaluator)
         for named in self._named:
             best = self._improve_cuts(named, even)
@@ -117,7 +113,6 @@ class _JointSearch:
             )
 
     def _alternate(self, partition: CutsAndChoices) -> bool:
-        """Improve order and partition in turn until a round brings no improvement; return True if an order fits."""
         before_us = inf
         for _ in range(_ROUNDS):
             self._progress.deadline.check()
@@ -138,7 +133,6 @@ class _JointSearch:
         return before_us < inf
 
     def _improve_cuts(self, evaluator: Evaluator, starts: Sequence[IntArray]) -> CutsAndChoices | None:
-        """Return the best partition found under the evaluator's action order, and record it; None if none fits."""
         progress = self._progress
         own = Progress(case=evaluator.case, effort=progress.effort, deadline=progress.deadline, upper_us=inf)
         CutSearch(own, evaluator).search(starts, max(0, progress.effort.left) // _SHARE)
@@ -149,17 +143,13 @@ class _JointSearch:
         return cuts_and_choices(own.best)
 
     def _find_order(self, partition: CutsAndChoices) -> SimulatedOrder | None:
-        """Return the best action order found for a partition; None if no order fits.
-
-        Orders with whole backwards (B) are tried as well. They need no memory between I and W, and B may be faster than
-        I and W together.
-        """
         evaluator, effort = self._evaluator, self._progress.effort
         cuts, choices = partition[0][None], partition[1][None]
 
         def fits(rows: Rows) -> bool:
             return bool((evaluator.with_schedule(ListedSchedule(rows)).over_bytes(cuts, choices) <= 0).all())
 
+        # Whole backwards need no memory between I and W, and may be faster than I and W together.
         best: SimulatedOrder | None = None
         for is_whole in self._kinds:
             problem = _order_problem(evaluator, partition[0], partition[1], is_whole=is_whole)
@@ -174,11 +164,8 @@ class _JointSearch:
         return best
 
 
-def _named_schedules(evaluator: Evaluator) -> list[Evaluator]:
-    """Return evaluators for the named schedules with this evaluator's placement.
-
-    GPipe is left out, because its order needs too much memory.
-    """
+def _named_schedule_evaluators(evaluator: Evaluator) -> list[Evaluator]:
+    # GPipe, which has a closed form, is left out, because its order needs too much memory.
     able = []
     for schedule in SCHEDULES.values():
         if not schedule.has_closed_form and schedule.placement == evaluator.case.schedule.placement:
@@ -189,14 +176,6 @@ def _named_schedules(evaluator: Evaluator) -> list[Evaluator]:
 
 
 def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
-    """Return the input of a search for an action order, for one partition.
-
-    Args:
-        evaluator: Evaluator for the partition's number of devices.
-        cuts: Cuts of the partition, shape (S+1,).
-        choices: Recomputation of each stage, shape (S,).
-        is_whole: True for whole backwards (B), False for split ones (I and W).
-    """
     cuts, choices = cuts[None], choices[None]
     busy, halves, crossing, own = evaluator.durations(cuts, choices)
     always, parts, _ = evaluator.stage_bytes(cuts, choices)

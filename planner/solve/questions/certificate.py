@@ -43,15 +43,7 @@ def check_certificate(written: Plan, verdict: Verdict, profile: Profile) -> Verd
 
 
 def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]:
-    """Return findings about the certificate and the frontier of a plan whose other figures are correct.
-
-    A plan does not record if M was fixed, so the request is solved for the plan's own M.
-
-    Args:
-        written: The plan as read from its file.
-        now: The plan with recomputed figures and the certificate from the file.
-        profile: The profile from which the figures were recomputed.
-    """
+    # A plan does not record if M was fixed, so the request is solved for the plan's own M.
     problems = list(certificate_problems(written, now.solver))
     open_ones = []
     if now.solver.status != "given" or written.frontier:
@@ -85,7 +77,6 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
 
 
 def _contradiction(now: Plan, best: Plan) -> str:
-    """Return in words how the best plan found contradicts the plan's certificate; empty if it does not."""
     step_us, best_us, bound_us = now.predicted.step_us, best.predicted.step_us, now.solver.lower_bound_us
     if now.solver.status == "optimal" and best_us < step_us and not is_equal_rounded("step_us", best_us, step_us):
         return f"it is marked as optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms"

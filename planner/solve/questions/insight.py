@@ -94,7 +94,6 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
 
 
 def _pace(profile: Profile, plan: Plan) -> str:
-    """Return a text about the slowest stage or link, in the forward and in the backward."""
     times = Evaluation.of(plan, profile).stage_times
     forward = [(t.forward_us, f"stage {k}") for k, t in enumerate(times)]
     backward = [(t.backward_us, f"stage {k}") for k, t in enumerate(times)]

@@ -73,7 +73,6 @@ def sweep_of(
 
 
 def _cheapest(cells: Sequence[SweepCell]) -> int | None:
-    """Return the index of the first cell with the most samples per second and device; None if no cell has a plan."""
     with_plan = [n for n, cell in enumerate(cells) if cell.plan is not None]
     return max(with_plan, key=lambda n: cells[n].samples_per_device_s, default=None)
 
@@ -86,7 +85,6 @@ def _question(request: Request, devices: int, limit: int, headroom: float) -> Re
 def _answer_of_larger(
     answers: dict[tuple[int, int], _Answer], question: Request, size: tuple[int, int]
 ) -> _Answer | None:
-    """Return the answer that follows from the known answer of a larger cluster; None if none follows."""
     inputs = question.inputs
     for (devices, limit), answer in answers.items():
         if devices < size[0] or limit < size[1]:

@@ -69,15 +69,11 @@ def _point(profile: Profile, request: Request, plan: Plan, name: ScheduleName) -
 
 
 def _plan_under(name: ScheduleName, profile: Profile, request: Request, usual: int) -> Plan | None:
-    """Return the best plan found under a schedule, or None.
-
-    Schedules with long searches get the M `usual` first, because the effort for one value of M is too small if a short
-    search is divided among all of them.
-    """
     schedule = schedule_of(name)
     requests = [replace(request, micro_batches=usual), request]
     if schedule.has_closed_form or schedule.is_one_forward_one_backward:
         requests = [request]
+    # A short search divided among all values of M would have too little effort for each, so `usual` comes first.
     elif schedule.is_to_be_made:
         requests = requests[:1]
     found = (plan_under({name}, profile, each, upper_us=inf) for each in requests)

@@ -45,11 +45,10 @@ _HALVINGS = 50
 def least_us_in_any_order(case: "Case") -> float:
     """Return a lower bound of the step time of all plans of a case, with any action order, in microseconds."""
     pair_us = case.micro_batches * (case.costs.forward_us + case.least_backward_us) / case.highest_speed
-    return max(_whole_layers_us(pair_us, case.num_devices), _least_recomputation_us(case)) * _SAFE
+    return max(_busiest_device_us(pair_us, case.num_devices), _least_recomputation_us(case)) * _SAFE
 
 
-def _whole_layers_us(layer_us: FloatArray, num_devices: int) -> float:
-    """Return a lower bound of the busiest device's time: some device has q + 1 of the q K + 1 longest layers."""
+def _busiest_device_us(layer_us: FloatArray, num_devices: int) -> float:
     longest_first = np.sort(layer_us)[::-1]
     rounds = range((len(layer_us) - 1) // num_devices + 1)
     return max(float(longest_first[q * num_devices - q : q * num_devices + 1].sum()) for q in rounds)
@@ -68,7 +67,6 @@ def least_saved_bytes(costs: ChainCosts) -> FloatArray:
 
 
 def _least_recomputation_us(case: "Case") -> float:
-    """Return the smallest step time that leaves enough time for the recomputation that the memory limits require."""
     costs, num = case.costs, case.micro_batches
     if costs.memory_model is not None:
         return 0.0  # the memory model of compiled programs

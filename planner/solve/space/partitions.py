@@ -116,7 +116,7 @@ class Evaluator:
         arrays have shape (N, S). Times are in microseconds.
         """
         busy, crossing, own = self._times(cuts, choices)
-        return busy, self._half_times(busy, cuts), crossing, own
+        return busy, self._split_backward_times(busy, cuts), crossing, own
 
     def step_us(self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None) -> FloatArray:
         """Return simulated step times, optimizer steps included, as in `planner.core.cost.evaluate.step_us`.
@@ -133,7 +133,7 @@ class Evaluator:
         busy, crossing, own = self._times(cuts, choices, layers_us)
         times = {**busy._asdict(), "send_us": crossing}
         if self.case.schedule.splits_backward:
-            times |= self._half_times(busy, cuts)._asdict()
+            times |= self._split_backward_times(busy, cuts)._asdict()
             sums = self.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:]) if self.case.replicas > 1 else None
             return makespans(self.actions, times, blocking=self.blocking, own_us=own, sums_us=sums)
         pipeline = makespans(self.actions, times, blocking=self.blocking)
@@ -147,7 +147,7 @@ class Evaluator:
             device_peaks(always[:, stages], parts[:, stages], moments=moments)
             for stages, moments in zip(self.stages, self.moments, strict=True)
         ]
-        return self._above(np.stack(peaks, axis=1), inside)
+        return self._excess_bytes(np.stack(peaks, axis=1), inside)
 
     def over_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, for each combination of its chunks' choices.
@@ -166,7 +166,7 @@ class Evaluator:
             device_peaks_by_choice(always[:, :, stages], parts[:, :, stages], combinations, moments=moments)
             for stages, moments in zip(self.stages, self.moments, strict=True)
         ]
-        return self._above(np.stack(peaks, axis=2), inside[:, None])
+        return self._excess_bytes(np.stack(peaks, axis=2), inside[:, None])
 
     def stage_bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
         """Return the memory of each stage of N partitions.
@@ -215,13 +215,7 @@ class Evaluator:
         times = float(counts @ every.saved) + runs * costs.exact
         return _sum_parts(self._parts_by_layers, counts), times * most_savings(costs)[0]
 
-    def _above(self, peaks_bytes: FloatArray, inside: BoolArray) -> FloatArray:
-        """Return the bytes by which peaks of devices exceed the limits; infinite if a stage is not in the tables.
-
-        Args:
-            peaks_bytes: Peaks of the devices, shape (…, K).
-            inside: True for each stage in the tables, shape (…, S).
-        """
+    def _excess_bytes(self, peaks_bytes: FloatArray, inside: BoolArray) -> FloatArray:
         known_bytes = np.where(inside[..., self.stages].all(axis=-1), peaks_bytes, np.inf)
         over: FloatArray = np.maximum(known_bytes - np.array(self.case.limits_bytes[: self.num_devices]), 0.0)
         return over
@@ -229,15 +223,13 @@ class Evaluator:
     def _times(
         self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> tuple[BusyTimes, FloatArray, FloatArray]:
-        """Return busy and transfer times of stages, shape (N, S), and optimizer times of devices, shape (N, K)."""
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
         recompute_us = 0.0 if layers_us is None else layers_us
         busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=recompute_us)
         own = sums.own_us(first, end, self.speeds)[:, self.stages].sum(axis=2)
         return busy, self.transfer_us[np.arange(self.num_stages), end], own
 
-    def _half_times(self, busy: BusyTimes, cuts: IntArray) -> SplitBackwardTimes:
-        """Return the times of the input-gradient and the weight-gradient pass of each stage, shape (N, S)."""
+    def _split_backward_times(self, busy: BusyTimes, cuts: IntArray) -> SplitBackwardTimes:
         return self.case.sums.split_backward_times(busy, cuts[:, :-1], cuts[:, 1:], speed=self.speeds)
 
     @cached_property
@@ -260,7 +252,7 @@ class Evaluator:
 
     @cached_property
     def _parts_by_layers(self) -> FloatArray:
-        """Memory table like `parts`, for one choice only: stages that recompute single layers.
+        """Memory of stages that recompute single layers, shape (L+1, width, 1 + parts).
 
         For a lower bound of a part, subtract the `most_savings` of all recomputed layers, times
         `ChunkMemoryFunction.saved` of the part.
@@ -276,14 +268,13 @@ class Evaluator:
         return parts
 
     def _stages_in(self, firsts: IntArray, stop: int) -> Stages:
-        """Return the stages that begin with one of the layers `firsts` and end with a layer firsts[0]..stop-1."""
         case, layers = self.case, slice(int(firsts[0]), stop)
         splits = case.schedule.splits_backward
         return stages_in(case.costs, firsts, layers, micro_batches=case.micro_batches, in_halves=splits)
 
     @cached_property
     def _any_by_layers(self) -> ChunkMemoryFunction:
-        """Memory of one stage with all layers. Only its fields `saved` and `level` are read, which all stages share."""
+        # Only the fields `saved` and `level` are read, which are equal for all stages.
         case = self.case
         return chunk_memory_function(
             case.costs,
@@ -295,7 +286,6 @@ class Evaluator:
 
 
 def _sum_parts(parts: FloatArray, counts: FloatArray) -> FloatArray:
-    """Return the memory of stages with `counts` of each of `PARTS`, in bytes; infinite for entries without a stage."""
     with np.errstate(invalid="ignore"):
         held = parts[..., 0] + parts[..., 1:] @ counts
     known: FloatArray = np.where(np.isnan(held), np.inf, held)

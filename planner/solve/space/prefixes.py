@@ -65,10 +65,7 @@ class PrefixBounds:
         return tuple(cuts[::-1])
 
     def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
-        """Return the lower bounds by name; [r][i] is the bound for layers 0..i-1 in at most (or exactly) r stages.
-
-        A bound is infinite if r stages cannot cover layers 0..i-1, or the remaining stages cannot cover later layers.
-        """
+        """Return the lower bounds by name. Entry [r][i] is for layers 0..i-1 in at most (or exactly) r stages."""
         num, width, most = self._problem.num_layers, self._problem.width, self._problem.num_stages
         start = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
         least = {name: [start] for name in self._needs}
@@ -94,7 +91,6 @@ class PrefixBounds:
         return least
 
     def _least_of_stages(self, levels: Iterable[int]) -> dict[str, FloatArray]:
-        """Return each stage's smallest value over some levels and all recomputation choices, by name of the bound."""
         least: dict[str, FloatArray] = {}
         # Equal devices share one table for all of their levels.
         level_of = {id(self._problem.tables[level]): level for level in reversed(list(levels))}
