@@ -1,4 +1,4 @@
-"""Kinds of device: each can do all that is asked of one, and has the names that files and messages know it by."""
+"""Kinds of devices."""
 
 import inspect
 import time
@@ -14,22 +14,20 @@ from planner.device.meter import CpuMeter
 CPU = torch.device("cpu")
 
 
-def test_files_and_the_registry_know_the_same_kinds() -> None:
-    """The commands that must not import torch read the names from `core`."""
+def test_core_lists_the_registered_kinds() -> None:
+    """Commands that must not import torch read the names from `core`."""
     assert tuple(DEVICE_KINDS) == TORCH_KINDS
     assert [kind.name for kind in DEVICE_KINDS.values()] == list(DEVICE_KINDS)
 
 
 @pytest.mark.parametrize("name", list(DEVICE_KINDS))
-def test_a_kind_lacks_nothing(name: str) -> None:
-    """A method that is still to be written shows here, on a machine without the device too."""
+def test_kinds_implement_all_methods(name: str) -> None:
     assert not inspect.isabstract(DEVICE_KINDS[name])
     for told in (DEVICE_KINDS[name].title, DEVICE_KINDS[name].communication):
         assert told
 
 
-def test_the_cpu_counts_events_and_has_room_for_any_number_of_processes() -> None:
-    """All processes of a machine share it."""
+def test_the_cpu_takes_any_number_of_processes() -> None:
     kind = kind_of(CPU)
     assert isinstance(kind.meter(), CpuMeter)
     assert isinstance(kind.clock(1), CpuClock)
@@ -39,19 +37,16 @@ def test_the_cpu_counts_events_and_has_room_for_any_number_of_processes() -> Non
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_without_an_accelerator_none_is_in_use() -> None:
-    """The host's own generators are all there are."""
     assert accelerator_in_use() is None
 
 
-def test_moments_of_the_host_are_its_clocks() -> None:
-    """Later ones lie behind earlier ones, by nanoseconds."""
+def test_moments_of_the_host_grow() -> None:
     kind = kind_of(CPU)
     earlier, later = kind.current_moment(), kind.current_moment()
     assert 0 <= later.ns_since(earlier) < 10**9
 
 
-def test_the_host_clock_is_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time passes between a moment and when it is said to have been."""
+def test_a_moment_of_the_host_is_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = kind_of(CPU)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 5000)
     moment, at_ns = kind.moment_on_both_clocks()
@@ -60,6 +55,6 @@ def test_the_host_clock_is_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("profiled", "trained"), [("cpu", "cpu"), ("cuda", "cuda"), ("tpu", "cpu")])
-def test_what_torch_cannot_train_on_is_tried_out_on_the_cpu(profiled: str, trained: str) -> None:
-    """A TPU's plan in the bundled executor."""
+def test_plans_for_tpus_are_trained_on_the_cpu(profiled: str, trained: str) -> None:
+    """In the bundled executor."""
     assert training_kind(profiled) == trained

@@ -1,4 +1,4 @@
-"""How the C library hands out memory, in a process of its own: the settings last for good."""
+"""Settings of the C library's allocator, in a new process because they cannot be undone."""
 
 import subprocess
 import sys
@@ -25,8 +25,8 @@ print(kept, resident_bytes() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings, read from /proc")
 @pytest.mark.parametrize("below", [None, 2**20, 2**25])
-def test_large_blocks_are_kept_only_if_asked(below: int | None) -> None:
-    """128 MiB that were freed; afterwards all of it is given back."""
+def test_freed_blocks_below_a_size_are_kept(below: int | None) -> None:
+    """Of 128 MiB, all are given back by `release_freed_memory`."""
     code = MEASURED.format(below=below)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     kept, left = map(int, done.stdout.split())

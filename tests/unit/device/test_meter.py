@@ -1,4 +1,4 @@
-"""The meter counts the allocator's own events: exact peaks and ends, temporaries included."""
+"""Memory meter: exact peaks and ends, including temporaries."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,6 @@ KEPT: list[Tensor] = []
 
 @pytest.fixture(autouse=True)
 def clean() -> None:
-    """Nothing is kept from test to test."""
     KEPT.clear()
 
 
@@ -52,13 +51,11 @@ def _hand_over() -> None:
     ],
     ids=["nothing", "kept", "two kept", "dropped", "overlapping", "handed over", "empty"],
 )
-def test_known_allocations(work: Callable[[], None], usage: Usage) -> None:
-    """Peak and end, to the byte."""
+def test_peak_and_end_of_known_allocations(work: Callable[[], None], usage: Usage) -> None:
     assert CpuMeter().measure(work) == usage
 
 
 def test_views_and_in_place_operators_take_nothing() -> None:
-    """Only storages count."""
     tensor = torch.zeros(1000)
 
     def work() -> None:
@@ -68,23 +65,21 @@ def test_views_and_in_place_operators_take_nothing() -> None:
     assert CpuMeter().measure(work) == Usage(0, 0)
 
 
-def test_temporaries_inside_an_operator_are_seen() -> None:
-    """`softmax` in half precision, sorting: what no dispatch mode shows."""
+def test_temporaries_inside_an_operator_are_measured() -> None:
+    """No dispatch mode shows them."""
     values = torch.randn(1000)
     usage = CpuMeter().measure(lambda: KEPT.append(values.sort().values))
     assert usage.end_bytes == 4000
     assert usage.peak_bytes >= 4000 + 8000  # the indices
 
 
-def test_what_is_kept_across_measurements_is_subtracted_when_it_goes() -> None:
-    """Work that releases more than it allocates ends below zero; the peak is never below zero."""
+def test_releasing_earlier_allocations_ends_below_zero() -> None:
     meter = CpuMeter()
     assert meter.measure(lambda: _keep(3000)) == Usage(3000, 3000)
     assert meter.measure(KEPT.clear) == Usage(0, -3000)
 
 
 def test_measurements_do_not_depend_on_each_other() -> None:
-    """The same work gives the same numbers, whatever ran before and in between."""
     meter = CpuMeter()
     seen = set()
     for size in (10, 1000, 100_000):
@@ -94,9 +89,7 @@ def test_measurements_do_not_depend_on_each_other() -> None:
     assert seen == {Usage(1500, 0)}
 
 
-def test_a_failure_ends_the_recording() -> None:
-    """The next measurement works."""
-
+def test_a_failed_measurement_does_not_affect_the_next() -> None:
     def fail() -> None:
         raise ValueError
 
@@ -106,8 +99,8 @@ def test_a_failure_ends_the_recording() -> None:
     assert meter.measure(_drop) == Usage(1000, 0)
 
 
-def test_backward_is_measured_too() -> None:
-    """Gradients of a linear map: y = x·w, dL/dw of 4 kB stays, dL/dx is not needed."""
+def test_backward_is_measured() -> None:
+    """For y = x·w, dL/dw stays and dL/dx is not computed."""
     x, w = torch.randn(1, 1000), torch.randn(1000, 1, requires_grad=True)
     loss = (x @ w).sum()
     usage = CpuMeter().measure(loss.backward)
@@ -116,8 +109,7 @@ def test_backward_is_measured_too() -> None:
     assert usage.peak_bytes >= w.grad.nbytes
 
 
-def test_sizes_are_in_order() -> None:
-    """Allocations are positive, releases negative, as they happened."""
+def test_allocations_and_releases_are_recorded_in_order() -> None:
     with recorded_allocations() as sizes:
         first = torch.empty(10, dtype=torch.uint8)
         second = torch.empty(20, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What of a GPU is not for tensors, on a device whose figures are made up: 80 GB, with a pool and other programs."""
+"""Memory of a GPU that is not available for tensors, on a fake device of 80 kB."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,35 +18,32 @@ CPU = torch.device("cpu")
 
 
 class FakeCuda:
-    """Counts what is asked of it; the libraries take 700 of the device and 32 of the pool when they are first used."""
+    """A fake whose libraries take 700 bytes of the device and 32 of the pool when first used."""
 
     def __init__(self) -> None:
         self.used = False
         self.pool = 50
 
     def memory_allocated(self, _device: Any) -> int:
-        """Tensors of the model, and what libraries keep in the pool."""
         return 20 + 32 * self.used
 
     def memory_reserved(self, _device: Any) -> int:
-        """The pool."""
         return self.pool + 32 * self.used
 
     def synchronize(self, _device: Any) -> None:
-        """By now the libraries have been used."""
+        """Use the libraries."""
         self.used = True
 
     def empty_cache(self) -> None:
-        """Only what holds tensors is left."""
         self.pool = 20
 
     def mem_get_info(self, _device: Any) -> tuple[int, int]:
-        """Free and all: beside the pool there are the context, 300, and the libraries."""
+        """Return free and total memory: the context takes 300."""
         return 80_000 - 300 - 700 * self.used - self.memory_reserved(_device), 80_000
 
 
-def test_context_libraries_and_their_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the model nor what the pool has free for other tensors."""
+def test_reserve_is_context_libraries_and_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the model nor free memory of the pool counts."""
     fake = FakeCuda()
     for name in ("memory_allocated", "memory_reserved", "synchronize", "empty_cache", "mem_get_info"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
@@ -54,8 +51,7 @@ def test_context_libraries_and_their_workspaces(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("reserve", "expected"), [(None, 1000), ("0B", 0), ("2kB", 2000)])
-def test_it_is_the_default_of_solve(reserve: str | None, expected: int) -> None:
-    """And an option overrides it."""
+def test_the_profiles_reserve_is_the_default_of_solve(reserve: str | None, expected: int) -> None:
     profile = random_profile(1, 4)
     profile = replace(profile, device=replace(profile.device, reserve_bytes=1000))
     asked = SolverOptions(devices=2, mem="1GB", batch=1, reserve=reserve)
@@ -63,7 +59,7 @@ def test_it_is_the_default_of_solve(reserve: str | None, expected: int) -> None:
     assert request.inputs.reserve_bytes == expected
 
 
-def test_it_does_not_make_an_interrupted_run_useless() -> None:
+def test_a_partial_profile_may_have_another_reserve() -> None:
     """Other programs come and go."""
     one = PartialProfile(
         generator=Generator(name="gpipe-plan", version="0"),

@@ -1,4 +1,4 @@
-"""Costs of a device that is not here: the memory of a real run, and times by the data sheet."""
+"""Profiles of devices that are not in this machine: memory as in a real run, times by the data sheet."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -37,12 +37,11 @@ from tests.zoo.real_models import REAL_MODELS
 
 
 def estimated(loaded: LoadedModel, *sizes: int, device: str = "h100") -> Profile:
-    """A profile for a device that is not here."""
+    """Return a profile for this device."""
     return profile_model(loaded, ProfilerOptions(micro_batch_sizes=sizes, device=f"estimate:{device}"))
 
 
 def blocks() -> nn.Sequential:
-    """Wide enough for tensors to outweigh bookkeeping."""
     layers: list[nn.Module] = [nn.Embedding(512, 64), nn.Flatten(), nn.Linear(1024, 256)]
     for _ in range(3):
         layers += [nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))]
@@ -50,38 +49,36 @@ def blocks() -> nn.Sequential:
 
 
 def words(size: int) -> Tensor:
-    """16 word numbers per sample."""
     return torch.randint(0, 512, (size, 16))
 
 
-def to_word(output: Tensor, _targets: Any) -> Tensor:
-    """Cross-entropy against the first word."""
+def loss_of_first_word(output: Tensor, _targets: Any) -> Tensor:
     return cross_entropy(output, torch.zeros(len(output), dtype=torch.long))
 
 
 def own_loss(output: Any, target: Any) -> Tensor:
-    """The model's own loss, or a mean."""
+    """Return the model's own loss, or a mean."""
     return output.loss if getattr(output, "loss", None) is not None else mean_loss(output, target)
 
 
-def levels_in_halves(costs: ChainCosts, first: int, end: int) -> dict[str, float]:
-    """What a stage has whose backward runs in halves, by name."""
+def split_memory(costs: ChainCosts, first: int, end: int) -> dict[str, float]:
+    """Return the memory components of a stage with split backward, by name."""
     stage = stages_in(costs, np.array([first]), slice(first, end), micro_batches=3, in_halves=True).halves
     assert stage is not None
     return {field.name: float(np.ravel(getattr(stage, field.name))[-1]) for field in fields(stage)}
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    """As a CPU runs it, so that the transients of its step can be compared."""
+    """Return AdamW as a CPU runs it, so that the temporaries of its step can be compared."""
     return torch.optim.AdamW(parameters, foreach=False)
 
 
 # Memory
 
 
-def test_a_device_that_is_not_here_has_a_reserve() -> None:
-    """An allowance for context and libraries, stated in the profile and the default of `solve`."""
-    profile = estimated(loaded_model(blocks, words, loss_fn=to_word), 2)
+def test_an_estimated_device_has_an_assumed_reserve() -> None:
+    """The profile states it, and it is the default of `solve`."""
+    profile = estimated(loaded_model(blocks, words, loss_fn=loss_of_first_word), 2)
     assert profile.device.reserve_bytes == ASSUMED_RESERVE_BYTES == 10**9
     assert "reserve 954 MiB, assumed" in profile_text(profile, Style(width=100, color=False))
     request = request_of(
@@ -92,10 +89,10 @@ def test_a_device_that_is_not_here_has_a_reserve() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["blocks", "GPT-2", "ViT"])
-def test_memory_is_that_of_a_measured_profile(name: str) -> None:
-    """What is kept, what crosses, parameters and state are equal; peaks lack only what kernels take for themselves."""
+def test_estimated_memory_equals_measured_memory(name: str) -> None:
+    """Peaks are within 3 %: they lack only what kernels allocate themselves."""
     if name == "blocks":
-        loaded = loaded_model(blocks, words, loss_fn=to_word, build_optimizer=adam)
+        loaded = loaded_model(blocks, words, loss_fn=loss_of_first_word, build_optimizer=adam)
     else:
         known = REAL_MODELS[name]
         loaded = loaded_model(known.build, known.inputs, loss_fn=own_loss, build_optimizer=adam)
@@ -109,7 +106,7 @@ def test_memory_is_that_of_a_measured_profile(name: str) -> None:
         for recompute in ("never", "always"):
             totals = [stage_memory(c, first, end, moments_with(3), recompute=recompute).total for c in costs]
             assert totals[0] / totals[1] == pytest.approx(1.0, abs=0.03)
-        halves = [levels_in_halves(c, first, end) for c in costs]
+        halves = [split_memory(c, first, end) for c in costs]
         assert halves[0] == pytest.approx(halves[1], rel=0.03)
 
 
@@ -122,8 +119,8 @@ def kept_bytes(work: Any) -> int:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_and_dropout_keep_what_a_gpu_keeps(dtype: torch.dtype, dropout: float) -> None:
-    """With learned positions, attention keeps its result, a number per row and the mask; a CPU keeps the scores."""
+def test_attention_and_dropout_save_the_bytes_of_a_gpu(dtype: torch.dtype, dropout: float) -> None:
+    """Attention saves its result, a number per row and the mask; a CPU saves the scores."""
     cpu = torch.device("cpu")
     query, key, value = (
         ghost_like(torch.empty(2, 4, 64, 16, dtype=dtype, device="meta"), cpu).requires_grad_() for _ in range(3)
@@ -137,8 +134,8 @@ def test_attention_and_dropout_keep_what_a_gpu_keeps(dtype: torch.dtype, dropout
     assert dropped == result + 2 * 4 * 64 * 16
 
 
-def test_a_meter_counts_what_is_made_and_let_go() -> None:
-    """Views are nothing new; what was there before is not counted; what is let go of ends."""
+def test_ghost_meter_counts_allocated_and_released_bytes() -> None:
+    """Views and earlier tensors count nothing."""
     meter = GhostMeter()
     given = ghost_like(torch.empty(100), torch.device("cpu"))
     kept: list[Tensor] = []
@@ -156,8 +153,7 @@ def test_a_meter_counts_what_is_made_and_let_go() -> None:
 # Time
 
 
-def test_a_large_product_takes_its_operations_at_the_peak_rate() -> None:
-    """2 n^3 operations, in float32 and in bfloat16."""
+def test_a_large_product_is_timed_by_its_operations() -> None:
     for dtype, rate in ((torch.float32, 67e12), (torch.bfloat16, 989.5e12)):
         a = ghost_like(torch.empty(8192, 8192, dtype=dtype, device="meta"), torch.device("cpu"))
         clock = RooflineClock(RATES["h100"])
@@ -166,8 +162,8 @@ def test_a_large_product_takes_its_operations_at_the_peak_rate() -> None:
         assert taken_us == pytest.approx(2 * 8192**3 / rate * 1e6)
 
 
-def test_a_sum_takes_its_bytes_at_the_peak_bandwidth() -> None:
-    """Two read, one written; a view takes nothing; next to nothing takes a launch."""
+def test_a_sum_is_timed_by_its_bytes() -> None:
+    """A view takes no time, and a tiny operation the time of a launch."""
     a = ghost_like(torch.empty(10**8, device="meta"), torch.device("cpu"))
     clock = RooflineClock(RATES["a100-80gb"])
     assert clock.time_us(lambda: _discard(a + a)) == pytest.approx(3 * 4e8 / 2039e9 * 1e6)
@@ -176,9 +172,7 @@ def test_a_sum_takes_its_bytes_at_the_peak_bandwidth() -> None:
 
 
 @pytest.mark.slow
-def test_a_faster_device_is_faster_and_a_larger_batch_slower() -> None:
-    """Layer by layer, once launches no longer count."""
-
+def test_estimated_times_follow_device_and_batch_size() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))
 
@@ -193,8 +187,8 @@ def test_a_faster_device_is_faster_and_a_larger_batch_slower() -> None:
 
 
 @pytest.mark.slow
-def test_halves_of_a_backward_are_told_apart_by_what_their_operators_do() -> None:
-    """Both add up to the whole. Of products each has one half; those of attention, without weights, are in I."""
+def test_estimated_backwards_are_split_by_operator() -> None:
+    """Both passes add up to the backward. Products of attention, without weights, are in I."""
 
     def build() -> nn.Module:
         block = nn.TransformerEncoderLayer(2048, 16, 8192, dropout=0.0, batch_first=True, norm_first=True)
@@ -214,17 +208,16 @@ def test_halves_of_a_backward_are_told_apart_by_what_their_operators_do() -> Non
     assert last.backward_input_us[0] == pytest.approx(last.backward_weight_us[0], rel=0.1)
 
 
-def test_it_is_marked_as_estimated() -> None:
-    """With the device's own name and memory, and no certainty claimed."""
-    profile = estimated(loaded_model(blocks, words, loss_fn=to_word), 2)
+def test_an_estimated_profile_names_its_device() -> None:
+    profile = estimated(loaded_model(blocks, words, loss_fn=loss_of_first_word), 2)
     assert (profile.device.how, profile.device.kind) == ("estimated", "cuda")
     assert profile.device.name == "NVIDIA H100 80GB HBM3"
     assert profile.device.memory_bytes == 80 * 10**9
 
 
-def test_a_gpu_steps_all_parameters_at_once() -> None:
-    """AdamW's default there: a copy of what is trained is transient, and the copies of layers add up."""
-    profile = estimated(loaded_model(blocks, words, loss_fn=to_word, build_optimizer=torch.optim.AdamW), 2)
+def test_an_estimated_gpu_steps_all_parameters_at_once() -> None:
+    """As AdamW does by default on a GPU."""
+    profile = estimated(loaded_model(blocks, words, loss_fn=loss_of_first_word, build_optimizer=torch.optim.AdamW), 2)
     assert profile.optimizer_peak == "sum"
     assert all(layer.optimizer_peak_bytes == layer.parameter_bytes for layer in profile.layers)
 
@@ -232,16 +225,13 @@ def test_a_gpu_steps_all_parameters_at_once() -> None:
 # What cannot be estimated
 
 
-def test_an_unknown_device_is_refused_with_those_that_come_near() -> None:
-    """By name."""
+def test_an_unknown_device_is_refused_with_similar_names() -> None:
     with pytest.raises(UsageError, match="`h1000`") as refused:
         rates_of("h1000")
     assert "h100" in refused.value.hint
 
 
-def test_a_model_that_asks_for_values_is_refused() -> None:
-    """It says how to get a profile all the same."""
-
+def test_a_model_that_branches_on_values_cannot_be_estimated() -> None:
     class Gate(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -258,27 +248,26 @@ def test_a_model_that_asks_for_values_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_the_table_is_plausible(name: str) -> None:
-    """Half precision is faster than float32, and every number has a source."""
+def test_rates_are_plausible_and_have_a_source(name: str) -> None:
     rates = RATES[name]
     assert rates.half_flops_per_s >= rates.float32_flops_per_s > 1e12
     assert 1e11 < rates.bytes_per_s < 1e13
     assert rates.source
 
 
-def large_product(dtype: torch.dtype) -> float:
-    """Microseconds of a product that is bound by its operations, on an H100."""
+def large_product_us(dtype: torch.dtype) -> float:
+    """Return the microseconds of a large product on an H100."""
     a = torch.empty(8192, 8192, dtype=dtype, device="meta")
     return EstimatedBackend(accelerator("h100")).clock().time_us(lambda: a @ a)
 
 
 def test_products_in_half_precision_run_at_the_rate_of_published_runs() -> None:
-    """In float32 no such rate is known, and the data sheet's counts."""
+    """No such rate is known in float32, so the data sheet's is used."""
     sustained = sustained_rate("h100")
     assert sustained is not None
     flops = 2 * 8192**3
-    assert large_product(torch.bfloat16) == pytest.approx(1e6 * flops / sustained.flops_per_s)
-    assert large_product(torch.float32) == pytest.approx(1e6 * flops / rates_of("h100").float32_flops_per_s)
+    assert large_product_us(torch.bfloat16) == pytest.approx(1e6 * flops / sustained.flops_per_s)
+    assert large_product_us(torch.float32) == pytest.approx(1e6 * flops / rates_of("h100").float32_flops_per_s)
 
 
 MODEL = """\
@@ -299,8 +288,7 @@ def loss_fn(output, target):
 """
 
 
-def test_a_gpu_that_is_estimated_computes_in_mixed_precision(tmp_path: Path) -> None:
-    """As in most training, and a note says so; a given precision counts."""
+def test_an_estimated_gpu_computes_in_mixed_precision_by_default(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     notes: list[str] = []
     options: dict[str, Any] = {"device": "estimate:h100", "batch_sizes": [1], "proof_budget": "0s"}
@@ -311,7 +299,7 @@ def test_a_gpu_that_is_estimated_computes_in_mixed_precision(tmp_path: Path) -> 
 
 
 def _discard(_value: Any) -> None:
-    """Drops what it is given."""
+    """Drop the value."""
 
 
 @pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch has no grouped products")
@@ -321,7 +309,7 @@ def _discard(_value: Any) -> None:
     ids=["forward", "gradient of the weights", "transposed"],
 )
 def test_grouped_products_of_experts_count_each_token_once(a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    """Twelve tokens on three experts of 8 by 4: as many operations as one product with 12 rows."""
+    """Twelve tokens on three experts cost the operations of one product with 12 rows."""
     offsets = torch.tensor([4, 8, 12], dtype=torch.int32)
     clock = RooflineClock(rates_of("h100"))
     clock.time_us(lambda: nn.functional.grouped_mm(torch.ones(a), torch.ones(b), offs=offsets))
@@ -336,7 +324,6 @@ class Routed(nn.Module):
         self.weight = nn.Parameter(torch.randn(2, 4096, 4096))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 4096) to (b, 4096)."""
         offsets = torch.arange(1, 3, dtype=torch.int32, device=value.device) * (len(value) // 2)
         return nn.functional.grouped_mm(value, self.weight, offs=offsets)
 

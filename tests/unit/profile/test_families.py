@@ -90,7 +90,7 @@ def random_configuration(name: str, seed: int) -> Any:
     return transformers.AutoConfig.for_model(name, **{key: common[key] for key in common if key in known})
 
 
-def built(configuration: Any) -> torch.nn.Module:
+def build_on_meta(configuration: Any) -> torch.nn.Module:
     """Return the model on the meta device."""
     seq2seq = configuration.model_type == "t5"
     kind = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
@@ -106,11 +106,11 @@ def count(module: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", FAMILIES)
-def test_parameters_are_those_of_the_model_in_every_block(name: str, seed: int) -> None:
-    """The whole model, and block by block; T5's last encoder block has the encoder's normalization as well."""
+def test_formula_has_the_models_parameters_in_every_block(name: str, seed: int) -> None:
+    """T5's last encoder block also has the encoder's normalization."""
     configuration = random_configuration(name, seed)
     shape = shape_from_config(configuration.to_dict(), 32, source="config.json")
-    model = built(configuration)
+    model = build_on_meta(configuration)
     assert shape.parameters == count(model), configuration
     blocks = [block for path in STACKS.get(name, ("model.layers",)) for block in model.get_submodule(path)]
     counted = [count(block) for block in blocks]
@@ -122,16 +122,15 @@ def test_parameters_are_those_of_the_model_in_every_block(name: str, seed: int) 
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "sample_models" / "configurations").iterdir()), ids=lambda path: path.name
 )
-def test_parameters_of_large_models_are_those_that_transformers_builds(path: Path) -> None:
-    """The six configurations of the samples, on the meta device."""
+def test_formula_has_the_parameters_of_sample_configurations(path: Path) -> None:
     configuration = transformers.AutoConfig.from_pretrained(path)
     content = json.loads((path / "config.json").read_text())
-    assert shape_from_config(content, 32, source="config.json").parameters == count(built(configuration))
+    assert shape_from_config(content, 32, source="config.json").parameters == count(build_on_meta(configuration))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "internvl", "mistral3"])
-def test_parameters_of_a_nested_language_model_are_those_that_transformers_builds(name: str, tmp_path: Path) -> None:
-    """The model has a tied head if the outer configuration says so, whatever the inner one says."""
+def test_formula_has_the_parameters_of_nested_language_models(name: str, tmp_path: Path) -> None:
+    """The outer configuration decides if the head is tied."""
     whole = transformers.AutoConfig.for_model(name)
     whole.text_config.num_hidden_layers, whole.text_config.vocab_size = 2, 300
     (tmp_path / "config.json").write_text(json.dumps(whole.to_dict()))
@@ -149,8 +148,7 @@ REQUIRED += ("d_model",)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(name: str) -> None:
-    """A configuration with only its required keys is that of the class."""
+def test_missing_keys_have_the_defaults_of_transformers(name: str) -> None:
     full = transformers.AutoConfig.for_model(name, num_experts_per_tok=2).to_dict()
     short = {key: full[key] for key in REQUIRED if key in full}
     notes: list[str] = []
@@ -184,15 +182,14 @@ ENDLESS = (
         *((content, "is 4000000000, expected an integer from 1 to 10000") for content in ENDLESS),
     ],
 )
-def test_wrong_files_are_refused_with_all_reasons(content: dict[str, object], told: str) -> None:
-    """Unknown families, and every missing or wrong key at once."""
+def test_wrong_configurations_are_refused_with_all_reasons(content: dict[str, object], told: str) -> None:
     with pytest.raises(UsageError) as refused:
         shape_from_config(content, 32, source="config.json")
     assert told in refused.value.message
 
 
-def test_an_unknown_family_is_refused_with_what_to_do():
-    """The hint says what the other way needs, because it fails without torch."""
+def test_an_unknown_family_is_refused_with_a_hint():
+    """The alternative without formulas needs torch."""
     with pytest.raises(UsageError) as refused:
         shape_from_config({"model_type": "bert"}, 32, source="config.json")
     assert "with torch and transformers installed, `--from-formula never`" in refused.value.hint
@@ -211,8 +208,8 @@ CHECKED = {("llama", "fp32"), ("mixtral", "bf16-mixed"), ("t5", "bf16-mixed"), (
         for precision in ("fp32", "bf16", "bf16-mixed")
     ],
 )
-def test_operations_and_bytes_are_those_of_the_layers(name: str, precision: str, tmp_path: Path) -> None:
-    """Compared with the layers that the estimating backend runs; `docs/measurements/formulas.md` has the reasons."""
+def test_formula_operations_and_bytes_equal_those_of_the_layers(name: str, precision: str, tmp_path: Path) -> None:
+    """The estimating backend runs the layers. Reasons for differences: `docs/measurements/formulas.md`."""
     row = compared(name, precision, tmp_path, SIZES[:1] if (name, precision) in CHECKED else SIZES)
     assert (row.parameters, row.flops) == pytest.approx((0, 0), abs=0.001)
     assert row.saved == pytest.approx(0, abs=0.03)

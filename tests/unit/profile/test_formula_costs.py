@@ -1,4 +1,4 @@
-"""A transformer by published formulas: the papers' own closed forms come out of the layers."""
+"""A transformer's costs by formula, compared with the closed forms of papers."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ FP16 = ElementBytes(activation=2, parameter=2, gradient=2, optimizer=12)
 
 
 def by_formula(widths: ElementBytes = FP16, sizes: tuple[int, ...] = (1,), **shape: Any) -> Profile:
-    """A model at one operation per second, so that seconds are operations."""
+    """Return a profile at one operation per second, so that seconds are operations."""
     execution = {name: shape.pop(name) for name in tuple(shape) if name in EXECUTION}
     return transformer_profile(
         gpt_shape(**{**GPT3, **shape}),
@@ -34,8 +34,8 @@ def by_formula(widths: ElementBytes = FP16, sizes: tuple[int, ...] = (1,), **sha
     )
 
 
-def test_parameters_and_operations_are_those_of_the_paper() -> None:
-    """Narayanan et al. 2021, equations 2 and 3: GPT-3's 174.6 billion, and 72 bslh^2 (1 + s/6h + V/12lh) a step."""
+def test_parameters_and_operations_equal_those_of_megatron() -> None:
+    """Narayanan et al. 2021, equations 2 and 3: GPT-3's 174.6 billion, and 72 bslh^2 (1 + s/6h + V/12lh) per step."""
     layers, h, s, v = (GPT3[name] for name in ("layers", "hidden", "sequence", "vocabulary"))
     profile = by_formula(tied=True, sizes=(1, 4))
     assert profile.model.parameters == pytest.approx(174.6e9, rel=1e-3)
@@ -62,8 +62,8 @@ def test_parameters_and_operations_are_those_of_the_paper() -> None:
     ],
     ids=["fused attention", "scores kept", "tensor parallel", "sequence parallel"],
 )
-def test_bytes_kept_are_those_of_the_paper(more: dict[str, Any], block_bytes: float, head_bytes: float) -> None:
-    """Korthikanti et al. 2022, equations 1 to 4 and 6, per element of sbh; the head also keeps its logits, 4sbV/t."""
+def test_saved_bytes_equal_those_of_korthikanti(more: dict[str, Any], block_bytes: float, head_bytes: float) -> None:
+    """Korthikanti et al. 2022, equations 1 to 4 and 6, per element of sbh; the head also saves logits, 4sbV/t."""
     profile, sbh = by_formula(**more, sizes=(2,)), 2048 * 2 * 12_288
     _, block, *_, head = profile.layers
     split = more.get("tensor_parallel", 1)
@@ -73,8 +73,8 @@ def test_bytes_kept_are_those_of_the_paper(more: dict[str, Any], block_bytes: fl
         assert block.weight_held_bytes[0] == 32 * sbh
 
 
-def test_each_device_of_tensor_parallelism_has_its_part() -> None:
-    """As in Megatron-LM: positions, norms, and biases added after a sum are whole on each device, all else is split."""
+def test_tensor_parallelism_splits_all_but_positions_norms_and_late_biases() -> None:
+    """As in Megatron-LM."""
     h, words, positions = 12_288, 51_200, 2048
     embedding, block, *_ = by_formula(tensor_parallel=8).layers
     assert embedding.parameter_bytes / 2 == words * h / 8 + positions * h
@@ -85,8 +85,8 @@ def test_each_device_of_tensor_parallelism_has_its_part() -> None:
     assert block.optimizer_us == pytest.approx(parameters * (2 * 2 + 2 + 2 * 12) / 2e12 * 1e6)
 
 
-def test_plans_in_halves_need_no_assumption() -> None:
-    """Both halves have times and what lies between them; tied words count once where one device has both layers."""
+def test_formula_profiles_have_split_backward_times_and_memory() -> None:
+    """Tied embeddings count once if one device has both layers."""
     small = {"layers": 2, "hidden": 256, "heads": 4, "feed_forward": 1024}
     assert not CostTable(by_formula(**small)).halves_assumed
     peaks = []

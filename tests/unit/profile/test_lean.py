@@ -1,4 +1,4 @@
-"""Models whose parameters do not exist until a layer is measured, and models compared with what was profiled."""
+"""Models built without parameters, and changes of a model since it was profiled."""
 
 from typing import Any
 
@@ -18,7 +18,6 @@ from tests.zoo.real_models import REAL_MODELS
 
 
 def mlp(width: int = 16, *, tied: bool = False) -> nn.Sequential:
-    """Three linear layers."""
     model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, width))
     if tied:
         model[3].weight = model[2].weight
@@ -26,19 +25,17 @@ def mlp(width: int = 16, *, tied: bool = False) -> nn.Sequential:
 
 
 def own_loss(output: Any, target: Any) -> Tensor:
-    """The model's own loss, or a mean."""
+    """Return the model's own loss, or a mean."""
     return output.loss if getattr(output, "loss", None) is not None else mean_loss(output, target)
 
 
-def real(name: str) -> LoadedModel:
-    """One of the real models."""
+def load_real(name: str) -> LoadedModel:
+    """Load one of the real models."""
     known = REAL_MODELS[name]
     return loaded_model(known.build, known.inputs, loss_fn=own_loss)
 
 
 def test_a_lean_model_has_shapes_and_buffers_and_no_weights() -> None:
-    """Shapes, dtypes, what is trained and what is tied as in the model itself; buffers with their values."""
-
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
         model[2].weight = model[0].weight
@@ -55,8 +52,6 @@ def test_a_lean_model_has_shapes_and_buffers_and_no_weights() -> None:
 
 
 def test_one_parameter_under_two_names_stays_one() -> None:
-    """Also where the user registers a parameter of their own twice."""
-
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -68,8 +63,7 @@ def test_one_parameter_under_two_names_stays_one() -> None:
     assert model.a.is_meta
 
 
-def test_filled_layers_have_numbers_and_the_others_none() -> None:
-    """Tied ones the same."""
+def test_only_allocated_layers_have_values() -> None:
     model = build_lean(lambda: mlp(tied=True))
     allocate_parameters([model[2]], model, torch.device("cpu"))
     assert model[3].weight is model[2].weight
@@ -80,13 +74,13 @@ def test_filled_layers_have_numbers_and_the_others_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("T5", "Swin"))])
-def test_the_record_of_a_lean_model_is_that_of_the_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names, bytes and operations, byte for byte: only times are measured anew."""
+def test_lean_and_whole_models_have_the_same_profile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for times."""
 
     def whole(loaded: LoadedModel, device: torch.device) -> Any:
         return loaded.chain(loaded.build().to(device)), False
 
-    loaded = real(name)
+    loaded = load_real(name)
     assert find_chain(loaded, torch.device("cpu"))[1]
     lean = profile_of_model(loaded, sizes=(2,))
     monkeypatch.setattr(profiler, "find_chain", whole)
@@ -104,8 +98,6 @@ def test_the_record_of_a_lean_model_is_that_of_the_whole_one(name: str, monkeypa
 
 
 def test_a_model_whose_path_depends_on_values_is_built_whole() -> None:
-    """It is profiled as before."""
-
     class Gate(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -124,40 +116,35 @@ def test_a_model_whose_path_depends_on_values_is_built_whole() -> None:
 # ---- is it still the profiled model?
 
 
-def profiled(width: int) -> Profile:
-    """A profile of the three linear layers."""
+def profile_mlp(width: int) -> Profile:
     return profile_of_model(loaded_model(lambda: mlp(width)), sizes=(2,))
 
 
-def test_the_same_model_has_not_changed() -> None:
-    """Weights do not count."""
-    assert model_changes(loaded_model(mlp), profiled(16)) == ()
+def test_other_weights_are_no_change() -> None:
+    assert model_changes(loaded_model(mlp), profile_mlp(16)) == ()
 
 
-def test_a_wider_layer_is_named_with_its_bytes() -> None:
-    """Before and now."""
-    changes = {change.layer: change.message for change in model_changes(loaded_model(lambda: mlp(32)), profiled(16))}
+def test_a_wider_layer_is_reported_with_both_sizes() -> None:
+    changes = {change.layer: change.message for change in model_changes(loaded_model(lambda: mlp(32)), profile_mlp(16))}
     assert set(changes) == {"0", "1", "2", "3"}
     assert changes["0"] == "has 1.12 KiB of parameters, 576 B when profiled"
     assert changes["1"] == "computes something else than when it was profiled"
 
 
-def test_layers_that_came_and_went_are_named() -> None:
-    """Both kinds."""
-
+def test_new_and_missing_layers_are_reported() -> None:
     def longer() -> nn.Sequential:
         return nn.Sequential(*mlp(), nn.Tanh())
 
     assert [
-        (c.layer, c.message) for c in model_changes(loaded_model(longer), profiled(16)) if c.message == "is new"
+        (c.layer, c.message) for c in model_changes(loaded_model(longer), profile_mlp(16)) if c.message == "is new"
     ] == [("4", "is new")]
     before = profile_of_model(loaded_model(longer), sizes=(2,))
     changes = [(c.layer, c.message) for c in model_changes(loaded_model(mlp), before)]
     assert ("4", "was profiled, but is missing now") in changes
 
 
-def test_a_change_that_no_layer_shows_is_still_told() -> None:
-    """Another dropout rate: no layer computes other operators, and yet it is another model."""
+def test_a_changed_dropout_rate_is_reported() -> None:
+    """No layer has other operators."""
 
     def dropping(share: float) -> nn.Sequential:
         return nn.Sequential(nn.Linear(8, 8), nn.Dropout(share), nn.Linear(8, 8))
@@ -168,8 +155,7 @@ def test_a_change_that_no_layer_shows_is_still_told() -> None:
     assert {change.layer for change in changes} <= {"", "1"}
 
 
-def test_a_trace_on_ghosts_knows_the_units_of_a_trace_on_values() -> None:
-    """The same digests and input shapes."""
+def test_traces_on_ghosts_and_on_values_have_the_same_units() -> None:
     loaded = loaded_model(mlp)
     values, ghosts = (
         trace_units(chain_of(loaded.build()), loaded, (2,), torch.device("cpu"), ghosts=on) for on in (False, True)
@@ -180,9 +166,9 @@ def test_a_trace_on_ghosts_knows_the_units_of_a_trace_on_values() -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_of_several_modules_lists_them() -> None:
-    """In the order in which they run: other engines need every one of them to be somewhere."""
-    profile = profile_of_model(real("GPT-2"), sizes=(2,))
+def test_a_layer_lists_all_of_its_modules_in_order() -> None:
+    """Other engines must place every module."""
+    profile = profile_of_model(load_real("GPT-2"), sizes=(2,))
     listed = [path for layer in profile.layers for path in (layer.modules or (layer.name,))]
     assert listed == [
         "transformer.wte",

@@ -1,4 +1,4 @@
-"""The memory record of layers whose answer is known beforehand, to the byte."""
+"""Memory records of layers whose exact bytes are known."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,53 +24,46 @@ SLACK = 64  # a scalar here and there (the loss, a number wrapped into a tensor)
 
 
 def given(*, grad: bool = True) -> Tensor:
-    """An input of ROW bytes."""
     return torch.randn(B, N, requires_grad=grad)
 
 
-def tensor(size: int, *, kept: bool, alias: int = -1, relayed: bool = False, carries: bool = True) -> BoundaryTensor:
-    """What crosses a boundary."""
+def boundary(size: int, *, kept: bool, alias: int = -1, relayed: bool = False, carries: bool = True) -> BoundaryTensor:
     return BoundaryTensor(bytes=size, kept=kept, alias=alias, relayed=relayed, carries=carries)
 
 
 class WithInput(nn.Module):
-    """(something new, the input itself)."""
+    """Returns a new tensor and its input."""
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Two tensors of shape (B, N)."""
         return torch.relu(value), value
 
 
 class WithMask(nn.Module):
-    """(something new, a mask)."""
+    """Returns a new tensor and a mask."""
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Two tensors of shape (B, N)."""
         return torch.sigmoid(value), value > 0
 
 
 class Stashing(torch.autograd.Function):
-    """Keeps what no saved-tensor hook sees: tensors as attributes of the context."""
+    """Saves tensors as attributes of the context, which no saved-tensor hook sees."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        """The sine; its cosine and 1000 bytes are kept."""
         ctx.cosine = value.cos()
         ctx.other = torch.empty(1000, dtype=torch.uint8)
         return value.sin()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """By the chain rule."""
         product: Tensor = gradient * ctx.cosine
         return product
 
 
 class Stash(nn.Module):
-    """A layer around it."""
+    """A layer with `Stashing`."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """Shape (B, N)."""
         result: Tensor = Stashing.apply(value)
         return result
 
@@ -82,104 +75,104 @@ class Stash(nn.Module):
             lambda: nn.Linear(N, 32),
             given,
             0,
-            [tensor(ROW, kept=True)],
-            [tensor(4 * B * 32, kept=False)],
+            [boundary(ROW, kept=True)],
+            [boundary(4 * B * 32, kept=False)],
             id="linear keeps its input",
         ),
         pytest.param(
-            nn.ReLU, given, 0, [tensor(ROW, kept=False)], [tensor(ROW, kept=True)], id="relu keeps its output"
+            nn.ReLU, given, 0, [boundary(ROW, kept=False)], [boundary(ROW, kept=True)], id="relu keeps its output"
         ),
         pytest.param(
             lambda: nn.ReLU(inplace=True),
             given,
             0,
-            [tensor(ROW, kept=True)],
-            [tensor(ROW, kept=True, alias=0)],
+            [boundary(ROW, kept=True)],
+            [boundary(ROW, kept=True, alias=0)],
             id="in-place relu keeps the one storage",
         ),
         pytest.param(
             lambda: nn.Flatten(0),
             given,
             0,
-            [tensor(ROW, kept=False)],
-            [tensor(ROW, kept=False, alias=0, relayed=True)],
+            [boundary(ROW, kept=False)],
+            [boundary(ROW, kept=False, alias=0, relayed=True)],
             id="flatten is a view",
         ),
         pytest.param(
             nn.Identity,
             given,
             0,
-            [tensor(ROW, kept=False)],
-            [tensor(ROW, kept=False, alias=0, relayed=True)],
+            [boundary(ROW, kept=False)],
+            [boundary(ROW, kept=False, alias=0, relayed=True)],
             id="identity",
         ),
         pytest.param(
             lambda: nn.Embedding(10, N),
             lambda: torch.randint(10, (B, 3)),
             0,
-            [tensor(8 * B * 3, kept=True, carries=False)],
-            [tensor(3 * ROW, kept=False)],
+            [boundary(8 * B * 3, kept=True, carries=False)],
+            [boundary(3 * ROW, kept=False)],
             id="embedding keeps the indices",
         ),
         pytest.param(
             WithMask,
             given,
             0,
-            [tensor(ROW, kept=False)],
-            [tensor(ROW, kept=True), tensor(B * N, kept=False, carries=False)],
+            [boundary(ROW, kept=False)],
+            [boundary(ROW, kept=True), boundary(B * N, kept=False, carries=False)],
             id="a mask carries no gradient",
         ),
         pytest.param(
             lambda: nn.BatchNorm1d(N),
             given,
             2 * 4 * N,
-            [tensor(ROW, kept=True)],
-            [tensor(ROW, kept=False)],
+            [boundary(ROW, kept=True)],
+            [boundary(ROW, kept=False)],
             id="batch norm keeps its input, mean and deviation",
         ),
         pytest.param(
             lambda: nn.Dropout(0.5),
             given,
             ROW,
-            [tensor(ROW, kept=False)],
-            [tensor(ROW, kept=False)],
+            [boundary(ROW, kept=False)],
+            [boundary(ROW, kept=False)],
             id="dropout keeps its mask",
         ),
         pytest.param(
             lambda: nn.Dropout(0.5).eval(),
             given,
             0,
-            [tensor(ROW, kept=False)],
-            [tensor(ROW, kept=False, alias=0, relayed=True)],
+            [boundary(ROW, kept=False)],
+            [boundary(ROW, kept=False, alias=0, relayed=True)],
             id="dropout in evaluation is the identity",
         ),
         pytest.param(
             WithInput,
             given,
             0,
-            [tensor(ROW, kept=False)],
-            [tensor(ROW, kept=True), tensor(ROW, kept=False, alias=0)],
+            [boundary(ROW, kept=False)],
+            [boundary(ROW, kept=True), boundary(ROW, kept=False, alias=0)],
             id="the input in a tuple is the input",
         ),
         pytest.param(
             Stash,
             given,
             ROW + 1000,
-            [tensor(ROW, kept=False)],
-            [tensor(ROW, kept=False)],
+            [boundary(ROW, kept=False)],
+            [boundary(ROW, kept=False)],
             id="tensors on the context count",
         ),
         pytest.param(
             lambda: nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N)),
             given,
             ROW,
-            [tensor(ROW, kept=True)],
-            [tensor(ROW, kept=False)],
+            [boundary(ROW, kept=True)],
+            [boundary(ROW, kept=False)],
             id="between its own layers a block keeps one tensor",
         ),
     ],
 )
-def test_what_a_layer_keeps(
+def test_saved_bytes_of_known_layers(
     layer: Callable[[], nn.Module],
     value: Callable[[], Tensor],
     *,
@@ -187,13 +180,13 @@ def test_what_a_layer_keeps(
     inputs: list[BoundaryTensor],
     outputs: list[BoundaryTensor],
 ) -> None:
-    """Internal bytes, and which boundary tensors; each storage once, parameters and buffers never."""
+    """Each storage counts once; parameters and buffers never count."""
     record = memory_of(layer(), value())
     assert (record.internal_bytes, list(record.inputs), list(record.outputs)) == (internal, inputs, outputs)
 
 
 def test_peaks_of_a_relu() -> None:
-    """Forward makes its output; backward holds that, the gradient of the output and that of the input."""
+    """Forward allocates the output. Backward holds the output, its gradient and the input's."""
     record = memory_of(nn.ReLU(), given())
     assert record.forward_peak_bytes == ROW
     assert record.no_grad_peak_bytes == ROW
@@ -202,7 +195,7 @@ def test_peaks_of_a_relu() -> None:
 
 
 def test_peaks_of_a_linear_layer() -> None:
-    """The first backward allocates the parameters' gradients, a later one makes them anew to add them."""
+    """The first backward allocates parameter gradients; later ones allocate temporaries to add."""
     layer, out = nn.Linear(N, 32), 4 * B * 32
     parameters = 4 * (32 * N + 32)
     record = memory_of(layer, given())
@@ -212,8 +205,7 @@ def test_peaks_of_a_linear_layer() -> None:
     assert all(parameter.grad is None for parameter in layer.parameters())
 
 
-def test_without_gradients_nothing_is_held_between_inner_layers() -> None:
-    """A recomputed forward drops each inner tensor as soon as the next is there."""
+def test_a_forward_without_gradients_releases_inner_tensors() -> None:
     block = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(N, N), nn.Tanh())])
     record = memory_of(block, given())
     assert record.internal_bytes == 3 * ROW
@@ -221,22 +213,20 @@ def test_without_gradients_nothing_is_held_between_inner_layers() -> None:
     assert record.no_grad_peak_bytes == 2 * ROW
 
 
-def test_a_frozen_layer_has_no_backward() -> None:
-    """Without gradients to make, nothing is kept and nothing happens."""
+def test_a_frozen_first_layer_has_no_backward() -> None:
     record = memory_of(nn.Linear(N, N).requires_grad_(False), given(grad=False))
     assert (record.internal_bytes, record.backward_peak_bytes, record.first_backward_peak_bytes) == (0, 0, 0)
     assert [t.kept for t in (*record.inputs, *record.outputs)] == [False, False]
 
 
-def test_a_frozen_layer_passes_gradients_on() -> None:
-    """Behind trained layers its backward makes the input's gradient, and no other."""
+def test_a_frozen_later_layer_computes_the_input_gradient_only() -> None:
     record = memory_of(nn.Linear(N, N).requires_grad_(False), given())
     assert [t.kept for t in record.inputs] == [False]
     assert 2 * ROW <= record.backward_peak_bytes <= 2 * ROW + SLACK
 
 
-def test_peaks_where_a_stage_ends() -> None:
-    """A ReLU makes its input's gradient while its output, which it keeps anyway, and that one's gradient are held."""
+def test_backward_peaks_at_the_end_of_a_stage() -> None:
+    """The stage holds its output and the output's gradient."""
     record = memory_of(nn.ReLU(), given())
     assert 3 * ROW <= record.end_backward_peak_bytes <= 3 * ROW + SLACK
     assert record.end_first_backward_peak_bytes == record.end_backward_peak_bytes
@@ -246,73 +236,66 @@ def test_peaks_where_a_stage_ends() -> None:
 
 
 class PassesBoth(nn.Module):
-    """Of two tensors the first is read and passed on, the second only passed on."""
+    """Reads and returns its first input, and returns the second one unread."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """What is made, and the two."""
         return pair[0].sin(), pair[0], pair[1]
 
 
-def test_only_what_passes_by_unread_keeps_its_gradient() -> None:
-    """To that of a tensor that is read, too, something is added."""
+def test_only_unread_outputs_are_relayed() -> None:
+    """Something is added to the gradient of a tensor that is also read."""
     record = memory_of(PassesBoth(), (given(), given()))
     assert [(t.alias, t.relayed) for t in record.outputs] == [(-1, False), (0, False), (1, True)]
 
 
-def test_writing_the_input_is_noted() -> None:
-    """Such a layer cannot begin a stage without a copy."""
+def test_layers_that_overwrite_their_input_are_recorded() -> None:
+    """They need a copy at the start of a stage."""
     assert memory_of(nn.ReLU(inplace=True), given()).writes_input
     assert not memory_of(nn.ReLU(), given()).writes_input
     assert not memory_of(nn.Identity(), given()).writes_input
 
 
 class Halves(nn.Module):
-    """Both halves of one new tensor."""
+    """Returns both halves of one new tensor."""
 
     def forward(self, value: Tensor) -> tuple[Tensor, ...]:
-        """Two tensors of shape (B, N / 2)."""
         return value.sin().chunk(2, dim=1)
 
 
 class Same(nn.Module):
-    """One new tensor, twice."""
+    """Returns one new tensor twice."""
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Two tensors of shape (B, N)."""
         made = value.sin()
         return made, made
 
 
 class Joined(nn.Module):
-    """The product of two, which keeps both."""
+    """Returns the product of two tensors, and saves both."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        """Of the pair's shape."""
         return pair[0] * pair[1]
 
 
 @pytest.mark.parametrize("layer", [Halves, Same])
 def test_outputs_in_one_storage_count_once(layer: type[nn.Module]) -> None:
-    """Halves of one tensor, or the same tensor twice, hold its bytes once, however many cross the boundary."""
     model = nn.Sequential(nn.Linear(N, N), layer(), Joined())
     profile = profile_of_model(loaded_model(model, N), sizes=(B,))
     assert profile.layers[1].saved_bytes[0] - profile.layers[1].detail[0].internal_bytes == ROW
 
 
 class WithTable(nn.Module):
-    """A buffer that is passed along, as rotary embeddings do it."""
+    """Returns a buffer, as rotary embeddings do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.ones(N))
 
     def forward(self, value: Tensor) -> tuple[Tensor, Any]:
-        """(B, N) and (N,)."""
         return value.sin(), self.table
 
 
-def test_a_buffer_passed_along_is_not_held_per_micro_batch() -> None:
-    """It is counted as a buffer already."""
+def test_a_returned_buffer_is_not_saved_per_micro_batch() -> None:
     model = nn.Sequential(nn.Linear(N, N), WithTable(), Joined())
     profile = profile_of_model(loaded_model(model, N), sizes=(B,))
     assert profile.layers[1].buffer_bytes == 4 * N
@@ -323,16 +306,14 @@ def test_a_buffer_passed_along_is_not_held_per_micro_batch() -> None:
 @pytest.mark.parametrize(
     ("layer", "crossing"), [(Halves, ROW), (Same, 2 * ROW), (WithTable, ROW + 4 * N), (WithInput, 2 * ROW)]
 )
-def test_what_is_sent_is_counted_as_received(layer: type[nn.Module], crossing: int) -> None:
-    """A stage behind the boundary has a buffer for every tensor that is sent: they share nothing there."""
+def test_every_sent_tensor_counts_in_the_receiving_stage(layer: type[nn.Module], crossing: int) -> None:
+    """Received tensors share no storage."""
     model = nn.Sequential(nn.Linear(N, N), layer(), Joined())
     costs = costs_at(profile_of_model(loaded_model(model, N), sizes=(B,)), B)
     assert costs.boundaries.input[2] == crossing
 
 
-def test_a_layer_behind_a_table_of_numbers() -> None:
-    """Inputs that are no tensors count nothing."""
-
+def test_inputs_that_are_no_tensors_count_nothing() -> None:
     class Scaled(nn.Module):
         def forward(self, pair: tuple[Tensor, float]) -> Tensor:
             return pair[0] * pair[1]
@@ -343,7 +324,7 @@ def test_a_layer_behind_a_table_of_numbers() -> None:
 
 
 def test_saved_bytes_are_linear_in_the_micro_batch_size() -> None:
-    """Findings 2: exactly, so that interpolation is exact too."""
+    """So interpolation is exact."""
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 8))
     profile = profile_of_model(loaded_model(model), sizes=(1, 2, 3, 8))
     for layer in profile.layers:
@@ -352,15 +333,15 @@ def test_saved_bytes_are_linear_in_the_micro_batch_size() -> None:
     assert any(layer.saved_bytes[0] for layer in profile.layers)
 
 
-def test_saved_bytes_count_the_output_that_a_later_layer_keeps() -> None:
-    """A linear layer's output is not its own to keep; the next linear layer keeps it, be it behind a view."""
+def test_saved_bytes_include_the_output_if_a_later_layer_saves_it() -> None:
+    """A linear layer does not save its output. The next one does, also after a view."""
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 32), nn.Flatten(), nn.Linear(32, 8))
     profile = profile_of_model(loaded_model(model), sizes=(B,))
     assert [layer.saved_bytes[0] for layer in profile.layers[:3]] == [4 * B * 64, 4 * B * 32, 0]
 
 
-def test_a_weight_that_each_forward_makes_anew_is_recorded() -> None:
-    """A pruned weight is kept in an attribute until the next forward, and by each micro-batch for its backward."""
+def test_weights_computed_in_each_forward_are_recorded() -> None:
+    """A pruned weight stays in an attribute until the next forward, and is saved by each micro-batch."""
     layer = nn.Linear(N, 8, bias=False)
     assert memory_of(layer, given()).attribute_bytes == 0
     size = layer.weight.nbytes
@@ -369,8 +350,7 @@ def test_a_weight_that_each_forward_makes_anew_is_recorded() -> None:
     assert (record.attribute_bytes, record.renewed_bytes) == (size, size)
 
 
-def test_a_table_in_an_attribute_is_recorded() -> None:
-    """It is there at every moment, once for all micro-batches."""
+def test_tensors_in_attributes_are_recorded_once() -> None:
     layer = nn.Linear(N, 8)
     layer.table = torch.ones(50)
     layer.cache = SimpleNamespace(rows=[torch.ones(25)])
@@ -379,23 +359,21 @@ def test_a_table_in_an_attribute_is_recorded() -> None:
 
 
 class AddsToInput(nn.Module):
-    """A layer that adds to its input in place."""
+    """Adds to its input in place."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """Of the same shape."""
         value += value.sigmoid()
         return value
 
 
-def test_activations_are_no_copies_of_weights() -> None:
-    """Not even if the input, which outlives the layer's forward, gets the graph of the layer."""
+def test_activations_are_not_counted_as_cast_weights() -> None:
+    """Not even if the input gets the graph of the layer."""
     unit = Unit(name="layer", module=AddsToInput(), loss_fn=None, digest="")
     leaves, nest = tree_flatten(given())
     assert measure_casts(unit, UnitInput(tuple(leaves), nest, None), CpuMeter()) == 0
 
 
-def test_targets_are_counted_at_the_loss() -> None:
-    """The last layer alone knows them."""
+def test_targets_count_in_the_last_layer() -> None:
     loaded = loaded_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), loss_fn=lambda out, t: (out - t).mean())
     example = loaded.example_batch
 

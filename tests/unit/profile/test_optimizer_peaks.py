@@ -1,4 +1,4 @@
-"""State and step of optimizers, measured layer by layer: against the allocator, over a real step of all layers."""
+"""Optimizer state and step peaks measured layer by layer, compared with the allocator's in a real step."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -45,20 +45,19 @@ WIDTHS = (128, 256, 160, 384, 64)
 
 
 def model() -> nn.Sequential:
-    """Layers of unlike sizes, the largest in the middle; so small a batch that the optimizer's step is the peak."""
+    """Return layers of different sizes; the batch is small, so that the optimizer step is the peak."""
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(WIDTHS)))
 
 
 def model_without_biases() -> nn.Sequential:
-    """Layers of one large parameter each."""
     return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(WIDTHS)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [model, model_without_biases])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_peak_of_a_step(name: str, build: Callable[[], nn.Sequential]) -> None:
-    """Within -1 % and +5 % of the allocator's peak, also where two large parameters come in a row."""
+def test_predicted_peak_of_an_optimizer_step(name: str, build: Callable[[], nn.Sequential]) -> None:
+    """Within -1 % and +5 %, also if two large parameters are consecutive."""
     torch.set_num_threads(1)
     loaded = loaded_model(build, WIDTHS[0], build_optimizer=OPTIMIZERS[name])
     costs = costs_at(profile_of_model(loaded), 2)
@@ -81,14 +80,13 @@ def test_the_peak_of_a_step(name: str, build: Callable[[], nn.Sequential]) -> No
 
 
 class WithUnusedHead(nn.Module):
-    """Computes a head that nobody uses; with `asks`, only where the values say so."""
+    """Computes a head that is not used; with `asks`, only if values say so."""
 
     def __init__(self, *, asks: bool = False) -> None:
         super().__init__()
         self.used, self.head, self.asks = nn.Linear(16, 16), nn.Linear(16, 500), asks
 
     def forward(self, value: Tensor) -> Tensor:
-        """Shape (b, 16)."""
         if not self.asks or value.sum().item() > 1e9:
             self.head(value)
         result: Tensor = self.used(value)
@@ -96,8 +94,8 @@ class WithUnusedHead(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adagrad", "adafactor"])
-def test_a_parameter_without_gradient_has_the_state_that_the_optimizer_gives_it(name: str) -> None:
-    """None mostly, but Adagrad makes all of its state at first."""
+def test_optimizer_state_of_a_parameter_without_gradient(name: str) -> None:
+    """Usually none, but Adagrad allocates all of its state at first."""
     loaded = loaded_model(lambda: nn.Sequential(WithUnusedHead(), nn.ReLU()), 16, build_optimizer=OPTIMIZERS[name])
     trained = WithUnusedHead()
     optimizer = loaded.build_optimizer(trained.parameters())
@@ -108,8 +106,8 @@ def test_a_parameter_without_gradient_has_the_state_that_the_optimizer_gives_it(
     assert profile.layers[0].optimizer_bytes == sum(t.untyped_storage().nbytes() for t in state)
 
 
-def test_a_layer_that_asks_for_values_may_use_all_parameters_in_the_next_step() -> None:
-    """The state of its unused head counts: other values would use it. An earlier layer's unused head does not count."""
+def test_unused_parameters_of_a_value_dependent_layer_have_state() -> None:
+    """Other values would use its head. An earlier layer's unused head does not count."""
     loaded = loaded_model(
         lambda: nn.Sequential(WithUnusedHead(), WithUnusedHead(asks=True)), 16, build_optimizer=OPTIMIZERS["adam"]
     )
@@ -130,7 +128,6 @@ class Heads(nn.Module):
             self.last.weight = self.blocks[2].head.weight
 
     def forward(self, value: Tensor) -> Tensor:
-        """Shape (b, 16)."""
         for block in self.blocks:
             value = block(value)
         result: Tensor = self.last(value)
@@ -147,22 +144,22 @@ def profile_of_heads(device: str, *, shared: bool) -> Profile:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "estimate:a100-80gb"])
-def test_a_parameter_without_gradient_in_one_layer_may_get_it_in_another(device: str) -> None:
-    """Its state counts where it is shared, though parameters of equal layers have other names."""
+def test_a_parameter_used_by_another_layer_has_state(device: str) -> None:
+    """Parameters of equal layers have other names."""
     alone, sharing = (profile_of_heads(device, shared=shared).layers[2] for shared in (False, True))
     head_bytes = 4 * 16 * 500
     assert 2 * head_bytes <= sharing.optimizer_bytes - alone.optimizer_bytes < 2.1 * head_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "estimate:a100-80gb"])
-def test_no_step_goes_on_from_a_parameter_without_gradient(device: str) -> None:
-    """From one block to the next, Adam meets the same parameters each time, since it skips all unused heads."""
+def test_boundary_peaks_skip_parameters_without_gradient(device: str) -> None:
+    """Adam skips all unused heads."""
     _, *peaks = [layer.optimizer_boundary_peak_bytes for layer in profile_of_heads(device, shared=False).layers[:4]]
     assert peaks == peaks[:1] * 3
 
 
-def test_only_parameters_that_are_stepped_in_a_row_meet() -> None:
-    """Adam keeps a temporary of a parameter until the next one of its group, which need not be in the next layer."""
+def test_boundary_peaks_follow_the_order_of_steps() -> None:
+    """Adam keeps a temporary until the next parameter of its group, which may be in another layer."""
     layers = [[nn.Parameter(torch.zeros(1000))] for _ in range(3)]
 
     def groups(order: tuple[int, ...], apart: tuple[int, ...]) -> ModelOptimizer:
@@ -192,8 +189,7 @@ def test_peaks_add_only_if_the_optimizer_updates_several_parameters_at_once(*, f
     assert has_additive_peaks(layer, whole, meter=CpuMeter()) is foreach
 
 
-def test_a_part_of_large_parameters_stands_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest and a smaller one: measured in equal shares, the largest has the transient that it has as a whole."""
+def test_large_parameters_are_measured_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("planner.profile.optimizer"), "_MOST_NUMBERS", 128 * 40)
     layer = nn.Sequential(nn.Linear(128, 80, bias=False), nn.Linear(80, 8), nn.Linear(128, 40))
     whole = ModelOptimizer(torch.optim.Adam, layer.parameters())

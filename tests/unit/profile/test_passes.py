@@ -1,4 +1,4 @@
-"""What a layer meets when its neighbours are timed with it, and what of the time is its own."""
+"""Timing of layers together with their neighbors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,23 +22,20 @@ LARGE = 300, 300
 
 
 def unit_of(module: nn.Module, name: str = "layer") -> Unit:
-    """As a profile has it."""
     return Unit(name, module, None, digest=name)
 
 
-def given(*values: Any) -> UnitInput:
-    """Inputs, or the one input."""
+def unit_input(*values: Any) -> UnitInput:
     leaves, spec = tree_flatten(values[0] if len(values) == 1 else values)
     return UnitInput(tuple(leaves), spec, None)
 
 
 def traced(*shape: int) -> Tensor:
-    """An input that carries a gradient."""
     return torch.randn(shape).requires_grad_()
 
 
 class Watched(nn.Module):
-    """Notes when its forward and its backward run, and where its input lies."""
+    """Records when its forward and backward run, and its input's address."""
 
     def __init__(self, name: str, notes: list[str], module: nn.Module | None = None) -> None:
         super().__init__()
@@ -47,7 +44,6 @@ class Watched(nn.Module):
         self.address = 0
 
     def forward(self, value: Tensor) -> Tensor:
-        """As its module."""
         self.notes.append(f"F {self.name}")
         self.address = value.data_ptr()
         result = self.module(value * 2)
@@ -56,28 +52,26 @@ class Watched(nn.Module):
 
 
 class Ticks:
-    """A clock on which pieces of work take what they are told to."""
+    """A clock on which only calls of `time_us` and the layers advance the time."""
 
     def __init__(self) -> None:
         self.now_us = self.begun_us = 0.0
 
     def time_us(self, work: Callable[[], object]) -> float:
-        """What passed on it."""
         self.restart()
         self.now_us += 7.0  # what it costs to time anything
         work()
         return self.now_us - self.begun_us
 
     def restart(self) -> None:
-        """Counts from here."""
         self.begun_us = self.now_us
 
     def stop(self) -> None:
-        """Nobody works behind."""
+        """Do nothing: no work is queued."""
 
 
-def ways() -> list[WholeTimer]:
-    """Backwards whole, and in halves."""
+def make_timers() -> list[WholeTimer]:
+    """Return timers of whole and of split backwards."""
     clock, collected = Ticks(), BatchStatistics()
     return [
         WholeTimer(clock=clock, statistics=collected),
@@ -85,22 +79,22 @@ def ways() -> list[WholeTimer]:
     ]
 
 
-@pytest.mark.parametrize("way", ways(), ids=["whole", "in halves"])
-def test_all_forwards_come_before_all_backwards(way: WholeTimer) -> None:
-    """As in a stage; what starting the clock takes is nobody's, and the layer that tells it is not among the times."""
+@pytest.mark.parametrize("timer", make_timers(), ids=["whole", "in halves"])
+def test_all_forwards_come_before_all_backwards(timer: WholeTimer) -> None:
+    """The overhead of timing counts for no layer."""
     notes: list[str] = []
     units = [unit_of(Watched(name, notes), name) for name in "abc"]
-    layers = [(unit, given(traced(*LARGE))) for unit in units]
-    times = time_neighbors(way, layers, IdleLayer.matching(units[0]))
+    layers = [(unit, unit_input(traced(*LARGE))) for unit in units]
+    times = time_neighbors(timer, layers, IdleLayer.matching(units[0]))
     assert notes == ["F a", "F b", "F c", "B c", "B b", "B a"]
     assert times == [(0.0, 0.0)] * 3
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_times_are_those_of_their_layers(count: int) -> None:
-    """In the order of the layers, wherever in the row the one is that does nothing."""
-    (way, _), clock = ways(), Ticks()
-    way = WholeTimer(clock=clock, statistics=BatchStatistics())
+def test_each_layer_gets_its_own_time(count: int) -> None:
+    """Wherever in the pass the idle layer is."""
+    (timer, _), clock = make_timers(), Ticks()
+    timer = WholeTimer(clock=clock, statistics=BatchStatistics())
 
     class Slow(nn.Module):
         def __init__(self, number: int) -> None:
@@ -116,16 +110,16 @@ def test_times_are_those_of_their_layers(count: int) -> None:
         def backward_of(self, _: Tensor) -> None:
             clock.now_us += 1000.0 * (1 + self.number)
 
-    layers = [(unit_of(Slow(n), str(n)), given(traced(3))) for n in range(count)]
-    assert time_neighbors(way, layers, IdleLayer.matching(layers[0][0])) == [
+    layers = [(unit_of(Slow(n), str(n)), unit_input(traced(3))) for n in range(count)]
+    assert time_neighbors(timer, layers, IdleLayer.matching(layers[0][0])) == [
         (100.0 * n, 1000.0 * n) for n in range(1, count + 1)
     ]
 
 
 @pytest.mark.parametrize(("shape", "shared"), [(LARGE, True), ((3, 3), False)])
-def test_a_large_input_lies_where_the_layer_before_wrote_it(shape: tuple[int, ...], *, shared: bool) -> None:
-    """With the numbers that the layer was traced with; a small one is made before all forwards."""
-    (way, _), notes = ways(), list[str]()
+def test_a_large_input_is_in_the_memory_of_the_previous_output(shape: tuple[int, ...], *, shared: bool) -> None:
+    """It has its traced values. A small input is made before all forwards."""
+    (timer, _), notes = make_timers(), list[str]()
     written: list[int] = []
     first = Watched("a", notes)
     first.register_forward_hook(lambda _module, _inputs, output: written.append(output.data_ptr()))
@@ -134,8 +128,8 @@ def test_a_large_input_lies_where_the_layer_before_wrote_it(shape: tuple[int, ..
     second.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].detach().clone()))
     wanted = traced(*shape)
     time_neighbors(
-        way,
-        [(unit_of(first, "a"), given(traced(*shape))), (unit_of(second, "b"), given(wanted))],
+        timer,
+        [(unit_of(first, "a"), unit_input(traced(*shape))), (unit_of(second, "b"), unit_input(wanted))],
         IdleLayer.matching(unit_of(first)),
     )
     assert (second.address == written[0]) == shared
@@ -158,46 +152,44 @@ def outputs_of(tensor: Tensor) -> list[Any]:
     ],
     ids=["shape", "no gradient", "expanded", "strides", "dtype"],
 )
-def test_what_is_not_alike_is_left_alone(output: Callable[[], Tensor]) -> None:
-    """The next layer gets a copy of what it was traced with."""
+def test_unequal_outputs_are_not_reused_as_inputs(output: Callable[[], Tensor]) -> None:
+    """The next layer gets a copy of its traced input."""
     before = output()
     kept = before.detach().clone()
     wanted = traced(*LARGE)
-    entrance = make_layer_inputs(given(wanted), [before])
+    entrance = make_layer_inputs(unit_input(wanted), [before])
     assert torch.equal(entrance.values[0], wanted)
     assert torch.equal(before, kept)
     assert entrance.values[0].requires_grad
     assert not entrance.values[0].is_leaf
 
 
-def test_parameters_are_not_written_over() -> None:
-    """A layer may return one, or a view of it."""
+def test_parameters_returned_by_a_layer_are_not_overwritten() -> None:
     layer = nn.Linear(300, 300)
     weight = layer.weight.detach().clone()
     unit = unit_of(layer)
-    make_layer_inputs(given(traced(*LARGE)), [layer.weight], own_storages_of(unit))
-    make_layer_inputs(given(traced(*LARGE)), [layer.weight.view(300, 300)], own_storages_of(unit))
+    make_layer_inputs(unit_input(traced(*LARGE)), [layer.weight], own_storages_of(unit))
+    make_layer_inputs(unit_input(traced(*LARGE)), [layer.weight.view(300, 300)], own_storages_of(unit))
     assert torch.equal(layer.weight, weight)
-    behind = make_layer_inputs(given(traced(*LARGE)))
+    behind = make_layer_inputs(unit_input(traced(*LARGE)))
     behind.gradients.append(layer.weight.detach())
     LayerOutputs([traced(*LARGE) * 1], own_storages_of(unit)).fill(behind)
     assert torch.equal(layer.weight, weight)
 
 
-def test_inputs_may_be_written_into() -> None:
-    """As in a stage, where they are another layer's outputs; what another layer keeps of them is no obstacle."""
-    (way, halves) = ways()
+def test_layers_may_overwrite_their_inputs() -> None:
+    (timer, halves) = make_timers()
     layers = [
-        (unit_of(nn.Sequential(nn.Linear(300, 300), nn.Sigmoid()), "a"), given(traced(*LARGE))),
-        (unit_of(nn.ReLU(inplace=True), "b"), given(traced(*LARGE))),
+        (unit_of(nn.Sequential(nn.Linear(300, 300), nn.Sigmoid()), "a"), unit_input(traced(*LARGE))),
+        (unit_of(nn.ReLU(inplace=True), "b"), unit_input(traced(*LARGE))),
     ]
-    for each in (way, halves):
+    for each in (timer, halves):
         assert len(time_neighbors(each, layers, IdleLayer.matching(layers[0][0]))) == 2
 
 
-def test_gradients_are_ones_where_the_layer_behind_left_them() -> None:
-    """Nobody else holds them then: one that is passed on to an input is not copied."""
-    behind = make_layer_inputs(given(traced(*LARGE), traced(*LARGE), 3, torch.zeros(2)))
+def test_output_gradients_are_ones_in_the_memory_of_the_next_layer() -> None:
+    """They have no other owner, so a gradient passed on to an input is not copied."""
+    behind = make_layer_inputs(unit_input(traced(*LARGE), traced(*LARGE), 3, torch.zeros(2)))
     left = torch.full(LARGE, 5.0)
     behind.gradients.extend([None, left])
     leaves = [traced(*LARGE), traced(*LARGE)]
@@ -213,8 +205,7 @@ def test_gradients_are_ones_where_the_layer_behind_left_them() -> None:
     assert leaves[1].grad.data_ptr() == address
 
 
-def test_rows_end_with_a_size_and_where_much_is_kept() -> None:
-    """And no layer is in one twice."""
+def test_passes_end_at_a_new_size_and_at_many_saved_bytes() -> None:
     kept = {("a", 1): 2**27, ("b", 1): 2**27, ("c", 1): 1, ("big", 1): 2**30, ("a", 2): 3, ("b", 2): 4}
     assert list(split_into_passes(list(kept), kept)) == [
         [("a", 1), ("b", 1)],
@@ -225,8 +216,7 @@ def test_rows_end_with_a_size_and_where_much_is_kept() -> None:
     assert list(split_into_passes([("c", 1)] * 2, kept)) == [[("c", 1)]] * 2
 
 
-def test_what_a_layer_does_not_run_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code in front of it and behind it: a layer that is timed alone goes through it, a longer stage once."""
+def test_code_before_and_after_a_layer_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Ticks()
 
     class Model(nn.Module):

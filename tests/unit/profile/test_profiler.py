@@ -1,4 +1,4 @@
-"""What a profile says of a model: times, costs by formula, one measurement per distinct layer; the model untouched."""
+"""Profiles of models: times, costs, one measurement per distinct layer, and the untouched model."""
 
 import math
 import random
@@ -38,13 +38,11 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, t, d) to (b, t, d)."""
         parts = self.query_key_value(value).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return scaled_dot_product_attention(*parts.unbind(0), is_causal=True).transpose(1, 2).flatten(2)
 
 
 def deep(layers: int = 6, width: int = 16) -> nn.Sequential:
-    """Equal blocks between a first and a last layer of their own."""
     blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
     return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 4))
 
@@ -53,7 +51,7 @@ def deep(layers: int = 6, width: int = 16) -> nn.Sequential:
 
 
 def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """14 layers, 4 kinds (first linear, linear, relu, last with the loss), at two sizes: 8 measurements."""
+    """14 layers of 4 kinds at two sizes need 8 measurements."""
     measured: list[tuple[str, int]] = []
     measure = records.measure_memory
 
@@ -81,40 +79,35 @@ def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
         pytest.param(lambda: nn.Dropout(0.1), lambda: nn.Dropout(0.2), id="number"),
         pytest.param(lambda: nn.Dropout(0.1), lambda: nn.Dropout(0.1).eval(), id="mode"),
         pytest.param(lambda: nn.Linear(16, 16), lambda: nn.Linear(16, 16).requires_grad_(False), id="frozen"),
-        pytest.param(lambda: Block(again=False), lambda: Block(again=True), id="checkpointed by the user"),
+        pytest.param(lambda: Block(recomputes=False), lambda: Block(recomputes=True), id="checkpointed by the user"),
     ],
 )
-def test_unlike_layers_are_told_apart(one: Callable[[], nn.Module], other: Callable[[], nn.Module]) -> None:
-    """Everything that makes a difference in time or memory makes another digest; nothing else does."""
+def test_different_layers_have_different_digests(one: Callable[[], nn.Module], other: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(8, 16), one(), other(), one(), nn.Linear(16, 4))
     digests = [layer.digest for layer in profile_of_model(loaded_model(model)).layers]
     assert digests[1] == digests[3] != digests[2]
 
 
 class Block(nn.Module):
-    """A block that recomputes itself, or not."""
+    """Recomputes itself if `recomputes` is set."""
 
-    def __init__(self, *, again: bool) -> None:
+    def __init__(self, *, recomputes: bool) -> None:
         super().__init__()
-        self.again = again
+        self.recomputes = recomputes
         self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 16) to (b, 16)."""
-        if not self.again:
+        if not self.recomputes:
             return self.layers(value)
         result: Tensor = checkpoint(self.layers, value, use_reentrant=False)
         return result
 
 
 class Scaling(nn.Module):
-    """Some blocks get a first value scaled by a parameter of the model's own, others get it as it is."""
+    """Scales the first input of some blocks by a parameter of the model."""
 
     class Pair(nn.Linear):
-        """Of two values."""
-
         def forward(self, value: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
-            """The first, and the second."""
             return super().forward(value) + other
 
     def __init__(self) -> None:
@@ -124,7 +117,6 @@ class Scaling(nn.Module):
         self.blocks = nn.ModuleList(self.Pair(16, 16) for _ in range(5))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8) to (b, 4)."""
         value = first = self.first(value)
         scaled = first * self.scale
         for n, block in enumerate(self.blocks):
@@ -133,24 +125,20 @@ class Scaling(nn.Module):
         return result
 
 
-def test_parameters_that_code_in_front_of_a_layer_needs_are_the_layers_own() -> None:
-    """Layers with the same operators, some of which hold such a parameter and its optimizer's state."""
+def test_a_parameter_read_by_code_before_a_layer_belongs_to_the_layer() -> None:
     layers = {layer.name: layer for layer in profile_of_model(loaded_model(Scaling())).layers}
     scaled, plain = layers["blocks.1"], layers["blocks.3"]
     assert scaled.parameter_bytes == plain.parameter_bytes + 16 * 4
     assert scaled.digest == layers["blocks.2"].digest != plain.digest == layers["blocks.4"].digest
 
 
-def test_the_same_layer_on_another_shape_is_another_layer() -> None:
-    """A ReLU on 16 numbers and one on 4."""
+def test_the_same_layer_on_another_shape_has_another_digest() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 4))
     digests = [layer.digest for layer in profile_of_model(loaded_model(model)).layers]
     assert digests[1] != digests[3]
 
 
-def test_digests_and_bytes_are_the_same_in_every_profile() -> None:
-    """Two runs differ in times alone."""
-
+def test_profiles_of_one_model_differ_in_times_only() -> None:
     def timeless(profile: Profile) -> Profile:
         layers = tuple(
             replace(
@@ -182,7 +170,6 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, value: Tensor) -> Tensor:
-        """The input, with noise."""
         self.calls += 1  # type: ignore[operator]
         return value + torch.rand(16)
 
@@ -195,13 +182,11 @@ class Averaging(nn.Module):
         self.register_buffer("average", torch.zeros(16))
 
     def forward(self, value: Tensor) -> Tensor:
-        """The input."""
         self.average = self.average * 0.9 + value.detach().mean(0) * 0.1
         return value
 
 
 def stateful() -> nn.Sequential:
-    """With running statistics, dropout, buffers and a frozen layer; one layer in evaluation mode."""
     return nn.Sequential(
         nn.Linear(8, 16),
         nn.BatchNorm1d(16),
@@ -215,7 +200,6 @@ def stateful() -> nn.Sequential:
 
 
 def test_profiling_leaves_the_model_untouched() -> None:
-    """Weights, buffers, training flags, `requires_grad`, hooks and the random state are as before."""
     model = stateful()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     objects = {name: id(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
@@ -236,8 +220,7 @@ def test_profiling_leaves_the_model_untouched() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_gradients_that_were_there_are_untouched() -> None:
-    """The same tensors with the same values; where there were none, there are none."""
+def test_existing_gradients_are_untouched() -> None:
     model = stateful()
     model(torch.randn(4, 8)).sum().backward()
     gradients = {name: (p.grad, None if p.grad is None else p.grad.clone()) for name, p in model.named_parameters()}
@@ -250,8 +233,7 @@ def test_gradients_that_were_there_are_untouched() -> None:
     assert [n for n, (_, value) in gradients.items() if value is not None and not torch.equal(now[n], value)] == []
 
 
-def test_buffers_that_forward_replaces_are_put_back() -> None:
-    """`self.average = …` makes a new tensor; the old one comes back, with its values."""
+def test_buffers_that_forward_replaces_are_restored() -> None:
     model = nn.Sequential(nn.Linear(8, 16), Averaging())
     before = model[1].average
     profile_of_model(loaded_model(model), sizes=(2,))
@@ -259,8 +241,7 @@ def test_buffers_that_forward_replaces_are_put_back() -> None:
     assert model[1].average is before
 
 
-def test_a_failure_leaves_the_model_untouched_too() -> None:
-    """Even in the middle."""
+def test_a_failing_profile_leaves_the_model_untouched() -> None:
     model = stateful()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     calls = 0
@@ -284,7 +265,6 @@ def test_a_failure_leaves_the_model_untouched_too() -> None:
 
 @pytest.mark.nightly
 def test_layer_times_add_up_to_the_models_time() -> None:
-    """Sum of forward and backward over the layers against the whole model's, smallest of several, in one process."""
     torch.manual_seed(0)
     layers = [part for _ in range(4) for part in (nn.Linear(512, 512), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(512, 8))
@@ -303,8 +283,7 @@ def test_layer_times_add_up_to_the_models_time() -> None:
 
 
 @pytest.mark.nightly
-def test_times_and_spreads_are_sane() -> None:
-    """Positive, finite; more work takes longer; one value per size."""
+def test_times_and_spreads_are_finite_and_grow_with_work() -> None:
     model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 4))
     profile = profile_of_model(loaded_model(model), sizes=(1, 64), repeats=4)
     for layer in profile.layers:
@@ -317,7 +296,6 @@ def test_times_and_spreads_are_sane() -> None:
 
 
 def test_a_frozen_backbone_has_no_backward() -> None:
-    """Nothing in front of the first trained layer takes part in backward; gradients and state are those of the rest."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4))
     for layer in list(model)[:3]:
         layer.requires_grad_(False)
@@ -331,7 +309,7 @@ def test_a_frozen_backbone_has_no_backward() -> None:
 
 
 def test_one_thread_is_timed_by_process_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which other processes cannot lengthen; several threads are timed by wall time. The median of repeats counts."""
+    """Other processes cannot lengthen it. Several threads are timed by wall time."""
     for name, step_ns in (("process_time_ns", 1000), ("perf_counter_ns", 5000)):
         monkeypatch.setattr(time, name, partial(next, count(step=step_ns)))
     assert [CpuClock(threads).time_us(lambda: None) for threads in (1, 2)] == [1.0, 5.0]
@@ -341,8 +319,7 @@ def test_one_thread_is_timed_by_process_time(monkeypatch: pytest.MonkeyPatch) ->
 # Costs by formula
 
 
-def test_bytes_and_flops_by_formula() -> None:
-    """Linear layers, at two sizes: a multiply-add is two operations."""
+def test_bytes_and_flops_of_linear_layers() -> None:
     profile = profile_of_model(loaded_model(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))), sizes=(3, 5))
     first, relu, last = profile.layers
     assert (first.parameter_bytes, first.gradient_bytes) == (4 * (8 * 16 + 16), 4 * (8 * 16 + 16))
@@ -355,7 +332,7 @@ def test_bytes_and_flops_by_formula() -> None:
 
 
 def test_flops_of_attention() -> None:
-    """Projections 2·b·t·d·3d, scores and weighted sum 2·2·b·t·t·d: fvcore alone would count nothing for the latter."""
+    """Projections 2·b·t·d·3d, scores and weighted sum 2·2·b·t·t·d."""
     batch, tokens, width = 2, 12, 32
     loaded = loaded_model(
         nn.Sequential(Attention(width, 4), nn.Linear(width, 4)), lambda b: torch.randn(b, tokens, width)
@@ -365,7 +342,7 @@ def test_flops_of_attention() -> None:
 
 
 def test_a_layer_that_cannot_be_traced_has_no_flops() -> None:
-    """The figure informs; planning does without it."""
+    """Planning does not need them."""
 
     class Dict(nn.Module):
         def forward(self, value: Tensor) -> dict[str, Any]:
@@ -380,8 +357,7 @@ def test_a_layer_that_cannot_be_traced_has_no_flops() -> None:
     assert layers[1].forward_flops == (0,)
 
 
-def test_buffers_and_ties_are_counted() -> None:
-    """Buffers apart from parameters, with what statistics are collected in; tied bytes on each of their layers."""
+def test_buffers_and_tied_bytes_are_recorded() -> None:
     embedding, head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
     head.weight = embedding.weight
     model = nn.Sequential(embedding, nn.BatchNorm1d(6), nn.Flatten(0, 1), head)
@@ -393,16 +369,14 @@ def test_buffers_and_ties_are_counted() -> None:
     assert layers[3].tied_groups == ()  # all of it with one layer
 
 
-def test_parameters_shared_with_different_layers_are_told_apart() -> None:
-    """The last layer shares its weight with the first one, and its bias with the second one."""
+def test_tied_bytes_are_grouped_by_the_other_layers() -> None:
     layers = [nn.Linear(8, 8) for _ in range(3)]
     layers[2].weight, layers[2].bias = layers[0].weight, layers[1].bias
     last = profile_of_model(loaded_model(nn.Sequential(*layers))).layers[2]
     assert last.tied_groups == (TiedGroup(layers=("0",), bytes=256), TiedGroup(layers=("1",), bytes=32))
 
 
-def test_updating_running_statistics_takes_time() -> None:
-    """Once per step, of layers that have no parameter either; they are timed deferred, and are themselves again."""
+def test_running_statistics_have_an_update_time() -> None:
     norm = nn.BatchNorm1d(16, affine=False)
     layers = profile_of_model(loaded_model(nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU()))).layers
     assert layers[1].parameter_bytes == 0
@@ -427,8 +401,7 @@ Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
         pytest.param(lambda p: torch.optim.RMSprop(p, lr=0.1), 1, 2, id="rmsprop"),
     ],
 )
-def test_state_and_peak_of_optimizers(build: Build, numbers: int, peak: int) -> None:
-    """In numbers per parameter (and a step counter each); state that comes with the first step is not missed."""
+def test_optimizer_state_and_peak_per_parameter(build: Build, numbers: int, peak: int) -> None:
     module = nn.Linear(256, 256, bias=False)
     cost = measure_optimizer(
         module, ModelOptimizer(build, module.parameters()), meter=CpuMeter(), clock=CpuClock(1), repeats=2
@@ -440,8 +413,7 @@ def test_state_and_peak_of_optimizers(build: Build, numbers: int, peak: int) -> 
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_nothing_to_train_costs_nothing() -> None:
-    """Frozen parameters, or none."""
+def test_frozen_layers_have_no_optimizer_cost() -> None:
     for module in (nn.ReLU(), nn.Linear(8, 8).requires_grad_(False)):
         cost = measure_optimizer(
             module,
@@ -454,7 +426,6 @@ def test_nothing_to_train_costs_nothing() -> None:
 
 
 def test_measuring_the_optimizer_does_not_train_the_model() -> None:
-    """It steps over copies."""
     module = nn.Linear(8, 8)
     before = module.weight.detach().clone()
     whole = ModelOptimizer(lambda p: torch.optim.SGD(p, lr=1.0), module.parameters())
@@ -462,8 +433,8 @@ def test_measuring_the_optimizer_does_not_train_the_model() -> None:
     assert torch.equal(module.weight, before)
 
 
-def test_state_of_layers_goes_by_the_position_of_their_parameters() -> None:
-    """Equal layers differ where the builder has the last parameters alone, or others with momentum."""
+def test_optimizer_state_depends_on_a_parameters_position() -> None:
+    """Builders may choose parameters by position, so equal layers can differ."""
 
     def last(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.Adam(list(parameters)[-2:], lr=0.1)
@@ -482,9 +453,7 @@ def test_state_of_layers_goes_by_the_position_of_their_parameters() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "estimate:h100"])
-def test_a_builder_finds_the_marks_of_parameters(device: str) -> None:
-    """Attributes that `build_model` gives parameters, each as often as in the model."""
-
+def test_optimizer_builders_see_attributes_of_parameters(device: str) -> None:
     def model() -> nn.Module:
         module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         for layer in module:
@@ -506,7 +475,6 @@ def test_a_builder_finds_the_marks_of_parameters(device: str) -> None:
 
 
 def test_the_profile_describes_model_and_machine() -> None:
-    """Digest and parameters of the model, settings, versions, device."""
     loaded = loaded_model(deep(), settings={"depth": 6})
     profile = profile_of_model(loaded, sizes=(1, 2))
     assert profile.model.digest == chain_digest(chain_of(deep()), {"depth": 6})
@@ -522,8 +490,7 @@ def test_the_profile_describes_model_and_machine() -> None:
     )
 
 
-def test_progress_counts_up_to_the_end() -> None:
-    """Every measurement is announced with the layer's name; what is done grows, and never beyond what there is."""
+def test_progress_grows_and_stays_below_the_total() -> None:
     calls: list[tuple[str, int, int]] = []
     options = ProfilerOptions(micro_batch_sizes=(1, 2), repeats=3, time_budget_s=0.0)
     profile_model(loaded_model(deep()), options, lambda *call: calls.append(call))
@@ -540,8 +507,6 @@ needs_tpu = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the e
 
 @pytest.mark.parametrize("device", [pytest.param("tpu", marks=needs_tpu), "banana", "", "cpu:banana", "cuda:x"])
 def test_an_unknown_device_is_a_usage_error(device: str) -> None:
-    """Before anything is built."""
-
     def never() -> nn.Module:
         pytest.fail("built")
 
@@ -551,20 +516,17 @@ def test_an_unknown_device_is_a_usage_error(device: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_missing_gpu_is_a_usage_error() -> None:
-    """And says where to go."""
     with pytest.raises(UsageError, match="no CUDA device here"):
         profile_model(loaded_model(deep()), ProfilerOptions(device="cuda"))
 
 
 @pytest.mark.parametrize("loss", [lambda out, _: out, lambda _out, _: 1.0, lambda _out, _: None])
 def test_a_loss_must_be_a_scalar(loss: Callable[[Any, Any], Any]) -> None:
-    """A tensor with one element."""
     with pytest.raises(ModelError, match="expected a scalar tensor"):
         profile_of_model(loaded_model(deep(), loss_fn=loss))
 
 
-def test_a_layer_that_fails_is_named_with_its_input() -> None:
-    """Name, class, shapes, micro-batch size."""
+def test_a_failing_layer_is_named_with_its_input() -> None:
     with pytest.raises(ModelError) as refused:
         profile_of_model(loaded_model(nn.Sequential(nn.Linear(8, 16), nn.Linear(8, 4))), sizes=(3,))
     told = str(refused.value)
@@ -572,8 +534,7 @@ def test_a_layer_that_fails_is_named_with_its_input() -> None:
     assert "micro-batch size 3" in told
 
 
-def test_every_unit_gets_what_it_gets_in_the_model() -> None:
-    """Inputs of every distinct unit are detached copies with the gradients' marks; the last also gets the targets."""
+def test_units_get_the_inputs_and_targets_of_the_model() -> None:
     loaded: LoadedModel = replace(
         loaded_model(deep(2)), example_batch=lambda b: Batch(torch.randn(b, 8), torch.arange(b))
     )
@@ -589,8 +550,7 @@ def test_every_unit_gets_what_it_gets_in_the_model() -> None:
     assert fresh.requires_grad
 
 
-def test_a_layer_that_fails_after_it_has_run_is_named() -> None:
-    """The line, and what to do, not that it is a bug: a queue for another micro-batch size, say."""
+def test_a_layer_that_fails_later_is_named_with_its_line() -> None:
     calls: list[None] = []
 
     class Fails(nn.Linear):
@@ -605,8 +565,8 @@ def test_a_layer_that_fails_after_it_has_run_is_named() -> None:
     assert "--batch-sizes" in refused.value.hint
 
 
-def test_numbers_that_a_forward_changes_leave_the_digest_as_it_was() -> None:
-    """A rate of dropout that falls: every rank finds the digest of a model that has not run."""
+def test_numbers_that_a_forward_changes_do_not_change_the_digest() -> None:
+    """Every rank finds the digest of a model that has not run."""
 
     class Anneals(nn.Module):
         def __init__(self) -> None:
@@ -621,9 +581,7 @@ def test_numbers_that_a_forward_changes_leave_the_digest_as_it_was() -> None:
     assert profile_of_model(loaded).model.digest == chain_digest(loaded.chain(Anneals()), {})
 
 
-def test_hooks_on_tied_weights_are_refused_before_anything_is_compared() -> None:
-    """The reason is better than that a gradient differs."""
-
+def test_hooks_on_tied_weights_are_refused_before_the_check() -> None:
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
         model[2].weight = model[0].weight

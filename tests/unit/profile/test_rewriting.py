@@ -1,4 +1,4 @@
-"""What a profile says of the state that layers write: by every way in which that is done, measured and estimated."""
+"""Bytes of state that layers write in each forward, measured and estimated."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ BYTES = 4
 
 
 @pytest.mark.parametrize("sequential", ["True", "False"])
-def test_all_that_a_forward_writes_is_counted(sequential: str) -> None:
-    """In place, by way of `data`, put in place of others, in frozen parameters; not what is written now and then."""
+def test_state_written_by_every_forward_is_counted(sequential: str) -> None:
+    """In place, through `data`, by replacement, and in frozen parameters; not state that is written rarely."""
     loaded = load_model(str(STATEFUL), settings={"sequential": sequential})
     profile = profile_of_model(loaded, sizes=(2,))
     mean, slow, plain, norms, codes, sizes = 8, 64, 1, 4, 16 * 8, 16
@@ -30,9 +30,7 @@ def test_all_that_a_forward_writes_is_counted(sequential: str) -> None:
     ]
 
 
-def test_an_estimate_counts_the_same() -> None:
-    """Without values."""
-
+def test_estimates_count_written_state() -> None:
     def build() -> nn.Sequential:
         norms = nn.InstanceNorm1d(2, track_running_stats=True), nn.BatchNorm1d(2)
         return nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 4)), *norms)
@@ -42,9 +40,7 @@ def test_an_estimate_counts_the_same() -> None:
     assert [layer.rewritten_bytes / BYTES for layer in profile.layers] == [0, 0, 2 + 2, 0]
 
 
-def test_what_is_made_once_or_collected_is_not_written() -> None:
-    """A table that the first forward makes, a mask that is read, and batch normalisation."""
-
+def test_state_made_once_and_deferred_statistics_are_not_counted() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()

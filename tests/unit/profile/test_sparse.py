@@ -10,14 +10,13 @@ from tests.support.measure import loaded_model, profile_of_model
 
 
 class Lookup(nn.Module):
-    """Table that is read by a function, with an option that no attribute of the layer tells."""
+    """Reads a table by a function, whose option no attribute of the layer shows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.randn(10, 4))
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """(b, n) to (b, n, 4)."""
         return functional.embedding(numbers, self.table, sparse=True)
 
 
@@ -25,7 +24,6 @@ class Lookup(nn.Module):
     "layer", [nn.Embedding(10, 4, sparse=True), nn.EmbeddingBag(10, 4, mode="sum", sparse=True), Lookup()]
 )
 def test_layers_with_sparse_gradients_are_refused(layer: nn.Module) -> None:
-    """The message names the layer, and says how to build it."""
     model = nn.Sequential(layer, nn.Linear(4, 4))
     with pytest.raises(ModelError, match='layer "0" makes sparse gradients, which are not supported') as refused:
         profile_of_model(loaded_model(model, lambda batch: torch.randint(10, (batch, 3))), sizes=(2,))

@@ -1,4 +1,4 @@
-"""Backwards in halves, as they are measured: what I and W of a layer take and hold, where the answer is known."""
+"""Memory of input-gradient (I) and weight-gradient (W) passes of layers whose bytes are known."""
 
 from typing import Any
 
@@ -19,26 +19,23 @@ WEIGHT = 4 * N * N
 SLACK = 64  # a scalar here and there
 
 
-def halves_of(module: nn.Module, value: Any) -> SplitMemory:
-    """The record of `module` for the input `value`."""
+def split_memory_of(module: nn.Module, value: Any) -> SplitMemory:
+    """Return the record of `module` for this input."""
     leaves, spec = tree_flatten(value)
     unit = Unit(name="layer", module=module, loss_fn=None, digest="")
     return measure_split_memory(unit, UnitInput(tuple(leaves), spec, None), CpuMeter())
 
 
 def linear() -> nn.Linear:
-    """A layer of WEIGHT bytes."""
     return nn.Linear(N, N, bias=False)
 
 
 def rows(*, grad: bool = True) -> Tensor:
-    """An input of ROW bytes."""
     return torch.randn(B, N, requires_grad=grad)
 
 
-def test_a_linear_layer_keeps_input_and_gradient_for_its_weight() -> None:
-    """I makes the gradient of the input beside that of the output; W that of the weight, which I does not touch."""
-    record = halves_of(linear(), rows())
+def test_a_linear_layer_holds_input_and_output_gradient_for_w() -> None:
+    record = split_memory_of(linear(), rows())
     assert (record.held_bytes, record.held_input_bytes) == (2 * ROW, ROW)
     assert record.weight_gradient_bytes == WEIGHT
     assert record.input_peak_bytes == record.first_input_peak_bytes == pytest.approx(2 * ROW, abs=SLACK)
@@ -46,67 +43,60 @@ def test_a_linear_layer_keeps_input_and_gradient_for_its_weight() -> None:
     assert record.weight_peak_bytes == pytest.approx(2 * ROW + WEIGHT, abs=SLACK)  # a gradient that is added
 
 
-def test_outputs_count_where_somebody_holds_them() -> None:
-    """With their gradients at the end of a stage; this layer keeps its gradient anyway."""
-    record = halves_of(linear(), rows())
+def test_held_outputs_and_their_gradients_count_in_i() -> None:
+    record = split_memory_of(linear(), rows())
     assert record.output_input_peak_bytes == pytest.approx(record.input_peak_bytes + ROW, abs=SLACK)
     assert record.end_input_peak_bytes == pytest.approx(record.input_peak_bytes + ROW, abs=SLACK)
 
 
-def test_an_output_that_backward_needs_is_there_once() -> None:
-    """A ReLU keeps its output, and the gradient behind it goes with it."""
-    record = halves_of(nn.Sequential(linear(), nn.ReLU()), rows())
+def test_an_output_that_backward_needs_counts_once() -> None:
+    record = split_memory_of(nn.Sequential(linear(), nn.ReLU()), rows())
     assert record.output_input_peak_bytes == pytest.approx(3 * ROW, abs=SLACK)
     assert record.input_peak_bytes == pytest.approx(3 * ROW, abs=SLACK)
     assert record.end_input_peak_bytes == pytest.approx(4 * ROW, abs=SLACK)
 
 
-def test_a_first_layer_makes_no_gradient_of_its_input() -> None:
-    """In I it keeps what W needs, and that is all."""
-    record = halves_of(linear(), rows(grad=False))
+def test_a_first_layer_computes_no_input_gradient() -> None:
+    record = split_memory_of(linear(), rows(grad=False))
     assert record.input_peak_bytes == pytest.approx(ROW, abs=SLACK)
     assert record.held_bytes == 2 * ROW
 
 
-def test_a_norm_has_no_weight_half() -> None:
-    """Its weights are small: their gradients are made in I."""
-    record = halves_of(nn.LayerNorm(N), rows())
+def test_a_norm_has_no_w_pass() -> None:
+    """The gradients of its small weights are computed in I."""
+    record = split_memory_of(nn.LayerNorm(N), rows())
     assert (record.held_bytes, record.weight_gradient_bytes) == (0, 0)
     assert (record.first_weight_peak_bytes, record.weight_peak_bytes) == (0, 0)
     assert record.first_input_peak_bytes >= 2 * ROW
 
 
-def test_an_embedding_keeps_numbers_and_gradient() -> None:
-    """Its input is numbers, which have no gradient."""
+def test_an_embedding_holds_indices_and_output_gradient_for_w() -> None:
     numbers = torch.randint(N, (256,))
-    record = halves_of(nn.Embedding(N, 64), numbers)
+    record = split_memory_of(nn.Embedding(N, 64), numbers)
     assert record.held_input_bytes == numbers.nbytes
     assert record.held_bytes == numbers.nbytes + 256 * 64 * 4
     assert record.weight_gradient_bytes == N * 64 * 4
 
 
-def test_measuring_leaves_no_gradients() -> None:
-    """Whoever measures next finds none."""
+def test_measuring_split_memory_leaves_no_gradients() -> None:
     layer = linear()
-    halves_of(layer, rows())
+    split_memory_of(layer, rows())
     assert layer.weight.grad is None
 
 
-def test_frozen_weights_have_no_weight_half() -> None:
-    """The gradient of the input is made as ever."""
-    record = halves_of(linear().requires_grad_(requires_grad=False), rows())
+def test_frozen_weights_have_no_w_pass() -> None:
+    record = split_memory_of(linear().requires_grad_(requires_grad=False), rows())
     assert (record.held_bytes, record.weight_gradient_bytes, record.weight_peak_bytes) == (0, 0, 0)
 
 
 @pytest.fixture(scope="module")
 def profiled() -> Any:
-    """A profile of layers with and without a W."""
+    """Return a profile of layers with and without a W pass."""
     model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 512))
     return profile_of_model(loaded_model(model, 512), sizes=(64, 512), repeats=10)
 
 
-def test_a_profile_has_both_halves_of_every_layer(profiled: Any) -> None:
-    """Times of a layer without a W are all I's."""
+def test_profiles_have_times_and_memory_of_both_passes(profiled: Any) -> None:
     for layer in profiled.layers:
         assert len(layer.backward_input_us) == len(layer.backward_weight_us) == len(layer.split) == 2
         assert layer.weight_held_bytes == tuple(record.held_bytes for record in layer.split)
@@ -115,8 +105,8 @@ def test_a_profile_has_both_halves_of_every_layer(profiled: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_halves_add_up_to_about_the_whole(profiled: Any) -> None:
-    """Within half of it, on a machine that others use: the same products, of which W's has half of the operations."""
+def test_times_of_both_passes_add_up_to_the_backward(profiled: Any) -> None:
+    """Within half of it, on a machine that others use."""
     layer = profiled.layers[2]
     both_us = layer.backward_input_us[1] + layer.backward_weight_us[1]
     assert 0.5 * layer.backward_us[1] < both_us < 1.5 * layer.backward_us[1]

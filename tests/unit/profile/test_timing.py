@@ -1,4 +1,4 @@
-"""How often layers are timed, which of equal ones, up to which size, and what is left of an interrupted run."""
+"""Repeats of timings, turns of equal layers, the largest size, and interrupted profiles."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,13 +24,12 @@ OPTIONS = ProfilerOptions(micro_batch_sizes=(1, 2), repeats=3, time_budget_s=0.0
 
 
 def small() -> LoadedModel:
-    """Two layers."""
     return loaded_model(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
 
 
 @pytest.fixture
 def repeats(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """By micro-batch size: how many repeats there were at each look at the doubt."""
+    """Return the numbers of repeats by micro-batch size, at each check of the uncertainty."""
     seen: dict[int, list[int]] = {}
     look = measured._doubt
 
@@ -45,9 +44,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     return seen
 
 
-def test_a_model_that_sends_more_than_it_need_is_told_so() -> None:
-    """Once, when it is profiled."""
-
+def test_concatenations_sent_in_parts_are_warned_about_once() -> None:
     class Concatenated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -58,50 +55,50 @@ def test_a_model_that_sends_more_than_it_need_is_told_so() -> None:
                 value = torch.cat([value, block(value)], -1)
             return value
 
-    said: list[str] = []
-    profile_model(loaded_model(Concatenated()), OPTIONS, warn=said.append)
-    assert len(said) == 1
-    assert 'cross the boundary after "blocks.4"' in said[0]
+    warnings: list[str] = []
+    profile_model(loaded_model(Concatenated()), OPTIONS, warn=warnings.append)
+    assert len(warnings) == 1
+    assert 'cross the boundary after "blocks.4"' in warnings[0]
 
 
 # How often
 
 
-def test_repeats_go_on_while_in_doubt(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three at least; then five more at a time, until the time of the chain is known well enough."""
+def test_layers_are_timed_again_while_uncertain(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three repeats at least, then five more at a time."""
     doubts = iter([0.5, 0.03, 0.009])
     monkeypatch.setattr(measured, "time_uncertainty", lambda *_: next(doubts))
-    said: list[str] = []
-    profile_model(small(), replace(OPTIONS, time_budget_s=60.0), warn=said.append)
+    warnings: list[str] = []
+    profile_model(small(), replace(OPTIONS, time_budget_s=60.0), warn=warnings.append)
     assert repeats == {1: [3, 8, 13], 2: [3, 8, 13]}
-    assert said == []
+    assert warnings == []
 
 
-def test_a_noisy_machine_ends_with_a_warning(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the time is up, and not before the least number of repeats; it names the doubt and what to do."""
+def test_a_spent_time_budget_ends_with_a_warning(
+    repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the least number of repeats; the warning states the uncertainty."""
     monkeypatch.setattr(measured, "time_uncertainty", lambda *_: 0.123)
-    said: list[str] = []
-    profile_model(small(), replace(OPTIONS, time_budget_s=1e-6), warn=said.append)
+    warnings: list[str] = []
+    profile_model(small(), replace(OPTIONS, time_budget_s=1e-6), warn=warnings.append)
     assert repeats == {1: [3], 2: [3]}
-    assert len(said) == 1
-    assert "12.3%" in said[0]
-    assert "--time-budget 1e-06s" in said[0]
+    assert len(warnings) == 1
+    assert "12.3%" in warnings[0]
+    assert "--time-budget 1e-06s" in warnings[0]
 
 
-def test_without_a_time_budget_nothing_is_judged(repeats: dict[int, list[int]]) -> None:
-    """As many repeats as were asked for, whatever they are worth."""
-    said: list[str] = []
-    profile_model(small(), OPTIONS, warn=said.append)
-    assert (repeats, said) == ({}, [])
+def test_without_a_time_budget_the_uncertainty_is_not_checked(repeats: dict[int, list[int]]) -> None:
+    warnings: list[str] = []
+    profile_model(small(), OPTIONS, warn=warnings.append)
+    assert (repeats, warnings) == ({}, [])
 
 
 def scattered(us: float, share: float, repeats: int) -> list[tuple[float, float]]:
-    """Repeats that are by turns longer and shorter by a share."""
+    """Return repeats that are alternately longer and shorter by a share."""
     return [(us * (1 + share * (-1) ** n), 0.0) for n in range(repeats)]
 
 
-def test_doubt_falls_with_repeats_and_with_the_share_of_what_scatters() -> None:
-    """Equal layers scatter together, different ones apart, and what takes no time at all does not matter."""
+def test_uncertainty_falls_with_repeats_and_with_independent_layers() -> None:
     few, many = (time_uncertainty(["a"], {("a", 1): scattered(1e6, 0.1, n)}) for n in (10, 40))
     assert few == pytest.approx(1.96 * 0.1 * (10 / 9) ** 0.5 / 10**0.5, rel=1e-3)
     assert 1.9 < few / many < 2.2
@@ -113,8 +110,8 @@ def test_doubt_falls_with_repeats_and_with_the_share_of_what_scatters() -> None:
     assert time_uncertainty(["a"], {("a", 1): scattered(1.0, 0.5, 10)}) < 0.01
 
 
-def test_large_layers_have_no_gradients_when_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others accumulate into what is there; what that would take is timed apart, a piece no cache holds at a time."""
+def test_large_layers_are_timed_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adding to gradients is timed separately, in pieces that exceed no cache."""
     had: list[list[bool]] = []
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4))
     run = Unit.run
@@ -144,8 +141,8 @@ def test_large_layers_have_no_gradients_when_they_run(monkeypatch: pytest.Monkey
     assert pieces == [375, 137, 64] * 10  # 8 x 64 weights and 64 biases, in pieces of 1,500 bytes at most
 
 
-def test_equal_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the one that is measured would find its parameters in the cache; what was there before is put back."""
+def test_equal_layers_take_turns_in_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the measured layer would find its parameters in the cache."""
     ran: list[int] = []
     forward = Block.forward
 
@@ -171,14 +168,11 @@ def test_equal_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Block(nn.Module):
-    """A layer of several operators."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8) to (b, 8)."""
         return torch.relu(self.linear(value))
 
 
@@ -186,7 +180,7 @@ class Block(nn.Module):
 
 
 def out_of_memory_at(size: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes measuring micro-batches of `size` fail."""
+    """Make measurements of micro-batches of `size` or more fail."""
     measure = records.measure_memory
 
     def failing(unit: Any, given: Any, *rest: Any) -> Any:
@@ -205,34 +199,31 @@ ERRORS = (
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_sizes_end_where_memory_does(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `auto` sizes: what fits is measured, and a warning says so."""
+def test_automatic_sizes_end_at_the_largest_that_fits(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     out_of_memory_at(4, error, monkeypatch)
-    said: list[str] = []
+    warnings: list[str] = []
     options = replace(OPTIONS, micro_batch_sizes=(1, 2, 4, 8), until_memory_ends=True)
-    profile = profile_model(small(), options, warn=said.append)
+    profile = profile_model(small(), options, warn=warnings.append)
     assert profile.micro_batch_sizes == (1, 2)
     assert all(len(layer.forward_us) == len(layer.detail) == 2 for layer in profile.layers)
-    assert "out of memory at micro-batch size 4: sizes up to 2 are measured" in said
+    assert "out of memory at micro-batch size 4: sizes up to 2 are measured" in warnings
 
 
-def test_a_size_that_was_asked_for_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hint names those that do."""
+def test_a_requested_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     out_of_memory_at(4, ERRORS[0], monkeypatch)
     with pytest.raises(MeasurementError, match="out of memory at micro-batch size 4") as refused:
         profile_model(small(), replace(OPTIONS, micro_batch_sizes=(1, 2, 4)))
     assert refused.value.hint == "use `--batch-sizes 1,2`"
 
 
-def test_a_model_that_does_not_fit_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where larger sizes would be left out."""
+def test_the_smallest_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     out_of_memory_at(1, ERRORS[1], monkeypatch)
     with pytest.raises(MeasurementError, match="micro-batch size 1, the smallest"):
         profile_model(small(), replace(OPTIONS, until_memory_ends=True))
 
 
-def test_memory_may_end_in_the_users_forward() -> None:
-    """Where it becomes an error of the model, with the allocator's as its cause; any other error stays what it is."""
+def test_out_of_memory_in_a_users_forward_ends_the_sizes() -> None:
+    """Other errors of the model stay errors."""
 
     class Greedy(nn.Module):
         def __init__(self, error: Exception) -> None:
@@ -256,8 +247,8 @@ def test_memory_may_end_in_the_users_forward() -> None:
 # Interrupted
 
 
-def interrupted(loaded: LoadedModel, calls: int, earlier: PartialProfile | None = None) -> PartialProfile:
-    """What is left of a run that is interrupted before its measurement of that number."""
+def interrupt_profile(loaded: LoadedModel, calls: int, earlier: PartialProfile | None = None) -> PartialProfile:
+    """Return the partial profile of a run that is interrupted after `calls` measurements."""
     left = iter(range(calls))
 
     def progress(*_: Any) -> None:
@@ -269,11 +260,8 @@ def interrupted(loaded: LoadedModel, calls: int, earlier: PartialProfile | None 
     return stopped.value.partial
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever it stops, nothing is measured twice: neither memory nor times, twice in a row.
-
-    But what was timed of the row of layers that it stopped in.
-    """
+def test_an_interrupted_profile_continues_without_measuring_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the pass of layers that was interrupted is timed again."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     state = {name: value.clone() for name, value in model.state_dict().items()}
     loaded = loaded_model(model)
@@ -281,9 +269,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyP
     measure = records.measure_memory
     monkeypatch.setattr(records, "measure_memory", lambda u, *rest: (recorded.append(u.name), measure(u, *rest))[1])
     monkeypatch.setattr(timing, "typical_us", min)  # which shows whether a repeat was kept
-    first = interrupted(loaded, 3)
+    first = interrupt_profile(loaded, 3)
     assert len(first.measurements) == 3
-    second = interrupted(loaded, 10, first)
+    second = interrupt_profile(loaded, 10, first)
     assert [one.memory for one in second.measurements[:3]] == [one.memory for one in first.measurements]
     assert sum(len(one.forward_us) + len(one.backward_input_us) for one in second.measurements) == 6
     profile = profile_model(loaded, OPTIONS, earlier=second)
@@ -311,31 +299,25 @@ def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyP
         (lambda p: replace(p, generator=replace(p.generator, version="0")), "generator"),
     ],
 )
-def test_measurements_of_something_else_are_not_used(
+def test_partial_profiles_of_something_else_are_not_used(
     change: Callable[[PartialProfile], PartialProfile], named: str
 ) -> None:
-    """It says so, and starts over."""
     loaded = small()
-    partial = change(interrupted(loaded, 6))
-    said: list[str] = []
-    kept = Measurements(header=interrupted(loaded, 0))
-    kept.take_over(partial, said.append)
+    partial = change(interrupt_profile(loaded, 6))
+    warnings: list[str] = []
+    kept = Measurements(header=interrupt_profile(loaded, 0))
+    kept.take_over(partial, warnings.append)
     assert kept.memory == {}
-    assert len(said) == 1
-    assert f"({named} changed): starting over" in said[0]
+    assert len(warnings) == 1
+    assert f"({named} changed): starting over" in warnings[0]
 
 
 # How true
 
 
 @pytest.mark.nightly
-def test_the_layers_take_as_long_as_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 5 %: forward, backward and optimizer of all layers, beside a step of the whole model.
-
-    The model takes its turn in the loop that times the layers, so a busy machine slows both alike. Typical times of
-    either are compared: the smallest of a dozen short works are reached sooner than the smallest of one long one. With
-    256 samples a step takes 20 ms and more, beside which what an idle layer leaves unexplained hardly counts.
-    """
+def test_times_of_layers_add_up_to_a_step_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 5 %. The model is timed in the loop that times the layers, so a busy machine slows both alike."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(768, 768), nn.GELU()) for _ in range(4)]
     model = nn.Sequential(*blocks, nn.Linear(768, 8))
@@ -363,13 +345,13 @@ def test_the_layers_take_as_long_as_the_model(monkeypatch: pytest.MonkeyPatch) -
 
 
 def times(profile: Profile) -> Sequence[float]:
-    """Forward + backward of every layer."""
+    """Return forward + backward of every layer."""
     return [layer.forward_us[0] + layer.backward_us[0] for layer in profile.layers]
 
 
 @pytest.mark.nightly
-def test_two_profiles_lead_to_plans_as_good_as_each_other() -> None:
-    """The plan of one is slower by less than 1 % than the best under the other; the best of a few tries."""
+def test_plans_of_two_profiles_are_equally_good() -> None:
+    """The plan of one profile is at most 1 % slower than the best under the other, in the best of four tries."""
     from planner.solve import Request, solve
     from tests.support.profiles import inputs_of
 

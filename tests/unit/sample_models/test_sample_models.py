@@ -104,7 +104,6 @@ def test_amoebanet_has_the_papers_parameters(num_layers: int, num_filters: int, 
     ("depth", "num_blocks", "expected"), [(50, 16, 25_557_032), (101, 33, 44_549_160), (152, 50, 60_192_808)]
 )
 def test_resnet_has_the_published_parameters(depth: int, num_blocks: int, expected: int) -> None:
-    """ResNet-50, -101 and -152 have the published parameters, and one layer per block between stem and classifier."""
     model = build_on_meta("resnet", depth=depth, num_classes=1000, image_size=224)
 
     assert num_parameters(model) == expected
@@ -117,7 +116,6 @@ def test_unet_has_the_papers_parameters() -> None:
 
 
 def test_mlp_has_the_parameters_its_docstring_states() -> None:
-    """The perceptron is `depth` blocks of Linear and ReLU and one Linear, with the stated number of parameters."""
     model = build_on_meta("mlp", depth=3, width=20, features=12, num_classes=5)
 
     assert num_parameters(model) == (12 * 20 + 20) + 2 * (20 * 20 + 20) + (20 * 5 + 5)
@@ -129,8 +127,7 @@ def test_mlp_has_the_parameters_its_docstring_states() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_default_model_runs_forward_and_backward(name: str) -> None:
-    """With defaults, one step on the example batch gives a finite scalar loss and every parameter a finite gradient."""
+def test_default_models_have_finite_loss_and_gradients(name: str) -> None:
     torch.manual_seed(0)
     sample = load(name)
     model = sample.build_model()
@@ -145,13 +142,11 @@ def test_default_model_runs_forward_and_backward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEQUENTIAL)
-def test_chain_is_a_sequential(name: str) -> None:
-    """All samples but the U-Net are an `nn.Sequential`, the form that is cut as it stands."""
+def test_samples_except_unet_are_sequentials(name: str) -> None:
     assert isinstance(build_on_meta(name), nn.Sequential)
 
 
 def test_unet_is_no_sequential() -> None:
-    """The U-Net has skip connections: blocks in `nn.ModuleList`s and a forward of its own."""
     model = build_on_meta("unet")
 
     assert not isinstance(model, nn.Sequential)
@@ -161,7 +156,7 @@ def test_unet_is_no_sequential() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_is_the_mean_over_the_samples(name: str) -> None:
-    """The loss of a mini-batch is the mean of the losses of its equal micro-batches."""
+    """So the loss of a mini-batch is the mean over its micro-batches."""
     torch.manual_seed(0)
     sample = load(name)
     # Batch norm ties the samples of a batch together; with fixed statistics only the loss does.
@@ -176,8 +171,7 @@ def test_loss_is_the_mean_over_the_samples(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_loss_falls_in_training(name: str) -> None:
-    """Twelve steps of the sample's own optimizer on one batch bring its loss down by more than a twentieth."""
+def test_loss_falls_by_5_percent_in_12_steps(name: str) -> None:
     torch.manual_seed(0)
     sample = load(name)
     model = sample.build_model(**SMALL[name])
@@ -209,8 +203,7 @@ def test_example_batch_follows_the_global_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shared_settings_have_the_same_defaults(name: str) -> None:
-    """A setting of `example_batch` is a setting of `build_model` too, with the same default."""
+def test_build_model_and_example_batch_share_defaults(name: str) -> None:
     sample = load(name)
     of_model = inspect.signature(sample.build_model).parameters
     of_batch = inspect.signature(sample.example_batch).parameters
@@ -220,8 +213,8 @@ def test_shared_settings_have_the_same_defaults(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEQUENTIAL)
-def test_no_layer_writes_its_input(name: str) -> None:
-    """No layer changes the tensors it is given, so any of them may begin a stage or be recomputed."""
+def test_no_layer_overwrites_its_input(name: str) -> None:
+    """So any layer may begin a stage or be recomputed."""
     torch.manual_seed(0)
     sample = load(name)
     crossing, _ = sample.example_batch(2)
@@ -235,8 +228,8 @@ def test_no_layer_writes_its_input(name: str) -> None:
 # What is special to one model
 
 
-def test_amoebanet_cells_hand_on_a_pair() -> None:
-    """Behind every cell but the last cross its output and the output of the layer before it."""
+def test_amoebanet_cells_return_a_pair() -> None:
+    """The pair is the cell's output and the previous layer's output; the last cell returns one tensor."""
     sample = load("amoebanet_d")
     crossing, _ = sample.example_batch(2)
     layers = list(sample.build_model(num_layers=3, num_filters=16).children())
@@ -254,7 +247,7 @@ def test_amoebanet_cells_hand_on_a_pair() -> None:
 
 @pytest.mark.parametrize(("image_size", "expected"), [(64, (2, 2)), (83, (3, 3)), (224, (7, 7))])
 def test_amoebanet_takes_any_image_size(image_size: int, expected: tuple[int, int]) -> None:
-    """Even and odd sizes shrink to 1/32, rounded up, alike on all paths through the cells."""
+    """Sizes shrink to 1/32, rounded up, on all paths."""
     model = build_on_meta("amoebanet_d", num_layers=3, num_filters=16)
     assert isinstance(model, nn.Sequential)
 
@@ -264,7 +257,6 @@ def test_amoebanet_takes_any_image_size(image_size: int, expected: tuple[int, in
 
 
 def test_transformer_is_causal() -> None:
-    """Another last token changes the logits of the last place alone."""
     torch.manual_seed(0)
     model = load("transformer_lm").build_model(**SMALL["transformer_lm"])
     tokens, _ = example_batch("transformer_lm", 1, SMALL["transformer_lm"])
@@ -278,7 +270,6 @@ def test_transformer_is_causal() -> None:
 
 
 def test_transformer_targets_are_the_next_tokens() -> None:
-    """Each target is the token one place later, and all are in the vocabulary."""
     tokens, target = load("transformer_lm").example_batch(8, tokens=50, vocabulary=7)
 
     assert tokens.shape == target.shape == (8, 50)
@@ -287,8 +278,7 @@ def test_transformer_targets_are_the_next_tokens() -> None:
     assert 0 <= int(tokens.min()) <= int(target.max()) < 7
 
 
-def test_unet_needs_every_level_on_the_way_up() -> None:
-    """Each skip reaches the output: without one of them the logits differ."""
+def test_every_skip_of_the_unet_reaches_the_output() -> None:
     torch.manual_seed(0)
     model = load("unet").build_model(**SMALL["unet"])
     images, _ = example_batch("unet", 1, SMALL["unet"])
@@ -312,14 +302,13 @@ def test_unet_needs_every_level_on_the_way_up() -> None:
     ],
 )
 def test_impossible_settings_are_refused(name: str, settings: dict[str, int], message: str) -> None:
-    """A setting no model can be built with is an error that names it and its value."""
     with pytest.raises(ValueError, match=message):
         load(name).build_model(**settings)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sample_imports_only_torch_and_the_standard_library(name: str) -> None:
-    """A sample stands alone: a user may copy the one file."""
+    """A user may copy the file."""
     source = (SAMPLE_MODELS / f"{name}.py").read_text(encoding="utf-8")
     imports = [line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))]
 

@@ -1,4 +1,4 @@
-"""The emitter of one program, by profiles made by hand; the commands: tests/functional/tpu."""
+"""Errors of the emitter of one JAX program, on hand-written profiles."""
 
 from dataclasses import replace
 
@@ -9,8 +9,8 @@ from planner.tpu.emitter import emit
 from tests.unit.emit.test_engines import plan_of, tied
 
 
-def test_the_error_says_what_can_be_done_with_shared_parameters() -> None:
-    """Not to keep the first and the last layer together, which leaves one stage; where fewer lie between, that too."""
+def test_shared_parameters_across_stages_are_refused_with_remedies() -> None:
+    """`--together` is named only if it leaves more than one stage."""
     profile = tied()
     *others, last = profile.layers
     nearer = replace(profile, layers=(*others, replace(last, tied=(f"{others[1].name}.weight",))))

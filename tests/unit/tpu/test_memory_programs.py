@@ -1,4 +1,4 @@
-"""Peak memory of stages that are compiled as one program, by hand."""
+"""Peak memory of stages that are compiled as one program, computed by hand."""
 
 from dataclasses import replace
 
@@ -38,14 +38,14 @@ SAVED = 50 + 80
 
 
 def costs(forward_peak_bytes: int = 9) -> ChainCosts:
-    """Of a chain of two layers."""
+    """Return the costs of a chain of two layers."""
     return costs_at(chain(FIRST, replace(SECOND, forward_peak_bytes=(forward_peak_bytes,))), 1)
 
 
 def memory_of(
     costs: ChainCosts, first: int, m: int, recompute: Recompute, recomputed: tuple[int, ...] = ()
 ) -> StageMemory:
-    """Of the layers from `first` on, under GPipe."""
+    """Return the memory of the layers from `first`, under GPipe."""
     return stage_memory(costs, first, 2, moments_with(m), recompute=recompute, recomputed=recomputed)
 
 
@@ -60,16 +60,15 @@ def memory_of(
         ("layers", 4, 9, 4 * SAVED + 4 * 6, 25 + PADDING + NARROWED),
     ],
 )
-def test_one_stage_by_hand(recompute: Recompute, m: int, forward: int, in_flight: int, working: float) -> None:
-    """A micro-batch alone is a straight piece; a loop holds arrays for all, in its forward one micro-batch twice."""
+def test_memory_of_one_stage(recompute: Recompute, m: int, forward: int, in_flight: int, working: float) -> None:
+    """A single micro-batch runs straight; a loop holds arrays for all of them."""
     memory = memory_of(costs(forward), 0, m, recompute)
     assert (memory.parameters, memory.gradients, memory.transfer) == (300, 300, 0)
     assert memory.in_flight == in_flight
     assert memory.working == pytest.approx(working, abs=1)
 
 
-def test_what_is_kept_waits_in_its_own_shape_until_it_is_put_into_rows() -> None:
-    """As it would be carried through a straight piece, gaps left out; without anything in rows it is what is kept."""
+def test_saved_arrays_count_in_their_own_shape_until_put_into_rows() -> None:
     (program,) = SECOND.program
     in_rows = replace(program, carried_bytes=200, reshaped_bytes=1)
     for record, waiting in ((in_rows, 200 - 80), (replace(program, reshaped_bytes=1), 0), (program, 0)):
@@ -78,14 +77,13 @@ def test_what_is_kept_waits_in_its_own_shape_until_it_is_put_into_rows() -> None
         assert memory.working == round(SAVED + waiting + 100 + PADDING)
 
 
-def test_a_later_stage_by_hand() -> None:
-    """What layers in front carry is another stage's; what is received counts, and its gradient."""
+def test_memory_of_a_later_stage() -> None:
+    """Received tensors and their gradients count."""
     memory = memory_of(costs(), 1, 1, "never")
     assert (memory.in_flight, memory.transfer, memory.working) == (10 + 2, 10, round(GAPS * (75 + 2 * 5)))
 
 
-def test_recomputing_a_layer_holds_less_and_works_more() -> None:
-    """Of each micro-batch one layer's saved bytes less, its output kept by its reader."""
+def test_recomputing_a_layer_moves_memory_from_in_flight_to_working() -> None:
     kept, again = memory_of(costs(), 0, 4, "layers"), memory_of(costs(), 0, 4, "layers", (1,))
     assert kept.in_flight - again.in_flight == 4 * (80 - 1)
     assert again.working - kept.working == 80

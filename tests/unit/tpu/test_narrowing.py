@@ -1,4 +1,4 @@
-"""Which arrays only products read: of functions by hand, and of a model's layers."""
+"""Arrays that only matrix products read, in functions and in a model's layers."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -48,8 +48,8 @@ def repeated(a: Any, b: Any) -> Any:
         (lambda _a, b: product(b, b), [True, True]),  # nobody reads the first
     ],
 )
-def test_what_products_alone_read(function: Callable[[Any, Any], Any], narrow: list[bool]) -> None:
-    """At once, behind what moves numbers, and in functions that are called once."""
+def test_operands_of_products_only_are_found(function: Callable[[Any, Any], Any], narrow: list[bool]) -> None:
+    """Also after operations that move elements, and in called functions."""
     import jax
 
     from planner.tpu.layer_programs import find_matmul_operands
@@ -78,11 +78,8 @@ def model() -> LoadedModel:
     )
 
 
-def test_what_layers_read() -> None:
-    """A linear layer its input in products; a ReLU asks it for its sign; a residual connection adds it.
-
-    A backward of the residual layer reads its input for the gradient of the weights alone.
-    """
+def test_operands_of_products_only_are_found_in_layers() -> None:
+    """A ReLU reads its input's sign, and a residual connection adds it."""
     from planner.tpu.halves import split_layer
     from planner.tpu.layer_programs import matmul_operands_of
 

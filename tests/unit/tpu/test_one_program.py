@@ -1,4 +1,4 @@
-"""Peak memory of plans that are one program for all devices, by hand."""
+"""Peak memory of plans that are one program for all devices, computed by hand."""
 
 from dataclasses import replace
 
@@ -80,20 +80,17 @@ INVARIANT = ROOM * COPIES + BATCH
 
 
 def costs() -> ChainCosts:
-    """Of a chain of two layers."""
+    """Return the costs of a chain of two layers."""
     return costs_at(chain(FIRST, SECOND), 1)
 
 
 def partition(*recompute: Recompute, balance: tuple[int, ...] = (1, 1)) -> Partition:
-    """Under GPipe."""
+    """Return a partition under GPipe."""
     return Partition(schedule="gpipe", micro_batches=M, balance=balance, recompute=recompute)
 
 
-def test_every_device_holds_the_most_of_everything() -> None:
-    """Parameters of both stages, the second's activations: places for M of these, one being made, one a result.
-
-    Nothing takes more than half more than in the stage with most of it.
-    """
+def test_every_device_holds_the_maximum_of_all_stages() -> None:
+    """Parameters and activations of both stages share slots: nothing takes over 1.5 times the fullest stage."""
     memory = program_memory(costs(), partition("never", "never"))
     assert (memory.parameters, memory.optimizer, memory.gradients) == (ROOM * 500, ROOM * 3000, 0)
     forward = (KEPT + 10) + 10 + 1.1 * (800 + 9)
@@ -101,16 +98,14 @@ def test_every_device_holds_the_most_of_everything() -> None:
 
 
 @pytest.mark.parametrize("choice", ["always", "except-last"])
-def test_a_stage_that_is_computed_again_is_fullest_in_its_backward(choice: Recompute) -> None:
-    """Nothing but what is received is kept; the gradients are there, and gaps."""
+def test_the_peak_of_a_recomputed_stage_is_in_its_backward(choice: Recompute) -> None:
     memory = program_memory(costs(), partition(choice, choice))
     assert memory.gradients == ROOM * 500
     backward = ROOM * 500 + 10 + 2 * 10 + 1.1 * GAPS * 750
     assert memory.total == pytest.approx(STATE + DATA + M * 10 + INVARIANT + backward, abs=1)
 
 
-def test_shapes_tell_what_has_no_place_in_the_fullest_stage() -> None:
-    """Of two layers that differ: one square each, and a vector that the first stage lacks; and one that is received."""
+def test_arrays_without_a_slot_in_the_fullest_stage_add_memory() -> None:
     square = ArrayKind(kind="float32[4,4]", bytes=80, plain_bytes=64, loop_bytes=80)
     vector = ArrayKind(kind="float32[4]", bytes=20, plain_bytes=16, loop_bytes=20)
     first, second = (
@@ -123,8 +118,8 @@ def test_shapes_tell_what_has_no_place_in_the_fullest_stage() -> None:
     assert memory.in_flight == pytest.approx(M * (10 + share * 800) + DATA, abs=1)
 
 
-def test_what_lies_in_vectors_is_taken_out_of_them() -> None:
-    """Parameters for a forward; for a backward half of what is kept, and gradients, as they are and put together."""
+def test_packed_arrays_need_memory_to_be_unpacked() -> None:
+    """Parameters in the forward; half of saved arrays, and gradients, in the backward."""
     names = (("float32[16]", "float32[4,4]"), ("float32[20]", "float32[4,5]"))
     arrays = [
         tuple(ArrayKind(kind=kind, bytes=100, plain_bytes=80, loop_bytes=100) for kind in kinds) for kinds in names
@@ -142,8 +137,7 @@ def test_what_lies_in_vectors_is_taken_out_of_them() -> None:
     assert memory.total == pytest.approx(held + backward, abs=1)
 
 
-def test_a_mini_batch_in_the_models_precision_is_laid_out_in_it() -> None:
-    """In 16 bits it takes half of it only where it had 32."""
+def test_a_narrowed_mini_batch_takes_half_the_memory() -> None:
     (program,) = FIRST.program
     as_it_is = replace(FIRST, program=(replace(program, narrowed_input_bytes=0),))
     half, whole = (
@@ -152,14 +146,13 @@ def test_a_mini_batch_in_the_models_precision_is_laid_out_in_it() -> None:
     assert whole.total - half.total == pytest.approx(GAPS * M * 30, abs=1)
 
 
-def test_one_stage_is_a_stage_by_itself() -> None:
-    """There is no other to choose."""
+def test_a_program_of_one_stage_has_the_memory_of_the_stage() -> None:
     alone = stage_memory(costs(), 0, 2, moments_with(M), recompute="always")
     assert program_memory(costs(), partition("always", balance=(2,))) == alone
 
 
 def test_a_profile_without_records_of_programs_is_refused() -> None:
-    """As is one that does not say which arrays there are."""
+    """So is one without kinds of arrays."""
     without = (replace(layer.program[0], received=()) for layer in (FIRST, SECOND))
     for first, second in (((), ()), ((one,) for one in without)):
         costs = costs_at(chain(replace(FIRST, program=first), replace(SECOND, program=second)), 1)

@@ -1,4 +1,4 @@
-"""Rules of optimizers, number by number, beside torch's own."""
+"""Optimizer rules in JAX, compared with torch's optimizers."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -31,8 +31,7 @@ def of(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Builder:
         of(torch.optim.Adam, weight_decay=0.1, decoupled_weight_decay=True),
     ],
 )
-def test_steps_are_torchs(build: Builder) -> None:
-    """The first ones, whose states begin at zero."""
+def test_first_steps_equal_torchs(build: Builder) -> None:
     from jax import numpy as jnp
 
     torch.manual_seed(0)
@@ -56,13 +55,11 @@ def test_steps_are_torchs(build: Builder) -> None:
         (lambda parameters: torch.optim.SGD([next(iter(parameters))], lr=0.1), "SGD has only some of them"),
     ],
 )
-def test_other_optimizers_are_refused(build: Builder, problem: str) -> None:
-    """By name."""
+def test_unsupported_optimizers_are_refused_by_name(build: Builder, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         optimizer_rule(build, [nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(2))])
 
 
-def test_frozen_parameters_are_not_trained() -> None:
-    """An optimizer over all others trains all."""
+def test_frozen_parameters_need_no_optimizer() -> None:
     frozen = nn.Parameter(torch.empty(2), requires_grad=False)
     assert optimizer_rule(OPTIMIZERS["sgd"], [nn.Parameter(torch.empty(3)), frozen]).num_states == 0

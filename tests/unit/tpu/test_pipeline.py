@@ -1,4 +1,4 @@
-"""A plan as one JAX program, on virtual devices of this machine: loss and gradients are torch's."""
+"""Plans as one JAX program on virtual devices: loss and gradients, compared with torch."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ SAMPLE_MODELS = Path(__file__).parents[3] / "sample_models"
 
 
 def module_of(path: Path) -> Any:
-    """A sample model's file."""
+    """Import a sample model's file."""
     spec = spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -35,7 +35,7 @@ def module_of(path: Path) -> Any:
 
 
 class Pair(nn.Module):
-    """Hands on a pair (output, skip), as AmoebaNet's cells do, of integers and floats, of any width."""
+    """Returns a pair (output, skip) as AmoebaNet's cells do."""
 
     def __init__(self, width_in: int, width: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Last(nn.Module):
 
 
 def uneven(widths: Sequence[int] = (8, 24, 8, 40, 8)) -> LoadedModel:
-    """Layers of different widths, a frozen one among them."""
+    """Load a model of layers of different widths, one of them frozen."""
     torch.manual_seed(0)
     layers = [Pair(a, b) for a, b in pairwise(widths)]
     layers[1].requires_grad_(requires_grad=False)
@@ -73,7 +73,7 @@ def uneven(widths: Sequence[int] = (8, 24, 8, 40, 8)) -> LoadedModel:
 
 
 def tied() -> LoadedModel:
-    """The same module twice in the chain."""
+    """Load a model with two tied layers."""
     torch.manual_seed(0)
     twice = nn.Linear(8, 8)
     model = nn.Sequential(OrderedDict(a=twice, b=nn.Tanh(), c=nn.Linear(8, 8), d=twice))
@@ -116,10 +116,10 @@ def balance_of(
     )
 
 
-def agrees(
+def check_against_torch(
     loaded: LoadedModel, balance: Balance, *, relative: float = 1e-4, absolute: float = 1e-5, **options: Any
 ) -> None:
-    """Runs both, and compares loss and every gradient; `options` are the compiler's."""
+    """Compare loss and every gradient with torch's; `options` are the compiler's."""
     import jax
 
     from planner.tpu.pipeline import JaxPipeline
@@ -158,21 +158,17 @@ def agrees(
         ((1, 1, 1, 2), 2, ("layers", "never", "always", "layers")),
     ],
 )
-def test_loss_and_gradients_are_torchs(
+def test_loss_and_gradients_equal_torchs(
     cuts: tuple[int, ...], micro_batches: int, recompute: tuple[Recompute, ...]
 ) -> None:
-    """Unequal stages, pairs of tensors over their boundaries, frozen layers, batch norm, every choice to recompute."""
+    """Unequal stages, pairs across boundaries, a frozen layer, batch norm, and all recompute options."""
     loaded = uneven()
-    agrees(loaded, balance_of(loaded, cuts, micro_batches, recompute))
+    check_against_torch(loaded, balance_of(loaded, cuts, micro_batches, recompute))
 
 
 @pytest.mark.nightly
-def test_amoebanets_gradients_are_torchs_but_for_rounding() -> None:
-    """A cell of each kind, in float64.
-
-    In float32 torch's own gradients are off by up to 2e-3 of those in float64: those of weights in front of a batch
-    norm nearly cancel out.
-    """
+def test_amoebanets_gradients_equal_torchs_in_float64() -> None:
+    """In float32 torch's own gradients differ by 2e-3: those of weights before a batch norm nearly cancel out."""
     import jax
 
     amoebanet = module_of(SAMPLE_MODELS / "amoebanet_d.py")
@@ -192,18 +188,16 @@ def test_amoebanets_gradients_are_torchs_but_for_rounding() -> None:
     # What takes long is the compiler.
     quickly = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     with jax.enable_x64(True):
-        agrees(loaded, balance_of(loaded, (2, 2), 2), relative=1e-8, absolute=1e-12, **quickly)
+        check_against_torch(loaded, balance_of(loaded, (2, 2), 2), relative=1e-8, absolute=1e-12, **quickly)
 
 
 @pytest.mark.slow
-def test_eight_stages() -> None:
-    """More stages than micro-batches: devices wait, and what they hold meanwhile does not matter."""
+def test_more_stages_than_micro_batches_equal_torch() -> None:
     loaded = uneven((8,) * 9)
-    agrees(loaded, balance_of(loaded, (1, 1, 1, 1, 1, 1, 1, 2), 4))
+    check_against_torch(loaded, balance_of(loaded, (1, 1, 1, 1, 1, 1, 1, 2), 4))
 
 
-def of_width_8(model: nn.Module) -> LoadedModel:
-    """A model from (b, 8) to (b, 8)."""
+def load_of_width_8(model: nn.Module) -> LoadedModel:
     return load_object(
         model,
         example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
@@ -221,7 +215,6 @@ class Added(nn.Module):
         self.places = nn.Parameter(torch.randn(8))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8) to (b, 8)."""
         value = self.blocks[0](value) + self.places
         for block in list(self.blocks)[1:]:
             value = value + torch.tanh(block(value))
@@ -229,17 +222,18 @@ class Added(nn.Module):
 
 
 def test_sums_between_modules_cross_the_cuts() -> None:
-    """Of a model that is no Sequential, as in torch's stages."""
     torch.manual_seed(0)
-    loaded = of_width_8(Added())
+    loaded = load_of_width_8(Added())
     chain = loaded.chain(loaded.build())
     assert chain.outline is not None
     assert [len(values) for values in chain.outline.crossings] == [1, 1, 1]
-    agrees(loaded, balance_of(loaded, (1, 1, 1, 1), 2, ("never", "always", "never", "always"), chain.names))
+    check_against_torch(
+        loaded, balance_of(loaded, (1, 1, 1, 1), 2, ("never", "always", "never", "always"), chain.names)
+    )
 
 
 class Angles(nn.Module):
-    """Asks what it is given for its device alone, as rotary embeddings do."""
+    """Reads only the device of its input, as rotary embeddings do."""
 
     rates: Tensor
 
@@ -248,12 +242,11 @@ class Angles(nn.Module):
         self.register_buffer("rates", torch.linspace(0, 1, 8), persistent=False)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8) to (8,)."""
         return self.rates.to(value.device).float().cos().to(value.dtype)
 
 
 class Rotated(nn.Module):
-    """Blocks that all read what is made in front of them."""
+    """Blocks that all read the result of `Angles`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,32 +254,31 @@ class Rotated(nn.Module):
         self.angles = Angles()
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8) to (b, 8)."""
         angles = self.angles(value)
         for block in self.blocks:
             value = value + angles * block(value)
         return value
 
 
-def test_a_module_that_asks_for_a_device_runs_in_every_stage() -> None:
-    """In a later stage what it is given does not exist there: its device was the host's, and Llama could not run."""
+def test_a_module_that_reads_its_inputs_device_runs_in_every_stage() -> None:
+    """Later stages do not have its input. The device was once the host's, so Llama could not run."""
     torch.manual_seed(0)
-    loaded = of_width_8(Rotated())
-    agrees(loaded, balance_of(loaded, (1, 1, 1), 2, names=loaded.chain(loaded.build()).names))
+    loaded = load_of_width_8(Rotated())
+    check_against_torch(loaded, balance_of(loaded, (1, 1, 1), 2, names=loaded.chain(loaded.build()).names))
 
 
-def test_tied_parameters_are_summed_within_a_stage_and_refused_over_two() -> None:
-    """A silent copy of a weight would train as two."""
+def test_tied_parameters_must_be_in_one_stage() -> None:
+    """Two copies of a weight would be trained separately."""
     from planner.tpu.pipeline import JaxPipeline
 
     loaded = tied()
-    agrees(loaded, balance_of(loaded, (4,), 2))
+    check_against_torch(loaded, balance_of(loaded, (4,), 2))
     with pytest.raises(UsageError, match=r'"d.weight" is the same parameter as "a.weight" in another stage'):
         JaxPipeline(loaded, loaded.chain(loaded.build()), balance_of(loaded, (2, 2), 2), [None, None])
 
 
 def test_losses_that_are_no_mean_over_samples_are_refused() -> None:
-    """Their mean over micro-batches would be another loss, silently."""
+    """Their mean over micro-batches would be another loss."""
     from planner.tpu.pipeline import JaxPipeline
 
     loaded = replace(uneven(), loss_count=lambda target: target.numel())
@@ -295,7 +287,7 @@ def test_losses_that_are_no_mean_over_samples_are_refused() -> None:
 
 
 def test_micro_batches_with_different_numbers_of_labels_are_refused() -> None:
-    """The program takes the mean of their losses; with equally many labels each, that is right."""
+    """The program takes the mean of the micro-batches' losses."""
     import jax
 
     from planner.tpu.pipeline import JaxPipeline
@@ -310,7 +302,7 @@ def test_micro_batches_with_different_numbers_of_labels_are_refused() -> None:
 
 
 def test_packing_keeps_shapes_apart_while_that_wastes_little() -> None:
-    """Blocks that are alike take turns; stages with nothing in common share one vector, as long as the longest."""
+    """Equal blocks share slots; stages without common shapes share one vector, as long as the longest stage."""
     import jax
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Places for arrays of all stages, by hand; that programs have them so: tests/unit/tpu/test_pipeline.py."""
+"""Slots for arrays of all stages, computed by hand."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from planner.tpu.places import shared_slots, slots_for, slots_waste_memory
 
 
 def array(kind: str, num_bytes: int, plain_bytes: int) -> ArrayKind:
-    """In loops it lies as elsewhere."""
+    """Return a kind that takes as much in loops as elsewhere."""
     return ArrayKind(kind=kind, bytes=num_bytes, plain_bytes=plain_bytes, loop_bytes=num_bytes)
 
 
@@ -17,8 +17,7 @@ SQUARE, VECTOR = array("float32[4,4]", 80, 64), array("float32[4]", 20, 16)
 LONG, NUMBERS = array("float32[15]", 60, 60), array("int32[4]", 20, 16)
 
 
-def test_there_are_as_many_places_of_a_kind_as_some_stage_has_arrays() -> None:
-    """Of every kind the larger number."""
+def test_slots_of_a_kind_are_the_maximum_over_stages() -> None:
     assert slots_for([{"a": 2, "b": 1}, {"a": 1}, {"b": 3}]) == {"a": 2, "b": 3}
 
 
@@ -38,27 +37,25 @@ def test_there_are_as_many_places_of_a_kind_as_some_stage_has_arrays() -> None:
         ([], 1.0),
     ],
 )
-def test_what_every_device_has_for_arrays_of_all_stages(stages: list[list[ArrayKind]], share: float) -> None:
-    """Over what the fullest stage's arrays take, with their padding."""
+def test_share_of_slots_in_the_fullest_stages_bytes(stages: list[list[ArrayKind]], share: float) -> None:
     assert shared_slots(stages).share == pytest.approx(share)
 
 
-def test_half_more_than_the_largest_stage_is_not_too_much() -> None:
-    """Beyond that arrays are packed into vectors."""
+def test_slots_may_take_half_more_than_the_largest_stage() -> None:
+    """Otherwise arrays are packed into vectors."""
     assert not slots_waste_memory(150, 100)
     assert slots_waste_memory(151, 100)
 
 
-def test_in_places_arrays_lie_as_in_loops() -> None:
-    """What only products read takes half there; in a vector it lies with the others."""
+def test_arrays_in_slots_have_their_size_in_loops() -> None:
+    """Arrays that only products read take half there, but not in a vector."""
     narrow = replace(SQUARE, loop_bytes=40)
     assert shared_slots([[narrow], [narrow]]) == (0.5, False)
     assert shared_slots([[narrow, VECTOR], [narrow]]) == (pytest.approx((40 + 20) / 100), False)
     assert shared_slots([[narrow], [LONG]]) == (pytest.approx(64 / 80), True)
 
 
-def test_wide_arrays_of_stages_take_turns_and_narrow_ones_do() -> None:
-    """Of two squares in each stage one is narrow; where a stage has one more that is wide, another place is."""
+def test_wide_and_narrow_arrays_have_separate_slots() -> None:
     narrow = replace(SQUARE, loop_bytes=40)
     assert shared_slots([[SQUARE, narrow], [narrow, SQUARE]]).share == (80 + 40) / 160
     assert shared_slots([[SQUARE, narrow], [replace(SQUARE, count=2)]]).share == 1.0

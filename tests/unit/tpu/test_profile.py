@@ -1,4 +1,4 @@
-"""Profiles of TPUs that are not here."""
+"""Profiles of TPUs that are not in this machine."""
 
 import pickle
 import traceback
@@ -81,8 +81,8 @@ def perceptron(width: int = 128) -> LoadedModel:
 
 
 @pytest.mark.slow
-def test_layers_are_what_the_compiler_says() -> None:
-    """Parameters and saved bytes are known beforehand: 256 columns and 256 rows need no padding on a TPU."""
+def test_compiled_layers_have_known_bytes_and_operations() -> None:
+    """256 columns and rows need no padding on a TPU."""
     profile = profile_model(perceptron(256), replace(V2, micro_batch_sizes=(256, 512)))
     assert (profile.device.kind, profile.device.how, profile.device.name) == ("tpu", "compiled", "TPU v2 core")
     assert profile.device.memory_bytes == 748 * 2**30 // 100
@@ -107,8 +107,8 @@ def test_layers_are_what_the_compiler_says() -> None:
     assert api.solve(profile, devices=3, mem="tpu:v2", batch=512).micro_batches == 2
 
 
-def test_the_optimizers_step_is_what_the_compiler_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm's costs next to nothing; layers with equal parameters are compiled once, and what was is remembered."""
+def test_optimizer_steps_are_compiled_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm's step costs next to nothing."""
     compiled: list[Any] = []
     from planner.tpu import layer_programs
 
@@ -141,15 +141,14 @@ def test_the_optimizers_step_is_what_the_compiler_says(tmp_path: Path, monkeypat
     assert len(compiled) == 4
 
 
-def test_an_optimizer_that_the_program_does_not_know_is_refused() -> None:
-    """Before anything is compiled."""
+def test_unsupported_optimizers_are_refused_before_compilation() -> None:
     with pytest.raises(UsageError, match="does not support the optimizer Adafactor"):
         profile_model(replace(perceptron(), build_optimizer=OPTIMIZERS["adafactor"]), V2)
 
 
 @pytest.fixture(scope="module")
 def composed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Profile]:
-    """A model from a file, and its profile at 256 samples."""
+    """Return a model from a file, and its profile at 256 samples."""
     folder = tmp_path_factory.mktemp("composed")
     (folder / "model.py").write_text(PERCEPTRON)
     loaded = load_model(str(folder / "model.py"))
@@ -159,8 +158,8 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Pro
 
 
 @pytest.mark.slow
-def test_composed_memory_is_that_of_the_whole_program(composed: tuple[LoadedModel, Profile]) -> None:
-    """Within 10 %; larger models, one by one: docs/measurements/tpu-composition.md."""
+def test_memory_composed_of_layers_is_within_10_percent_of_the_program(composed: tuple[LoadedModel, Profile]) -> None:
+    """Larger models: docs/measurements/tpu-composition.md."""
     loaded, profile = composed
     for recompute, micro_batches in RUNS:
         predicted = predicted_bytes(profile, recompute, micro_batches)
@@ -170,15 +169,14 @@ def test_composed_memory_is_that_of_the_whole_program(composed: tuple[LoadedMode
 
 @pytest.mark.slow
 def test_memory_of_a_program_of_several_stages_is_predicted(composed: tuple[LoadedModel, Profile]) -> None:
-    """It takes more than its fullest stage by itself, and that much more is known."""
+    """It takes more than its fullest stage."""
     found = compare(composed[1], stages=2, micro_batches=4, recompute="never")
     assert found.fullest < 0.95 * found.compiled
     assert 0.95 * found.compiled < found.predicted < 1.15 * found.compiled
 
 
 @pytest.mark.slow
-def test_what_lies_in_places_is_recorded_with_its_shape(composed: tuple[LoadedModel, Profile]) -> None:
-    """Parameters, what is kept, and what crosses a boundary add up to what the layer says in bytes."""
+def test_recorded_arrays_add_up_to_the_layers_bytes(composed: tuple[LoadedModel, Profile]) -> None:
     for layer in composed[1].layers:
         (program,) = layer.program
         assert sum(array.count * array.plain_bytes for array in program.trained) == layer.parameter_bytes
@@ -188,8 +186,8 @@ def test_what_lies_in_places_is_recorded_with_its_shape(composed: tuple[LoadedMo
 
 
 @pytest.mark.slow
-def test_half_the_precision_is_half_the_memory() -> None:
-    """`--dtype bf16`: parameters and what is saved; autocast is a feature of torch, and refused."""
+def test_bf16_halves_parameters_and_saved_bytes() -> None:
+    """Autocast is a feature of torch, and is refused."""
     options = replace(V2, micro_batch_sizes=(16,))
     whole = profile_model(perceptron(), options).layers[0]
     half = profile_model(in_precision(perceptron(), "bf16"), options).layers[0]
@@ -200,8 +198,8 @@ def test_half_the_precision_is_half_the_memory() -> None:
 
 
 @pytest.mark.slow
-def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer by layer: what an interrupted profile had is not compiled again, and nothing is the second time."""
+def test_compiled_layers_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted profile does not compile again what it has compiled."""
     loaded = perceptron()
     chain, lean = find_chain(loaded, torch.device("cpu"))
     units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
@@ -234,7 +232,7 @@ def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_layers_with_dropout_are_compiled() -> None:
-    """Their programs take a random key, which has no dimensions and lies in memory as a vector of integers."""
+    """Their programs take a random key, an array without dimensions."""
     loaded = load_object(
         nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.1), nn.Linear(128, 128)),
         example_batch=lambda size: (torch.randn(size, 128), torch.randn(size, 128)),
@@ -248,7 +246,6 @@ def test_layers_with_dropout_are_compiled() -> None:
 def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`--debug` prints it as the cause: what comes from another process is text."""
     loaded = perceptron()
     chain, lean = find_chain(loaded, torch.device("cpu"))
     units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
@@ -269,7 +266,7 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(
 
 @pytest.mark.slow
 def test_an_attached_device_is_timed(tmp_path: Path) -> None:
-    """The same programs, run: here on JAX's CPU."""
+    """Here it is JAX's CPU."""
     loaded = perceptron()
     chain, lean = find_chain(loaded, torch.device("cpu"))
     units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
@@ -280,15 +277,12 @@ def test_an_attached_device_is_timed(tmp_path: Path) -> None:
 
 
 def test_without_a_tpu_the_device_is_refused() -> None:
-    """`--device tpu` measures; the hint names what needs none."""
     with pytest.raises(UsageError, match="no TPU on this machine") as refused:
         profile_model(perceptron(), replace(V2, device="tpu"))
     assert "--device tpu:v2" in refused.value.hint
 
 
 def test_operators_that_torchax_lacks_are_named() -> None:
-    """In one error, with their layers."""
-
     def ctc(output: Tensor, target: Tensor) -> Tensor:
         lengths = torch.full((output.shape[0],), 4)
         return nn.functional.ctc_loss(output.log_softmax(2).transpose(0, 1), target, lengths, lengths // 2)
@@ -302,8 +296,8 @@ def test_operators_that_torchax_lacks_are_named() -> None:
 
 
 @pytest.mark.slow
-def test_sizes_that_need_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device that is here: an error, or with `--batch-sizes auto` what fits."""
+def test_sizes_beyond_the_tpus_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A requested size is an error instead."""
     import jax
 
     from planner.tpu import layer_programs

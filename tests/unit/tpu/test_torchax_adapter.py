@@ -1,4 +1,4 @@
-"""Layers as functions of JAX arrays, in two halves; and what torchax lacks for this torch."""
+"""Layers as JAX functions, split into forward and backward, and workarounds for torchax."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the 
 
 
 def split_layer(function: "LayerFunction") -> "SplitFunction":
-    """The bridge's, which imports jax, and is imported late: other tests in this process start processes."""
+    """Call the function of `halves`, which imports jax late: other tests in this process start processes."""
     from planner.tpu import halves
 
     return halves.split_layer(function)
@@ -40,8 +40,8 @@ def array(tensor: Tensor) -> Any:
     return jax.numpy.asarray(tensor.detach().numpy())
 
 
-def through(module: nn.Module, *inputs: Tensor) -> tuple["SplitFunction", list[Any], dict[str, Any], list[Any]]:
-    """Halves, outputs, and gradients of parameters and inputs of the sum of all outputs."""
+def run_split(module: nn.Module, *inputs: Tensor) -> tuple["SplitFunction", list[Any], dict[str, Any], list[Any]]:
+    """Return the split function, outputs, and gradients of parameters and inputs."""
     import jax
 
     function = function_of(module, *inputs)
@@ -57,7 +57,7 @@ def through(module: nn.Module, *inputs: Tensor) -> tuple["SplitFunction", list[A
 
 
 class Block(nn.Module):
-    """Everything that a layer may have: residual, norm, attention, a table that is a plain attribute, a frozen part."""
+    """Residual, norm, attention, a table in an attribute, and a frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,11 +72,10 @@ class Block(nn.Module):
 
 
 @pytest.mark.slow
-def test_the_halves_are_the_layer() -> None:
-    """Outputs and gradients are torch's."""
+def test_split_layers_equal_torch() -> None:
     torch.manual_seed(0)
     block, hidden = Block(), torch.randn(2, 4, 8, requires_grad=True)
-    _, outputs, of_trained, of_inputs = through(block, hidden)
+    _, outputs, of_trained, of_inputs = run_split(block, hidden)
     expected = block(hidden)
     expected.sum().backward()
     torch.testing.assert_close(torch.tensor(outputs[0].tolist()), expected.detach(), rtol=1e-4, atol=1e-5)
@@ -87,16 +86,16 @@ def test_the_halves_are_the_layer() -> None:
             torch.testing.assert_close(torch.tensor(of_trained[name].tolist()), parameter.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_cheap_is_computed_again() -> None:
-    """Of linear, ReLU, linear the first product is kept: no ReLU, no mask, no parameter, and the input is no news."""
+def test_cheap_results_are_recomputed() -> None:
+    """Of linear, ReLU, linear, only the first product is kept."""
     layer = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     halves = split_layer(function_of(layer, torch.randn(5, 8, requires_grad=True)))
     assert [tuple(shape.shape) for shape in halves.made_shapes] == [(5, 32)]
     assert {residual.kind for residual in halves.residuals} == {"state", "input", "made"}
 
 
-def test_an_output_that_is_an_input_is_told() -> None:
-    """A skip that passes by takes no memory of its own."""
+def test_outputs_that_are_inputs_are_recorded() -> None:
+    """They take no memory."""
 
     class Passing(nn.Module):
         def __init__(self) -> None:
@@ -107,15 +106,15 @@ def test_an_output_that_is_an_input_is_told() -> None:
             return self.linear(hidden), skip
 
     tensors = (torch.randn(2, 4, requires_grad=True), torch.randn(2, 3, requires_grad=True))
-    halves, _, _, of_inputs = through(Passing(), *tensors)
+    halves, _, _, of_inputs = run_split(Passing(), *tensors)
     assert halves.passed == (-1, 1)
     assert of_inputs[1].shape == (2, 3)
     assert halves.made_shapes == []
 
 
 @pytest.mark.slow
-def test_chance_is_the_keys() -> None:
-    """Dropout draws from the key that is given, forward and backward alike."""
+def test_dropout_draws_from_the_given_key() -> None:
+    """Forward and backward draw the same numbers."""
     import jax
 
     function = function_of(nn.Dropout(0.5), torch.ones(64, requires_grad=True))
@@ -130,25 +129,24 @@ def test_chance_is_the_keys() -> None:
 
 
 @pytest.mark.slow
-def test_torchax_still_names_named_tensors() -> None:
-    """The mend of `_without_named_tensors` is needed as long as torchax does not import by itself."""
+def test_torchax_still_needs_the_workaround_for_named_tensors() -> None:
+    """`_without_named_tensors` can go if torchax imports without it."""
     done = subprocess.run([sys.executable, "-c", "import torchax"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, "torchax imports with this torch: take `_without_named_tensors` out"
+    assert done.returncode == 1, "torchax imports with this torch: remove `_without_named_tensors`"
     assert "has no overload name 'dim_Dimname'" in done.stderr
 
 
-def test_torchax_still_has_no_state_of_chance() -> None:
-    """The mend of `get_rng_state` is needed as long as torchax's own takes no device."""
+def test_torchax_still_needs_the_workaround_for_random_state() -> None:
     folder = find_spec("torchax").submodule_search_locations[0]  # type: ignore[union-attr,index]
     scope: dict[str, Any] = {}
     exec(Path(folder, "device_module.py").read_text(encoding="utf-8"), scope)
     with pytest.raises(TypeError):
         scope["get_rng_state"](0)
-    assert "current_stream" not in scope, "torchax has streams: take the mends of them out"
+    assert "current_stream" not in scope, "torchax has streams: remove their workarounds"
 
 
-def test_models_are_still_compiled_by_torch() -> None:
-    """Torch would ask its own runtime for the stream of an accelerator that only JAX drives."""
+def test_torch_still_compiles_models_with_torchax() -> None:
+    """Otherwise torch would ask its own runtime for the stream of a device that only JAX drives."""
     import planner.tpu.torchax_adapter  # noqa: F401
 
     assert not torch.accelerator.is_available()
