@@ -68,14 +68,14 @@ class Once:
         self._modules = modules
         self._micro_batches = micro_batches
 
-    def __enter__(self) -> None:  # noqa: D105
+    def __enter__(self) -> None:
         self._inputs: dict[_BatchNorm, list[Tensor]] = {module: [] for module in self._modules}
         self._before = [(m.num_batches_tracked.clone(), m.momentum) for m in self._modules]
         self._hooks = [m.register_forward_pre_hook(self._keep) for m in self._modules]
         for module in self._modules:
             module.momentum = 0.0
 
-    def __exit__(self, *_: object) -> None:  # noqa: D105
+    def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
         for module, (tracked, momentum) in zip(self._modules, self._before, strict=True):

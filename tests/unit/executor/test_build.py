@@ -23,30 +23,29 @@ CPU = torch.device("cpu")
 
 
 def plain() -> nn.Sequential:
-    """Linear, ReLU, linear."""
+    """Return Linear, ReLU, Linear."""
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
 def by_value() -> nn.Sequential:
-    """Stochastic depth as it is usually written: rates from a tensor, one `.item()` each."""
+    """Return stochastic depth as usually written: rates from a tensor, one `.item()` each."""
     rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(rates[1]), nn.Linear(16, 4))
 
 
 def on_the_cpu() -> nn.Sequential:
-    """A layer that insists on its device."""
+    """Return a layer with an explicit device."""
     return nn.Sequential(nn.Linear(8, 16, device="cpu"), nn.ReLU(), nn.Linear(16, 4))
 
 
 class Pruned(nn.Module):
-    """Its layers compute their weights from parameters when it is built."""
+    """Computes weights of its layers from parameters in the constructor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(identity(nn.Linear(8, 8), "weight") for _ in range(3))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8)."""
         for layer in self.layers:
             value = torch.tanh(layer(value))
         return value
@@ -62,18 +61,17 @@ class Masked(nn.Module):
         self.nested = {"scales": [torch.rand(8)]}
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8)."""
         result: Tensor = self.linear(value) * self.mask + self.nested["scales"][0]
         return result
 
 
 def masked() -> nn.Sequential:
-    """Such a layer, twice."""
+    """Return two such layers."""
     return nn.Sequential(Masked(), Masked())
 
 
 def tied() -> nn.Sequential:
-    """Embedding and head share a table; a layer within shares its own weights."""
+    """Return an embedding and a head with one table, and a layer that uses one weight twice."""
     embedding, head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
     head.weight = embedding.weight
     inner = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
@@ -81,8 +79,8 @@ def tied() -> nn.Sequential:
     return nn.Sequential(embedding, _Both(inner), head)
 
 
-def initialised() -> nn.Sequential:
-    """With the two initialisations of torch that do nothing on the meta device, as vision transformers use them."""
+def initialized() -> nn.Sequential:
+    """Return layers with two initializers that do nothing on the meta device."""
     layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
     nn.init.trunc_normal_(layers[0].weight, std=0.02)
     nn.init.orthogonal_(layers[1].weight)
@@ -100,15 +98,15 @@ class _Both(nn.Module):
 
 
 def all_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers."""
+    """Return parameters and buffers."""
     return [*module.parameters(), *module.buffers()]
 
 
-MODELS = [plain, by_value, on_the_cpu, masked, tied, initialised]
+MODELS = [plain, by_value, on_the_cpu, masked, tied, initialized]
 
 
 def finished(build: Callable[[], nn.Sequential]) -> LoadedModel:
-    """The model as a module-level `model`."""
+    """Load the model as a module-level `model`."""
     return loaded_model(build())
 
 
@@ -150,7 +148,6 @@ class MaskedByNumPy(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8) to the same."""
         value = self.blocks[0](value).clone()
         value[torch.from_numpy(np.arange(len(value)) % 2 == 0)] = self.instead
         for block in self.blocks[1:]:
@@ -168,7 +165,7 @@ def test_a_forward_that_needs_values_is_cut_on_values() -> None:
 
 
 def stage_layers(loaded: LoadedModel, chain: Chain, first: int, end: int) -> tuple[Layer, ...]:
-    """Layers `first`..`end - 1`, as those of one stage."""
+    """Return layers `first` to `end - 1` as those of one stage."""
     (layers,) = build_stages(loaded, chain, [StageRange(first, end)], seed=4, device=CPU)
     return layers
 
@@ -215,7 +212,7 @@ def test_layers_of_a_finished_model_keep_their_weights() -> None:
 
 
 def test_a_stage_holds_no_weights_of_other_stages_recurrent_layers() -> None:
-    """An LSTM or GRU lists its weights in an attribute of its own: that makes them no tensors that everybody needs."""
+    """An LSTM or GRU also lists its weights in an attribute."""
     loaded = loaded_model(Recurrent, lambda size: torch.randint(WORDS, (size, 4)))
     chain = build_structure(loaded)
     at = next(n for n, layer in enumerate(chain.layers) if isinstance(chain.model.get_submodule(layer.name), nn.LSTM))
@@ -244,7 +241,7 @@ def test_errors_of_the_constructor_are_reported() -> None:
 
 
 def test_a_weight_computed_from_parameters_of_another_stage_is_not_held() -> None:
-    """A stage has the pruned weights of its own layers only; those of the others would keep their parameters alive."""
+    """It would keep those parameters alive."""
     loaded = loaded_model(Pruned)
     chain = build_structure(loaded)
     ((layer,),) = build_stages(loaded, chain, [StageRange(0, 1)], seed=1, device=CPU)
@@ -253,8 +250,8 @@ def test_a_weight_computed_from_parameters_of_another_stage_is_not_held() -> Non
     assert [isinstance(weight, AbsentGhost) for weight in weights] == [False, True, True]
 
 
-def test_a_sparse_buffer_is_refused_before_a_dense_one_takes_its_place() -> None:
-    """Some sparse tensors can only be made with values, and the structure of such a model is that of a copy."""
+def test_sparse_buffers_are_refused_when_the_structure_is_built() -> None:
+    """Some sparse tensors can only be made with values."""
 
     class Graph(nn.Module):
         def __init__(self) -> None:

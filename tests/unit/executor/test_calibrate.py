@@ -14,7 +14,7 @@ COST = ExecutorCost(overhead_us=12.5, link=Link(latency_us=3.0, bytes_per_s=1e9,
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for every time that processes would have been started."""
+    """Return a list with an entry for each start of processes."""
     calls: list[int] = []
 
     def measure() -> MeasuredExecutor:

@@ -204,7 +204,7 @@ def test_checkpoints_of_another_loss_or_activation_are_refused(tmp_path: Path, o
 
 
 def test_casts_of_weights_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run in another dtype begins with the weights of a checkpoint, and says from what they were cast."""
+    """A run in another dtype loads the weights of a checkpoint, and prints their former dtype."""
     path, folder = balance_of(tmp_path, MODEL + GROUPS), tmp_path / "saved"
     train(path, 1, folder=str(folder))
     edit(path, dtype="bf16")

@@ -41,12 +41,11 @@ def checked(build: nn.Module | Callable[[], nn.Module], ends: Sequence[int] | No
 
 
 def block() -> nn.Module:
-    """A layer with parameters."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
 class Scaled(nn.Module):
-    """Its outputs are scaled by parameters of its own, wherever in the model they are made, and wider for it."""
+    """Scales outputs by parameters that have the width of the outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class Scaled(nn.Module):
 
 
 class DropsBetweenBlocks(nn.Module):
-    """Its own code adds two tensors and applies dropout, as in BioGPT: fewest bytes cross between the two."""
+    """Adds two tensors and applies dropout between blocks, as in BioGPT, where the cut has the fewest bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,13 +76,13 @@ class DropsBetweenBlocks(nn.Module):
 
 
 class _Notes:
-    """What modules leave to one another, behind everybody's back."""
+    """State that modules share invisibly."""
 
     width = 0
 
 
 class Writes(nn.Module):
-    """Leaves a number behind."""
+    """Stores a number."""
 
     def __init__(self, notes: _Notes) -> None:
         super().__init__()
@@ -95,14 +94,14 @@ class Writes(nn.Module):
 
 
 class Reads(Writes):
-    """Goes by that number."""
+    """Computes with the stored number."""
 
     def forward(self, value: Tensor) -> Tensor:
         return self.layer(value) * 8 / self.notes.width
 
 
 class Counts(nn.Module):
-    """Counts how often it has run, out of everybody's reach, and goes by that."""
+    """Counts its calls invisibly, and computes with the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +186,7 @@ def test_layers_that_differ_when_run_again_are_not_recomputed() -> None:
 
 
 class Chaotic(nn.Module):
-    """Makes much of a rounding error; where there is no graph, another kernel makes one (attention, for example)."""
+    """Amplifies rounding errors, and uses another kernel without a graph."""
 
     def __init__(self, error: float) -> None:
         super().__init__()
@@ -195,7 +194,6 @@ class Chaotic(nn.Module):
         self.error = error
 
     def forward(self, x: Tensor) -> Tensor:
-        """Waves."""
         return torch.sin(3e3 * (x if torch.is_grad_enabled() else x * (1 + self.error)) + self.shift)
 
 
@@ -253,7 +251,7 @@ _COUNT = 0
 
 
 class GloballyCounted(nn.Module):
-    """A block that goes by a count of the whole module, which is another one in every process."""
+    """Computes with a module-level count, which differs between processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +264,7 @@ class GloballyCounted(nn.Module):
 
 
 class NumpyMasked(nn.Module):
-    """A layer that draws a mask from NumPy's generator, and skips itself by Python's."""
+    """Draws a mask from NumPy's generator, and skips itself by Python's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +276,7 @@ class NumpyMasked(nn.Module):
 
 
 class UnseededUse(nn.Module):
-    """A layer that uses a weight with initial values that no seed determines."""
+    """Uses a weight with unseeded initial values."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -289,12 +287,12 @@ class UnseededUse(nn.Module):
 
 
 def unseeded() -> nn.Parameter:
-    """A weight from a NumPy generator without a seed."""
+    """Return a weight from an unseeded NumPy generator."""
     return nn.Parameter(torch.tensor(np.random.default_rng().normal(size=(WIDTH, WIDTH)) / 3, dtype=torch.float32))
 
 
 class ClippingSGD(torch.optim.SGD):
-    """An optimizer that clips by the norm of all gradients that it sees."""
+    """An optimizer that clips by the norm of all gradients that it has."""
 
     def step(self, closure: Any = None) -> Any:
         torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.01)
@@ -302,16 +300,15 @@ class ClippingSGD(torch.optim.SGD):
 
 
 @pytest.mark.slow
-def test_a_module_level_count_is_found() -> None:
-    """Every process counts for itself: the layers that count stay together."""
+def test_layers_with_a_module_level_count_stay_in_one_stage() -> None:
     found = checked(lambda: nn.Sequential(GloballyCounted(), GloballyCounted(), block()))
     assert "0" in found.loaded.uncut
     assert "1" not in found.loaded.uncut
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_looks_at_all_parameters_is_found() -> None:
-    """The check by itself finds it, though `profile` refuses it earlier."""
+def test_optimizers_that_read_all_parameters_are_detected() -> None:
+    """`profile` would refuse it earlier."""
     loaded = loaded_model(
         lambda: nn.Sequential(block(), block()), WIDTH, build_optimizer=lambda ps: ClippingSGD(ps, lr=0.1)
     )
@@ -368,7 +365,7 @@ def test_equal_cuts_are_compared_once() -> None:
 
 
 class Stack(nn.Module):
-    """Equal blocks, which are no Sequential."""
+    """Equal blocks that are no Sequential."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +385,7 @@ class Stack(nn.Module):
 def test_a_large_model_is_compared_without_most_of_its_repeated_layers(
     build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All its cuts are covered by fewer gradients than it has."""
+    """Fewer gradients than the model has cover all cuts."""
     monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
     loaded = loaded_model(build, WIDTH)
     found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
@@ -397,14 +394,13 @@ def test_a_large_model_is_compared_without_most_of_its_repeated_layers(
 
 
 class Logarithms(Stack):
-    """A stack that trains only with the initial values that it gives itself."""
+    """Trains only with its own initial values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.positive = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, value: Tensor) -> Tensor:
-        """Adds logarithms, which random numbers may not have."""
         return super().forward(value + self.positive.log())
 
 
@@ -412,7 +408,7 @@ class Logarithms(Stack):
 def test_a_large_model_that_needs_its_own_initial_values_is_compared_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With random ones the loss is not finite; where there is no memory for others, this is said."""
+    """Random values give an infinite loss. If memory does not suffice, the result says so."""
     monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
     loaded = loaded_model(Logarithms, WIDTH)
     found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
@@ -556,7 +552,7 @@ def test_models_that_change_their_path_later_are_refused(*, frozen: bool) -> Non
 
 
 class Clamped(nn.Linear):
-    """Keeps its weights small, as critics of adversarial training do."""
+    """Clamps its weights, as critics of adversarial training do."""
 
     def forward(self, value: Tensor) -> Tensor:
         with torch.no_grad():
@@ -591,7 +587,7 @@ def test_buffers_overwritten_before_backward_are_refused() -> None:
 
 
 class Mixes(nn.Module):
-    """Draws a number of NumPy where its forward begins, and uses it between later blocks."""
+    """Draws a NumPy number at the start of its forward, and uses it between later blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -609,7 +605,7 @@ def test_draws_between_modules_are_equal_in_all_stages() -> None:
 
 
 def test_parameters_before_a_detached_value_are_named() -> None:
-    """A plain loop makes no gradient of them, and a weight decay leaves them as they are; a boundary sends zeros."""
+    """A plain loop has no gradients of them; a boundary would send zeros."""
 
     class Detached(nn.Linear):
         def forward(self, value: Tensor) -> Tensor:

@@ -20,18 +20,17 @@ from tests.unit.executor.test_pipeline import balance_of
 
 
 class _Shared:
-    """A store whose copies are itself."""
+    """A store whose clone is itself."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()  # type: ignore[attr-defined]  # torch lists not all that is public
 
     def clone(self) -> Any:
-        """Return the store."""
         return self.store
 
 
-def on_all(count: int, act: Callable[[ValueExchange], None], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Act on all ranks, each a thread; return their store."""
+def run_on_all(count: int, act: Callable[[ValueExchange], None], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a function on all ranks, each a thread, and return their store."""
     shared = _Shared()
     monkeypatch.setattr(exchange, "job_store", lambda _: shared)
     ranks = [ValueExchange(rank, count) for rank in range(count)]
@@ -53,7 +52,7 @@ def test_the_first_rank_decides_from_the_values_of_all_ranks(monkeypatch: pytest
             decided.append(rank.decide(value, ",".join))
         rank.close()
 
-    store = on_all(4, act, monkeypatch)
+    store = run_on_all(4, act, monkeypatch)
     assert sorted(decided) == sorted(4 * [f"0.{n},1.{n},2.{n},3.{n}" for n in range(20)])
     assert store.num_keys() <= 4
 
@@ -88,7 +87,7 @@ def test_checkpoints_create_no_process_group(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_removed_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand files each: training goes on meanwhile, and the run ends when they are removed."""
+    """Training continues while a thousand files are removed, and the run ends when they are."""
     threads = []
     checkpoints = sys.modules[Checkpoints.__module__]
     prune = checkpoints.remove_old_checkpoints

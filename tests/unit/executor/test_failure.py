@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 
 
 def position(doing: str = "forward of micro-batch 1") -> Position:
-    """Stage 1 of 2, in step 7."""
+    """Return the position of stage 1 of 2, in step 7."""
     here = Position()
     here.names, here.stages = {0: "stage 0 (layer a)", 1: "stage 1 (layers b to c)"}, (1,)
     here.step = 7
@@ -25,7 +25,7 @@ def position(doing: str = "forward of micro-batch 1") -> Position:
 
 
 def told(name: str, waits_for: int | None, where: str = "in forward of micro-batch 2 of step 7") -> dict[str, object]:
-    """What a rank tells the others."""
+    """Return the values that a rank sends to the others."""
     return {"name": name, "waits_for": waits_for, "where": where, "idle_s": 61.0, "beat": 3}
 
 
@@ -155,6 +155,6 @@ with Watch(60.0) as watch:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_terminated_child_process_is_no_signal_to_the_job(tmp_path: Path, count: int) -> None:
-    """SIGTERM ends a forked child, as `multiprocessing.Pool` ends its workers, and the training continues."""
+    """`multiprocessing.Pool` ends its workers by SIGTERM."""
     (tmp_path / "worker.py").write_text(TERMINATES_A_CHILD)
     assert "Traceback" not in run_ranks(count, ["worker.py"], tmp_path)

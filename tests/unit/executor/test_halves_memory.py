@@ -26,7 +26,7 @@ SAMPLES: Final = (
 
 
 def relative_errors(model: Path, folder: Path, *, devices: int, size: int, **further: Any) -> Errors:
-    """How far the predicted peak of every device is off, by schedule, recomputation and device; M = 2 K."""
+    """Return the relative errors of predicted peaks by schedule, recomputation and device; M = 2 K."""
     settings = {name: str(value) for name, value in further.get("settings", ())}
     loaded = in_precision(load_model(str(model), settings=settings), further.get("dtype", ""))
     costs = costs_at(profile_of_model(loaded, sizes=(size,)), size)
@@ -55,15 +55,12 @@ def relative_errors(model: Path, folder: Path, *, devices: int, size: int, **fur
 
 
 def outside(errors: Errors) -> Errors:
-    """Those that are not within -1 % / +5 %."""
+    """Return the errors that are not within -1 % / +5 %."""
     return {key: error for key, error in errors.items() if not LOWEST <= error <= HIGHEST}
 
 
 def test_peaks_with_split_backward_are_as_predicted(tmp_path: Path) -> None:
-    """Within -1 % / +5 % on each of three devices, where a tensor too many is seen at once.
-
-    Every second layer keeps its output for I, and the one behind it keeps the same tensor for W.
-    """
+    """Every second layer saves its output for I, and the next layer saves the same tensor for W."""
     model = write_model(tmp_path, MODEL)
     errors = relative_errors(model, tmp_path, devices=3, size=128)
     assert len(errors) == len(NAMES) * 2 * 3
@@ -71,7 +68,7 @@ def test_peaks_with_split_backward_are_as_predicted(tmp_path: Path) -> None:
 
 
 def test_autocast_weight_caches_are_counted(tmp_path: Path) -> None:
-    """Their gradients wait for the end of every W; where some backwards are whole, there are two of each copy."""
+    """Cached weights wait for the last W. With some whole backwards there are two copies of each."""
     model = write_model(tmp_path, MODEL)
     names = ("zb-h1", "zbv", "dualpipev")
     errors = relative_errors(model, tmp_path, devices=2, size=128, dtype="bf16-mixed", names=names)

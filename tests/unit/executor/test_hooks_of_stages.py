@@ -1,4 +1,4 @@
-"""Hooks and functions that read tensors outside of all modules: a stage has the same tensors as the whole model."""
+"""Tests that hooks and functions of stages read the same tensors as in the whole model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ class Scale:
         parameter.grad.mul_(self.factors["weight"][0])
 
 
-def scaled(gradient: Tensor, by: Tensor) -> Tensor:
+def scale(gradient: Tensor, by: Tensor) -> Tensor:
     """Hook that is bound to its tensor."""
     return gradient * by
 
@@ -41,47 +41,43 @@ class Masked(nn.Module):
         self.function = function
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         return self.function(self.linear(value))
 
 
 class Blocks(nn.Module):
-    """The same layers in a forward of their own."""
+    """The same layers in a module with its own forward."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         for layer in self.layers:
             value = layer(value)
         return value
 
 
 def hooked() -> nn.Sequential:
-    """Tensors in closures, bound arguments and objects, of hooks on parameters and modules, and of a function."""
+    """Return a model whose hooks and function read tensors in closures, bound arguments and objects."""
     mask, other, third = torch.rand(3, WIDTH)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), Masked(lambda value: value * third))
     model[0].weight.register_hook(lambda gradient: gradient * mask)
-    model[1].weight.register_hook(partial(scaled, by=torch.rand(WIDTH)))
+    model[1].weight.register_hook(partial(scale, by=torch.rand(WIDTH)))
     model[2].weight.register_post_accumulate_grad_hook(Scale().after)
     model[3].register_forward_hook(lambda _module, _arguments, output: output * other)
     return model
 
 
-def test_tensors_that_hooks_read_are_those_of_the_whole_model() -> None:
-    """Gradients of stages that are built alone are equal to the whole model's."""
+def test_gradients_of_hooks_that_read_tensors_equal_the_models() -> None:
     check_gradients(hooked)
 
 
-def test_hooks_in_a_model_of_its_own_forward_read_the_same() -> None:
-    """So are those of a model that is no Sequential."""
+def test_gradients_of_hooks_equal_the_models_outside_of_a_sequential() -> None:
     check_gradients(lambda: Blocks(hooked()))
 
 
 def check_gradients(build: Callable[[], nn.Module]) -> None:
-    """Compare the gradients of one step."""
+    """Compare gradients of two separately built stages with those of the whole model."""
     loaded = loaded_model(build, lambda size: torch.ones(size, WIDTH))
     chain, inputs = build_structure(loaded), torch.randn(2, WIDTH)
     torch.manual_seed(SEED)
@@ -108,8 +104,6 @@ def check_gradients(build: Callable[[], nn.Module]) -> None:
 
 
 def test_tensors_of_other_stages_hooks_take_no_memory() -> None:
-    """Only hooks of a stage's own parameters have real tensors."""
-
     def wanted(model: nn.Module) -> list[Tensor]:
         first = model.get_submodule("0")
         return [*first.parameters(), *other_reachable_tensors([first], first.parameters())]

@@ -20,10 +20,7 @@ DEVICES: Final = 2
 
 
 def test_interleaved_peaks_are_as_predicted(tmp_path: Path) -> None:
-    """Within -1 % / +5 % on both devices: a boundary tensor is 3 % of a peak, so one too many is seen at once.
-
-    Two chunks of one device may share a parameter, which is there once, and so are its gradient and its state.
-    """
+    """A boundary tensor is 3 % of a peak, so a surplus one is seen. Two chunks of a device may share a parameter."""
     model = write_model(tmp_path, MODEL)
     tied = {False: {}, True: {"tied": "True"}}
     costs = {

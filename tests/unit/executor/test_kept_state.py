@@ -1,4 +1,4 @@
-"""State that a model keeps from forward to forward: trained as the plain loop does, or refused."""
+"""Tests of state that a model keeps between forwards: trained as in a plain loop, or refused."""
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -31,19 +31,17 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         return torch.tanh(self.linear(value))
 
 
 class Scaled(Block):
-    """Layer with a running scale, which is assigned anew."""
+    """Layer with a running scale, which is assigned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = torch.ones(())
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         value = self.linear(value)
         self.scale = 0.9 * self.scale + 0.1 * value.detach().abs().mean()
         return value / self.scale
@@ -57,7 +55,6 @@ class Remembers(Block):
         self.last: Tensor | None = None
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         value = super().forward(value if self.last is None else value + self.last.detach())
         self.last = value
         return value
@@ -71,7 +68,6 @@ class Counts(nn.Module):
         self.count = 0
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         self.count += 1
         return value * (1 + 0.1 * self.count)
 
@@ -84,7 +80,6 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(make() for _ in range(4))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         for block in self.blocks:
             value = block(value)
         return value
@@ -100,7 +95,6 @@ class CountsAtTheTop(Blocks):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         self.count += 1
         self.calls += 1
         return super().forward(value * (1 + 0.1 * self.count + 0.1 * self.calls))
@@ -114,14 +108,13 @@ class Centred(Blocks):
         self.mean = torch.zeros(WIDTH)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         value = super().forward(value - self.mean)
         self.mean = 0.9 * self.mean + 0.1 * value.detach().mean(0)
         return value
 
 
 class CentredBuffer(Blocks):
-    """The same with a buffer."""
+    """Like `Centred`, with a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +122,6 @@ class CentredBuffer(Blocks):
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         value = super().forward(value - self.mean)
         self.mean = 0.9 * self.mean + 0.1 * value.detach().mean(0)
         return value
@@ -143,7 +135,6 @@ class Moves(Block):
         self.shared = shared
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, width)."""
         value = super().forward(value)
         with torch.no_grad():
             self.shared.lerp_(value.mean(0), 0.1)
@@ -151,7 +142,7 @@ class Moves(Block):
 
 
 def sharing(*, trained: bool, at: tuple[int, int]) -> nn.Sequential:
-    """Four layers, of which two share a parameter that both change in place."""
+    """Return four layers, of which two share a parameter that both change in place."""
     shared = nn.Parameter(torch.zeros(WIDTH), requires_grad=trained)
     return nn.Sequential(*(Moves(shared) if n in at else Block() for n in range(4)))
 
@@ -169,19 +160,18 @@ STATEFUL: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "always", "layers"])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_state_of_one_stage_is_that_of_the_plain_loop(name: str, recompute: Recompute) -> None:
-    """Gradients of several micro-batches are equal, however stages are recomputed."""
+def test_gradients_with_state_in_one_stage_equal_a_plain_loop(name: str, recompute: Recompute) -> None:
     check_gradients(name, recompute)
 
 
 @pytest.mark.parametrize("name", ["counter in a block", "counter at the top"])
-def test_stages_of_one_process_count_on_their_own(name: str) -> None:
+def test_stages_of_one_process_have_separate_counters(name: str) -> None:
     """Code between modules runs in each stage, and counts a micro-batch once in each."""
     check_gradients(name, "never", together=True)
 
 
 def check_gradients(name: str, recompute: Recompute, *, together: bool = False) -> None:
-    """Compare stages with the plain loop."""
+    """Compare gradients of stages with those of the plain loop."""
     torch.manual_seed(SEED)
     whole = STATEFUL[name]()
     inputs = torch.randn(MICRO_BATCHES, 2, WIDTH)
@@ -197,7 +187,7 @@ def check_gradients(name: str, recompute: Recompute, *, together: bool = False) 
 def stages_of(
     build: Callable[[], nn.Module], inputs: Tensor, recompute: Recompute, *, together: bool
 ) -> list[StageModule]:
-    """Two stages after the forwards and backwards of all micro-batches; built `together` as for one process."""
+    """Return two stages after all forwards and backwards; built `together` as for one process."""
     loaded = loaded_model(build, lambda size: torch.ones(size, WIDTH), loss_fn=lambda output, _: output.sum())
     chain = build_structure(loaded)
     shapes = shapes_of(chain, torch.ones(2, WIDTH))
@@ -243,27 +233,25 @@ SEPARATED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("name", SEPARATED)
 def test_state_that_every_cut_would_separate_is_refused(name: str) -> None:
-    """Copies in two stages would drift apart: the message names the state."""
+    """The message names the state."""
     build, state = SEPARATED[name]
     with pytest.raises(ModelError, match=f'cannot be cut.*forward changes "{state}"'):
         chain_of(build(), lambda size: torch.randn(size, WIDTH))
 
 
-def test_a_sequential_is_cut_only_beside_layers_that_share_state() -> None:
-    """Layers around them are layers of their own."""
+def test_layers_of_a_sequential_that_share_state_are_one_layer() -> None:
     model = sharing(trained=False, at=(0, 1))
     assert [len(names) for names in chain_of(model, lambda size: torch.randn(size, WIDTH)).outline.modules] == [2, 1, 1]  # type: ignore[union-attr]
 
 
-def test_finding_layers_leaves_counters_alone() -> None:
-    """Else a number that was counted for two batch sizes would be taken for one that grows with the batch."""
+def test_finding_layers_does_not_change_counters() -> None:
+    """Otherwise a count over two batch sizes would be taken for a number that grows with the batch."""
     model = CountsAtTheTop()
     chain_of(model, lambda size: torch.randn(size, WIDTH))
     assert (model.count, float(model.calls)) == (0, 0.0)
 
 
 def test_sparse_tensors_are_refused_by_name() -> None:
-    """They have no memory that could be measured, and cannot be saved."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].register_buffer("adjacency", torch.eye(2).to_sparse())
     with pytest.raises(ModelError, match=r'"1\.adjacency" is a sparse tensor') as told:
@@ -272,7 +260,7 @@ def test_sparse_tensors_are_refused_by_name() -> None:
 
 
 def quantized() -> nn.Module:
-    """Model for quantization-aware training."""
+    """Return a model for quantization-aware training."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     model.qconfig = get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
     prepared: nn.Module = prepare_qat(model.train())
@@ -281,7 +269,7 @@ def quantized() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore")
 def test_recomputation_of_resized_buffers_is_refused() -> None:
-    """Observers give their buffers more memory in the first forward."""
+    """Observers resize their buffers in the first forward."""
     model = quantized()
     run = LayerState([("0", model)]).with_same_state(model)
     with pytest.raises(ModelError, match="a layer resizes one of its buffers"):
@@ -289,8 +277,7 @@ def test_recomputation_of_resized_buffers_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_measuring_puts_resized_buffers_back() -> None:
-    """A model that is measured is left as it was."""
+def test_measuring_restores_resized_buffers() -> None:
     model = quantized()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with keep_model_unchanged(model):

@@ -1,4 +1,4 @@
-"""The equivalence check finds state that changes the training only later than it trains itself."""
+"""Tests that the equivalence check finds state that changes the training only after its own steps."""
 
 import itertools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ STATE = {"calls": 0}
 
 
 def checked(build: Callable[[], nn.Module]) -> EquivalenceResult:
-    """What is found of a model."""
+    """Return the result of the check of a model."""
     return check_equivalence(loaded_model(build, WIDTH, loss_fn=lambda out, _target: out.square().mean()), budget_s=60)
 
 
@@ -42,13 +42,11 @@ class Late(nn.Module):
 
 
 def in_a_dict(layer: Late) -> int:
-    """Count in a dict of the layer."""
     layer.stats["calls"] += 1
     return layer.stats["calls"]
 
 
 def by_iterator(layer: Late) -> int:
-    """Count with an iterator of the layer."""
     return next(layer.numbers)
 
 
@@ -69,13 +67,13 @@ def of_backwards(layer: Late) -> int:
 
 
 def layers(*ticks: Callable[[Late], int]) -> Callable[[], nn.Module]:
-    """A model of such layers, with others between them."""
+    """Return a model of layers that count by these functions, with linear layers between them."""
     return lambda: nn.Sequential(*(layer for tick in ticks for layer in (Late(tick), nn.Linear(WIDTH, WIDTH))))
 
 
 @pytest.mark.parametrize("tick", [in_a_dict, by_iterator])
 def test_a_layer_that_would_count_twice_is_not_recomputed(tick: Callable[[Late], int]) -> None:
-    """No difference of two steps shows it."""
+    """Two steps show no difference."""
     found = checked(layers(tick, tick))
     assert found.warnings == ()
     assert found.proof.cuts == 3
@@ -84,15 +82,13 @@ def test_a_layer_that_would_count_twice_is_not_recomputed(tick: Callable[[Late],
 
 @pytest.mark.parametrize("last", [in_the_file, read_from_the_file])
 def test_layers_that_count_in_a_module_level_dict_stay_in_one_stage(last: Callable[[Late], int]) -> None:
-    """Each process counts its own layers; one that only reads the count sees zero."""
+    """Each process counts its own layers."""
     found = checked(layers(in_the_file, last))
     assert (found.proof.cuts, found.loaded.uncut) == (1, ("0", "1"))
     assert 'the module-level number "STATE.calls" differs' in found.warnings[0]
 
 
-def test_an_object_that_layers_share_stays_in_one_stage() -> None:
-    """Cuts between the first layer that counts in it and the last are removed."""
-
+def test_layers_that_share_an_object_stay_in_one_stage() -> None:
     def build() -> nn.Module:
         first, last = Late(in_a_dict), Late(in_a_dict)
         last.stats = first.stats
@@ -117,8 +113,8 @@ def test_a_number_that_a_backward_changes_is_refused() -> None:
     assert "nonlocal" in refused.value.hint
 
 
-def test_a_hook_that_counts_for_all_parameters_is_refused() -> None:
-    """Each process counts for its own."""
+def test_hooks_that_count_in_a_shared_list_are_refused() -> None:
+    """Each process counts its own parameters."""
 
     def build() -> nn.Module:
         model, calls = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), []
@@ -152,14 +148,14 @@ def test_parameters_that_the_first_forward_makes_are_refused() -> None:
 
 
 class Freezes(Late):
-    """Is no longer trained when there were some forwards."""
+    """Stops training after ten forwards."""
 
     def forward(self, value: Tensor) -> Tensor:
         self.layer.weight.requires_grad_(in_a_dict(self) < 10)
         return super().forward(value)
 
 
-def test_layers_of_a_sequential_that_freeze_themselves_later_are_refused() -> None:
+def test_layers_that_freeze_themselves_later_are_refused() -> None:
     """A recomputed stage would fail, or send no gradient."""
     with pytest.raises(ModelError, match="took another path than when it was profiled: forward"):
         checked(lambda: nn.Sequential(Freezes(by_iterator), nn.Linear(WIDTH, WIDTH)))
@@ -173,13 +169,12 @@ class Skips(Late):
 
 
 def in_a_number(layer: Late) -> int:
-    """Count in an attribute."""
     layer.calls += 1
     return layer.calls
 
 
-def test_a_recomputed_stage_whose_outputs_have_no_graph_trains() -> None:
-    """The first layer is skipped, as layers are that are dropped by chance."""
+def test_recomputed_stages_whose_outputs_have_no_graph_are_accepted() -> None:
+    """The first layer is skipped in some forwards."""
     found = checked(lambda: nn.Sequential(Skips(of_backwards), nn.Linear(WIDTH, WIDTH)))
     assert (found.proof.cuts, found.proof.differs_recomputed) == (1, "")
 
@@ -194,14 +189,13 @@ class Captures(nn.Module):
         self.body[0].register_forward_hook(self.keep)
 
     def keep(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
-        """Keep the output of the first layer."""
         self.features["first"] = output
 
     def forward(self, value: Tensor) -> Tensor:
         return self.body(value) + self.features["first"]
 
 
-def test_tensors_that_a_hook_leaves_in_a_dict_are_no_count() -> None:
+def test_tensors_that_a_hook_stores_are_no_counter() -> None:
     """Stages delete them after they have run, a plain loop does not."""
     assert checked(Captures).proof.cuts
 
@@ -209,7 +203,7 @@ def test_tensors_that_a_hook_leaves_in_a_dict_are_no_count() -> None:
 CENTER: dict[str, Any] = {"mean": 0.0}
 
 
-class Tensors(nn.Linear):
+class CountsInTensor(nn.Linear):
     """Counts in a tensor of a dict."""
 
     def __init__(self, held: dict[str, Tensor]) -> None:
@@ -225,17 +219,18 @@ COUNT = {"calls": torch.zeros(())}
 
 
 def counted(_layer: Late) -> int:
-    """Count in a tensor of a module-level dict."""
     COUNT["calls"] = COUNT["calls"] + 1
     return int(COUNT["calls"])
 
 
-def test_a_tensor_in_a_dict_that_layers_share_stays_in_one_stage() -> None:
-    """The layers are recorded; the stage of both is not recomputed, because it would count twice."""
+def test_layers_that_share_a_dict_of_tensors_stay_in_one_stage() -> None:
+    """The stage is not recomputed, because it would count twice."""
 
     def build() -> nn.Module:
         held = {"calls": torch.zeros(())}
-        return nn.Sequential(Tensors(held), nn.Linear(WIDTH, WIDTH), Tensors(held), nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(
+            CountsInTensor(held), nn.Linear(WIDTH, WIDTH), CountsInTensor(held), nn.Linear(WIDTH, WIDTH)
+        )
 
     found = checked(build)
     assert found.proof.cuts == 1
@@ -257,14 +252,14 @@ class Centered(nn.Linear):
         return super().forward(value - CENTER["mean"])
 
 
-def test_what_only_several_samples_show_is_found() -> None:
-    """Micro-batches of the check have two."""
+def test_state_that_only_several_samples_change_is_found() -> None:
+    """Micro-batches of the check have two samples."""
     with pytest.raises(ModelError, match="cannot be cut"):
         checked(lambda: nn.Sequential(Centered(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Centered(WIDTH, WIDTH)))
 
 
-def test_a_large_model_whose_loss_compares_samples_is_trained_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sample has no gradient there, and every stage would seem right."""
+def test_losses_that_compare_samples_are_checked_with_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sample has no gradient in such a loss, so every stage would seem right."""
     monkeypatch.setattr(check, "is_large", lambda _chain: True)
 
     def loss_fn(output: Tensor, _target: Any) -> Tensor:
@@ -288,28 +283,28 @@ class Initializes(Late):
         return output.detach() if self.calls <= self.forwards else output
 
 
-def test_a_gradient_that_the_first_forward_does_not_have_is_not_lost() -> None:
+def test_gradients_that_begin_in_the_second_forward_are_accepted() -> None:
     """The stages find their shapes in two forwards."""
     found = checked(lambda: nn.Sequential(Initializes(1), nn.Linear(WIDTH, WIDTH)))
     assert found.proof.cuts == 1
 
 
-def test_a_gradient_that_comes_later_is_not_lost() -> None:
-    """The next stage would not send it."""
+def test_gradients_that_begin_in_the_third_forward_are_refused() -> None:
+    """The next stage would not send them."""
     with pytest.raises(ModelError, match=r"requires a gradient now, but did not before \(let `build_model`"):
         checked(lambda: nn.Sequential(Initializes(2), nn.Linear(WIDTH, WIDTH)))
 
 
 class Noisy(nn.Linear):
-    """Draws random numbers from a generator that no seed reaches."""
+    """Draws random numbers from an unseeded generator."""
 
     def forward(self, value: Tensor) -> Tensor:
         noise = np.random.default_rng().normal(size=tuple(value.shape))
         return super().forward(value + torch.from_numpy(noise).to(value))
 
 
-def test_a_model_that_trains_differently_every_time_is_refused_for_that() -> None:
-    """The stages are not at fault."""
+def test_models_that_train_differently_every_time_are_refused() -> None:
+    """The message does not blame the stages."""
     with pytest.raises(ModelError, match="trains differently every time, also in a plain loop"):
         checked(lambda: nn.Sequential(Noisy(WIDTH, WIDTH), Noisy(WIDTH, WIDTH)))
 
@@ -344,8 +339,8 @@ def test_a_build_that_returns_modules_of_an_earlier_call_is_named_as_the_cause()
         checked(build)
 
 
-def test_draws_in_a_backward_are_refused() -> None:
-    """Every rank would draw others."""
+def test_random_draws_in_a_backward_are_refused() -> None:
+    """Every rank would draw other numbers."""
 
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -357,8 +352,8 @@ def test_draws_in_a_backward_are_refused() -> None:
         checked(build)
 
 
-def test_draws_in_a_backward_that_sets_the_seed_are_right() -> None:
-    """As in reversible layers, which run their forward again with its seed."""
+def test_seeded_draws_in_a_backward_are_accepted() -> None:
+    """Reversible layers rerun their forward with its seed."""
 
     def seeded(gradient: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(7)
@@ -373,8 +368,8 @@ def test_draws_in_a_backward_that_sets_the_seed_are_right() -> None:
     assert checked(build).proof.cuts == 1
 
 
-class Odd(nn.Linear):
-    """Does not run on the micro-batches of the check."""
+class NeedsThreeSamples(nn.Linear):
+    """Fails on the micro-batches of the check."""
 
     def forward(self, value: Tensor) -> Tensor:
         if 0 < len(value) < 3 and not value.is_meta:
@@ -384,7 +379,7 @@ class Odd(nn.Linear):
 
 def test_a_model_that_does_not_run_in_a_plain_loop_is_refused() -> None:
     """Only a limit on time or memory leaves stages unverified."""
-    found = checked(lambda: nn.Sequential(Odd(WIDTH, WIDTH), Odd(WIDTH, WIDTH)))
+    found = checked(lambda: nn.Sequential(NeedsThreeSamples(WIDTH, WIDTH), NeedsThreeSamples(WIDTH, WIDTH)))
     with pytest.raises(ModelError, match="cannot be compared with the model in a plain loop: RuntimeError: th") as no:
         found.raise_if_not_compared()
     assert "--proof-budget 0s" in no.value.hint

@@ -1,4 +1,4 @@
-"""The equivalence check finds code that does something else after some calls, or only in some of them."""
+"""Tests that the equivalence check finds code that changes its behavior after some calls, or in few of them."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -31,36 +31,36 @@ class Layer(nn.Module):
 
 
 def changes_at_the_tenth_call(layer: Layer, _value: Tensor) -> float:
-    """Change what another layer reads, once."""
+    """Change, once, the value that another layer reads."""
     if layer.calls == 10:
         SCALE["value"] = 0.3
     return 1.0
 
 
 def changes_for_large_values(_layer: Layer, value: Tensor) -> float:
-    """Change what another layer reads, for few batches."""
+    """Change, in few batches, the value that another layer reads."""
     if value.abs().max() > 2.6:
         SCALE["value"] *= 0.9
     return 1.0
 
 
 def read(_layer: Layer, _value: Tensor) -> float:
-    """Read what another layer changes."""
+    """Return the value that another layer changes."""
     return SCALE["value"]
 
 
 def cycled(layer: Layer, _value: Tensor) -> float:
-    """Take the next number of an iterator, whose state nobody sees."""
+    """Return the next number of an iterator, whose state is not visible."""
     return next(layer.scales)
 
 
 def if_trained(_layer: Layer, value: Tensor) -> float:
-    """Ask whether the input requires a gradient."""
+    """Return a scale that depends on whether the input requires a gradient."""
     return 0.5 if value.requires_grad else 1.0
 
 
 def checked(*scales: Callable[[Layer, Tensor], Any]) -> EquivalenceResult:
-    """Check a model of such layers, with a linear layer after each."""
+    """Check a model of these layers, with a linear layer after each."""
     SCALE["value"] = 1.0
 
     def build() -> nn.Module:
@@ -70,7 +70,7 @@ def checked(*scales: Callable[[Layer, Tensor], Any]) -> EquivalenceResult:
 
 
 @pytest.mark.usefixtures("late_steps")
-def test_a_layer_that_later_changes_what_another_reads_stays_in_its_stage() -> None:
+def test_layers_that_later_share_a_value_stay_in_one_stage() -> None:
     """Two steps have four calls; the tenth is in step 5."""
     found = checked(changes_at_the_tenth_call, read)
     assert found.loaded.uncut == ("0", "1")
@@ -81,7 +81,7 @@ def test_a_layer_that_later_changes_what_another_reads_stays_in_its_stage() -> N
 
 @pytest.mark.usefixtures("late_steps")
 def test_a_layer_with_hidden_state_is_not_recomputed() -> None:
-    """Its iterator runs twice as fast, which the twelfth call shows."""
+    """The twelfth call shows that its iterator runs twice as fast."""
     found = checked(cycled, cycled)
     assert (found.warnings, found.proof.cuts) == ((), 3)
     assert "in step" in found.proof.differs_recomputed
@@ -100,8 +100,8 @@ class TwoParts(nn.Module):
 
 
 @pytest.mark.usefixtures("late_steps")
-def test_a_part_that_gets_no_gradient_later_is_found() -> None:
-    """A stage gets zeros, with which the optimizer updates what a plain loop leaves alone."""
+def test_parts_that_lose_their_gradient_later_are_refused() -> None:
+    """A stage gets zeros, with which the optimizer updates weights that a plain loop does not."""
     SCALE["calls"] = 0
 
     def loss_fn(out: tuple[Tensor, Tensor], _target: Tensor) -> Tensor:
@@ -113,20 +113,18 @@ def test_a_part_that_gets_no_gradient_later_is_found() -> None:
 
 
 def decaying(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """An optimizer that shrinks every parameter that has a gradient."""
+    """Return an optimizer that shrinks every parameter that has a gradient."""
     return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.5, momentum=0.9)
 
 
 def test_a_module_level_value_that_few_batches_change_is_refused() -> None:
-    """Two steps show it rarely, 64 forwards nearly always."""
+    """Two steps rarely show it, 64 forwards nearly always."""
     with pytest.raises(ModelError, match=r'changes the module-level value "SCALE.value" in its call') as refused:
         checked(changes_for_large_values, read)
     assert "buffers" in refused.value.hint
 
 
-def test_a_layer_that_returns_another_shape_later_is_refused() -> None:
-    """The next stage expects the shape of the first forward."""
-
+def test_layers_that_return_another_dtype_later_are_refused() -> None:
     def narrower(layer: Layer, value: Tensor) -> Tensor:
         return torch.ones(len(value), WIDTH, dtype=torch.float64 if layer.calls > 20 else torch.float32)
 
@@ -138,21 +136,21 @@ def test_a_layer_that_returns_another_shape_later_is_refused() -> None:
 
 
 class Casts(nn.Module):
-    """Takes values of any precision."""
+    """Accepts any dtype."""
 
     def forward(self, value: Tensor) -> Tensor:
         return value.float()
 
 
-def test_a_layer_that_asks_for_gradients_is_not_recomputed() -> None:
-    """As the second layer of a stage it gets an input without gradient, so single layers do not show it."""
+def test_layers_that_read_requires_grad_are_not_recomputed() -> None:
+    """Single layers do not show it: only the second layer of a stage gets an input without gradient."""
     found = checked(if_trained, if_trained)
     assert (found.warnings, found.proof.cuts) == ((), 3)
     assert "where no gradients are computed" in found.proof.differs_recomputed
 
 
 class Flags(nn.Module):
-    """Returns whether its input has a large value."""
+    """Returns True if its input has a large value."""
 
     def forward(self, value: Tensor) -> tuple[Tensor, bool]:
         return value, bool(value.detach().abs().max() > 50)
@@ -165,8 +163,8 @@ class Clips(nn.Module):
         return pair[0].clamp(-1, 1) if pair[1] else pair[0]
 
 
-def test_a_layer_that_reads_a_number_and_returns_one_is_refused() -> None:
-    """The next stage would always use the number of the first forward; here it hardly ever changes."""
+def test_layers_that_return_a_value_dependent_flag_are_refused() -> None:
+    """The next stage would always use the flag of the first forward."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), Flags(), Clips(), nn.Linear(WIDTH, WIDTH))

@@ -16,7 +16,7 @@ RECURRENT = {"kind": "recurrent"}
 
 
 def test_gradients_with_permuted_boundaries_equal_the_model(tmp_path: Path) -> None:
-    """Under every schedule, for a smaller last mini-batch, and in evaluation: what an LSTM returns lies time first."""
+    """Under every schedule, for a smaller last mini-batch, and in evaluation: an LSTM returns time-first memory."""
     settings = tuple(RECURRENT.items())
     cases = [
         Case(

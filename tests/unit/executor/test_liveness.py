@@ -1,4 +1,4 @@
-"""What the watches of many ranks cost the store that they share."""
+"""Tests of the load that the watches of many ranks put on their common store."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ class CountingStore:
 
 
 class Job:
-    """Ranks whose beats go on while one of them looks, until they are killed; the clock is of the test."""
+    """Ranks that beat while one of them looks, until they are killed; the test sets the clock."""
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.now_s = CountingStore(), 1000.0
@@ -46,7 +46,7 @@ class Job:
         self.sleep(0.0)
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass, with a beat of every rank that lives."""
+        """Let time pass, with a beat of every living rank."""
         self.now_s += seconds
         for rank, signs in enumerate(self.ranks):
             if rank not in self.killed:
@@ -58,7 +58,7 @@ Watches = Callable[[int, CountingStore], list[Watch]]
 
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watches]:
-    """Make the watches of all ranks of a job; their threads are not started."""
+    """Return a function that makes the watches of all ranks of a job, without their threads."""
     made: list[Watch] = []
 
     def make(count: int, store: CountingStore) -> list[Watch]:
@@ -75,8 +75,8 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watches]:
             end.close()
 
 
-def beat(ranks: list[tuple[Watch, Liveness]], store: CountingStore) -> int:
-    """Return the keys that one beat of all ranks takes."""
+def keys_of_a_beat(ranks: list[tuple[Watch, Liveness]], store: CountingStore) -> int:
+    """Return the number of keys that one beat of all ranks reads or writes."""
     before = store.count
     for watch, signs in ranks:
         signs.write(watch.position)
@@ -85,13 +85,12 @@ def beat(ranks: list[tuple[Watch, Liveness]], store: CountingStore) -> int:
 
 
 @pytest.mark.parametrize("when", ["at rest", "waiting", "signalled"])
-def test_a_beat_of_all_ranks_takes_a_number_of_keys_that_grows_as_the_ranks_do(watches: Watches, when: str) -> None:
-    """At rest, where all wait for one, and where all got a signal."""
+def test_keys_of_a_beat_grow_linearly_with_ranks(watches: Watches, when: str) -> None:
     keys = {}
     for count in (10, 160):
         store = CountingStore()
         ranks = [(w, Liveness(store, r, count)) for r, w in enumerate(watches(count, store))]
-        beat(ranks, store)
+        keys_of_a_beat(ranks, store)
         for watch, _ in ranks:
             watch.saves_on_stop = True
             if when == "signalled":
@@ -99,13 +98,13 @@ def test_a_beat_of_all_ranks_takes_a_number_of_keys_that_grows_as_the_ranks_do(w
             if when == "waiting":
                 watch.position.set_activity("a checkpoint", waits_for=ANY)
                 watch.position._since -= 20.0
-        keys[count] = max(beat(ranks, store) for _ in range(3)) / count
+        keys[count] = max(keys_of_a_beat(ranks, store) for _ in range(3)) / count
     assert keys[160] < 1.5 * keys[10]
     assert keys[160] <= {"at rest": 2, "waiting": 3, "signalled": 11}[when]
 
 
 def test_beats_of_all_ranks_are_bounded_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two operations each: about 1,000 in any second with any number of ranks, and fast beats in small jobs."""
+    """About 1,000 operations in any second with any number of ranks. Small jobs beat faster."""
     monkeypatch.setattr(liveness.time, "monotonic", lambda: 1000.0)
     for count in (2, 250, 1000, 10_000):
         ranks = [Liveness(None, rank, count) for rank in range(count)]
@@ -115,8 +114,8 @@ def test_beats_of_all_ranks_are_bounded_per_second(monkeypatch: pytest.MonkeyPat
     assert Liveness(None, 0, 250).silent_s == 3.0
 
 
-def test_late_beats_do_not_fall_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow store answers the waiting ranks at once; their next beats must not come at once, too."""
+def test_beats_stay_spread_after_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow store answers all waiting ranks at once."""
     for answered_s in (1000.0, 1000.3, 1001.9):
         monkeypatch.setattr(liveness.time, "monotonic", lambda answered_s=answered_s: answered_s)
         waits_s = sorted(Liveness(None, rank, 1000).until_next_beat_s() for rank in range(1000))
@@ -125,8 +124,8 @@ def test_late_beats_do_not_fall_together(monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(after - before == pytest.approx(2.0 / 1000) for before, after in pairwise(waits_s))
 
 
-def test_a_rank_waits_before_each_look(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of all ranks begin together, and a look of the one must not fall on a look of the other."""
+def test_a_rank_waits_before_its_first_look(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks start together, but must not look together."""
     waits_s: list[float] = []
 
     def wait(watch: Watch, seconds: float) -> None:
@@ -153,8 +152,8 @@ def test_a_signal_does_not_end_the_wait_for_the_next_beat(watches: Watches, monk
     assert not ready
 
 
-def test_of_all_ranks_that_look_one_names_the_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader; another rank waits until it has reported, or returns nothing."""
+def test_one_rank_names_the_silent_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks wait for its report, or return nothing."""
     job = Job(8, monkeypatch)
     job.killed = {2, 5}
     assert job.ranks[0].wait_for_silent() == [2, 5]
@@ -163,8 +162,8 @@ def test_of_all_ranks_that_look_one_names_the_silent_ones(monkeypatch: pytest.Mo
     assert job.ranks[3].wait_for_silent() is None
 
 
-def test_a_reader_that_dies_is_replaced_and_named(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all other ranks of its machine, in a message that names three."""
+def test_a_dead_reader_is_replaced_and_named(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the other dead ranks of its machine."""
     job = Job(12, monkeypatch)
     assert job.ranks[4].wait_for_silent() == []
     job.killed = {4, 5, 6, 7}
@@ -174,16 +173,14 @@ def test_a_reader_that_dies_is_replaced_and_named(watches: Watches, monkeypatch:
     assert message.startswith("rank 4 and rank 5 and rank 6 and 1 others give no sign of life")
 
 
-def test_a_rank_that_left_in_order_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it has no more beats."""
+def test_a_rank_that_has_left_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(4, monkeypatch)
     job.ranks[1].leave()
     job.killed = {1}
     assert job.ranks[0].wait_for_silent() == []
 
 
-def test_a_message_names_the_three_ranks_that_wait_longest() -> None:
-    """Of thousands."""
+def test_messages_name_the_three_ranks_that_wait_longest() -> None:
     positions = {rank: {**told(f"stage {rank}", ANY), "idle_s": float(rank)} for rank in range(1000)}
     message = error_of_hang(positions, 60.0).message
     assert message.count(" waits in ") == 3
@@ -191,8 +188,8 @@ def test_a_message_names_the_three_ranks_that_wait_longest() -> None:
     assert message.endswith("; 997 others")
 
 
-def test_all_ranks_stop_after_the_same_step(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a large job the first rank decides when all look for the decision; before, no step costs an operation."""
+def test_all_ranks_of_a_large_job_stop_after_the_same_step(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank decides. Without a signal, no step costs an operation."""
     monkeypatch.setattr(failure, "_FEW_RANKS", 2)
     store = CountingStore()
     ranks = [(w, Liveness(store, r, 3)) for r, w in enumerate(watches(3, store))]
@@ -203,15 +200,15 @@ def test_all_ranks_stop_after_the_same_step(watches: Watches, monkeypatch: pytes
     assert store.count == before
     ranks[2][0]._note_signal(signal.SIGTERM)  # a scheduler may send it to one process
     ranks[2][0]._signalled -= 1.0
-    beat(ranks, store)
+    keys_of_a_beat(ranks, store)
     assert ranks[0][0].stops_after(2) == 0
-    beat(ranks, store)
+    keys_of_a_beat(ranks, store)
     assert [watch.stops_after(3) for watch, _ in ranks] == [0, 0, 0]
     assert [watch.stops_after(4) for watch, _ in ranks] == [signal.SIGTERM] * 3
 
 
 def test_a_small_job_stops_after_the_next_step(watches: Watches) -> None:
-    """Its ranks look for the decision after every step, and need no beat to hear of it."""
+    """Its ranks read the decision after every step, without waiting for a beat."""
     ranks = watches(3, CountingStore())
     ranks[0]._note_signal(signal.SIGTERM)
     assert [watch.stops_after(1) for watch in ranks] == [0, 0, 0]

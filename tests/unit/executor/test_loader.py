@@ -41,20 +41,17 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
     """Draws from all three generators for every sample."""
 
     def __len__(self) -> int:
-        """Rows."""
         return len(DATA)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """A row, with noise."""
         noise = float(torch.rand(())) + random.random() + float(np.random.rand())
         return DATA[index] + noise, DATA[index, :4]
 
 
 class Shuffled:
-    """An iterable of one's own, shuffled anew each time it is begun."""
+    """A user's iterable, shuffled each time it begins."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """An epoch."""
         rows = np.random.permutation(24).tolist()
         random.shuffle(rows)
         for begin in range(0, 24, 8):
@@ -63,12 +60,11 @@ class Shuffled:
 
 
 class Stateful(DataLoader[Any]):
-    """What torchdata's loader does: its state is that of its generator and a position, and to begin draws a seed."""
+    """A loader like torchdata's: its state is its generator's and a position, and beginning draws a seed."""
 
     resumed: dict[str, Any] | None = None
 
     def __iter__(self) -> Any:
-        """Goes on where it was told to."""
         generator: Any = self.generator
         self.began = self.resumed["began"] if self.resumed else generator.get_state()
         if self.resumed:
@@ -82,11 +78,9 @@ class Stateful(DataLoader[Any]):
         return self._rest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
         return {"began": self.began, "at": self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
         self.resumed = state
 
     def _rest(self) -> Iterator[Any]:
@@ -97,23 +91,20 @@ class Stateful(DataLoader[Any]):
 
 
 def plain() -> DataLoader[Any]:
-    """As in most scripts."""
     return DataLoader(TensorDataset(DATA, DATA[:, :4]), batch_size=8, shuffle=True)
 
 
 def with_generator() -> DataLoader[Any]:
-    """One that the user seeded."""
     generator = torch.Generator().manual_seed(3)
     return DataLoader(TensorDataset(DATA, DATA[:, :4]), batch_size=8, shuffle=True, generator=generator)
 
 
 def noisy() -> DataLoader[Any]:
-    """Augmented; the last batch of an epoch is smaller."""
+    """Return an augmented loader with a smaller last batch."""
     return DataLoader(Noisy(), batch_size=7, shuffle=True)
 
 
 def stateful() -> Stateful:
-    """One that the user seeded."""
     return Stateful(TensorDataset(DATA), generator=torch.Generator().manual_seed(3))
 
 
@@ -121,7 +112,7 @@ LOADERS: list[Callable[[], Iterable[Any]]] = [plain, with_generator, noisy, Shuf
 
 
 def drawn(loader: ResumableLoader, count: int) -> list[list[float]]:
-    """The next batches."""
+    """Return the next batches."""
     return [pair[0].flatten().tolist() for pair in islice(loader, count)]
 
 
@@ -178,8 +169,7 @@ def test_resuming_with_a_different_loader_is_refused(tmp_path: Path) -> None:
     pipeline.close()
 
 
-def test_a_sampler_in_a_batch_sampler_shuffles_anew_each_epoch() -> None:
-    """As one that the loader is given itself."""
+def test_a_sampler_in_a_batch_sampler_gets_each_epoch() -> None:
     orders = []
     for is_inside in (True, False):
         dataset = TensorDataset(torch.arange(24.0))
@@ -205,7 +195,7 @@ def test_batches_of_any_type_are_returned() -> None:
 
 
 def test_no_batch_is_held_while_it_is_used() -> None:
-    """It would be memory on every rank that no plan counts on."""
+    """It would take memory that no plan counts."""
     for batches in (iter(ResumableLoader(plain(), 5)), seeded_batches(plain(), 5)):
         pair = next(batches)
         held = weakref.ref(pair[0])

@@ -1,4 +1,4 @@
-"""How losses of micro-batches are weighted: labels among the inputs, losses that are no mean, losses of parameters."""
+"""Tests of the weights of micro-batches: labels among the inputs, losses that are no mean, losses of parameters."""
 
 from pathlib import Path
 
@@ -42,9 +42,9 @@ def example_batch(size):
 def build_optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.5)
 """
-ALL = "F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
-SHIFTED = "F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())"
-SAMPLES = "F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction='none').mean()"
+MEAN_OVER_LABELS = "F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
+MEAN_OVER_SHIFTED_LABELS = "F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())"
+MEAN_OVER_SAMPLES = "F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction='none').mean()"
 
 PLAIN = f"""{HEAD}
 W = torch.tensor([1.0, 3.0, 0.5, 1.0])
@@ -63,17 +63,18 @@ def loss_fn(output, target):
 """
 
 
-def loaded_of(folder: Path, text: str, loss: str = "") -> LoadedModel:
-    """A model file with this text and this loss."""
+def load_with_loss(folder: Path, text: str, loss: str = "") -> LoadedModel:
+    """Load a model file with this text and this loss."""
     path = folder / "model.py"
     path.write_text(text.replace("LOSS", loss))
     return load_model(str(path))
 
 
-@pytest.mark.parametrize(("loss", "labels"), [(ALL, "all"), (SHIFTED, "shifted"), (SAMPLES, "")])
-def test_labels_that_a_loss_is_the_mean_of_are_found(tmp_path: Path, loss: str, labels: CountedLabels) -> None:
-    """Whatever code computes the loss; a note says which labels count."""
-    checked = check_loss(loaded_of(tmp_path, LABELED, loss))
+@pytest.mark.parametrize(
+    ("loss", "labels"), [(MEAN_OVER_LABELS, "all"), (MEAN_OVER_SHIFTED_LABELS, "shifted"), (MEAN_OVER_SAMPLES, "")]
+)
+def test_labels_that_a_loss_averages_over_are_found_and_noted(tmp_path: Path, loss: str, labels: CountedLabels) -> None:
+    checked = check_loss(load_with_loss(tmp_path, LABELED, loss))
     assert (checked.loaded.counted_labels, checked.warnings) == (labels, ())
     assert len(checked.notes) == bool(labels)
 
@@ -94,7 +95,7 @@ def example_batch(size):
     words = torch.randint(0, 30, (size, 8))
     return {{"input_ids": words, "labels": words}}, None
 """
-    loaded = loaded_of(tmp_path, text)
+    loaded = load_with_loss(tmp_path, text)
     assert check_loss(loaded).loaded.counted_labels == "shifted"
     monkeypatch.setattr("planner.executor.build.loss_check._MOST_BYTES", 0)
     assert check_loss(loaded).loaded.counted_labels == "shifted"
@@ -108,9 +109,9 @@ def example_batch(size):
         "F.cross_entropy(output @ output.T, torch.arange(len(output)))",
     ],
 )
-def test_a_loss_that_is_no_mean_is_reported_once(tmp_path: Path, loss: str) -> None:
+def test_losses_that_are_no_mean_are_warned_about(tmp_path: Path, loss: str) -> None:
     """Sums, class weights, and losses that compare samples."""
-    (warning,) = check_loss(loaded_of(tmp_path, PLAIN, loss)).warnings
+    (warning,) = check_loss(load_with_loss(tmp_path, PLAIN, loss)).warnings
     assert "the loss is not a mean over samples" in warning
     assert "loss_count" in warning
 
@@ -125,14 +126,14 @@ def test_a_loss_that_is_no_mean_is_reported_once(tmp_path: Path, loss: str) -> N
         ("F.layer_norm(output, (4,)).mean()", ""),
     ],
 )
-def test_a_mean_is_no_cause_for_alarm(tmp_path: Path, loss: str, more: str) -> None:
-    """Nor are batch normalization, dropout, chance in the loss, and what `loss_count` counts."""
-    assert check_loss(loaded_of(tmp_path, PLAIN + more, loss)).warnings == ()
+def test_losses_that_are_a_mean_are_not_warned_about(tmp_path: Path, loss: str, more: str) -> None:
+    """Also with batch normalization, dropout, random losses, and `loss_count`."""
+    assert check_loss(load_with_loss(tmp_path, PLAIN + more, loss)).warnings == ()
 
 
 @pytest.mark.parametrize(("finished", "logged"), [(True, False), (False, False), (False, True)])
 def test_a_loss_that_reads_parameters_is_refused(tmp_path: Path, *, finished: bool, logged: bool) -> None:
-    """Other stages would lose that part of their gradients; also where the loss is logged, which takes its value."""
+    """Other stages would lose that part of their gradients."""
     text = PLAIN.replace("LOSS", "F.cross_entropy(output, target) + sum(p.square().sum() for p in made.parameters())")
     if logged:
         text = text.replace("    return F.cross", "    print(output.mean().item())\n    return F.cross")
@@ -143,14 +144,13 @@ def test_a_loss_that_reads_parameters_is_refused(tmp_path: Path, *, finished: bo
             "4))\n", "4))\n    return made\n", 1
         )
     with pytest.raises(ModelError, match=r'parameters of the model \("0\.weight" and 5 others\)') as refused:
-        check_loss(loaded_of(tmp_path, text))
+        check_loss(load_with_loss(tmp_path, text))
     assert "weight_decay" in refused.value.hint
 
 
-def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
-    """A finished model keeps its mode, its buffers and its attributes, and the random state goes on."""
+def test_the_loss_check_does_not_change_a_finished_model(tmp_path: Path) -> None:
     text = PLAIN.replace("def build_model():\n    return", "model =")
-    loaded = loaded_of(tmp_path, text, "F.cross_entropy(output, target)")
+    loaded = load_with_loss(tmp_path, text, "F.cross_entropy(output, target)")
     model = loaded.build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -161,7 +161,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_learned_weights_of_losses_are_in_the_layer_that_returns_them(tmp_path: Path) -> None:
-    """No operator reads them, for `forward` returns them as they are; the stages still compute what the model does."""
+    """No operator reads them, because `forward` returns them."""
     text = LABELED.replace('"loss": LOSS', '"scale": self.scale').replace("words, labels", "words")
     text = text.replace("__init__()\n", "__init__()\n        self.scale = nn.Parameter(torch.zeros(2))\n", 1)
     text = text.replace(", None\n", '["words"], words\n')
@@ -171,14 +171,13 @@ def loss_fn(output, target):
     loss = F.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
     return (output["scale"].exp() * loss + output["scale"]).sum()
 """
-    loaded = loaded_of(tmp_path, text)
+    loaded = load_with_loss(tmp_path, text)
     assert "scale" in build_structure(loaded).layers[-1].parameters_by_name()
     proof = check_equivalence(loaded, budget_s=20.0).proof
     assert (proof.cuts, proof.gradients) == (2, 6)
 
 
-def test_labels_without_values_are_refused() -> None:
-    """With what gives each rank its part."""
+def test_labels_on_the_meta_device_are_refused() -> None:
     labels = torch.tensor([[1, -100, 3], [-100, 2, 3]])
     assert label_count({"labels": labels}, "all") == 4
     assert label_count({"labels": labels}, "shifted") == 3
@@ -221,9 +220,9 @@ pipeline.close()
 
 
 @pytest.mark.slow
-def test_a_models_own_loss_is_the_mean_over_all_labels(tmp_path: Path) -> None:
-    """Two stages and two replicas train and evaluate as a plain loop over whole mini-batches does."""
-    loaded = loaded_of(tmp_path, LABELED, SHIFTED)
+def test_own_losses_average_over_all_labels_as_in_a_plain_loop(tmp_path: Path) -> None:
+    """Two stages and two replicas train and evaluate."""
+    loaded = load_with_loss(tmp_path, LABELED, MEAN_OVER_SHIFTED_LABELS)
     names = build_structure(loaded).names
     parts = (names[:1], names[1:])
     balance = Balance(

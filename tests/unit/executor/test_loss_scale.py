@@ -1,4 +1,4 @@
-"""Scaled losses: gradients come out unscaled, and an overflow leaves none and halves the scale."""
+"""Tests of loss scaling."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ def _alone() -> Iterator[None]:
 
 
 def scaled(*gradients: float, dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], LossScale]:
-    """Parameters with these gradients times the scale; one more has none."""
+    """Return parameters with these gradients times the scale, and one without gradient."""
     parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(len(gradients) + 1)]
     for parameter, gradient in zip(parameters, gradients, strict=False):
         parameter.grad = torch.full_like(parameter, gradient * FIRST)
@@ -29,7 +29,7 @@ def scaled(*gradients: float, dtype: torch.dtype = torch.float32) -> tuple[list[
 
 
 def test_gradients_are_divided_by_the_scale() -> None:
-    """Exactly, as it is a power of two; parameters without a gradient stay so."""
+    """Exactly, because it is a power of two."""
     parameters, scale = scaled(0.1, -7.0)
     assert scale.value == FIRST
     assert scale.unscale()
@@ -40,8 +40,8 @@ def test_gradients_are_divided_by_the_scale() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_an_overflow_leaves_no_gradients(bad: float) -> None:
-    """So that no optimizer does anything, its decay of weights included; the scale is halved."""
+def test_an_overflow_skips_the_step_and_halves_the_scale(bad: float) -> None:
+    """Not even weight decay changes a parameter."""
     parameters, scale = scaled(1.0, bad)
     optimizer = torch.optim.AdamW(parameters, lr=1.0, weight_decay=0.5)
     before = [p.detach().clone() for p in parameters]
@@ -53,8 +53,7 @@ def test_an_overflow_leaves_no_gradients(bad: float) -> None:
     assert scale.value == FIRST / 2
 
 
-def test_many_good_steps_double_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a row: an overflow begins the count anew."""
+def test_consecutive_good_steps_double_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "_GOOD_STEPS", 3)
     parameters, scale = scaled(1.0)
     values = []

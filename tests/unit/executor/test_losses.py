@@ -32,7 +32,7 @@ def test_invalid_loss_counts_are_refused_with_an_example(count: Any, told: str) 
 
 
 def test_micro_batches_of_weight_zero_have_zero_gradients() -> None:
-    """Outputs may be infinite."""
+    """Also if outputs are infinite."""
     output = torch.tensor([float("inf"), float("nan"), 1.0], requires_grad=True)
     loss = zero_loss_of({"logits": output, "classes": torch.ones(2, dtype=torch.int64)})
     loss.backward()  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ def test_micro_batches_of_weight_zero_have_zero_gradients() -> None:
     ("size", "expected"), [(8, [(4, 2)]), (7, [(3, 2), (1, 1)]), (4, [(2, 2)]), (1, [(1, 1)]), (2, [(1, 2)])]
 )
 def test_a_smaller_mini_batch_has_fewer_micro_batches(size: int, expected: list[tuple[int, int]]) -> None:
-    """And a smaller one for what is left; every sample once."""
+    """The last one may be smaller. Every sample is used once."""
     batch = Batch({"a": torch.arange(size), "b": 3}, torch.arange(size, device="meta"))
     parts = list(mini_batch_parts(batch, size, 2))
     assert [(part.micro_batches, part.micro_batch_size) for part in parts] == expected

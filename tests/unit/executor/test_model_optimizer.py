@@ -1,4 +1,4 @@
-"""An optimizer of a stage is a part of the whole model's: what a builder decides by position, a pipeline keeps."""
+"""Tests of optimizers of a stage, which keep what a builder decides by position in the whole model."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -46,7 +46,7 @@ def build_model():
 
 @pytest.mark.slow
 def test_parameters_are_optimized_as_in_a_plain_loop(tmp_path: Path) -> None:
-    """Rates by position, the last two alone, marks on parameters; also with a tied weight, which has one position."""
+    """Rates by position, only the last two parameters, marked parameters, and a tied weight."""
     tied = HEAD + TIED + EXAMPLE.replace("torch.randn(batch_size, 4)", "torch.randn(batch_size, 8)") + LOSS
     texts = [model + build for model in (MODEL, tied) for build in (LAYER_WISE, LAST_TWO, MARKED)]
     cases = []
@@ -60,7 +60,6 @@ def test_parameters_are_optimized_as_in_a_plain_loop(tmp_path: Path) -> None:
 
 
 def test_every_rank_has_the_groups_of_the_whole_model(tmp_path: Path) -> None:
-    """A record of a step has the learning rates of all groups, in the order of the builder."""
     records: list[StepRecord] = []
     pipeline = Pipeline(balance_of(tmp_path, MODEL + LAYER_WISE), on_step=records.append)
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
@@ -71,7 +70,7 @@ def test_every_rank_has_the_groups_of_the_whole_model(tmp_path: Path) -> None:
 
 
 def test_options_of_groups_are_restored_under_another_plan() -> None:
-    """By the names of parameters, and by number for a group that is empty on a rank."""
+    """By names of parameters, and by number for a group that is empty on a rank."""
     names = [f"{n}.weight" for n in range(4)]
     parameters = [nn.Parameter(torch.zeros(2)) for _ in names]
 
@@ -96,7 +95,7 @@ def test_options_of_groups_are_restored_under_another_plan() -> None:
 
 
 def test_an_optimizer_of_the_script_is_checked_when_a_run_starts(tmp_path: Path) -> None:
-    """It was not profiled. In one process, with one stage, it steps as in a plain loop."""
+    """It was not profiled. With one stage, it may read all parameters."""
     pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER))
     assert isinstance(pipeline.optimizer(ClippedSGD), ClippedSGD)
     pipeline.balance = replace(pipeline.balance, balance=(3, 2))

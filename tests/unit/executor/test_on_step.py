@@ -21,7 +21,7 @@ EXAMPLES = [block for block in blocks("docs/training.md", "python") if "def on_s
 
 
 def train(path: Path, on_step: Callable[[StepRecord], Any] | None, *, first: int = 0) -> tuple[list[float], float]:
-    """Three steps with a learning rate that falls; their losses, and what the script draws next."""
+    """Run three steps with a falling learning rate; return the losses and the script's next random number."""
     pipeline = Pipeline(path, seed=1, on_step=on_step)
     pipeline.step_index = first
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
@@ -37,7 +37,7 @@ def train(path: Path, on_step: Callable[[StepRecord], Any] | None, *, first: int
 
 
 def test_callbacks_get_every_step_and_its_learning_rate(tmp_path: Path) -> None:
-    """With the learning rate that it was taken with; what the function draws changes nothing, and goes on."""
+    """Random draws of the callback do not change the training."""
     path = balance_of(tmp_path, MODEL.replace("nn.ReLU()", "nn.Dropout(0.5)") + OPTIMIZER)
     records: list[StepRecord] = []
     drawn: list[float] = []
@@ -92,7 +92,7 @@ def test_callback_examples_of_the_documentation_work(tmp_path: Path, monkeypatch
 
 
 def scalars(folder: Path, tag: str) -> list[float]:
-    """What TensorBoard reads of a scalar."""
+    """Return TensorBoard's values of a scalar."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder))

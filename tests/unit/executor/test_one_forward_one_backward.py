@@ -43,7 +43,7 @@ def build_optimizer(parameters):
 
 
 def test_1f1b_peaks_are_as_predicted(tmp_path: Path) -> None:
-    """Within -1 % / +5 % on every stage: the first ones, which send, and the middle one, which does all."""
+    """Within -1 % / +5 % on every stage."""
     model = write_model(tmp_path, MODEL)
     costs = costs_at(profile_of_model(load_model(str(model)), sizes=(SIZE,)), SIZE)
     # With M = 3 = K the first stage has all micro-batches in flight, as under GPipe; from M = 5 on it still goes on

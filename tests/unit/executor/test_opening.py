@@ -1,4 +1,4 @@
-"""What a process loads before it joins the others."""
+"""Tests of opening a planned model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +8,7 @@ from planner.files import read_balance
 from tests.unit.executor.test_pipeline import balance_of
 
 
-def test_a_model_is_cut_as_it_was_profiled(tmp_path: Path) -> None:
-    """What no stage may end with is left in one piece in training, too: else the layers are not those planned."""
+def test_layers_that_were_not_cut_in_the_profile_are_not_cut_in_training(tmp_path: Path) -> None:
     balance = read_balance(str(balance_of(tmp_path)))
     first = balance.stages[0].layers[0]
     loaded = load_planned(replace(balance, model=replace(balance.model, uncut=(first,))), tmp_path)

@@ -1,4 +1,4 @@
-"""Loops without `pipeline_script`: every rank has the last loss before a process ends."""
+"""Tests of training loops without `pipeline_script`."""
 
 from pathlib import Path
 
@@ -30,8 +30,8 @@ Path(f"loss-{pipeline.rank}").write_text(str(loss))
 
 
 @pytest.mark.parametrize("call", ["step", "evaluate"])
-def test_every_rank_has_the_loss_where_the_last_stage_ends_first(tmp_path: Path, call: str) -> None:
-    """`close()` after a step, and `evaluate()` itself, wait until the loss has been sent."""
+def test_every_rank_has_the_loss_if_the_last_stage_ends_first(tmp_path: Path, call: str) -> None:
+    """`close()` after a step, and `evaluate()`, wait until the loss has been sent."""
     write_balance(TWO, tmp_path / "balance.yaml")
     (tmp_path / "worker.py").write_text(ENDS_AT_ONCE)
     run_ranks(2, ["worker.py", call], tmp_path)

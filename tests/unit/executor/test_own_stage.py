@@ -34,19 +34,19 @@ Build = Callable[[], nn.Module]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, tied ones under every name."""
+    """Return parameters and buffers, with tied ones under every name."""
     named = dict(module.named_parameters(remove_duplicate=False))
     return {**named, **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def whole(build: Build) -> nn.Module:
-    """The model as anybody builds it."""
+    """Return the seeded model."""
     torch.manual_seed(SEED)
     return build()
 
 
 def of_layers(names: Sequence[str]) -> Callable[[nn.Module], Iterable[Tensor]]:
-    """The tensors of these layers."""
+    """Return the tensors of these layers."""
     return lambda model: [tensor for name in names for tensor in tensors_of(model.get_submodule(name)).values()]
 
 
@@ -55,12 +55,12 @@ NUMBER_BYTES = 64
 
 
 def check_own(build: Build, names: Sequence[str], *, needed: Sequence[str] = ()) -> nn.Module:
-    """Builds the layers `names` alone, and compares them with the whole model; the model.
+    """Build only the layers `names`, compare them with the whole model, and return the model.
 
     Args:
         build: Makes the model.
         names: The layers.
-        needed: Layers that these are computed from, which may exist too.
+        needed: Layers from which these are computed, which may exist too.
     """
     expected = whole(build)
     after = torch.get_rng_state()
@@ -107,7 +107,7 @@ MADE: list[tuple[Callable[[nn.Linear], None], str]] = []
 
 
 def made_by(function: Callable[[nn.Linear], None]) -> Callable[[nn.Linear], None]:
-    """Registers a way to initialise a layer."""
+    """Register a way to initialize a layer."""
     MADE.append((function, function.__name__.strip("_")))
     return function
 
@@ -275,7 +275,7 @@ def test_values_computed_from_other_layers_are_exact() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    """A head that shares the embedding's table has its values, on whichever side it lies."""
+    """Embedding and head share a table, whichever comes first."""
 
     def build() -> nn.Module:
         embedding, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
@@ -312,8 +312,8 @@ def test_layers_of_torch_are_built_exactly(build: Build) -> None:
     check_own(build, ["1"])
 
 
-def test_what_is_drawn_into_a_computed_weight_is_drawn_once() -> None:
-    """A weight-normed weight is computed, and what is drawn into it goes nowhere: Wav2Vec2 does so."""
+def test_draws_into_a_computed_weight_have_no_effect() -> None:
+    """As in Wav2Vec2's weight norm."""
 
     def build() -> nn.Module:
         normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))

@@ -33,7 +33,7 @@ FINISHED = BUILD + "model = build_model()\ndel build_model\n"
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Not under torchrun; no recording and no process group is left behind for the next test."""
+    """Remove variables of torchrun before, and a recording or process group after the test."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     recorders: list[Recorder] = []
@@ -51,7 +51,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def balance_of(folder: Path, text: str = MODEL + OPTIMIZER, *, entry: str = "build_model", num_stages: int = 1) -> Path:
-    """A balance.yaml beside a model file with this text."""
+    """Write a balance.yaml next to a model file with this text."""
     path = write_model(folder, text)
     names = chain_of(load_model(f"{path}:{entry}").build()).names
     sizes = [len(names) - num_stages + 1] + [1] * (num_stages - 1)
@@ -73,12 +73,12 @@ def balance_of(folder: Path, text: str = MODEL + OPTIMIZER, *, entry: str = "bui
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Changes values of a balance file."""
+    """Change values of a balance file."""
     write(str(path), replace(read_balance(str(path)), **changes))
 
 
 def train(path: Path, *, steps: int = 3, seed: int = 0) -> tuple[RunReport, dict[str, torch.Tensor]]:
-    """Trains; the report, and the parameters at the end."""
+    """Train; return the report and the final parameters."""
     pipeline = Pipeline(path, seed=seed)
     try:
         optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
@@ -94,7 +94,7 @@ def train(path: Path, *, steps: int = 3, seed: int = 0) -> tuple[RunReport, dict
 
 
 def unpipelined(path: Path, *, steps: int, seed: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same training without pipeline or micro-batches."""
+    """Return losses and parameters of the same training without a pipeline."""
     loaded = load_model(str(path))
     torch.manual_seed(seed)
     model = loaded.build()
@@ -225,7 +225,7 @@ def test_invalid_batches_are_refused_before_running(tmp_path: Path, inputs: int,
 
 
 def test_a_last_batch_too_small_for_a_layer_is_refused(tmp_path: Path) -> None:
-    """One sample has no statistics; told before anything runs, and only where it is trained on."""
+    """Batch norm has no statistics of one sample. Refused before anything runs, and only in training."""
     text = MODEL.replace("nn.ReLU()", "nn.BatchNorm1d(16)", 1)
     pipeline = Pipeline(balance_of(tmp_path, text + OPTIMIZER))
     with pytest.raises(ModelError, match="the last 1 samples of a mini-batch") as refused:
@@ -258,7 +258,7 @@ def test_evaluation_changes_no_state(tmp_path: Path) -> None:
 
 
 def test_several_stages_of_one_device_are_evaluated(tmp_path: Path) -> None:
-    """Neighbours in one process hand over what crosses; no process group takes a message to oneself."""
+    """No process group sends messages within a process."""
     path = balance_of(tmp_path, num_stages=2)
     edit(path, schedule="interleaved", chunks=2)
     pipeline = Pipeline(path, seed=1)
@@ -272,7 +272,7 @@ def test_several_stages_of_one_device_are_evaluated(tmp_path: Path) -> None:
 
 
 def test_evaluation_gives_outputs_and_metrics(tmp_path: Path) -> None:
-    """Means over samples, also of a smaller last micro-batch, and where nothing of a target counts for the loss."""
+    """Means over samples, also with a smaller last micro-batch or without counted targets."""
     text = MODEL + OPTIMIZER + "\ndef loss_count(target):\n    return (target > 0).sum()\n"
     pipeline = Pipeline(balance_of(tmp_path, text), seed=1)
     torch.manual_seed(1)
@@ -385,7 +385,7 @@ def test_no_graph_outlives_a_step(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_keep_their_position(tmp_path: Path) -> None:
-    """The optimizer gets them as it does in a plain loop, and does not change them."""
+    """The optimizer gets them, but does not change them."""
     text = MODEL.replace("return nn.Sequential(", "model = nn.Sequential(") + OPTIMIZER
     text = text.replace(
         "\ndef example_batch", "    model[0].requires_grad_(False)\n    return model\n\ndef example_batch", 1
@@ -402,7 +402,7 @@ def test_frozen_parameters_keep_their_position(tmp_path: Path) -> None:
 
 
 def test_a_model_without_parameters_gets_an_optimizer(tmp_path: Path) -> None:
-    """With none in its groups: torch's optimizers refuse an empty list."""
+    """Optimizers of torch refuse an empty list."""
     text = HEAD + "def build_model(): return nn.Sequential(nn.ReLU(), nn.Tanh())\n" + EXAMPLE + LOSS + OPTIMIZER
     text = text.replace("torch.randn(batch_size, 4)", "torch.randn(batch_size, 8)")
     pipeline = Pipeline(balance_of(tmp_path, text))
@@ -441,8 +441,7 @@ def test_a_refusal_leaves_no_process_group_or_recording(tmp_path: Path) -> None:
     assert refused.value.hint
 
 
-def test_a_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
-    """With the right command."""
+def test_a_wrong_number_of_processes_is_refused_with_a_command(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"needs 2 processes \(2 stages\), but 1 process was started") as refused:
         Pipeline(balance_of(tmp_path, num_stages=2))
     assert "--nproc-per-node 2" in refused.value.hint
@@ -463,13 +462,12 @@ def test_a_missing_gpu_is_reported_with_an_alternative(tmp_path: Path) -> None:
 # The script's frame
 
 
-def given(**changes: Any) -> ScriptArguments:
-    """A command line."""
+def command_line(**changes: Any) -> ScriptArguments:
     return ScriptArguments(**{"steps": 2, "seed": 0, "report": None, "device": None, **changes})
 
 
 def run_script(path: Path, arguments: ScriptArguments, body: Callable[[Pipeline], None] = lambda _: None) -> None:
-    """What every emitted script does."""
+    """Run an emitted script's code."""
     with pipeline_script(path, arguments) as pipeline:
         optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
         for step, (inputs, targets) in enumerate(pipeline.batches(arguments.steps)):
@@ -484,7 +482,7 @@ def test_scripts_print_steps_peaks_and_the_name_of_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "run.json"
-    run_script(balance_of(tmp_path), given(steps=3, report=str(report)))
+    run_script(balance_of(tmp_path), command_line(steps=3, report=str(report)))
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:4]] == ["step 0", "step 1", "step 2", "stage 0"]
     assert lines[4] == f"wrote {report}"
@@ -494,7 +492,7 @@ def test_scripts_print_steps_peaks_and_the_name_of_the_report(
 def test_speed_counts_the_samples_of_smaller_mini_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "run.json"
     epoch = "\ndef train_batches(size):\n    yield example_batch(size)\n    yield example_batch(3)\n"
-    run_script(balance_of(tmp_path, MODEL + OPTIMIZER + epoch), given(steps=4, report=str(report)))
+    run_script(balance_of(tmp_path, MODEL + OPTIMIZER + epoch), command_line(steps=4, report=str(report)))
     run = read_run(str(report))
     for size, line, took_us, per_s in zip(
         (8, 3, 8, 3), capsys.readouterr().out.splitlines(), run.step_us, run.samples_per_s, strict=False
@@ -506,7 +504,7 @@ def test_speed_counts_the_samples_of_smaller_mini_batches(tmp_path: Path, capsys
 
 def test_own_errors_are_one_message_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        run_script(balance_of(tmp_path, num_stages=2), given())
+        run_script(balance_of(tmp_path, num_stages=2), command_line())
     err = capsys.readouterr().err
     assert left.value.code == 2
     assert err.startswith(
@@ -517,7 +515,7 @@ def test_own_errors_are_one_message_with_exit_code_2(tmp_path: Path, capsys: pyt
         raise UsageError("something of ours")
 
     with pytest.raises(SystemExit):
-        run_script(balance_of(tmp_path), given(), broken)
+        run_script(balance_of(tmp_path), command_line(), broken)
     assert "error: something of ours" in capsys.readouterr().err
     assert not dist.is_initialized()
 
@@ -528,7 +526,7 @@ def test_user_errors_show_lines_of_the_script(tmp_path: Path, capsys: pytest.Cap
         raise ZeroDivisionError("by nothing")
 
     with pytest.raises(SystemExit) as left:
-        run_script(balance_of(tmp_path), given(), broken)
+        run_script(balance_of(tmp_path), command_line(), broken)
     err = capsys.readouterr().err
     assert left.value.code == 2
     assert err.startswith("error: stage 0 (layers 0 to 4) failed between steps: ZeroDivisionError: by nothing\n  File ")

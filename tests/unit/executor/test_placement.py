@@ -12,7 +12,7 @@ from planner.executor.run.placement import place_of
 
 
 def balance_of(stages: int, *, schedule: ScheduleName = "gpipe", chunks: int = 1, replicas: int = 1) -> Balance:
-    """A plan of stages of one layer each."""
+    """Return a plan with one layer per stage."""
     return Balance(
         plan_digest="sha256:plan",
         model=Model(source="model.py:build_model"),
@@ -26,8 +26,8 @@ def balance_of(stages: int, *, schedule: ScheduleName = "gpipe", chunks: int = 1
     )
 
 
-def test_replicas_of_chunks_by_hand() -> None:
-    """K = 2, V = 3, R = 2: neighbours in a pipeline have neighbouring ranks, the second replica follows the first."""
+def test_ranks_of_replicas_and_chunks() -> None:
+    """K = 2, V = 3, R = 2: neighbors in a pipeline have consecutive ranks, and the second replica follows the first."""
     balance = balance_of(6, schedule="interleaved", chunks=3, replicas=2)
     places = [place_of(balance, rank, 4) for rank in range(4)]
     assert [place.stages for place in places] == [(0, 2, 4), (1, 3, 5), (0, 2, 4), (1, 3, 5)]

@@ -1,4 +1,4 @@
-"""The process group goes when it is destroyed: threads of one that stays abort the process at its end, now and then."""
+"""Tests that a destroyed process group is released: its threads could abort the process at its end."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ print("gone" if group() is None else "stays")
 
 
 @pytest.mark.slow
-def test_nothing_that_is_imported_later_holds_the_group() -> None:
-    """In a process of its own: here everything is imported."""
+def test_later_imports_do_not_hold_the_process_group() -> None:
+    """In a new process, because everything is imported in this one."""
     done = subprocess.run([sys.executable, "-c", LATE], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "gone"  # behind what gloo of older releases says

@@ -32,7 +32,7 @@ LOWEST, HIGHEST = -0.01, 0.05
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -41,21 +41,19 @@ class Residual(nn.Module):
         self.two = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Of the same shape."""
         changed: Tensor = self.two(torch.relu(self.norm(self.one(features))))
         return features + changed
 
 
 class Doubles(nn.Module):
-    """In place."""
+    """Doubles its input in place."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """The same tensor."""
         return value.mul_(2)
 
 
 def convolutions() -> nn.Sequential:
-    """ReLU in place behind norms and behind a residual block; eleven layers."""
+    """Return eleven layers with in-place ReLUs after norms and after a residual block."""
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)),
         *(Residual(16), nn.ReLU(inplace=True)),
@@ -79,7 +77,7 @@ SAMPLES: dict[str, dict[str, str]] = {
 
 
 def load(name: str, **settings: str) -> LoadedModel:
-    """A sample model, or the convolutions."""
+    """Load a sample model, or the convolutions."""
     torch.set_num_threads(1)
     if name == "convolutions":
         return loaded_model(convolutions, lambda size: torch.randn(size, 3, 32, 32))
@@ -90,7 +88,7 @@ def load(name: str, **settings: str) -> LoadedModel:
 def stage_of(
     loaded: LoadedModel, shapes: Shapes, first: int, end: int, recomputed: Collection[int], *, micro_batches: int = 1
 ) -> StageModule:
-    """Layers `first`..`end - 1` as the pipeline makes them of a plan; with the loss where they are the last."""
+    """Return layers `first` to `end - 1` as a stage, with the loss if they are the last."""
     layers = chain_of(loaded.build()).layers
     again = {n - first: shapes.recomputed_layer(n, end) for n in recomputed}
     return StageModule(
@@ -105,7 +103,7 @@ def stage_of(
 
 
 def subsets(first: int, end: int) -> list[tuple[int, ...]]:
-    """Layers to recompute: all, each second one, the edges, the middle."""
+    """Return sets of layers to recompute: all, each second one, the edges, the middle."""
     layers = range(first, end)
     found = [layers, layers[::2], layers[1::2], layers[:1], layers[-1:], layers[len(layers) // 3 : -1]]
     return list(dict.fromkeys(tuple(some) for some in found if some))
@@ -125,7 +123,7 @@ def subsets(first: int, end: int) -> list[tuple[int, ...]]:
     ],
 )
 def test_loss_and_gradients_equal_the_unpipelined_model(name: str, settings: dict[str, str]) -> None:
-    """Whichever layers are recomputed, on two micro-batches: dropout, tuples, views, in-place, ties."""
+    """On two micro-batches: dropout, tuples, views, in-place, ties."""
     loaded = load(name, **settings)
     batch = loaded.example_batch(2 * SIZE)
     shapes = shapes_of(build_structure(loaded), batch.inputs)
@@ -165,8 +163,8 @@ def test_loss_and_gradients_equal_the_unpipelined_model(name: str, settings: dic
 
 
 @pytest.mark.parametrize(("first", "end"), [(1, 7), (2, 5), (3, 6), (5, 8)])
-def test_gradients_of_a_stage_in_the_middle(first: int, end: int) -> None:
-    """Of what it received, too, which stays as it was: with an in-place first layer, pairs, numbers and views."""
+def test_gradients_of_a_middle_stage_equal_the_model(first: int, end: int) -> None:
+    """Its input is unchanged, also with an in-place first layer, pairs, numbers and views."""
     loaded = load("awkward", dropout="0.5")
     shapes = shapes_of(build_structure(loaded), loaded.example_batch(SIZE).inputs)
 
@@ -202,7 +200,7 @@ def test_gradients_of_a_stage_in_the_middle(first: int, end: int) -> None:
 
 @cache
 def prepared(name: str) -> tuple[LoadedModel, ChainCosts, Shapes]:
-    """The model, its costs at SIZE samples per micro-batch, and what crosses its boundaries."""
+    """Return the model, its costs at SIZE samples per micro-batch, and its boundaries."""
     loaded = load(name)
     costs = costs_at(profile_of_model(loaded, sizes=(SIZE,)), SIZE)
     return loaded, costs, shapes_of(build_structure(loaded), loaded.example_batch(SIZE).inputs)
@@ -214,8 +212,8 @@ def _forget() -> Iterator[None]:
     prepared.cache_clear()
 
 
-def measured(name: str, first: int, end: int, recomputed: Collection[int], micro_batches: int) -> int:
-    """Peak of a GPipe step above what is there before and after it, with what the engine holds."""
+def measured_peak_bytes(name: str, first: int, end: int, recomputed: Collection[int], micro_batches: int) -> int:
+    """Return the peak of a GPipe step above the memory around it, plus what the engine holds."""
     loaded, _, shapes = prepared(name)
     stage = stage_of(loaded, shapes, first, end, recomputed, micro_batches=micro_batches)
     is_first, is_last = first == 0, end == len(shapes.writes)
@@ -275,7 +273,7 @@ def _like(meta: Tensor) -> Tensor:
     ],
 )
 def test_peaks_with_recomputed_layers_are_as_predicted(name: str, first: int, end: int, micro_batches: int) -> None:
-    """Stages at the front, in the middle and at the end, several choices of layers: within -1 % and +5 %."""
+    """First, middle and last stages, several choices of layers: within -1 % and +5 %."""
     costs = prepared(name)[1]
     for recomputed in subsets(first, end):
         memory = stage_memory(
@@ -287,28 +285,27 @@ def test_peaks_with_recomputed_layers_are_as_predicted(name: str, first: int, en
             recomputed=recomputed,
         )
         constant = memory.parameters + memory.optimizer + memory.buffers
-        truth = constant + measured(name, first, end, recomputed, micro_batches)
+        truth = constant + measured_peak_bytes(name, first, end, recomputed, micro_batches)
         assert LOWEST <= memory.total / truth - 1 <= HIGHEST, (recomputed, memory.total, truth)
 
 
 @pytest.mark.slow
-def test_recomputing_saves_memory() -> None:
-    """Each further block that is recomputed makes the measured peak lower: nothing is kept by accident."""
-    peaks = [measured("transformer_lm", 1, 5, range(1, 1 + count), 4) for count in range(5)]
+def test_each_recomputed_block_lowers_the_measured_peak() -> None:
+    peaks = [measured_peak_bytes("transformer_lm", 1, 5, range(1, 1 + count), 4) for count in range(5)]
     assert all(after < before for before, after in pairwise(peaks))
 
 
 # ---- single layers
 
 
-def known(layer: nn.Module, value: Any) -> RecomputedLayer:
-    """What `shapes_of` says of a layer behind another."""
+def layer_after_another(layer: nn.Module, value: Any) -> RecomputedLayer:
+    """Return the shapes of a layer that follows another one."""
     shapes = shapes_of(chain_of(nn.Sequential(layer, nn.Identity())), value)
     return shapes.recomputed_layer(0, 2)
 
 
 def held_bytes(layer: Callable[[Any], Any], value: Tensor, carries: tuple[bool, ...] = (True,)) -> int:
-    """Between forward and backward, beside the input and the output."""
+    """Return the bytes held between forward and backward besides input and output."""
     kept: list[Any] = []
     usage = CpuMeter().measure(lambda: kept.append(run_recomputed(layer, RecomputedLayer(False, carries), value)))
     made: int = sum(t.nbytes for t in tree_flatten(kept)[0])
@@ -323,7 +320,7 @@ def test_recomputed_layers_hold_no_activations() -> None:
 
 
 def test_outputs_and_gradients_are_released_after_use() -> None:
-    """Both are gone at the peak of this layer's backward; torch's own checkpoint holds them to its end."""
+    """Neither exists at the peak of this layer's backward; torch's checkpoint holds them to its end."""
     size = 64 * 256 * 4
     layer = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
     layer.requires_grad_(False)
@@ -354,7 +351,7 @@ def test_layers_are_recomputed_only_in_backward() -> None:
             return result
 
     layer = Counts()
-    again = known(layer.to("meta"), torch.zeros(2, 8))
+    again = layer_after_another(layer.to("meta"), torch.zeros(2, 8))
     layer = Counts()
     calls.clear()
     run_recomputed(layer, again, torch.randn(2, 8)).sum().backward()
@@ -381,7 +378,7 @@ def test_outputs_without_gradient_have_none_after_recomputation() -> None:
             return made, made.detach(), made.argmax(dim=1), self.mask, self.linear.weight, value, "text"
 
     layer, value = Parts(), torch.randn(2, 8, requires_grad=True)
-    again = known(Parts().to("meta"), torch.zeros(2, 8, requires_grad=True))
+    again = layer_after_another(Parts().to("meta"), torch.zeros(2, 8, requires_grad=True))
     assert again.carries == (True, False, False, False, True, True)
     *tensors, text = run_recomputed(layer, again, value)
     assert text == "text"

@@ -17,18 +17,17 @@ _MS = 1_000_000
 
 
 class Clock:
-    """Clock of the recorder that goes on when a test says so, and 1 us at each reading."""
+    """Clock that the test advances, and that takes 1 us per reading."""
 
     def __init__(self) -> None:
         self._now_ns = 0
 
     def read_ns(self) -> int:
-        """Return the time."""
         self._now_ns += 1000
         return self._now_ns
 
     def later(self, milliseconds: int) -> Callable[[], None]:
-        """Return work that takes so long."""
+        """Return a function that advances the clock."""
 
         def work() -> None:
             self._now_ns += milliseconds * _MS
@@ -38,7 +37,6 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The host's clock."""
     host = Clock()
     monkeypatch.setattr("time.perf_counter_ns", host.read_ns)
     return host
@@ -46,12 +44,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def recorder() -> "Recorder":
-    """Closed by the tests that do not take it through its warm-up."""
+    """Return a recorder. Tests that do not take it through its warm-up close it."""
     return Recorder(CPU)
 
 
 def step(recorder: Recorder, clock: Clock, kept: list[Tensor] | None = None, *, size: int = 0) -> None:
-    """One step: a forward of 1 ms, a backward of 20 ms, and `size` bytes that come and go."""
+    """Run one step: a forward of 1 ms, a backward of 20 ms, and `size` temporary bytes."""
     with recorder.step():
         recorder.timed("forward", clock.later(1))
         recorder.timed("backward", clock.later(20))
@@ -67,8 +65,8 @@ def test_timed_returns_the_result(recorder: Recorder) -> None:
     recorder.close()
 
 
-def test_warm_up_steps_are_left_out_of_times(recorder: Recorder, clock: Clock) -> None:
-    """Of the times per stage, not of the list of step times."""
+def test_warm_up_steps_are_left_out_of_stage_times(recorder: Recorder, clock: Clock) -> None:
+    """The list of step times has them."""
     for _ in range(WARM_UP_STEPS):
         step(recorder, clock)
     assert recorder.typical_us("forward") == 0.0
@@ -107,7 +105,7 @@ def test_the_share_of_a_core_is_measured_after_the_warm_up(
 
 
 def test_memory_counts_from_the_beginning(clock: Clock) -> None:
-    """What was made before the first step and lives on is part of the peak; what went is not."""
+    """Memory from before the first step counts if it stays."""
     recorder = Recorder(CPU)
     gone = torch.empty(50_000, dtype=torch.uint8)
     model = torch.empty(10_000, dtype=torch.uint8)
@@ -121,7 +119,7 @@ def test_memory_counts_from_the_beginning(clock: Clock) -> None:
 
 
 def test_the_first_step_does_not_count_for_memory(clock: Clock) -> None:
-    """Before it the optimizer has no state."""
+    """The optimizer has no state before it."""
     recorder = Recorder(CPU)
     step(recorder, clock, size=1_000_000)
     step(recorder, clock, size=100)
@@ -129,7 +127,7 @@ def test_the_first_step_does_not_count_for_memory(clock: Clock) -> None:
 
 
 def test_recording_ends_with_the_warm_up(clock: Clock) -> None:
-    """Then the allocator is free for others, and steps are not slowed down."""
+    """Later steps are not slowed down."""
     recorder = Recorder(CPU)
     for _ in range(WARM_UP_STEPS):
         step(recorder, clock)

@@ -1,4 +1,4 @@
-"""Recomputation of layers that change their own state: as if nothing had been recomputed, or an error."""
+"""Tests of recomputed layers that change their own state: equal to a run without recomputation, or an error."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -59,7 +59,7 @@ MICRO_BATCHES = 4
 
 
 def stages_of(loaded: LoadedModel, balance: tuple[int, ...], recompute: Recompute) -> list[StageModule]:
-    """All stages in this process."""
+    """Return all stages in this process."""
     chain = build_structure(loaded)
     shapes = shapes_of(chain, loaded.example_batch(2).inputs)
     cuts = list(accumulate(balance, initial=0))
@@ -84,8 +84,8 @@ def stages_of(loaded: LoadedModel, balance: tuple[int, ...], recompute: Recomput
     ]
 
 
-def in_one_piece(loaded: LoadedModel, batch: Any) -> nn.Module:
-    """The model with gradients accumulated over the micro-batches."""
+def train_unpartitioned(loaded: LoadedModel, batch: Any) -> nn.Module:
+    """Return the model with gradients accumulated over the micro-batches."""
     torch.manual_seed(3)
     model = loaded.build()
     for inputs, targets in zip(*(t.chunk(MICRO_BATCHES) for t in batch), strict=True):
@@ -93,8 +93,8 @@ def in_one_piece(loaded: LoadedModel, batch: Any) -> nn.Module:
     return model
 
 
-def trained(stages: list[StageModule], batch: Any, order: list[tuple[str, int]]) -> None:
-    """Forwards and backwards of micro-batches through all stages, in this order."""
+def run_actions(stages: list[StageModule], batch: Any, order: list[tuple[str, int]]) -> None:
+    """Run forwards and backwards of micro-batches through all stages, in this order."""
     inputs, targets = (t.chunk(MICRO_BATCHES) for t in batch)
     stages[-1].targets = list(targets)
     losses = {}
@@ -110,24 +110,24 @@ def trained(stages: list[StageModule], batch: Any, order: list[tuple[str, int]])
 
 
 GPIPE = [*(("F", m) for m in range(MICRO_BATCHES)), *(("B", m) for m in range(MICRO_BATCHES))]
-ONE_BY_ONE = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]
+ONE_FORWARD_ONE_BACKWARD = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequential", ["True", "False"])
 @pytest.mark.parametrize("recompute", get_args(Recompute))
-@pytest.mark.parametrize("order", [GPIPE, ONE_BY_ONE], ids=["gpipe", "1f1b"])
+@pytest.mark.parametrize("order", [GPIPE, ONE_FORWARD_ONE_BACKWARD], ids=["gpipe", "1f1b"])
 @pytest.mark.parametrize("balance", [(6,), (2, 2, 2), (3, 3)], ids=str)
-def test_buffers_and_gradients_are_those_of_the_model_in_one_piece(
+def test_buffers_and_gradients_of_stateful_models_equal_the_unpartitioned_model(
     sequential: str, recompute: Recompute, order: list[tuple[str, int]], balance: tuple[int, ...]
 ) -> None:
-    """To the bit: codebooks, running means, queues, slow twins, counts, spectral norms, whoever is recomputed."""
+    """Bit for bit: codebooks, running means, queues, slow copies, counts and spectral norms."""
     loaded = load_model(str(STATEFUL), settings={"sequential": sequential})
     torch.manual_seed(1)
     batch = tuple(loaded.example_batch(MICRO_BATCHES * 2))
-    model = in_one_piece(loaded, batch)
+    model = train_unpartitioned(loaded, batch)
     stages = stages_of(loaded, balance, recompute)
-    trained(stages, batch, order)
+    run_actions(stages, batch, order)
     parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
     buffers = {name: b for stage in stages for name, b in stage.named_buffers()}
     for name, parameter in model.named_parameters():
@@ -141,8 +141,7 @@ def test_buffers_and_gradients_are_those_of_the_model_in_one_piece(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_processes_of_every_schedule(num_devices: int, tmp_path: Path) -> None:
-    """Two steps; buffers that are assigned anew are gathered as they are today."""
+def test_stateful_models_train_equally_under_every_schedule(num_devices: int, tmp_path: Path) -> None:
     balance = {1: (6,), 2: (3, 3), 3: (2, 2, 2)}[num_devices]
     plans: list[tuple[ScheduleName, Recompute, tuple[int, ...]]] = [
         *(("gpipe", recompute, balance) for recompute in get_args(Recompute)),
@@ -172,8 +171,8 @@ def test_processes_of_every_schedule(num_devices: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
-    """Within -1 % / +5 %, with a codebook of 4 MB on each device, which every micro-batch in flight keeps."""
+def test_peaks_with_rewritten_codebooks_are_as_predicted(tmp_path: Path) -> None:
+    """Within -1 % / +5 %: every micro-batch in flight keeps a codebook of 4 MB."""
     model = write_model(tmp_path, CODEBOOKS)
     profile = profile_of_model(load_model(str(model)), sizes=(16,))
     assert [layer.rewritten_bytes for layer in profile.layers] == [0, 4 << 20, 0, 0, 4 << 20, 0]
@@ -206,7 +205,7 @@ def test_predicted_peaks_are_the_allocators(tmp_path: Path) -> None:
 
 
 def stage_of(model: nn.Sequential, recompute: Recompute) -> StageModule:
-    """A Sequential as one stage with a loss."""
+    """Return a Sequential as one stage with a loss."""
     layers = chain_of(model).layers
     shapes = shapes_of(chain_of(deepcopy(model).to("meta")), torch.randn(2, 4))
     stage = StageModule(
@@ -222,8 +221,8 @@ def stage_of(model: nn.Sequential, recompute: Recompute) -> StageModule:
     return stage
 
 
-class Once(nn.Module):
-    """Writes its buffer with gradients alone: in backward, and not in the forward that is to be recomputed."""
+class WritesInBackward(nn.Module):
+    """Writes its buffer only if gradients are enabled: in backward, not in a forward to be recomputed."""
 
     def __init__(self, write: Callable[[nn.Module], None]) -> None:
         super().__init__()
@@ -232,7 +231,6 @@ class Once(nn.Module):
         self.write = write
 
     def forward(self, value: Tensor) -> Tensor:
-        """Of the same shape."""
         if torch.is_grad_enabled():
             self.write(self)
         result: Tensor = self.linear(value)
@@ -240,22 +238,22 @@ class Once(nn.Module):
 
 
 def writes(module: nn.Module) -> None:
-    """In place, without a new version."""
+    """Write in place, without a new version."""
     module.get_buffer("seen").data.add_(1)
 
 
 def assigns(module: nn.Module) -> None:
-    """Another tensor."""
+    """Assign another tensor."""
     module._buffers["seen"] = torch.ones(3)
 
 
 @pytest.mark.parametrize("write", [writes, assigns])
 @pytest.mark.parametrize("single", [False, True], ids=["always", "layers"])
-def test_what_was_left_alone_in_forward_and_is_written_again_is_an_error(
+def test_state_changed_only_by_the_recomputation_is_an_error(
     write: Callable[[nn.Module], None], *, single: bool
 ) -> None:
-    """Nobody knows which of the two was right; layer and buffer are named, and the state is left as it was."""
-    model = nn.Sequential(nn.Linear(4, 4), Once(write))
+    """Layer and buffer are named, and the state is restored."""
+    model = nn.Sequential(nn.Linear(4, 4), WritesInBackward(write))
     stage = stage_of(model, "layers" if single else "always")
     loss = stage(torch.randn(2, 4))
     with pytest.raises(ModelError, match='the layer "1" changed its "seen" when it was recomputed') as raised:
@@ -275,8 +273,8 @@ MASK, MEAN, TIMES = 4 << 20, 4096, 8
     [(TIMES, TIMES, TIMES), (2 * TIMES, 0, TIMES)],
     ids=["forwards", "forwards and backwards"],
 )
-def test_what_is_written_is_held_once_for_each_micro_batch(calls: int, copies: int, most: int) -> None:
-    """And a mask, which is not, only once; when it is run again, what was held is written over."""
+def test_written_buffers_are_held_once_per_micro_batch(calls: int, copies: int, most: int) -> None:
+    """A mask that is only read is held once. A recomputation overwrites the held state."""
 
     def work() -> None:
         layer = nn.Module()
@@ -296,8 +294,8 @@ def test_what_is_written_is_held_once_for_each_micro_batch(calls: int, copies: i
 
 
 @pytest.mark.parametrize("step", [1, -1], ids=["in order", "from the last"])
-def test_forwards_that_begin_with_the_same_state_share_what_is_remembered(step: int) -> None:
-    """Two begin with the same, of which the second changes it: the first must not see that, nor the third the old."""
+def test_forwards_that_begin_with_the_same_state_share_its_copy(step: int) -> None:
+    """The second of them changes the state; neither the first nor the third may see a wrong one."""
     layer = nn.Module()
     layer.register_buffer("codes", torch.zeros(2))
     layer.register_buffer("front", layer.get_buffer("codes")[:1])
@@ -317,8 +315,8 @@ def test_forwards_that_begin_with_the_same_state_share_what_is_remembered(step: 
     assert run(is_changing=False) == [3, 3, 3, 3]
 
 
-def test_what_stays_the_same_is_remembered_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once a forward: a convolutional net has hundreds of buffers. Behind a step, nothing has to be copied."""
+def test_unchanged_buffers_are_cloned_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolutional network has hundreds of buffers. After a step nothing is copied."""
     layer = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(TIMES)))
     buffers = dict(layer.named_buffers())
     clones: list[Tensor] = []
@@ -338,8 +336,7 @@ def test_what_stays_the_same_is_remembered_once_a_step(monkeypatch: pytest.Monke
         assert [torch._C._data_address(buffer) for buffer in buffers.values()] == addresses
 
 
-def test_tensors_that_share_memory_still_do_so_when_run_again() -> None:
-    """A view that is a buffer too, a buffer that two modules have, and memory that is not torch's own."""
+def test_buffers_that_share_memory_still_do_so_in_recomputation() -> None:
     layer = nn.Module()
     layer.register_buffer("whole", torch.zeros(4))
     layer.register_buffer("front", layer.get_buffer("whole")[:2])
@@ -360,8 +357,8 @@ def test_tensors_that_share_memory_still_do_so_when_run_again() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["forwards", "forwards and backwards"])
-def test_what_asks_for_memory_only_to_read_it_takes_it_once(times: int) -> None:
-    """As kernels of one's own do: weights that lie in buffers are copied while a forward runs, and not kept."""
+def test_buffers_read_by_address_are_not_kept_as_copies(times: int) -> None:
+    """Custom kernels read addresses: the buffer is copied while a forward runs, and not kept."""
 
     def work() -> None:
         layer = nn.Module()
@@ -378,8 +375,7 @@ def test_what_asks_for_memory_only_to_read_it_takes_it_once(times: int) -> None:
     assert used.peak_bytes < 2 * MEAN + MEAN // 2
 
 
-def test_other_buffers_made_on_the_way_are_made_again() -> None:
-    """A table that is registered when it is first needed; order in the state dict is kept."""
+def test_buffers_registered_in_forward_are_registered_again() -> None:
     layer = nn.Module()
 
     def run() -> int:
@@ -394,8 +390,7 @@ def test_other_buffers_made_on_the_way_are_made_again() -> None:
     assert {name: b.tolist() for name, b in layer.named_buffers()} == {"table": [3, 3]}
 
 
-def test_tensors_of_other_kinds_must_not_be_written() -> None:
-    """A sparse one that is read is nobody's business; one that is written cannot be what it was."""
+def test_sparse_buffers_may_be_read_but_not_written() -> None:
     layer = nn.Module()
     layer.register_buffer("graph", torch.eye(3).to_sparse())
     reads = LayerState([("layer", layer)]).with_same_state(lambda: float(torch.sparse.sum(layer.get_buffer("graph"))))

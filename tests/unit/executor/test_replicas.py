@@ -1,4 +1,4 @@
-"""Buckets of gradients go out while the last backward still runs, in the same order everywhere."""
+"""Tests that buckets of gradients are summed during the last backward, in the same order on all ranks."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from planner.model.split_backward import SplitBackward, count_additions
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One replica: sums are what was there. Buckets of a few numbers."""
+    """Make one replica, and buckets of a few numbers."""
     monkeypatch.setattr(replicas_module, "BUCKET_BYTES", 64)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
@@ -23,12 +23,12 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Sent(list[str]):
-    """What was sent, and when the backward was over."""
+    """Sizes of sent buckets, and marks of the test."""
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """Filled from here on."""
+    """Return a list that records sent buckets."""
     found = Sent()
     real = dist.all_reduce
 
@@ -48,7 +48,7 @@ def group() -> dist.ProcessGroup:
 
 
 def step(model: nn.Module, gradients: ReplicaGradients, sent: Sent) -> list[Tensor | None]:
-    """One micro-batch; the gradients, which are then gone."""
+    """Run one micro-batch, and return the gradients, which are then deleted."""
     with gradients.last_backward(0):
         model(torch.ones(2, 4)).sum().backward()
         sent.append("over")
@@ -58,8 +58,8 @@ def step(model: nn.Module, gradients: ReplicaGradients, sent: Sent) -> list[Tens
     return found
 
 
-def test_buckets_go_out_during_the_backward_from_the_second_step_on(sent: Sent) -> None:
-    """From the last parameter to the first: 4 + 1 x 16 numbers would be too many for one message."""
+def test_buckets_are_sent_during_the_backward_from_the_second_step(sent: Sent) -> None:
+    """From the last parameter to the first."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=True)
     first = step(model, gradients, sent)
@@ -71,7 +71,7 @@ def test_buckets_go_out_during_the_backward_from_the_second_step_on(sent: Sent) 
 
 
 class Shared(nn.Module):
-    """One layer in two checkpoints of their own, so that its gradient is added to twice; and one that nobody uses."""
+    """Uses one layer in two checkpoints, so that its gradient is added to twice, and another one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class Shared(nn.Module):
         return value
 
 
-def test_what_is_added_to_twice_goes_out_once_whole(sent: Sent) -> None:
-    """As often as in the first step; a parameter without a gradient has none behind the sum either."""
+def test_gradients_added_to_twice_are_sent_once(sent: Sent) -> None:
+    """A parameter without a gradient has none after the sum."""
     torch.manual_seed(0)
     model = Shared()
     gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=True)
@@ -103,9 +103,8 @@ def test_what_is_added_to_twice_goes_out_once_whole(sent: Sent) -> None:
     assert sent[-4:] == ["4", "16", "over", "6"]
 
 
-@pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["whole", "with weights put off"])
-def test_a_parameter_of_two_stages_counts_with_both(sent: Sent, order: tuple[int, ...]) -> None:
-    """Either stage's last backward may be the last to end."""
+@pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["last stage first", "first stage first"])
+def test_a_parameter_of_two_stages_is_sent_after_both_backwards(sent: Sent, order: tuple[int, ...]) -> None:
     layer = nn.Linear(4, 4, bias=False)
     gradients = ReplicaGradients([[layer.weight], [layer.weight]], group(), keeps_earlier=True)
     for stage in order:
@@ -119,8 +118,8 @@ def test_a_parameter_of_two_stages_counts_with_both(sent: Sent, order: tuple[int
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_earlier_gradients_count_once(sent: Sent, *, keeps: bool) -> None:
-    """They stay in one replica, and only the last micro-batches of a mini-batch are sent."""
+def test_gradients_of_earlier_parts_are_counted_once(sent: Sent, *, keeps: bool) -> None:
+    """Only the last part of a mini-batch is sent."""
     model = nn.Linear(4, 4)
     gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=keeps)
     model.weight.grad, model.bias.grad = torch.ones(4, 4), torch.ones(4)
@@ -136,8 +135,8 @@ def test_earlier_gradients_count_once(sent: Sent, *, keeps: bool) -> None:
     assert torch.equal(model.bias.grad, torch.full((4,), 3.0 if keeps else 2.0))
 
 
-def test_weights_that_are_put_off_go_out_while_the_last_w_runs(sent: Sent) -> None:
-    """From the first step on, one by one; what is done in I is there by then, and waits for none of them."""
+def test_deferred_weight_gradients_are_sent_during_the_last_w(sent: Sent) -> None:
+    """From the first step. Gradients of I are complete by then."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 16), nn.LayerNorm(16))
     gradients, split = (
         ReplicaGradients([model.parameters()], group(), keeps_earlier=True),

@@ -1,4 +1,4 @@
-"""Whose a checkpoint is: nothing of another run, or of an abandoned branch, is removed or taken for one's own."""
+"""Tests that checkpoints of other runs and of abandoned branches are neither removed nor resumed."""
 
 import shutil
 import subprocess
@@ -34,23 +34,21 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A balance configuration."""
     return balance_of(tmp_path, MODEL + GROUPS)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where checkpoints are saved."""
     return tmp_path / "saved"
 
 
-def names(folder: Path) -> list[str]:
-    """All that is in a folder."""
+def names_in(folder: Path) -> list[str]:
+    """Return the sorted names in a folder."""
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def broken(checkpoint: Path, how: str) -> None:
-    """Damages a checkpoint."""
+def damage(checkpoint: Path, how: str) -> None:
+    """Damage a checkpoint."""
     data = checkpoint / "rank-00000.safetensors"
     if how == "truncated":
         data.write_bytes(data.read_bytes()[:-100])
@@ -61,42 +59,41 @@ def broken(checkpoint: Path, how: str) -> None:
 
 
 def test_a_new_run_in_the_folder_of_another_is_refused(path: Path, folder: Path) -> None:
-    """It would lose each of its own checkpoints to those with higher steps, or take them for its own."""
     train(path, 6, folder=str(folder), every=2)
-    before = names(folder)
+    before = names_in(folder)
     with pytest.raises(UsageError, match=r"holds checkpoints of another run \(step-00000002 to step-00000006\)") as new:
         train(path, 3, folder=str(folder), every=1)
     assert "`--resume auto`" in new.value.hint
-    assert names(folder) == before
+    assert names_in(folder) == before
     other = folder.with_name("other")
     train(path, 2, folder=str(other))
     with pytest.raises(UsageError, match=rf"\(step-00000002 to step-00000006\), but this run continues {other}"):
         train(path, 9, folder=str(folder), resume=f"{other}/step-00000002")
-    assert names(folder) == before
+    assert names_in(folder) == before
 
 
-def test_a_rollback_keeps_its_own_and_leaves_what_was_abandoned(path: Path, folder: Path) -> None:
-    """Later checkpoints are neither removed nor resumed by `auto`."""
+def test_a_rollback_moves_later_checkpoints_aside(path: Path, folder: Path) -> None:
+    """They are neither removed nor resumed by `auto`."""
     train(path, 6, folder=str(folder), every=1, keep=4)
     left = train(path, 6, resume=f"{folder}/step-00000006")["parameters"]
     again = train(path, 4, folder=str(folder), every=1, keep=2, resume=f"{folder}/step-00000003")
     assert again["begun"] == 3
-    assert names(folder) == ["abandoned-1", "step-00000003", "step-00000004"]
-    assert names(folder / "abandoned-1") == ["step-00000004", "step-00000005", "step-00000006"]
+    assert names_in(folder) == ["abandoned-1", "step-00000003", "step-00000004"]
+    assert names_in(folder / "abandoned-1") == ["step-00000004", "step-00000005", "step-00000006"]
     assert train(path, 5, folder=str(folder), keep=2, resume="auto")["begun"] == 4
-    assert names(folder) == ["abandoned-1", "step-00000004", "step-00000005"]
+    assert names_in(folder) == ["abandoned-1", "step-00000004", "step-00000005"]
     kept = train(path, 6, resume=f"{folder}/abandoned-1/step-00000006")["parameters"]
     assert all(torch.equal(kept[name], p) for name, p in left.items())
 
 
 @pytest.mark.parametrize("how", ["truncated", "missing", "index"])
-def test_a_broken_newest_checkpoint_is_passed_over(
+def test_resume_auto_skips_a_damaged_newest_checkpoint(
     path: Path, folder: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    """The run goes on from the one before, says so, and ends as it would have; what is broken is kept apart."""
+    """The run continues from the previous checkpoint, warns, and ends like an undisturbed run."""
     whole = train(path, 6)
     train(path, 4, folder=str(folder), every=2)
-    broken(folder / "step-00000004", how)
+    damage(folder / "step-00000004", how)
     capsys.readouterr()
     again = train(path, 6, folder=str(folder), every=2, resume="auto")
     printed = capsys.readouterr()
@@ -107,26 +104,25 @@ def test_a_broken_newest_checkpoint_is_passed_over(
     assert "Traceback" not in printed.err
     assert again["losses"] == whole["losses"][2:]
     assert all(torch.equal(again["parameters"][name], p) for name, p in whole["parameters"].items())
-    assert names(folder) == ["abandoned-1", "step-00000002", "step-00000004", "step-00000006"]
-    assert names(folder / "abandoned-1") == ["step-00000004"]
+    assert names_in(folder) == ["abandoned-1", "step-00000002", "step-00000004", "step-00000006"]
+    assert names_in(folder / "abandoned-1") == ["step-00000004"]
 
 
 @pytest.mark.parametrize("how", ["truncated", "missing", "index"])
-def test_what_is_asked_for_by_name_is_not_replaced(path: Path, folder: Path, how: str) -> None:
-    """The folder and the one before are named; with none left that can be read, nothing is begun anew."""
+def test_a_damaged_checkpoint_requested_by_name_is_refused(path: Path, folder: Path, how: str) -> None:
+    """The previous checkpoint is named. If none is readable, no new run begins."""
     train(path, 4, folder=str(folder), every=2)
-    broken(folder / "step-00000004", how)
+    damage(folder / "step-00000004", how)
     with pytest.raises(FileError, match="step-00000004") as refused:
         train(path, 6, resume=f"{folder}/step-00000004")
     assert "step-00000002" in refused.value.hint
-    broken(folder / "step-00000002", how)
+    damage(folder / "step-00000002", how)
     with pytest.raises(FileError, match=r"step-00000004: cannot be resumed \(nor can 1 older one\)"):
         train(path, 6, folder=str(folder), resume="auto")
-    assert names(folder)[-2:] == ["step-00000002", "step-00000004"]
+    assert names_in(folder)[-2:] == ["step-00000002", "step-00000004"]
 
 
-def test_a_loop_that_ends_early_leaves_its_end(path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Saved by `close`, once, and told."""
+def test_a_loop_that_ends_early_is_saved_once(path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipeline = Pipeline(path)
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     checkpoints = Checkpoints(pipeline, optimizer, folder=str(folder), every=100, steps=50)
@@ -141,7 +137,7 @@ def test_a_loop_that_ends_early_leaves_its_end(path: Path, folder: Path, capsys:
     checkpoints.close()
     pipeline.close()
     assert capsys.readouterr().out.count("the loop ended after 5 of 50 steps") == 1
-    assert names(folder) == ["step-00000005"]
+    assert names_in(folder) == ["step-00000005"]
     assert train(path, 6, folder=str(folder), resume="auto", schedule=None)["begun"] == 5
 
 
@@ -157,8 +153,8 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_two_jobs_in_one_folder_are_noticed(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the other lives: what a killed one leaves holds nobody up."""
+def test_two_jobs_in_one_folder_are_refused(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed job no longer holds the folder."""
     monkeypatch.setattr(folder_lock, "_WAIT_S", 0.3)
     folder.mkdir()
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], cwd=ROOT, stdout=subprocess.PIPE) as other:
@@ -166,18 +162,18 @@ def test_two_jobs_in_one_folder_are_noticed(path: Path, folder: Path, monkeypatc
         assert other.stdout.readline() == b"holds\n"
         with pytest.raises(UsageError, match=rf"another job writes checkpoints into .* \(process {other.pid} on"):
             train(path, 2, folder=str(folder))
-        assert names(folder) == [".lock"]
+        assert names_in(folder) == [".lock"]
         timer = threading.Timer(0.2, other.kill)
         timer.start()
         monkeypatch.setattr(folder_lock, "_WAIT_S", 30.0)
         FolderLock(folder).release()
         timer.join()
     train(path, 2, folder=str(folder))
-    assert names(folder) == ["step-00000002"]
+    assert names_in(folder) == ["step-00000002"]
 
 
-def test_what_is_called_a_step_is_whole(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a process dies while it removes an old one, or replaces one of the same step."""
+def test_folders_named_step_are_complete_checkpoints(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a process dies while it removes or replaces one."""
     seen: list[str] = []
 
     def dies(doomed: Path, **_: object) -> None:
@@ -188,12 +184,12 @@ def test_what_is_called_a_step_is_whole(path: Path, folder: Path, monkeypatch: p
         train(path, 4, folder=str(folder), every=1, keep=1)
     assert seen
     assert not any(name.startswith("step-") for name in seen)
-    assert [name for name in names(folder) if name.startswith("step-")] == ["step-00000004"]
+    assert [name for name in names_in(folder) if name.startswith("step-")] == ["step-00000004"]
     shutil.copytree(folder / "step-00000004", folder / "step-00000005")
     (folder / "step-00000005/checkpoint.json").unlink()
     with pytest.raises(FileError, match=r"has no checkpoint\.json"):
         read_index(folder / "step-00000005")
     train(path, 5, folder=str(folder), resume=f"{folder}/step-00000004")
-    assert names(folder) == ["abandoned-1", "step-00000004", "step-00000005"]
+    assert names_in(folder) == ["abandoned-1", "step-00000004", "step-00000005"]
     assert latest_checkpoint(str(folder)) == folder / "step-00000005"
     check_rank_files(folder / "step-00000005", read_index(folder / "step-00000005"))

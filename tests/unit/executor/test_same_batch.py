@@ -1,4 +1,4 @@
-"""Mini-batches that differ between ranks: inputs of some samples, targets of others."""
+"""Tests that ranks refuse mini-batches of different samples."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ with Watch(60.0) as watch:
 
 
 def test_a_sampler_that_splits_over_stages_is_refused() -> None:
-    """In a loader or in its batch sampler; one over a single part splits nothing."""
+    """A sampler over a single part is accepted."""
     for loader in (
         DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 1)),
         DataLoader(DATA, batch_sampler=torch.utils.data.BatchSampler(DistributedSampler(DATA, 2, 1), 2, False)),
@@ -61,7 +61,6 @@ def test_a_sampler_that_splits_over_stages_is_refused() -> None:
 
 
 def test_a_sampler_over_replicas_must_be_that_of_the_replica() -> None:
-    """With its number and its rank."""
     assert check_sampler(DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 1)), REPLICA)
     for number, rank in ((2, 0), (4, 1)):
         with pytest.raises(UsageError, match=rf"part {rank} of {number} .* belongs to replica 1 of 2") as refused:
@@ -69,8 +68,8 @@ def test_a_sampler_over_replicas_must_be_that_of_the_replica() -> None:
         assert "num_replicas=pipeline.place.num_replicas, rank=pipeline.place.replica" in refused.value.hint
 
 
-def test_stand_ins_have_no_digest() -> None:
-    """Inputs on the meta device or all zero, in place of those that a rank does not need, are not compared."""
+def test_placeholders_of_inputs_have_no_digest() -> None:
+    """Inputs on the meta device or all zero are not compared."""
     batch = Batch(torch.empty(4, 2, device="meta"), {"a": torch.zeros(4), "b": torch.ones(4)})
     assert digest_of_batch(batch, STAGE, is_whole=True)[1:] == (None, None)
     real = digest_of_batch(Batch(torch.arange(4.0), torch.arange(4)), STAGE, is_whole=False)
@@ -80,8 +79,7 @@ def test_stand_ins_have_no_digest() -> None:
 
 
 @pytest.mark.parametrize("how", ["loader", "own_part", "step"])
-def test_ranks_with_other_samples_do_not_train(tmp_path: Path, how: str) -> None:
-    """Every way of a `DistributedSampler` into two stages ends before the first step."""
+def test_ranks_with_different_samples_do_not_train(tmp_path: Path, how: str) -> None:
     write_balance(TWO, tmp_path / "balance.yaml")
     (tmp_path / "worker.py").write_text(TRAIN)
     with pytest.raises(AssertionError, match="would belong to different samples") as failed:
@@ -92,7 +90,7 @@ def test_ranks_with_other_samples_do_not_train(tmp_path: Path, how: str) -> None
 
 
 def test_a_sampler_over_replicas_trains(tmp_path: Path) -> None:
-    """Each replica trains on its part as it comes, and all report the loss of both."""
+    """Each replica trains on its part, and all report the loss of both."""
     write_balance(replace(TWO, balance=(5,), replicas=2, batch=16), tmp_path / "balance.yaml")
     (tmp_path / "worker.py").write_text(TRAIN)
     run_ranks(2, ["worker.py", "loader"], tmp_path)

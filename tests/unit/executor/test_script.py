@@ -1,4 +1,4 @@
-"""What an emitted script prints at its end."""
+"""Tests of lines that a training script prints at its end."""
 
 from planner.core.values.profile import Device
 from planner.core.values.run_report import RunReport, StageRun
@@ -6,8 +6,8 @@ from planner.executor.script import peak_lines
 from tests.unit.executor.test_placement import balance_of
 
 
-def test_a_device_with_several_stages_has_one_peak() -> None:
-    """The stages of a device share its allocator: a line per device, and not per stage."""
+def test_scripts_print_one_peak_per_device() -> None:
+    """Stages of one device share its allocator."""
     stages = [
         StageRun(
             index=k, first=str(k), last=str(k), forward_us=1.0, backward_us=1.0, parameter_bytes=1, peak_bytes=k % 3

@@ -1,4 +1,4 @@
-"""A stage as a module: what crosses its edges, original names, recomputation that changes nothing."""
+"""Tests of a stage as a module: boundaries, names and recomputation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,31 +22,28 @@ from tests.support.measure import loaded_model, profile_of_model
 
 
 def shapes(model: nn.Sequential, inputs: Any) -> Shapes:
-    """Of the model's chain, built on the meta device."""
+    """Return the shapes of the model's chain, found on the meta device."""
     return shapes_of(chain_of(model.to("meta")), inputs)
 
 
 class Pair(nn.Module):
-    """(new, the input itself, a number)."""
+    """Returns a new tensor, its input, and a number."""
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Two tensors of the input's shape."""
         return value * 2, value, 0.5
 
 
 class Sum(nn.Module):
-    """Takes that apart again."""
+    """Takes the outputs of `Pair`."""
 
     def forward(self, parts: tuple[Tensor, Tensor, float]) -> Tensor:
-        """Of the input's shape."""
         return parts[0] + parts[1] * parts[2]
 
 
 class Writes(nn.Module):
-    """Adds to its input where it stands, by way of a view."""
+    """Adds to its input in place, through a view."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """Something new."""
         value[:, 0].add_(1)
         return value * 2
 
@@ -54,8 +51,7 @@ class Writes(nn.Module):
 # Shapes
 
 
-def test_shapes_of_every_boundary() -> None:
-    """Of one micro-batch, whatever device the input is on; nothing is computed."""
+def test_boundary_shapes_are_found_on_the_meta_device() -> None:
     found = shapes(nn.Sequential(nn.Linear(8, 16), Pair(), Sum(), nn.Linear(16, 4)), torch.randn(3, 8))
     assert [[tuple(t.shape) for t in b.tensors] for b in found.boundaries] == [
         [(3, 8)],
@@ -81,8 +77,9 @@ def test_shapes_of_every_boundary() -> None:
         (Pair, False, True),
     ],
 )
-def test_writers_and_aliases_are_found(layer: Callable[[], nn.Module], *, writes: bool, aliases: bool) -> None:
-    """Layers that write into their input, and layers whose output lies in it."""
+def test_layers_that_overwrite_or_return_their_input_are_found(
+    layer: Callable[[], nn.Module], *, writes: bool, aliases: bool
+) -> None:
     found = shapes(nn.Sequential(nn.Linear(8, 8), layer()), torch.randn(3, 8))
     assert (found.writes[1], found.aliases[1]) == (writes, aliases)
 
@@ -100,8 +97,8 @@ def test_writers_and_aliases_are_found(layer: Callable[[], nn.Module], *, writes
         (5, 6, True),
     ],
 )
-def test_stages_that_write_what_they_receive(first: int, end: int, *, writes: bool) -> None:
-    """Directly, or through views; a layer that makes something new in between protects the input."""
+def test_stages_that_overwrite_their_input_are_found(first: int, end: int, *, writes: bool) -> None:
+    """A layer that returns a new tensor protects the input from later layers."""
     model = nn.Sequential(
         nn.Linear(8, 8), nn.Identity(), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True)
     )
@@ -112,12 +109,10 @@ class Peeks(nn.Module):
     """Layer that reads a value of its input."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8) to the same."""
         return value.add_(1.0) if float(value.sum()) < 1e6 else value.numpy().argsort()
 
 
-def test_layers_that_read_values_run_on_random_ones() -> None:
-    """Their shapes, and that they write their input, are found as on the meta device."""
+def test_shapes_of_layers_that_read_values_are_found() -> None:
     found = shapes(nn.Sequential(nn.Linear(8, 8), Peeks(), nn.Linear(8, 4)), torch.randn(3, 8))
     assert [tuple(boundary.tensors[0].shape) for boundary in found.boundaries] == [(3, 8), (3, 8), (3, 8), (3, 4)]
     assert all(boundary.tensors[0].is_meta for boundary in found.boundaries)
@@ -128,15 +123,13 @@ class Picky(nn.Module):
     """Layer that refuses positive values."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8) to the same."""
         if float(value.max()) > 0:
             raise ValueError("positive")
         return value
 
 
 @pytest.mark.parametrize("budget", ["0s", "10s"])
-def test_layers_without_shapes_are_refused_by_profile(budget: str) -> None:
-    """The error of the layer is told before anything is measured, not by every rank when it starts."""
+def test_layers_that_fail_on_random_values_are_refused_by_profile(budget: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Picky())
     nn.init.zeros_(model[0].weight)
     nn.init.constant_(model[0].bias, -1.0)
@@ -146,8 +139,7 @@ def test_layers_without_shapes_are_refused_by_profile(budget: str) -> None:
         )
 
 
-def test_a_boundary_is_rebuilt_as_it_was() -> None:
-    """Structure, constants and order; only tensors travel."""
+def test_a_boundary_rebuilds_structure_and_constants() -> None:
     value = {"a": (torch.zeros(2, device="meta"), 3), "b": [None, torch.ones(4, device="meta")]}
     boundary = Boundary.of(value)
     assert [tuple(t.shape) for t in boundary.tensors] == [(2,), (4,)]
@@ -170,7 +162,7 @@ def stage(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     copies_input: bool = False,
 ) -> StageModule:
-    """A stage that receives something like `received`."""
+    """Return a stage that receives a value like `received`."""
     return StageModule(
         layers,
         received=Boundary.of(received),
@@ -181,8 +173,8 @@ def stage(
     )
 
 
-def test_parameters_keep_their_names() -> None:
-    """Nested paths too, with a gap where other stages' layers are; so checkpoints of any cut fit together."""
+def test_parameters_of_a_stage_have_the_models_names() -> None:
+    """So checkpoints fit any cut."""
     model = nn.Sequential(
         nn.Linear(8, 8),
         nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))),
@@ -198,8 +190,8 @@ def test_parameters_keep_their_names() -> None:
     assert list(stage(layers, torch.zeros(2, 8)).state_dict()) == list(whole)
 
 
-def test_a_stage_runs_its_layers() -> None:
-    """Received tensors are put together, results taken apart; as what is sent must lie, else contiguous."""
+def test_a_stage_rebuilds_inputs_and_lays_out_outputs() -> None:
+    """Outputs have the agreed layout, or are contiguous."""
 
     class Turn(nn.Module):
         def forward(self, parts: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor]:
@@ -218,7 +210,6 @@ def test_a_stage_runs_its_layers() -> None:
 
 
 def test_the_last_stage_returns_the_loss_of_its_micro_batch() -> None:
-    """With the targets of the micro-batch that is running."""
     module = stage(
         [Layer("0", nn.Identity())], torch.zeros(2, 8), micro_batches=2, loss_fn=lambda out, t: (out - t).mean()
     )
@@ -229,14 +220,14 @@ def test_the_last_stage_returns_the_loss_of_its_micro_batch() -> None:
 
 
 def block() -> nn.Sequential:
-    """With dropout, so that recomputation must draw the same numbers."""
+    """Return layers with dropout, so that recomputation must draw the same numbers."""
     return nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(32, 8))
 
 
 @pytest.mark.parametrize("recompute", ["always", "except-last"])
 @pytest.mark.parametrize("first_stage", [True, False])
-def test_recomputation_changes_nothing(recompute: Recompute, *, first_stage: bool) -> None:
-    """Outputs and every gradient are equal to the bit, dropout masks included, on each of two micro-batches."""
+def test_recomputation_does_not_change_outputs_and_gradients(recompute: Recompute, *, first_stage: bool) -> None:
+    """Bit for bit, with dropout, on two micro-batches."""
     results = []
     for choice in ("never", recompute):
         torch.manual_seed(0)
@@ -262,8 +253,7 @@ def test_recomputation_changes_nothing(recompute: Recompute, *, first_stage: boo
 @pytest.mark.parametrize(
     ("recompute", "runs"), [("never", [1, 1, 1]), ("except-last", [2, 2, 1]), ("always", [2, 2, 2])]
 )
-def test_layers_run_again_where_the_plan_says(recompute: Recompute, runs: list[int]) -> None:
-    """Once, or twice where activations were dropped."""
+def test_layers_run_twice_if_the_plan_recomputes_them(recompute: Recompute, runs: list[int]) -> None:
     calls: list[int] = []
 
     class Counts(nn.Module):
@@ -283,16 +273,14 @@ def test_layers_run_again_where_the_plan_says(recompute: Recompute, runs: list[i
         assert len(calls) == expected
 
 
-def test_recomputation_without_gradients_runs_once() -> None:
-    """In evaluation nothing is kept and nothing is run again."""
+def test_a_recomputed_stage_in_evaluation_has_no_graph() -> None:
     module = stage(chain_of(block().eval()).layers, torch.zeros(2, 8), recompute="always")
     with torch.no_grad():
         (result,) = module(torch.randn(2, 8))
     assert not result.requires_grad
 
 
-def test_a_frozen_first_stage_recomputes_nothing() -> None:
-    """No parameter, no input takes a gradient: there is no backward to prepare."""
+def test_a_frozen_first_stage_has_no_graph() -> None:
     module = stage(chain_of(block().requires_grad_(False)).layers, torch.zeros(2, 8), recompute="always")
     (result,) = module(torch.randn(2, 8))
     assert not result.requires_grad
@@ -300,8 +288,8 @@ def test_a_frozen_first_stage_recomputes_nothing() -> None:
 
 @pytest.mark.parametrize("frozen", range(4))
 @pytest.mark.parametrize("recompute", ["always", "layers"])
-def test_what_is_run_again_is_what_is_predicted(recompute: Recompute, frozen: int) -> None:
-    """Of four layers the first ones are frozen, in two stages: the time to run others again is in the stages' times."""
+def test_recomputed_layers_are_those_of_the_predicted_time(recompute: Recompute, frozen: int) -> None:
+    """The first of four layers are frozen, in two stages."""
 
     def build() -> nn.Sequential:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -341,8 +329,8 @@ def test_what_is_run_again_is_what_is_predicted(recompute: Recompute, frozen: in
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_a_stage_that_writes_its_input_copies_it(recompute: Recompute) -> None:
-    """The received tensor is a leaf, and is read again in recomputation: it must stay as it is."""
+def test_a_stage_that_overwrites_its_input_copies_it(recompute: Recompute) -> None:
+    """The received tensor is a leaf, and is read again in recomputation."""
     layers = [Layer("0", nn.ReLU(inplace=True)), Layer("1", nn.Linear(8, 8))]
     module = stage(layers, torch.zeros(4, 8), recompute=recompute, copies_input=True)
     received = torch.randn(4, 8, requires_grad=True)
@@ -356,8 +344,7 @@ def test_a_stage_that_writes_its_input_copies_it(recompute: Recompute) -> None:
     assert torch.allclose(received.grad, plain.grad)
 
 
-def test_what_a_recomputed_stage_holds() -> None:
-    """Between forward and backward: its output and the random state, not its activations."""
+def test_a_recomputed_stage_holds_only_output_and_random_state() -> None:
     held = {}
     for recompute in ("never", "always"):
         wide = nn.Sequential(nn.Linear(8, 4096), nn.GELU(), nn.Linear(4096, 8))
@@ -370,20 +357,19 @@ def test_what_a_recomputed_stage_holds() -> None:
 
 
 class Masked(nn.Module):
-    """What it computes, beside a floating-point mask that no parameter and no input has a part in."""
+    """Also returns a mask without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(b, 4) to (b, 4) and (b, 4)."""
         return self.linear(value), torch.zeros(len(value), 4)
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_what_carries_no_gradient_asks_for_none(recompute: Recompute) -> None:
-    """Recomputed or not: the engine has no gradient for a mask, and the other output gets its own."""
+def test_outputs_without_gradient_do_not_require_one(recompute: Recompute) -> None:
+    """The engine has no gradient for a mask."""
     module = Masked()
     stage = StageModule(
         [Layer("0", module)],
@@ -403,19 +389,17 @@ def test_what_carries_no_gradient_asks_for_none(recompute: Recompute) -> None:
 
 
 class MaskedAndSkipped(nn.Module):
-    """A floating-point mask, and a layer's result or, in training, its input."""
+    """Returns a mask, and its result or, in training, its input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(b, 4) and (b, 4)."""
         return torch.zeros(len(value), 4), value if self.training else self.linear(value)
 
 
-def test_a_recomputed_stage_of_skipped_layers_trains_nothing() -> None:
-    """Its output has no graph when its layer is skipped, and nor has the mask before it, which gets no gradient."""
+def test_a_recomputed_stage_of_skipped_layers_has_no_gradients() -> None:
     stage = StageModule(
         [Layer("0", MaskedAndSkipped())],
         received=Boundary.of(torch.empty(2, 4, device="meta")),
@@ -432,19 +416,18 @@ def test_a_recomputed_stage_of_skipped_layers_trains_nothing() -> None:
 
 
 class WithTable(nn.Module):
-    """Returns a small output and a large table that carries no gradient."""
+    """Returns a small output and a large table without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The table is as large as 2000 rows."""
         return self.linear(value), torch.ones(2000, 4)
 
 
-def test_a_recomputed_stage_makes_no_gradient_of_a_mask() -> None:
-    """Its backward needs memory for the table that it computes again, and not for zeros as the table's gradient."""
+def test_a_recomputed_stage_allocates_no_gradient_of_a_table() -> None:
+    """Its backward needs memory for the recomputed table only."""
     module = StageModule(
         [Layer("0", WithTable())],
         received=Boundary.of(torch.empty(2, 4, device="meta", requires_grad=True)),
@@ -459,8 +442,8 @@ def test_a_recomputed_stage_makes_no_gradient_of_a_mask() -> None:
     assert size <= CpuMeter().measure(value.sum().backward).peak_bytes < 2 * size
 
 
-def test_what_is_sent_must_be_what_the_next_stage_waits_for() -> None:
-    """Inputs of another length than the plan's: one message, with the shapes, before anything is sent."""
+def test_sent_shapes_must_be_the_planned_ones() -> None:
+    """One message with the shapes, before anything is sent."""
     layers = [Layer("0", nn.Linear(8, 8))]
     module = StageModule(
         layers,
@@ -478,8 +461,8 @@ def test_what_is_sent_must_be_what_the_next_stage_waits_for() -> None:
     assert "example_batch" in caught.value.hint
 
 
-def test_what_is_no_tensor_must_be_what_the_next_stage_takes_it_for() -> None:
-    """It is not sent: the next stage would go on with the old one."""
+def test_constants_at_a_boundary_must_be_the_planned_ones() -> None:
+    """They are not sent: the next stage would use the planned ones."""
 
     class Length(nn.Module):
         def forward(self, value: Tensor) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""How the processes of a job agree on keys that no other start of it uses."""
+"""Tests that each start of a job has its own keys in the store."""
 
 import threading
 from datetime import timedelta
@@ -13,7 +13,7 @@ SOON = timedelta(seconds=20)
 
 
 def start(server: dist.TCPStore, world: int) -> list[str]:
-    """What all ranks agree on, the first one being the last to come."""
+    """Return the keys that all ranks agree on; the first rank comes last."""
     agreed = [""] * world
 
     def join(rank: int) -> None:
@@ -29,7 +29,7 @@ def start(server: dist.TCPStore, world: int) -> list[str]:
 
 
 def test_every_start_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks have the same ones, whatever each machine's launcher has counted, beside what earlier starts left."""
+    """Whatever each machine's launcher has counted, and whatever earlier starts left."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
     server.set("gpipe-plan/hello/1", "one that is gone")
@@ -38,8 +38,8 @@ def test_every_start_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len({agreed[0] for agreed in rounds}) == 3
 
 
-def test_a_rank_that_never_comes_is_named() -> None:
-    """On the first rank, and the first rank on the others."""
+def test_ranks_that_do_not_join_are_named() -> None:
+    """Other ranks name the first rank."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
     server.set("gpipe-plan/hello/1", "one that is gone")
     with pytest.raises(TrainingError, match=r"^rank 1, rank 2 did not join within 0\.5 s"):
@@ -48,10 +48,9 @@ def test_a_rank_that_never_comes_is_named() -> None:
         store_module._agree(server, 2, 3, timedelta(seconds=0.5))
 
 
-def test_ranks_that_are_awaited_are_named_meanwhile(
+def test_awaited_ranks_are_printed_at_intervals(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three of them, at intervals much shorter than the timeout."""
     monkeypatch.setattr(store_module, "_REPORTED_EVERY_S", 0.2)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
     with pytest.raises(TrainingError):

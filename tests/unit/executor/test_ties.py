@@ -15,7 +15,7 @@ PLACE = ProcessPlace(rank=0, replica=0, num_replicas=1, position=0, num_devices=
 
 
 def tied(*trained: str) -> TiedGradients:
-    """Of a table that this rank holds with its first layer, and another one with its last."""
+    """Return the ties of a table that this rank's first layer shares with another rank's last layer."""
     table = nn.Parameter(nn.Embedding(8, 4).weight.detach(), requires_grad=bool(trained))
     return TiedGradients(SHARED, {"words.weight": table}, PLACE, [0, 0, 1], trained=trained)
 
@@ -28,7 +28,7 @@ def test_frozen_tied_parameters_are_not_summed() -> None:
 
 
 def test_a_tied_parameter_without_a_gradient_on_any_rank_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weight decay passes over it, as in a plain loop; with a gradient on another rank, this one gets the sum."""
+    """So weight decay does not change it. With a gradient on another rank, this one gets the sum."""
     on_another_rank = torch.tensor([0])
 
     def all_reduce(tensor: Tensor, **_: object) -> None:
@@ -47,7 +47,7 @@ def test_a_tied_parameter_without_a_gradient_on_any_rank_has_none(monkeypatch: p
 
 
 def test_sums_of_gradients_are_released_by_the_counting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread of gloo's may hold it longer, and nobody would see it go: it is held until the next step."""
+    """A thread of gloo could otherwise release it later, uncounted."""
     monkeypatch.setattr(dist, "new_group", lambda _ranks: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     gradients = tied("words.weight", "head.weight")

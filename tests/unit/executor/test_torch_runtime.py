@@ -67,7 +67,7 @@ def balance_of(
 
 
 def test_the_runtime_of_torch_gives_equal_gradients(tmp_path: Path) -> None:
-    """Every schedule, bit for bit; torch divides by M at the end, which is done here, and the executor at the loss."""
+    """Bit for bit under every schedule. torch divides by M at the end, the executor divides the loss."""
     (tmp_path / "model.py").write_text(MODEL)
     cases: dict[str, tuple[Any, ...]] = {
         "gpipe.yaml": ("gpipe", (2, 4), 4),

@@ -1,4 +1,4 @@
-"""The trace of made-up runs: what the file holds of every rank."""
+"""Tests of traces of made-up runs."""
 
 import json
 

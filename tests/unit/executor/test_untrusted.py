@@ -30,13 +30,12 @@ __all__ = ["_alone"]  # a fixture
 
 
 class Evil:
-    """Whoever unpickles it makes a folder."""
+    """Makes a folder when unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = str(mark)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What a pickle of it says is to be called."""
         return os.mkdir, (self._mark,)
 
 
@@ -47,13 +46,12 @@ def load(path: str) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A balance configuration."""
     return balance_of(tmp_path, MODEL + GROUPS)
 
 
 @pytest.fixture
 def step(path: Path, tmp_path: Path) -> Path:
-    """The second of two checkpoints."""
+    """Return the second of two checkpoints."""
     train(path, 2, folder=str(tmp_path / "saved"), every=1)
     return tmp_path / "saved/step-00000002"
 
@@ -104,7 +102,7 @@ def test_damaged_checkpoints_give_one_message_and_exit_code_2(
 
 
 def test_an_index_is_checked_before_anything_is_read(path: Path, step: Path) -> None:
-    """Types, unknown keys, places that no file has, nests, another encoding; the checkpoint before is taken."""
+    """Types, unknown keys, wrong offsets, deep nesting, another encoding. The previous checkpoint is used."""
     index = json.loads((step / "checkpoint.json").read_text())
     wrong: tuple[dict[str, Any], ...] = (
         {"files": None},
@@ -144,7 +142,7 @@ def test_an_index_that_never_ends_is_refused(damage: str, path: Path, step: Path
 def test_files_of_two_checkpoints_are_not_mixed(
     path: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file of another step has the same size and is whole in itself; neither `export` nor a resume takes it."""
+    """A file of another step has the same size. Neither `export` nor a resume uses it."""
     stale = step.with_name("step-00000001") / "rank-00000.safetensors"
     sizes = [len(file.read_bytes()) for file in (stale, step / stale.name)]
     os.truncate(stale, max(sizes))
@@ -207,7 +205,7 @@ def test_invalid_states_are_refused(edit: Callable[[dict[str, Any]], None], path
 
 
 def test_only_data_is_saved() -> None:
-    """NumPy's numbers become Python's; the message names the place and the type."""
+    """NumPy's numbers become Python's; the message names place and type."""
     tensors: dict[str, torch.Tensor] = {}
     state = {"best": np.float64(0.5), "at": [np.int64(3)], "mean": torch.ones(2)}
     assert to_json(state, "s", tensors) == {"best": 0.5, "at": [3], "mean": {"$tensor": "s['mean']"}}
@@ -224,10 +222,9 @@ def test_only_data_is_saved() -> None:
 
 
 class _Stateful(list[Any]):
-    """A loader, or anything else, with a state of its own that is no data."""
+    """An object whose state is no data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Something that is no data."""
         return {"where": Path("x")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -235,7 +232,7 @@ class _Stateful(list[Any]):
 
 
 def test_a_state_that_cannot_be_saved_is_refused_when_a_run_begins(path: Path, tmp_path: Path) -> None:
-    """What is not there before the first step after it, not where the first checkpoint is due."""
+    """State that exists only after a step is refused after the first step, not at the first checkpoint."""
     folder = str(tmp_path / "saved")
     pipeline = Pipeline(path)
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)

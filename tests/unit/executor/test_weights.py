@@ -17,7 +17,7 @@ from tests.support.stored import write_checkpoint
 
 
 class Tied(nn.Module):
-    """Two names for one weight, a buffer that counts and one that does not."""
+    """One weight under two names, and two buffers, one of which is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class Tied(nn.Module):
 
 @pytest.fixture
 def model() -> nn.Module:
-    """A model with known values."""
+    """Return a model with known values."""
     torch.manual_seed(0)
     return Tied()
 
 
 def other(model: nn.Module) -> tuple[dict[str, Tensor], nn.Module]:
-    """The last stage's tensors of another instance."""
+    """Return the last stage's tensors of another instance."""
     torch.manual_seed(1)
     fresh = Tied()
     return {"head.weight": fresh.head.weight, "norm.running_mean": fresh.norm.running_mean.add_(7.0)}, fresh
@@ -160,7 +160,7 @@ def test_quantized_boolean_and_complex_weights_are_refused(
 
 @pytest.mark.parametrize("kind", ["file", "safetensors", "folder"])
 def test_casts_between_floating_point_types_are_reported(kind: str, tmp_path: Path) -> None:
-    """As `load_state_dict` casts them; the caller prints what is returned."""
+    """The caller prints them."""
     weight = torch.rand(2, 3, dtype=torch.float64)
     loaded, casts = load_into_linear(saved({"0.weight": weight}, kind, tmp_path))
     assert torch.equal(loaded, weight.float())
@@ -182,7 +182,7 @@ def test_nan_and_overflowing_weights_are_refused(kind: str, tmp_path: Path) -> N
 
 
 def test_a_file_of_far_more_tensors_than_the_model_has_is_refused_at_once(tmp_path: Path) -> None:
-    """Reading 100,000 names takes torch ten seconds, before one can be missing."""
+    """Reading 100,000 names takes ten seconds."""
     path = tmp_path / "weights.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("weights/data.pkl", bytes(2**21))
@@ -191,7 +191,7 @@ def test_a_file_of_far_more_tensors_than_the_model_has_is_refused_at_once(tmp_pa
 
 
 def saved(state: dict[str, Tensor], kind: str, folder: Path) -> str:
-    """A state dict in a kind of file."""
+    """Save a state dict in a kind of file."""
     folder.mkdir(exist_ok=True)
     path = str(folder / "weights")
     if kind == "folder":
@@ -205,7 +205,7 @@ def saved(state: dict[str, Tensor], kind: str, folder: Path) -> str:
 
 
 def load_into_linear(path: str) -> tuple[Tensor, tuple[str, ...]]:
-    """The weight of a layer that begins with a file, and what was cast."""
+    """Load a file into a linear layer; return its weight and the casts."""
     weight = torch.zeros(2, 3)
     casts = begin_with_weights(path, {"0.weight": weight}, {"0.weight": "0.weight"})
     return weight, casts
