@@ -1,8 +1,8 @@
 """Support for TPUs: the compiled profile backend, the emitter of one JAX program, its memory model and its trainer.
 
-No other package imports this one. `planner.core.extensions` finds what it offers in the tables below, and an emitted
-`train_jax.py` imports `planner.tpu.training`. The modules that import jax or torchax are imported late: their users
-call `planner.core.extras.check_installed` first.
+No other package imports this package. `planner.core.extensions` finds its features in the tables below, and an emitted
+`train_jax.py` imports `planner.tpu.training`. Modules that use jax or torchax are imported late: their users call
+`planner.core.extras.check_installed` first.
 """
 
 from typing import Final

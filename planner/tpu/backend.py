@@ -1,11 +1,11 @@
-"""Profile backend that takes the costs of layers from the TPU's compiler; no TPU needs to be attached.
+"""Profile backend that takes the costs of layers from the TPU's compiler. No TPU needs to be attached.
 
-Each distinct layer becomes four executables (`planner.tpu.layer_programs`). The compiler reports the bytes of their
-arguments, results and temporaries, padding included, and an estimate of their time. The optimizer step over a layer's
-parameters is an executable, too (`planner.tpu.optimizers`).
+Each distinct layer becomes four executables (`planner.tpu.layer_programs`). For each executable, the compiler reports
+the bytes of arguments, results and temporaries, including padding, and an estimate of the run time. The optimizer step
+for a layer's parameters is also an executable (`planner.tpu.optimizers`).
 
-If a TPU is attached, the same executables run on it, and their times are measured. Results for chips that are not
-attached are cached on disk, so that an interrupted profile continues where it stopped.
+If a TPU is attached, the executables run on the TPU, and their times are measured. Results for chips that are not
+attached are cached on disk, so an interrupted profile does not compile them again.
 """
 
 import os
@@ -58,7 +58,7 @@ def backend_of(name: str) -> "CompiledBackend":
 
 
 class CompiledBackend:
-    """Backend that compiles layers for a TPU chip such as `v2`, or runs them on the attached TPU if `chip` is empty."""
+    """Profile backend that compiles layers for a TPU chip such as `v2`; an empty `chip` means the attached TPU."""
 
     device = torch.device("cpu")
 
@@ -67,7 +67,10 @@ class CompiledBackend:
 
     @classmethod
     def of_absent(cls, absent: Accelerator) -> "CompiledBackend":
-        """Return the backend for an absent TPU. Links have the chip's speed; the executor is taken to cost no time."""
+        """Return the backend for a TPU that is not attached.
+
+        Links get the chip's nominal speed, and the executor is assumed to take no time.
+        """
         rates = rates_of(absent.name)
         described = Device(
             kind="tpu",
@@ -92,11 +95,11 @@ class CompiledBackend:
         return cls(Device(kind="tpu", name=name, memory_bytes=memory_bytes), rates)
 
     def describe(self) -> Device:
-        """Return the description of the TPU."""
+        """Return the TPU as the `device` of a profile."""
         return self._described
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Raise `UsageError` if the model is trained under autocast, which programs for TPUs do not support."""
+        """Raise `UsageError` if the model is trained under autocast, which is not supported on TPUs."""
         if loaded.precision not in _PRECISIONS:
             raise UsageError(
                 f"`--dtype {loaded.precision}`: autocast is a feature of torch, which programs for TPUs lack",
@@ -104,10 +107,10 @@ class CompiledBackend:
             )
 
     def check_chain(self, *, lean: bool) -> None:
-        """Accept every chain: a model whose layers read values of tensors is built completely, with its values."""
+        """Accept every chain. A model whose layers read values of tensors is built with these values."""
 
     def measure(self, task: ProfilingTask) -> BackendResult:
-        """Compile every distinct layer at each micro-batch size, and the optimizer step over the layer's parameters."""
+        """Compile each distinct layer at each micro-batch size, and the optimizer step of the layer's parameters."""
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
         rule = optimizer_rule(task.loaded.build_optimizer, list(task.chain.model.parameters()))
@@ -135,15 +138,15 @@ class CompiledBackend:
             )
             profiles = layer_profiles(task, costs)
         chains = [[layers[profile.digest, size] for profile in profiles] for size in records.sizes]
-        kept = list(map(_kept_outputs, chains))
-        received = list(map(_received, chains))
+        kept = list(map(_outputs_kept_for_backward, chains))
+        received = list(map(_received_sizes, chains))
         last = records.inputs[records.units[-1].digest, records.sizes[-1]]
         num_targets = sum(isinstance(target, Tensor) for target in tree_leaves(last.targets))
         return BackendResult(
             sizes=records.sizes,
             optimizer_peaks_add=False,  # a program updates one array after another
             layers=tuple(
-                _with_programs(
+                _with_compiled_memory(
                     profile,
                     task.buffer_bytes[profile.name],
                     [layers[profile.digest, size] for size in records.sizes],
@@ -160,16 +163,15 @@ class CompiledBackend:
 def _compile(
     jobs: Sequence[SizedUnit], task: ProfilingTask, compiler: Compiler, layers: dict[Key, CompiledLayer]
 ) -> None:
-    """Compile distinct layers at one micro-batch size; store results in `layers` and in the task's measurements."""
     _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
     for n, layer in compiler.compile_layers([(job.unit, job.received) for job in jobs]):
         layers[jobs[n].key] = layer
-        task.measurements.memory[jobs[n].key] = layer.detail()
+        task.measurements.memory[jobs[n].key] = layer.memory_detail()
         task.steps.end(jobs[n].unit.name, size)
 
 
-def _with_programs(
+def _with_compiled_memory(
     profile: LayerProfile,
     buffer_bytes: int,
     compiled: Sequence[CompiledLayer],
@@ -179,18 +181,18 @@ def _with_programs(
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
-    """Return the layer's profile with the memory that the compiler reported.
+    """Return the profile of a layer with the memory that the compiler reported, in the field `program`.
 
-    The profile's `program` is set, and its `detail`, which has an allocator's measurements, is emptied.
+    The field `detail` becomes empty: it is for an allocator's measurements.
 
     Args:
-        profile: The layer's profile.
-        buffer_bytes: Memory of the layer's buffers, in bytes; replaces the value in `profile`.
+        profile: Profile of one layer.
+        buffer_bytes: Memory of the layer's buffers, in bytes.
         compiled: The compiled layer at each micro-batch size.
-        kept_outputs: For each size, the layer's entry in the result of `_kept_outputs`.
-        received: For each size, the layer's entry in the result of `_received`.
-        is_first: Whether this is the chain's first layer, whose inputs are the mini-batch.
-        num_targets: Number of inputs that are targets of the loss; they are the last inputs.
+        kept_outputs: For each size, the layer's entry in the result of `_outputs_kept_for_backward`.
+        received: For each size, the layer's entry in the result of `_received_sizes`.
+        is_first: True for the chain's first layer, whose inputs are the mini-batch.
+        num_targets: Number of inputs that are targets of the loss. These are the last inputs.
     """
     programs = [
         _program(layer, kept_outputs[place], received[place], is_first=is_first, num_targets=num_targets)
@@ -205,13 +207,13 @@ def _with_programs(
     )
 
 
-def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
-    """Return, for each layer, the outputs that a loop over micro-batches keeps for the backward of any layer.
+def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
+    """Return, for each layer, the outputs that a loop over micro-batches stores for the backward of any layer.
 
-    The keys are indices of outputs. A value is True if all backwards read the output only as a matmul operand. Outputs
-    that share a storage are listed once.
+    Keys are indices of outputs. A value is True if all backwards read the output only as a matmul operand. If several
+    outputs share a storage, only one of them is listed.
     """
-    storages = CrossingStorages([layer.detail() for layer in compiled])
+    storages = CrossingStorages([layer.memory_detail() for layer in compiled])
     wide = {
         storage
         for layer, received in zip(compiled, storages.received, strict=True)
@@ -226,10 +228,10 @@ def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
     return found
 
 
-def _received(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
+def _received_sizes(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
     """Return, for each layer, two sizes in bytes of every received tensor: as sent, and in the largest layout.
 
-    Each layer that reads the tensor may choose another layout: this layer, and later layers to which it is passed on.
+    Each layer that reads the tensor may choose another layout. Later layers also read it if this layer passes it on.
     """
     wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):
@@ -251,7 +253,7 @@ def _program(
     num_targets: int,
 ) -> ProgramMemory:
     targets = layer.inputs[len(layer.inputs) - num_targets :]
-    program = replace(layer.program(kept_outputs, received), target_bytes=sum(targets))
+    program = replace(layer.memory_in_program(kept_outputs, received), target_bytes=sum(targets))
     if not is_first:
         return program
     return replace(
@@ -263,7 +265,6 @@ def _program(
 
 
 def _optimizer_costs(records: UnitRecords, compiler: Compiler, rule: OptimizerRule) -> dict[str, OptimizerCost]:
-    """Return optimizer costs of every distinct layer: state from the rule, time and temporaries from the compiler."""
     units = records.distinct
     trained = {digest: trained_parameters(unit.module) for digest, unit in units.items()}
     digests = [digest for digest, parameters in trained.items() if parameters]

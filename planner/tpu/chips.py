@@ -1,4 +1,4 @@
-"""TPUs as JAX devices: the attached TPU, or chips that are not attached."""
+"""TPUs as JAX devices: the attached TPU, and chips that are not attached."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def attached_tpu() -> tuple[str, int]:
 
 
 def chip_devices(name: str, num: int) -> list[jax.Device]:
-    """Return `num` neighboring devices of a kind of TPU such as `v2`, which need not be attached.
+    """Return `num` neighboring devices of a TPU such as `v2`, which need not be attached.
 
     Raises:
         UsageError: No known topology of this TPU has `num` devices.
@@ -44,12 +44,15 @@ def chip_devices(name: str, num: int) -> list[jax.Device]:
 
 
 def target_device(chip: str) -> jax.Device:
-    """Return a device of a chip such as `v2`, which need not be attached; if `chip` is empty, JAX's first device."""
+    """Return a device of the TPU `chip`, such as `v2`; if `chip` is empty, JAX's first device.
+
+    The chip need not be attached.
+    """
     return chip_devices(chip, 1)[0] if chip else jax.devices()[0]
 
 
 def platform_devices(platform: str | None, num: int) -> Sequence[jax.Device]:
-    """Return the first `num` devices of a JAX platform, or of JAX's default platform if `platform` is None.
+    """Return the first `num` devices of a JAX platform; None means JAX's default platform.
 
     Raises:
         UsageError: The platform has fewer devices.
@@ -65,7 +68,7 @@ def platform_devices(platform: str | None, num: int) -> Sequence[jax.Device]:
 
 
 def _may_have_accelerators() -> bool:
-    """Return True if this machine may have accelerators. JAX is not initialized by this function."""
+    """Return True if this machine may have accelerators. This check does not initialize JAX."""
     if jax._src.xla_bridge._backends:
         return bool(jax.default_backend() != "cpu")
     return (

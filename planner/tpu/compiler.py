@@ -1,6 +1,6 @@
-"""Compiler of layers and optimizer steps for a TPU, in several processes, with a cache on disk.
+"""Compiler of layers and optimizer steps for a TPU. It uses several processes, and a cache on disk.
 
-This module imports neither jax nor torchax; the processes that compile do.
+This module does not import jax or torchax; the compiling processes import them.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from planner.tpu.optimizers import OptimizerRule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
 
 if TYPE_CHECKING:
-    from planner.tpu.halves import LayerFunction
+    from planner.tpu.layer_functions import LayerFunction
     from planner.tpu.programs import CompiledProgram
 
 _REVISION = 7
@@ -43,26 +43,26 @@ _Work = Callable[[], _Found]
 
 
 class LacksOperatorError(Exception):
-    """Error of an operator that torchax cannot translate; the message is the operator's name."""
+    """Error for an operator that torchax cannot translate. The message is the operator's name."""
 
 
 class OutOfMemoryError(Exception):
-    """Error of an executable that needs more memory than the chip has."""
+    """Error for an executable that needs more memory than the chip has."""
 
 
 class _WorkerError(Exception):
-    """Error of a compiling process: the error in one line, and the traceback as text."""
+    """Error in a compiling process. Its arguments are a one-line message and the traceback as text."""
 
     def __str__(self) -> str:
         return f"\n{self.args[1]}"
 
 
 class Compiler:
-    """Compiler of layers for one kind of chip, or for the attached device, with a cache.
+    """Compiler of layers and optimizer steps for one kind of chip or the attached device, with a cache of results.
 
     Args:
-        chip: The chip, such as `v2`; empty for the attached device.
-        rates: Compute and memory rates of the chip, for times that the compiler does not estimate.
+        chip: Name of the chip, such as `v2`; empty for the attached device.
+        rates: Compute and memory rates of the chip, for executables whose time the compiler does not estimate.
         folder: Folder of the cache. Results of an attached device are not cached.
         repeats: Number of timed runs of each executable on an attached device.
     """
@@ -71,28 +71,29 @@ class Compiler:
         self._chip, self._rates, self._folder, self._repeats = chip, rates, folder, repeats
 
     def compile_layers(self, jobs: Sequence[tuple[Unit, UnitInput]]) -> Iterator[tuple[int, CompiledLayer]]:
-        """Yield the index and the compiled layer of each job: first the cached ones, then each as it finishes.
+        """Yield each job's index and compiled layer: first cached results, then new results as they finish.
 
         Args:
             jobs: Units (distinct layers) with their inputs.
 
         Raises:
-            ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled; all such layers are named.
+            ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled. The message names all such
+                layers.
             MemoryError: A layer alone needs more memory than the chip has.
         """
         described = [_described(unit, received) for unit, received in jobs]
         works = [partial(self._compiled_unit, unit, received) for unit, received in jobs]
-        yield from self._outcomes(CompiledLayer, [unit.name for unit, _ in jobs], described, works)
+        yield from self._cached_or_compiled(CompiledLayer, [unit.name for unit, _ in jobs], described, works)
 
     def compile_steps(
         self, names: Sequence[str], parameters: Sequence[Sequence[Tensor]], rule: OptimizerRule
     ) -> Iterator[tuple[int, CompiledStep]]:
-        """Yield the index and the optimizer step of each layer: first the cached ones, then each as it finishes.
+        """Yield each layer's index and compiled optimizer step: first cached results, then new results as they finish.
 
         Args:
             names: Names of the layers, for error messages.
-            parameters: Trained parameters of each layer; only shape and dtype matter.
-            rule: Rule of the optimizer.
+            parameters: Trained parameters of each layer. Only shapes and dtypes are read.
+            rule: Update rule of the optimizer.
 
         Raises:
             ModelError: A step cannot be compiled.
@@ -100,7 +101,7 @@ class Compiler:
         """
         described = [["step", rule.description, [[list(p.shape), str(p.dtype)] for p in of]] for of in parameters]
         works = [partial(self._compiled_step, of_layer, rule) for of_layer in parameters]
-        yield from self._outcomes(CompiledStep, names, described, works)
+        yield from self._cached_or_compiled(CompiledStep, names, described, works)
 
     # The next two methods and `_time_us` run in forked processes. Each process imports jax there, not before the fork.
 
@@ -117,7 +118,6 @@ class Compiler:
         return compile_step(parameters, rule, target_device(self._chip), self._time_us)
 
     def _time_us(self, program: "CompiledProgram", shapes: Any) -> float:
-        """Return the time measured on an attached device, else the compiler's estimate, else a roofline estimate."""
         if not self._chip:
             from planner.tpu.programs import measure_time_us  # noqa: PLC0415
 
@@ -127,49 +127,48 @@ class Compiler:
         # Matmuls use bfloat16 unless the model sets another precision.
         return 1e6 * max(program.flops / self._rates.half_flops_per_s, program.accessed_bytes / self._rates.bytes_per_s)
 
-    def _outcomes(
+    def _cached_or_compiled(
         self, kind: type[_Found], names: Sequence[str], described: Sequence[list[Any]], works: Sequence[_Work[_Found]]
     ) -> Iterator[tuple[int, _Found]]:
-        """Yield the index and result of each job as it finishes; jobs with equal descriptions run once.
+        """Yield the index and result of each job as it finishes. Jobs with equal descriptions run once.
 
         Args:
             kind: Class of the results.
             names: Names of the layers, for error messages.
-            described: Description of each job, the key of its result in the cache.
+            described: Description of each job, from which the name of its cache file is computed.
             works: For each job, the function that compiles it.
         """
-        paths = list(map(self._path, described))
+        paths = list(map(self._cache_path, described))
         missing: dict[Path, list[int]] = {}
         for n, path in enumerate(paths):
-            remembered = _remembered(kind, path) if self._chip else None
+            remembered = _read_cached(kind, path) if self._chip else None
             if remembered is None:
                 missing.setdefault(path, []).append(n)
             else:
                 yield n, remembered
         places, problems = list(missing.values()), dict[str, Exception]()
         todo = [works[alike[0]] for alike in places]
-        for place, outcome in _worked_off(todo, num_workers=_num_workers(len(todo)) if self._chip else 1):
+        for place, outcome in _run_in_processes(todo, num_workers=_num_workers(len(todo)) if self._chip else 1):
             if isinstance(outcome, Exception):
                 problems |= {names[n]: outcome for n in places[place]}
                 continue
             if self._chip:
-                _remember(paths[places[place][0]], outcome)
+                _write_cached(paths[places[place][0]], outcome)
             yield from ((n, outcome) for n in places[place])
-        _raise_first(problems)
+        _raise_if_failed(problems)
 
-    def _path(self, described: list[Any]) -> Path:
-        """Return the path of the cached result of a job with this description."""
+    def _cache_path(self, described: list[Any]) -> Path:
         decisive = [_REVISION, self._chip, *described, package_versions()]
         digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
         return self._folder / f"{digest.hexdigest()[:32]}.json"
 
 
 def unit_function(unit: Unit, received: UnitInput) -> "LayerFunction":
-    """Return a unit (distinct layer) as a function of JAX arrays: its inputs, then targets.
+    """Return a unit (distinct layer) as a function of JAX arrays: its inputs, then targets of the loss.
 
     The function of the last unit returns the loss.
     """
-    from planner.tpu.halves import layer_function  # noqa: PLC0415 - jax
+    from planner.tpu.layer_functions import layer_function  # noqa: PLC0415 - jax
 
     targets, nest = tree_flatten(received.targets)
     num = len(received.values)
@@ -186,8 +185,7 @@ def _described(unit: Unit, received: UnitInput) -> list[Any]:
     return [unit.digest, shapes, str(received.spec), parameters, unit.precision]
 
 
-def _raise_first(problems: Mapping[str, Exception]) -> None:
-    """Raise an error that names the failed layers, if any; `problems` has the exception of each."""
+def _raise_if_failed(problems: Mapping[str, Exception]) -> None:
     lacking = [f'"{layer}": {error}' for layer, error in problems.items() if isinstance(error, LacksOperatorError)]
     if lacking:
         raise ModelError(
@@ -203,14 +201,14 @@ def _raise_first(problems: Mapping[str, Exception]) -> None:
         raise MemoryError(f'layer "{layer}": {too_large}')
 
 
-def _worked_off(works: Sequence[_Work[_Found]], *, num_workers: int) -> Iterator[tuple[int, _Found | Exception]]:
+def _run_in_processes(works: Sequence[_Work[_Found]], *, num_workers: int) -> Iterator[tuple[int, _Found | Exception]]:
     global _jobs  # noqa: PLW0603 - forked processes inherit it
     _jobs = works
     if num_workers == 1:
         yield from map(_run_job, range(len(works)))
         return
     # Fork before jax is imported, so that each process has the model and its own jax.
-    with multiprocessing.get_context("fork").Pool(num_workers, initializer=_quiet) as pool:
+    with multiprocessing.get_context("fork").Pool(num_workers, initializer=_ignore_interrupts_and_stderr) as pool:
         yield from pool.imap_unordered(_run_job, range(len(works)))
 
 
@@ -227,14 +225,14 @@ def _run_job(place: int) -> tuple[int, Any]:
         return place, _WorkerError(f"{type(error).__name__}: {first}", traceback.format_exc())
 
 
-def _remembered(kind: type[_Found], path: Path) -> _Found | None:
+def _read_cached(kind: type[_Found], path: Path) -> _Found | None:
     # A broken file is ignored: the job is compiled again.
     with suppress(OSError, ValueError):
         return parse_json(kind, path.read_bytes())
     return None
 
 
-def _remember(path: Path, outcome: Any) -> None:
+def _write_cached(path: Path, outcome: Any) -> None:
     with suppress(OSError):  # on a full disk, only the time of another compilation is lost
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
@@ -242,8 +240,11 @@ def _remember(path: Path, outcome: Any) -> None:
         unfinished.replace(path)
 
 
-def _quiet() -> None:
-    """Ignore Ctrl-C, which the parent handles, and discard stderr, where libtpu prints when its process is ended."""
+def _ignore_interrupts_and_stderr() -> None:
+    """Ignore Ctrl-C, which the parent process handles, and discard stderr.
+
+    libtpu writes to stderr when its process is ended.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 

@@ -1,8 +1,8 @@
-"""Emitter of `balance.yaml` and `train_jax.py`: a plan as one JAX program over a mesh with an axis of stages.
+"""Emitter of `balance.yaml` and `train_jax.py`: a plan as one JAX program over a mesh with one device per stage.
 
-All devices run the same code on arrays of the same shapes, so each device needs more memory than the fullest stage
-alone (`planner.tpu.program_memory`). A plan whose predicted memory exceeds the limit is refused, unless the TPU's
-compiler is installed and reports that the program fits. This module imports no torch.
+All devices run the same code on arrays of the same shapes. Each device therefore needs more memory than the fullest
+stage alone (`planner.tpu.program_memory`). A plan whose predicted memory exceeds the limit is refused, unless the TPU's
+compiler is installed and reports that the program fits. This module does not import torch.
 """
 
 import subprocess
@@ -35,14 +35,14 @@ def emit(
     profile_folder: str,
     say: Callable[[str], None],
 ) -> NativeFiles:
-    """Return the balance configuration and the training script of a plan.
+    """Return the balance configuration and the JAX training script of a plan.
 
     Args:
         plan: Plan to emit.
-        profile: Profile from which the plan was made.
+        profile: Profile of the plan.
         folder: Folder for the emitted files.
-        profile_folder: Folder that the model's path in the profile is relative to.
-        say: Called with a message before the compiler runs, which takes long.
+        profile_folder: Folder of the profile. The model's path in the profile is relative to this folder.
+        say: Function that is called with a message before the compiler runs, which takes long.
 
     Returns:
         The files to write, with a note on the program's memory.
@@ -79,19 +79,19 @@ def emit(
         note = f"{predicted}, the limit is {format_bytes(limit_bytes)} (`--compile {chip}` asks the compiler)"
         return emitted_to(folder, note)
     refused = _too_large(plan, memory, limit_bytes)
-    _check_can_ask(profile, refused)
+    _raise_unless_compiler_can_decide(profile, refused)
     say("note: according to the prediction, the program does not fit; asking the TPU's compiler, which takes a while")
     with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as asked:
         emitted = emitted_to(asked, "")
         emitted.write(asked)
-        fits, answer = check_fit_with_compiler(Path(asked, emitted.name), chip)
+        fits, answer = compile_and_report_fit(Path(asked, emitted.name), chip)
     if not fits:
         raise InfeasibleError(f"{refused.message}; {answer}", hint=refused.hint)
     return emitted_to(folder, answer)
 
 
-def check_fit_with_compiler(script: Path, chip: str) -> tuple[bool, str]:
-    """Run `train_jax.py --compile` in a separate process; return True if the program fits, and the report."""
+def compile_and_report_fit(script: Path, chip: str) -> tuple[bool, str]:
+    """Run `train_jax.py --compile` in a child process. Return True if the program fits, and the printed report."""
     command = [sys.executable, str(script), "--compile", chip]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)  # noqa: S603 - ours
     if done.returncode in {ExitCode.OK, ExitCode.NO} and "every device: " in done.stdout:
@@ -102,8 +102,7 @@ def check_fit_with_compiler(script: Path, chip: str) -> tuple[bool, str]:
     return False, f"the TPU's compiler gave no answer: {why}"
 
 
-def _check_can_ask(profile: Profile, refused: InfeasibleError) -> None:
-    """Raise `refused` unless the TPU's compiler is installed and the profile is for a TPU that it compiles for."""
+def _raise_unless_compiler_can_decide(profile: Profile, refused: InfeasibleError) -> None:
     if profile.device.how != "compiled" or not chip_of_device(profile.device.name):
         raise refused
     if missing_packages("train") or missing_packages("tpu"):

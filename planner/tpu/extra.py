@@ -1,7 +1,7 @@
-"""Settings that must be made before the packages of the extra `tpu` are imported.
+"""Settings that must be made before jax, libtpu and torchax are imported.
 
-This module imports neither jax nor torchax. Other modules of this package import them at the top, so their users first
-call `planner.core.extras.check_installed` and, if no TPU is attached, `expect_no_tpu`.
+This module imports none of these packages. Other modules of `planner.tpu` import them at the top. Users of such modules
+first call `planner.core.extras.check_installed` and, if no TPU is attached, `expect_no_tpu`.
 """
 
 import importlib.metadata
@@ -41,17 +41,17 @@ _SETTINGS = {
 
 
 def chip_of_device(reported: str) -> str:
-    """Return the chip, such as `v2`, whose devices report this name; empty if no known chip does."""
+    """Return the chip, such as `v2`, whose devices report the name `reported`; empty if no known chip does."""
     chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.matches_name(reported))
     return next((chip.name.removeprefix("tpu:") for chip in chips), "")
 
 
 def expect_no_tpu() -> None:
-    """Set environment variables so that jax and libtpu, imported later, do not search for a TPU."""
+    """Set environment variables that keep jax and libtpu from searching for a TPU. Call this before their import."""
     for setting, value in _SETTINGS.items():
         os.environ.setdefault(setting, value)
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of all packages that determine the compiled executables."""
+    """Return the versions of all packages on which the compiled executables depend."""
     return {name: importlib.metadata.version(name) for name in ("torch", "torchax", "jax", "jaxlib", "libtpu")}

@@ -1,4 +1,4 @@
-"""Executables of a layer, whose sizes and times are the costs of the layer.
+"""Executables of a layer. Their sizes and times are the costs of the layer.
 
     executable  computation                                     cost taken from it
     forward     returns outputs and residuals                   saved bytes: results other than the outputs
@@ -24,7 +24,7 @@ from jax import numpy as jnp
 from torch import Tensor
 
 from planner.tpu.compiler import OutOfMemoryError
-from planner.tpu.halves import LayerFunction, SplitFunction, random_key_shape, split_layer
+from planner.tpu.layer_functions import LayerFunction, SplitFunction, random_key_shape, split_layer
 from planner.tpu.optimizers import OptimizerRule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
 from planner.tpu.programs import (
@@ -48,15 +48,15 @@ _LEAST_FILLING_BYTES = 2**24
 
 
 def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -> CompiledLayer:
-    """Compile a layer's four executables.
+    """Compile the four executables of a layer.
 
     Args:
-        function: The layer as a function of JAX arrays.
+        function: Layer as a function of JAX arrays.
         device: Device from `chip_devices` or from JAX.
-        time_us: Function that returns the time of an executable.
+        time_us: Function that returns the run time of an executable.
 
     Returns:
-        The compiled executables.
+        Sizes and times of the executables.
 
     Raises:
         LacksOperatorError: torchax cannot translate the layer.
@@ -96,16 +96,16 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
 
 
 def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.Device, time_us: Timer) -> CompiledStep:
-    """Compile the optimizer step over some parameters.
+    """Compile the optimizer step that updates some parameters.
 
     Args:
-        parameters: Parameters, of which only shape and dtype matter.
-        rule: Rule of the optimizer.
+        parameters: Updated parameters. Only shapes and dtypes are read.
+        rule: Update rule of the optimizer.
         device: Device from `chip_devices` or from JAX.
-        time_us: Function that returns the time of an executable.
+        time_us: Function that returns the run time of an executable.
 
     Returns:
-        The compiled optimizer step.
+        Time and temporary memory of the optimizer step.
     """
     shapes = list(map(jax_shape_of, parameters))
 
@@ -173,7 +173,6 @@ def _layer_of(
 
 
 def _narrowed_bytes(shape: Any) -> int:
-    """Return the bytes of a weight's 16-bit copy for matmuls; 0 for vectors, which are not matmul operands."""
     return int(2 * shape.size) if len(shape.shape) > 1 and shape.dtype == "float32" else 0
 
 
@@ -187,7 +186,10 @@ _LOOPS: Final = frozenset(("cond", "scan", "while"))
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulOperands:
-    """Flags for a layer's arrays: True if an array is only a matmul operand, which the compiler stores in 16 bits."""
+    """Flags for the arrays of a layer: True if the array is used only as a matmul operand.
+
+    The compiler stores such arrays in 16 bits.
+    """
 
     received: tuple[bool, ...]
     """True for inputs that forward and backward read only as matmul operands."""
@@ -200,7 +202,7 @@ class MatmulOperands:
 
 
 def matmul_operands_of(function: LayerFunction, halves: SplitFunction) -> MatmulOperands:
-    """Find the arrays of a layer that are only matmul operands."""
+    """Return which arrays of a layer are used only as matmul operands."""
     state = (function.trained, function.fixed, list(function.inputs), random_key_shape())
     pulled = [halves.outputs[n] for n in halves.differentiable]
     forward = find_matmul_operands(jax.make_jaxpr(halves.forward)(*state).jaxpr)
@@ -221,14 +223,14 @@ def matmul_operands_of(function: LayerFunction, halves: SplitFunction) -> Matmul
 
 
 def find_matmul_operands(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] | None = None) -> list[bool]:
-    """Find the arguments of a traced function that are only matmul operands.
+    """Return which arguments of a traced function are used only as matmul operands.
 
     Args:
-        jaxpr: The traced function.
-        results: For each result, True if the caller uses it only as a matmul operand; None if this holds for no result.
+        jaxpr: Traced function.
+        results: For each result, True if the caller uses the result only as a matmul operand. None means False for all.
 
     Returns:
-        For each argument, True if it is only a matmul operand.
+        For each argument, True if it is used only as a matmul operand.
     """
     narrow: dict[Any, bool] = {}
 
@@ -239,16 +241,16 @@ def find_matmul_operands(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] |
 
     note(jaxpr.outvars, results or [False] * len(jaxpr.outvars))
     for eqn in reversed(jaxpr.eqns):
-        note(eqn.invars, _read_in(eqn, [narrow.get(variable, True) for variable in eqn.outvars]))
+        note(eqn.invars, _operands_only_for_matmul(eqn, [narrow.get(variable, True) for variable in eqn.outvars]))
     return [narrow.get(variable, True) for variable in jaxpr.invars]
 
 
-def _read_in(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    """Return, for each argument of an equation, True if it is only a matmul operand.
+def _operands_only_for_matmul(eqn: Any, results: Sequence[bool]) -> list[bool]:
+    """Return, for each argument of an equation, True if the argument is used only as a matmul operand.
 
     Args:
         eqn: Equation of a traced function.
-        results: For each result of the equation, True if it is only a matmul operand in later equations.
+        results: For each result of the equation, True if later equations use the result only as a matmul operand.
     """
     name, num = eqn.primitive.name, len(eqn.invars)
     if name in _PRODUCTS:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
-from planner.tpu.halves import random_key_shape
+from planner.tpu.layer_functions import random_key_shape
 from planner.tpu.places import slots_for, slots_waste_memory
 from planner.tpu.programs import num_bytes, shape_in_loops, tiled_shape
 from planner.tpu.stage import JaxStage, StageInput, State
@@ -31,16 +31,16 @@ _Kind = tuple[tuple[int, ...], jnp.dtype]
 
 
 class Packing:
-    """Packing of each stage's arrays into arrays of equal shapes on every device.
+    """Packing of each stage's arrays into packed arrays, which have equal shapes on every device.
 
     Arrays of equal shape share a slot as long as slots waste little memory (`planner.tpu.places`). Otherwise all arrays
     of a dtype are concatenated to one vector, which each device unpacks into the stage's arrays.
 
     Args:
         stages: Shapes of each stage's arrays.
-        in_loops: Whether loops store the arrays, with the micro-batch as first dimension. If so, arrays that would be
-            half padding are stored in rows (`planner.tpu.programs.shape_in_loops`), and vectors keep their shape. If
-            not, vectors are stored in rows, because adding the stage as first dimension would double their memory.
+        in_loops: True if loops store the arrays, with the micro-batch as first dimension. Arrays that would be half
+            padding are then stored in rows (`planner.tpu.programs.shape_in_loops`), and vectors keep their shape. If
+            False, vectors are stored in rows, because adding the stage as first dimension would double their memory.
     """
 
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]], *, in_loops: bool = False) -> None:
@@ -58,12 +58,12 @@ class Packing:
                 self.shapes.append(jax.ShapeDtypeStruct((length,) if in_loops else tiled_shape(length), dtype))
 
     def pack(self, stage: int, arrays: Sequence[Array], numpy: ModuleType = jnp) -> list[Array]:
-        """Pack a stage's arrays, padded with zeros.
+        """Return packed arrays with the arrays of a stage, padded with zeros.
 
         Args:
             stage: Index of the stage.
             arrays: Arrays of the stage.
-            numpy: Module that makes the packed arrays: JAX's numpy, or numpy itself for arrays on the host.
+            numpy: Module that makes the packed arrays: `jax.numpy`, or `numpy` for arrays on the host.
         """
         if not self._flat:
             filled = dict(zip(self._slots_of(stage), arrays, strict=True))
@@ -93,7 +93,7 @@ class Packing:
         return arrays
 
     def add(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-        """Add a stage's arrays to packed arrays of the same stage, and return the packed sums.
+        """Return packed arrays plus the arrays of the same stage.
 
         Args:
             stage: Index of the stage.
@@ -108,7 +108,7 @@ class Packing:
         return [whole + more for whole, more in zip(packed, self.pack(stage, arrays), strict=True)]
 
     def zeros(self, *front: int) -> list[Array]:
-        """Return packed arrays of zeros, with the additional first dimensions `front`."""
+        """Return packed arrays of zeros, with the dimensions `front` before their own."""
         return [jnp.zeros((*front, *s.shape), s.dtype) for s in self.shapes]
 
     def _slots_of(self, stage: int) -> list[int]:
@@ -119,7 +119,6 @@ class Packing:
 
 
 def _padded(array: Array, whole: jax.ShapeDtypeStruct, numpy: ModuleType) -> Array:
-    """Pad an array with zeros to a larger shape."""
     if array.shape == whole.shape:
         return array
     padding = math.prod(whole.shape) - math.prod(array.shape)
@@ -127,7 +126,6 @@ def _padded(array: Array, whole: jax.ShapeDtypeStruct, numpy: ModuleType) -> Arr
 
 
 def _unpadded(whole: Array, shape: jax.ShapeDtypeStruct) -> Array:
-    """Remove the padding that `_padded` added; `shape` is the original shape."""
     if whole.shape == shape.shape:
         return whole
     return whole.reshape(-1)[: math.prod(shape.shape)].reshape(shape.shape)
@@ -153,7 +151,10 @@ class MeshProgram:
         self.gradient_edges = Packing([[], *(_floating(stage.inputs) for stage in stages[1:])], in_loops=True)
 
     def place_on_devices(self, packing: Packing, stages: Sequence[Sequence[Any]]) -> list[Array]:
-        """Pack every stage's numpy arrays, and copy them to the stage's device; results have shape (stages, ...)."""
+        """Pack the numpy arrays of every stage, and copy them to the stage's device.
+
+        The results have shape (stages, …).
+        """
         packed = [packing.pack(k, arrays, np) for k, arrays in enumerate(stages)]
         return [
             jax.device_put(np.stack([arrays[n] for arrays in packed]), self._sharding("stage"))
@@ -165,7 +166,7 @@ class MeshProgram:
         return [jax.device_put(array, self._sharding()) for array in arrays]
 
     def copy_to_host(self, packing: Packing, packed: Arrays) -> list[list[Any]]:
-        """Copy packed arrays to the host, and return every stage's arrays in their original shapes."""
+        """Copy packed arrays to the host, and return the arrays of every stage in their original shapes."""
         arrays = [jax.device_get(array) for array in packed]
         return [packing.unpack(k, [array[k] for array in arrays]) for k in range(self.num_stages)]
 
@@ -188,15 +189,15 @@ class MeshProgram:
         return packed(self.trained), packed(self.fixed), StageInput(data(inputs), data(targets), key)
 
     def loss_and_gradients(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
-        """Compute the loss and the gradients of a mini-batch; callers compile this function with `jax.jit`.
+        """Compute the loss and the gradients of a mini-batch. Callers compile this function with `jax.jit`.
 
         Args:
             trained: Packed trained parameters.
             fixed: Packed frozen parameters and buffers.
-            batch: The mini-batch, each array of shape (micro-batches, ...).
+            batch: Mini-batch; each array has shape (micro-batches, …).
 
         Returns:
-            The mean loss of the micro-batches, and gradients packed like `trained`.
+            Mean loss of the micro-batches, and gradients that are packed like `trained`.
         """
         one, apart = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("stage")
         mapped = jax.shard_map(
@@ -217,8 +218,6 @@ class MeshProgram:
 
 
 class _OneDevice:
-    """Computation of one device while the program is traced, from its packed parameters and the mini-batch."""
-
     def __init__(self, program: MeshProgram, trained: Arrays, fixed: Arrays, batch: StageInput) -> None:
         self._all, self._batch = program, batch
         self._num, self._micro = program.num_stages, program.micro_batches
@@ -226,7 +225,6 @@ class _OneDevice:
         self._trained, self._fixed = ([array[0] for array in arrays] for arrays in (trained, fixed))
 
     def run(self) -> tuple[Array, list[Array]]:
-        """Run all micro-batches; return the sum of their losses, and the summed gradients of the packed parameters."""
         program, scan = self._all, lax.scan
         ticks = jnp.arange(self._micro + self._num - 1)
         edge, zero = program.edges.zeros(), jnp.zeros((), jnp.float32)
@@ -240,7 +238,7 @@ class _OneDevice:
         edge, edges, store, loss = carry
         m = tick - self._place
         nothing = (self._all.edges.zeros(), self._all.kept.zeros(), jnp.zeros((), jnp.float32))
-        sent, kept, more = self._chosen(self._forward, lambda _work, _m: nothing, m, edge)
+        sent, kept, more = self._run_stage_or_idle(self._forward, lambda _work, _m: nothing, m, edge)
         return (self._moved(sent, 1), self._kept_at(edges, edge, m), self._kept_at(store, kept, m), loss + more), None
 
     def _backward_tick(
@@ -252,7 +250,7 @@ class _OneDevice:
         edge, kept = ([array[slot] for array in arrays] for arrays in (edges, store))
         nothing = self._all.gradient_edges.zeros()
         work = (edge, kept, flowing, sums)
-        sent, sums = self._chosen(self._backward, lambda work, _m: (nothing, work[3]), m, work)
+        sent, sums = self._run_stage_or_idle(self._backward, lambda work, _m: (nothing, work[3]), m, work)
         return (self._moved(sent, -1), sums), None
 
     def _forward(self, k: int, edge: Arrays, m: Array) -> tuple[list[Array], list[Array], Array]:
@@ -290,8 +288,7 @@ class _OneDevice:
         targets = [array[m] for array in self._batch.targets] if k == self._num - 1 else []
         return StageInput(inputs, targets, jax.random.fold_in(self._batch.key, m))
 
-    def _chosen(self, run: Any, idle: Any, m: Array, work: Any) -> Any:
-        """Run the stage of this device, or `idle` if the device has no micro-batch in this tick."""
+    def _run_stage_or_idle(self, run: Any, idle: Any, m: Array, work: Any) -> Any:
         if self._num == 1:
             return run(0, work, m)
         branches = [*(partial(run, k) for k in range(self._num)), idle]

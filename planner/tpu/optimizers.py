@@ -1,6 +1,6 @@
 """Torch's optimizers as elementwise update rules for JAX arrays.
 
-A profile compiles the optimizer's step, and the JAX program runs the same step. This module imports no jax.
+A profile compiles the optimizer's step, and the JAX program runs the same step. This module does not import jax.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ Update = Callable[["Array", "Array", list["Array"], "Array"], tuple["Array", lis
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """Update rule of an optimizer, which treats every element of a parameter alike."""
+    """Update rule of an optimizer that updates each element of a parameter independently."""
 
     update: Update
     num_states: int
@@ -31,7 +31,7 @@ class OptimizerRule:
 
 
 def optimizer_rule(build: Builder, parameters: Sequence[Tensor]) -> OptimizerRule:
-    """Return the update rule of the optimizer that `build` makes for these parameters.
+    """Return the update rule of the optimizer that `build` returns for `parameters`.
 
     Raises:
         UsageError: The optimizer is not supported, has several parameter groups, or leaves out a trainable parameter.

@@ -1,4 +1,4 @@
-"""Cached results of the compiler for layers and optimizer steps; reading them needs no jax."""
+"""Results of the compiler for layers and optimizer steps, which are cached on disk. This module does not import jax."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,10 @@ from planner.core.values.profile import ArrayKind, BoundaryTensor, MemoryDetail,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLayer:
-    """Compiled layer at one micro-batch size; sizes are bytes of device memory, padding included."""
+    """Memory and times of a layer that was compiled at one micro-batch size.
+
+    Sizes are bytes of device memory, including padding.
+    """
 
     inputs: tuple[int, ...]
     """Bytes of each input tensor."""
@@ -54,8 +57,8 @@ class CompiledLayer:
     narrow_inputs: tuple[bool, ...]
     """True for inputs that the backward reads only as matmul operands, or not at all."""
 
-    def detail(self) -> MemoryDetail:
-        """Return the layer's memory in the form in which measurements with an allocator are recorded."""
+    def memory_detail(self) -> MemoryDetail:
+        """Return the layer's memory as a `MemoryDetail`, the record of measurements with an allocator."""
         tensors = zip(self.output_kinds, self.kept_outputs, self.aliases, strict=True)
         outputs = tuple(BoundaryTensor(bytes=array.bytes, kept=kept, alias=alias) for array, kept, alias in tensors)
         created_bytes = sum(tensor.bytes for tensor in outputs if tensor.alias < 0)
@@ -73,12 +76,12 @@ class CompiledLayer:
             backward_peak_bytes=backward_bytes,
         )
 
-    def program(self, kept_outputs: Mapping[int, bool], received: Sequence[tuple[int, int]]) -> ProgramMemory:
+    def memory_in_program(self, kept_outputs: Mapping[int, bool], received: Sequence[tuple[int, int]]) -> ProgramMemory:
         """Return the layer's memory within an executable that contains all layers.
 
         Args:
-            kept_outputs: Outputs that are kept for the backward of any layer, by index: True if all backwards read the
-                output only as a matmul operand.
+            kept_outputs: Outputs that are stored for the backward of any layer. Keys are indices of outputs; a value is
+                True if all backwards read the output only as a matmul operand.
             received: Two sizes in bytes of each received tensor: as sent, and in the largest layout of any layer.
         """
         return ProgramMemory(
@@ -87,14 +90,14 @@ class CompiledLayer:
             narrowed_bytes=self.narrowed_bytes,
             padding_bytes=self.padding_bytes,
             reshaped_bytes=self.reshaped_bytes,
-            trained=merge_equal(self.trained_kinds),
-            kept=merge_equal(
+            trained=merge_equal_arrays(self.trained_kinds),
+            kept=merge_equal_arrays(
                 [
                     *self.made_kinds,
                     *(_stored_kind(self.output_kinds[n], narrow=kept_outputs[n]) for n in sorted(kept_outputs)),
                 ]
             ),
-            received=merge_equal(map(_received_kind, self.input_kinds, received)),
+            received=merge_equal_arrays(map(_received_kind, self.input_kinds, received)),
         )
 
 
@@ -108,14 +111,14 @@ def _received_kind(array: ArrayKind, sizes: tuple[int, int]) -> ArrayKind:
     return replace(array, bytes=sent_bytes, loop_bytes=wanted_bytes // halves)
 
 
-def merge_equal(arrays: Iterable[ArrayKind]) -> tuple[ArrayKind, ...]:
+def merge_equal_arrays(arrays: Iterable[ArrayKind]) -> tuple[ArrayKind, ...]:
     """Merge equal arrays into one entry with a count."""
     return tuple(replace(array, count=count) for array, count in Counter(arrays).items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
-    """Compiled optimizer step over the parameters of one layer."""
+    """Memory and time of a compiled optimizer step for the parameters of one layer."""
 
     step_us: float
     peak_bytes: int

@@ -17,16 +17,16 @@ from planner.model.chain import Chain, Layer
 from planner.model.label_counts import label_count
 from planner.model.load import LoadedModel
 from planner.model.stage import ModelStage
-from planner.tpu.halves import LayerFunction, layer_function, split_layer
+from planner.tpu.layer_functions import LayerFunction, layer_function, split_layer
 from planner.tpu.mesh_program import MeshProgram
 from planner.tpu.stage import JaxStage, StageLayer
 from planner.tpu.torchax_adapter import jax_shape_of, torch_like
 
 
 class JaxPipeline:
-    """Pipeline of a model's stages as one program over the devices of a mesh, one stage per device.
+    """Pipeline of a model's stages as one JAX program over a mesh, with one stage per device.
 
-    The values of parameters are those in `chain` when `parameters` is called.
+    `parameters` reads the values of parameters from `chain` when it is called.
 
     Raises:
         UsageError: One JAX program cannot run the plan.
@@ -42,7 +42,10 @@ class JaxPipeline:
         self.loss_and_gradients = self.program.loss_and_gradients
 
     def parameters(self) -> tuple[list[Any], list[Any]]:
-        """Return trained parameters, then frozen parameters and buffers: packed, with the stage as first dimension."""
+        """Return trained parameters, and then frozen parameters and buffers, on the devices.
+
+        They are packed, with the stage as first dimension.
+        """
         program = self.program
         trained = [self._state(k, stage.trained) for k, stage in enumerate(program.stages)]
         fixed = [self._state(k, stage.fixed) for k, stage in enumerate(program.stages)]
@@ -70,14 +73,14 @@ class JaxPipeline:
         return self.program.argument_shapes(self._inputs, self._targets)
 
     def arrays_by_name(self, packed: Sequence[Any]) -> dict[str, Any]:
-        """Return packed trained parameters, or their gradients, as numpy arrays by their names in the model."""
+        """Return packed trained parameters (or their gradients) as numpy arrays, by parameter name in the model."""
         arrays = self.program.copy_to_host(self.program.trained, packed)
         stages = zip(self.program.stages, arrays, strict=True)
         return {name: array for stage, held in stages for name, array in zip(stage.trained, held, strict=True)}
 
     def _state(self, k: int, names: Iterable[str]) -> list[Any]:
         layers = self._chain.layers[slice(*self._cuts[k])]
-        tensors = {name: tensor for layer in layers for name, tensor in _named(layer).items()}
+        tensors = {name: tensor for layer in layers for name, tensor in _tensors_in_model(layer).items()}
         return [_as_numpy(tensors[name]) for name in names]
 
     def _split(self, value: Any) -> list[Any]:
@@ -108,7 +111,9 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
         num_inputs = sum(isinstance(value, Tensor) for value in values)
         for layer in chain.layers[number : number + len(cut.layers)]:
             last = number == len(chain.layers) - 1
-            function, after = _function(loaded, layer, values, nest, targets=batch.targets if last else None, last=last)
+            function, after = _layer_function_of(
+                loaded, layer, values, nest, targets=batch.targets if last else None, last=last
+            )
             halves = split_layer(function)
             names = _stage_names(layer, k, owners)
             layers.append(StageLayer(number, names, function, halves, layer.name in cut.recomputed))
@@ -121,22 +126,23 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
     return stages
 
 
-def _function(
+def _layer_function_of(
     loaded: LoadedModel, layer: Layer, values: Sequence[Any], nest: TreeSpec, *, targets: Any, last: bool
 ) -> tuple[LayerFunction, Callable[[], tuple[TreeSpec, list[Any]]]]:
-    """Return a layer's function, and a function that returns the structure of its outputs after tracing.
+    """Return a layer's function, and a function that returns the structure of the layer's outputs.
 
     Args:
-        loaded: The model, for its loss.
-        layer: The layer.
+        loaded: Model, which has the loss.
+        layer: Layer of the model.
         values: Flattened inputs of the layer.
         nest: Structure of the inputs.
         targets: Targets of the loss, for the last layer.
-        last: Whether this is the last layer, whose function returns the loss.
+        last: True for the last layer, whose function returns the loss.
 
     Returns:
-        Both functions. The second returns the structure of the outputs, and a list with one entry per flattened output:
-        for a tensor, its index among the tensors; for any other value, a tuple that contains the value.
+        The two functions. The second may be called after the first was traced. It returns the structure of the outputs,
+        and a list with one entry per flattened output: for a tensor, its index among the tensors; for any other value,
+        a tuple that contains the value.
     """
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}
@@ -155,9 +161,8 @@ def _function(
 
 
 def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -> dict[str, str]:
-    """Map names in the layer to names in the model; parameters tied within a stage share one name."""
     names = {}
-    for in_layer, (name, tensor) in zip(_tensors(layer), _named(layer).items(), strict=True):
+    for in_layer, (name, tensor) in zip(_tensors_in_layer(layer), _tensors_in_model(layer).items(), strict=True):
         if isinstance(tensor, torch.nn.Parameter):
             first_stage, first = owners.setdefault(id(tensor), (stage, name))
             if first_stage != stage:
@@ -172,14 +177,12 @@ def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -
     return names
 
 
-def _named(layer: Layer) -> dict[str, Tensor]:
-    """Return parameters and buffers by their names in the model."""
+def _tensors_in_model(layer: Layer) -> dict[str, Tensor]:
     prefix = "" if isinstance(layer.module, ModelStage) else f"{layer.name}."
-    return {f"{prefix}{name}": tensor for name, tensor in _tensors(layer).items()}
+    return {f"{prefix}{name}": tensor for name, tensor in _tensors_in_layer(layer).items()}
 
 
-def _tensors(layer: Layer) -> dict[str, Tensor]:
-    """Return parameters and buffers by their names in the layer."""
+def _tensors_in_layer(layer: Layer) -> dict[str, Tensor]:
     return {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}
 
 

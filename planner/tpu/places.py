@@ -1,4 +1,4 @@
-"""Slots for the arrays of different stages, equal on every device of one program (`planner.tpu.mesh_program`).
+"""Slots for the arrays of different stages. Every device of one program (`mesh_program`) has the same slots.
 
 Arrays of equal shape and dtype in different stages share one slot, as long as slots waste little memory. Otherwise all
 arrays of a dtype are concatenated to one vector, without padding.
@@ -18,7 +18,7 @@ _Kind = TypeVar("_Kind")
 
 
 def slots_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
-    """Return the number of slots of each kind: the largest number of arrays of that kind in any stage."""
+    """Return the number of slots for each kind of array: the largest number of such arrays in any stage."""
     places: Counter[_Kind] = Counter()
     for stage in stages:
         places |= Counter(stage)
@@ -26,7 +26,7 @@ def slots_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
 
 
 def slots_waste_memory(slots_bytes: float, largest_bytes: float) -> bool:
-    """Return True if slots waste too much memory, so that arrays must be concatenated to vectors.
+    """Return True if slots waste so much memory that arrays must be concatenated to vectors instead.
 
     Args:
         slots_bytes: Bytes of all slots, without padding.
@@ -36,7 +36,7 @@ def slots_waste_memory(slots_bytes: float, largest_bytes: float) -> bool:
 
 
 class SharedSlots(NamedTuple):
-    """Memory that every device needs so that it can store the arrays of any stage."""
+    """Memory that every device needs to store the arrays of any stage."""
 
     share: float
     """Bytes of the slots or vectors, divided by the bytes of the fullest stage's arrays; 1 if there are no arrays."""
@@ -44,7 +44,7 @@ class SharedSlots(NamedTuple):
 
 
 def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
-    """Return the memory that every device needs so that it can store the arrays of any of these stages.
+    """Return the memory that every device needs to store the arrays of any of these stages.
 
     Slots store arrays as loops over micro-batches do. Vectors store the elements without padding.
     """
@@ -66,7 +66,10 @@ def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
 
 
 def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
-    """Return the bytes of all slots of a kind. The n-th slot is as large as the largest n-th array of any stage."""
+    """Return the bytes of all slots for arrays of `kind`.
+
+    Slot n is as large as the largest of the stages' n-th arrays, in descending order of size.
+    """
     widths = (
         sorted((a.loop_bytes for a in stage if a.kind == kind for _ in range(a.count)), reverse=True)
         for stage in stages

@@ -1,4 +1,4 @@
-"""Compute the peak memory of a plan that is one JAX program for all devices of a mesh (`planner.tpu.mesh_program`).
+"""Peak memory of a plan that is one JAX program for all devices of a mesh (`planner.tpu.mesh_program`).
 
 Every device runs the same code on arrays of the same shapes. For each memory component, a device needs as much as the
 stage with most of this component, and it needs the whole mini-batch. Parameters, optimizer state, buffers and the
@@ -60,9 +60,9 @@ _KEEPING: Final = ("never", "layers")
 
 
 def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
-    """Return the memory of every device by component in bytes, without the reserve.
+    """Return the memory of every device by component, in bytes, without the reserve.
 
-    The components are those at the peak of the forward or of the backward, whichever is higher.
+    The components are those at the peak of the forward or of the backward, whichever is higher. Complexity: O(L).
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
@@ -71,8 +71,6 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
 
     Raises:
         UsageError: The profile does not record the memory of layers in one compiled program.
-
-    Complexity: O(L).
     """
     programs = costs.memory_model
     if not isinstance(programs, CompiledLayerMemory) or not programs.arrays:
@@ -102,7 +100,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         )
         for k, (first, end) in enumerate(intervals)
     ]
-    most = _with_room(programs.arrays, intervals, _ProgramParts(*map(max, zip(*stages, strict=True))), choices)
+    most = _with_slot_padding(programs.arrays, intervals, _ProgramParts(*map(max, zip(*stages, strict=True))), choices)
     forward = most.input + most.kept + most.input + _GAPS * most.forward
     backward = most.gradients + most.input + most.kept + 2 * most.input + _GAPS * most.backward
     gradients = most.gradients if backward > forward else 0.0
@@ -140,13 +138,13 @@ class _ProgramParts(NamedTuple):
     """Results and temporaries of a backward, including a recomputed forward."""
 
 
-def _with_room(
+def _with_slot_padding(
     layers: Sequence[ProgramArrays],
     intervals: Sequence[tuple[int, int]],
     most: _ProgramParts,
     choices: Sequence[Recompute],
 ) -> _ProgramParts:
-    """Return `most`, the largest bytes of any stage, increased because arrays of different stages differ in shape."""
+    """Return `most`, the largest bytes of any stage, plus the memory lost because arrays of stages differ in shape."""
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
     state = shared_slots([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
     kept = shared_slots([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])

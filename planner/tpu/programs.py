@@ -22,7 +22,10 @@ _ROW = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """Executable and the costs that the compiler reports; sizes are bytes of device memory, padding included."""
+    """Executable, and the costs that the compiler reports for it.
+
+    Sizes are bytes of device memory, including padding.
+    """
 
     arguments: tuple[int, ...]
     """Bytes of each argument."""
@@ -40,9 +43,9 @@ class CompiledProgram:
 
 
 def options_for(device: jax.Device) -> dict[str, str]:
-    """Return the compiler options for a program that trains a whole step on this device.
+    """Return the compiler options for a program that trains a whole step on `device`.
 
-    With the option for TPUs, the compiler tries several placements of arrays in memory and takes the smallest. For 48
+    On TPUs, the option makes the compiler try several placements of arrays in memory and take the smallest. For 48
     programs, this saved up to 14 % of the memory; one of them needed 1.2 % more (docs/measurements/tpu-composition.md,
     libtpu 0.0.52). Compilers for other devices lack the option.
     """
@@ -52,7 +55,7 @@ def options_for(device: jax.Device) -> dict[str, str]:
 
 
 def compile_lowered(lowered: Any) -> Any:
-    """Compile a lowered program.
+    """Compile a lowered JAX program.
 
     Raises:
         OutOfMemoryError: The program alone needs more memory than the device has.
@@ -68,16 +71,16 @@ def compile_lowered(lowered: Any) -> Any:
 def compile_program(
     function: Callable[..., Any], shapes: Sequence[Any], device: Any, donated: Sequence[int] = ()
 ) -> CompiledProgram:
-    """Compile a function for a device; the compiler chooses the layouts of arguments and results.
+    """Compile a function for a device. The compiler chooses the layouts of arguments and results.
 
     Args:
-        function: Function of nests of JAX arrays.
-        shapes: Shapes of its arguments.
+        function: Function of nested JAX arrays.
+        shapes: Shapes of the function's arguments.
         device: Device from `chip_devices` or from JAX.
         donated: Indices of arguments whose memory the executable may reuse for results.
 
     Returns:
-        The executable.
+        The executable, with the compiler's costs.
 
     Raises:
         OutOfMemoryError: The program alone needs more memory than the device has.
@@ -103,7 +106,7 @@ def compile_program(
 
 
 def make_depend_on_array(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: int) -> list[Any]:
-    """Make gradients depend on a large array, so that the compiled program must store the array before the backward.
+    """Make gradients depend on a large array, which the compiled program must then store before the backward.
 
     Args:
         outputs: Outputs of the forward, from which the large array is computed.
@@ -111,7 +114,7 @@ def make_depend_on_array(outputs: Sequence[Any], gradients: Sequence[Any], num_b
         num_bytes: Size of the large array, in bytes.
 
     Returns:
-        The gradients, each with a number added that depends on the large array.
+        The gradients, each plus a number that depends on the large array.
     """
     seed = sum((jnp.sum(output.astype(jnp.float32)) for output in outputs), jnp.zeros(()))
     rows = num_bytes // (4 * _ROW)
@@ -124,7 +127,7 @@ def measure_time_us(program: CompiledProgram, shapes: Any, repeats: int) -> floa
 
     Args:
         program: Executable to run.
-        shapes: Shapes of its arguments.
+        shapes: Shapes of the executable's arguments.
         repeats: Number of timed runs.
     """
     formats = program.executable.input_formats[0]
@@ -158,22 +161,26 @@ def num_bytes(shape: jax.ShapeDtypeStruct) -> int:
 
 
 def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
-    """Return the bytes of an array in its tightest layout on a TPU, the default for arguments of an executable."""
+    """Return the bytes of an array in its smallest layout on a TPU, including padding.
+
+    This layout is the default for arguments of an executable.
+    """
     axes = range(len(shape.shape))
     orders = [[axis for axis in axes if axis not in pair] + list(pair) for pair in permutations(axes, 2)]
     return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))
 
 
 def tiled_shape(length: int) -> tuple[int, int]:
-    """Return the shape (rows, columns) that has at least `length` elements and fills whole tiles of a TPU's memory."""
+    """Return the smallest shape (rows, columns) of whole TPU tiles that has at least `length` elements."""
     rows, columns = _TILE
     return -(-length // (rows * columns)) * rows, columns
 
 
 def shape_in_loops(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the shape in which loops over micro-batches store an array: `shape`, or rows if rows save much padding.
+    """Return the shape in which loops over micro-batches store an array of shape `shape`.
 
-    For example, images with few channels and columns have several times their size with padding, in any axis order.
+    The result is `shape`, or rows of 128 columns if rows need much less padding. For example, images with few channels
+    and columns have several times their size with padding, in any axis order.
     """
     rows = jax.ShapeDtypeStruct(tiled_shape(math.prod(shape.shape)), shape.dtype)
     worth = _WORTH_OF_32_BITS if shape.dtype == "float32" else _WORTH
@@ -181,13 +188,23 @@ def shape_in_loops(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def bytes_in_loops(shape: jax.ShapeDtypeStruct, size: int) -> int:
-    """Return the bytes of an array as loops over micro-batches store it; in the shape `shape`, it has `size` bytes."""
+    """Return the bytes of an array as loops over micro-batches store it.
+
+    Args:
+        shape: Shape of the array.
+        size: Bytes of the array if it is stored in `shape`.
+    """
     held = shape_in_loops(shape)
     return size if held is shape else num_bytes(held)
 
 
 def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]) -> tuple[ArrayKind, ...]:
-    """Return the kind (type, shape and bytes) of each array, from its shape and its size in memory in bytes."""
+    """Return the kind (type, shape and bytes) of each array.
+
+    Args:
+        shapes: Shapes of the arrays.
+        sizes: Bytes of the arrays in memory.
+    """
     return tuple(_kind_of_array(shape, size, size) for shape, size in zip(shapes, sizes, strict=True))
 
 
@@ -196,12 +213,12 @@ def kinds_in_loops(
 ) -> tuple[ArrayKind, ...]:
     """Return the kind (type, shape and bytes) of each array as loops over micro-batches store it.
 
-    Arrays of 32-bit numbers take half their bytes if they are only matmul operands.
+    Arrays of 32-bit numbers take half their bytes if they are used only as matmul operands.
 
     Args:
         shapes: Shapes of the arrays.
-        sizes: Bytes of the arrays in their own shapes.
-        only_matmul_operands: True for arrays that are only matmul operands.
+        sizes: Bytes of the arrays in these shapes.
+        only_matmul_operands: True for arrays that are used only as matmul operands.
 
     Returns:
         One kind per array.
@@ -220,20 +237,19 @@ def _kind_of_array(shape: jax.ShapeDtypeStruct, size: int, loop_bytes: int) -> A
 
 
 def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
-    """Return the bytes of each array in a nested value, in the layout in which an executable stores the array.
+    """Return the bytes of each array in a nested value, in the layout that an executable uses for the array.
 
     Random keys count as arrays.
     """
     sizes = []
     for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
         tiling = place.layout.tiling if place.layout is not None else None
-        stored = _stored(shape)
+        stored = _stored_shape(shape)
         sizes.append(_padded_bytes(stored, place.layout.major_to_minor, tiling[0]) if tiling else num_bytes(stored))
     return tuple(sizes)
 
 
-def _stored(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the stored shape of an array: a random key is stored as a vector of integers."""
+def _stored_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape.shape, shape.dtype))
     return shape

@@ -1,7 +1,7 @@
-"""Stage of consecutive layers on one device; each layer is split into forward and backward (`planner.tpu.halves`).
+"""Stage of consecutive layers on one device. Each layer has a separate forward and backward (`layer_functions`).
 
-Because of the split, a stage keeps exactly the residuals in the profile. Recomputed layers keep only their input.
-Writes of a layer into its buffers (running statistics) are dropped.
+Because of the split, a stage keeps exactly the residuals in the profile. Recomputed layers keep only their inputs.
+Writes of layers into buffers (running statistics) are dropped.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ import jax
 from jax import Array
 from jax import numpy as jnp
 
-from planner.tpu.halves import LayerFunction, SplitFunction
+from planner.tpu.layer_functions import LayerFunction, SplitFunction
 
 State = tuple[dict[str, Array], dict[str, Array]]
 """Trained parameters, then frozen parameters and buffers, of a layer or stage, by name."""
 
 
 class StageInput(NamedTuple):
-    """Input of a stage for one micro-batch."""
+    """Arrays that a stage reads for one micro-batch."""
 
     inputs: Sequence[Array]
     targets: Sequence[Array]
@@ -30,7 +30,7 @@ class StageInput(NamedTuple):
 
 @dataclass(frozen=True)
 class StageLayer:
-    """Layer of a stage, with the names that the layer's parameters and buffers have in the stage."""
+    """Layer of a stage, and the names of the layer's parameters and buffers in the stage."""
 
     number: int
     """Index in the chain."""
@@ -41,7 +41,12 @@ class StageLayer:
     recomputed: bool
 
     def state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
-        """Select this layer's arrays, trained and fixed, from the arrays of the stage."""
+        """Return this layer's parameters and buffers, selected from those of the stage.
+
+        Args:
+            trained: Trained parameters of the stage, by name.
+            fixed: Frozen parameters and buffers of the stage, by name.
+        """
         return (
             {name: trained[self.names[name]] for name in self.function.trained},
             {name: fixed[self.names[name]] for name in self.function.fixed},
@@ -52,9 +57,9 @@ class JaxStage:
     """Stage of consecutive layers on one device.
 
     Args:
-        layers: The layers.
+        layers: Layers of the stage.
         num_inputs: Number of received tensors, without targets of the loss.
-        recompute: Whether the stage keeps only its input for backward.
+        recompute: True if the stage keeps only its inputs for the backward.
     """
 
     def __init__(self, layers: Sequence[StageLayer], num_inputs: int, *, recompute: bool) -> None:
@@ -63,14 +68,14 @@ class JaxStage:
         self.outputs = list(layers[-1].halves.outputs)
         self.trained = {layer.names[name]: s for layer in layers for name, s in layer.function.trained.items()}
         self.fixed = {layer.names[name]: s for layer in layers for name, s in layer.function.fixed.items()}
-        self._needed = [] if recompute else self._needed_between()
+        self._needed = [] if recompute else self._tensors_read_between_layers()
         boundaries = [self._between(boundary)[n] for boundary, n in self._needed]
         created = [s for layer in layers if not (recompute or layer.recomputed) for s in layer.halves.made_shapes]
         self.kept: list[jax.ShapeDtypeStruct] = [*boundaries, *created]
         """Shapes of the arrays that the forward keeps, without the stage's inputs."""
 
     def forward(self, state: State, received: StageInput) -> tuple[list[Array], list[Array]]:
-        """Return the outputs, and the arrays to keep for the backward."""
+        """Return the outputs, and the arrays that the backward reads."""
         values, created = self._run(state, received)
         between = [values[place][n] for place, n in self._needed]
         if self._recompute:
@@ -86,16 +91,16 @@ class JaxStage:
     def backward(
         self, state: State, received: StageInput, saved: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[dict[str, Array], list[Array]]:
-        """Compute the gradients.
+        """Return the gradients of a stage.
 
         Args:
-            state: Arrays of the stage.
-            received: Input of the micro-batch.
-            saved: Arrays that the forward kept.
+            state: Parameters and buffers of the stage.
+            received: Inputs of the micro-batch.
+            saved: Arrays that the forward returned for the backward.
             gradients: Gradients of the outputs.
 
         Returns:
-            Gradients of trained parameters by name, and gradients of the inputs that need one.
+            Gradients of trained parameters by name, and gradients of the inputs that need a gradient.
         """
         values, created = self._run(state, received) if self._recompute else self._unpacked(received.inputs, saved)
         of_trained: dict[str, Array] = {}
@@ -127,8 +132,11 @@ class JaxStage:
         key = jax.random.fold_in(received.key, layer.number)
         return (*layer.state(*state), [*values, *received.targets[:more]], key)
 
-    def _needed_between(self) -> list[tuple[int, int]]:
-        """Return (boundary, index) of the tensors between layers that some backward reads; list each storage once."""
+    def _tensors_read_between_layers(self) -> list[tuple[int, int]]:
+        """Return (boundary, index) of each tensor between layers that some backward reads.
+
+        Tensors that layers only pass on are listed once, at the boundary where they are made.
+        """
         needed: dict[tuple[int, int], None] = {}
         for place, layer in enumerate(self._layers):
             tensors = range(len(self._between(place)))
@@ -136,11 +144,10 @@ class JaxStage:
             read += [(r.kind, r.index) for r in layer.halves.residuals if not layer.recomputed]
             for kind, n in read:
                 if kind in ("input", "output") and (kind == "output" or n in tensors):
-                    needed[self._made_at(place + (kind == "output"), int(n))] = None
+                    needed[self._origin_of(place + (kind == "output"), int(n))] = None
         return [tensor for tensor in needed if tensor[0] > 0]
 
-    def _made_at(self, boundary: int, n: int) -> tuple[int, int]:
-        """Follow a tensor back through layers that only pass it on; return the boundary and index where it was made."""
+    def _origin_of(self, boundary: int, n: int) -> tuple[int, int]:
         while boundary > 0 and self._layers[boundary - 1].halves.passed[n] >= 0:
             boundary, n = boundary - 1, self._layers[boundary - 1].halves.passed[n]
         return boundary, n
@@ -153,7 +160,7 @@ class JaxStage:
         nothing = jnp.zeros(())
         earlier = dict(zip(self._needed, saved, strict=False)) | {(0, n): value for n, value in enumerate(inputs)}
         values = [
-            [earlier.get(self._made_at(b, n), nothing) for n in range(len(self._between(b)))]
+            [earlier.get(self._origin_of(b, n), nothing) for n in range(len(self._between(b)))]
             for b in range(len(self._layers) + 1)
         ]
         rest = iter(saved[len(self._needed) :])

@@ -1,4 +1,4 @@
-"""Compute the memory of stages whose layers were compiled for a TPU.
+"""Memory of stages whose layers were compiled for a TPU.
 
 `planner.core.cost.costs` loads `compiled_costs` for profiles whose layers have `program`. Arrays have one number per
 layer, or one per possible stage (first layer, last layer), as in `planner.core.cost.chain_costs`.
@@ -28,7 +28,7 @@ times the compiled memory (docs/measurements/tpu-composition.md). There, arrays 
 
 
 class ProgramArrays(NamedTuple):
-    """Arrays of a layer that a device stores in slots. All devices have equal slots (`planner.tpu.places`)."""
+    """Arrays of one layer that a device stores in slots. All devices have the same slots (`planner.tpu.places`)."""
 
     trained: tuple[ArrayKind, ...]
     kept: tuple[ArrayKind, ...]
@@ -39,7 +39,10 @@ class ProgramArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledLayerMemory:
-    """Memory of each layer within one executable, in bytes, including gaps between arrays; shape (L,) for L layers."""
+    """Memory of each layer within one executable, in bytes, including gaps between arrays.
+
+    Each array has shape (L,) for L layers.
+    """
 
     carried: FloatArray
     """Bytes stored from a layer's forward to its backward."""
@@ -74,7 +77,7 @@ class CompiledLayerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledStageMemory:
-    """Memory in bytes of stages that are compiled as one executable each, without the components in `Stages`."""
+    """Memory of stages that are compiled as one executable each, in bytes, in addition to the memory in `Stages`."""
 
     straight: FloatArray
     """Highest memory of an executable that runs forward and backward of one micro-batch."""
@@ -90,11 +93,12 @@ class CompiledStageMemory:
 
         Gradients exist during the whole step. A loop over micro-batches stores activations in arrays with one slot for
         each micro-batch. A forward first creates its activations and then copies them into a slot, so they exist twice.
+
         With one micro-batch, or with recomputation of the stage, there are no slots. The compiler then decides which
         activations to keep from forward to backward, and when to free them.
 
         Args:
-            s: The stages.
+            s: Memory of the stages' tensors.
             recompute: Recompute choice of the stages.
             in_flight: Largest number of micro-batches in flight.
         """
@@ -117,7 +121,7 @@ class CompiledStageMemory:
 
 
 def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """Return the additive costs at the n-th profiled micro-batch size, with the memory of layers in one executable."""
+    """Return the costs of layers in one executable, at the n-th profiled micro-batch size."""
     plain, programs = additive_costs(layers, n), [layer.program[n] for layer in layers]
     received = np.append(programs[0].input_bytes, plain.boundaries.input[1:])
     return replace(

@@ -1,6 +1,6 @@
-"""Adapter of torchax, which translates torch's operators to JAX; no other module imports torchax.
+"""Adapter of torchax, which translates torch's operators to JAX. No other module imports torchax.
 
-It works around gaps of torchax 0.0.13 with torch 2.13. A workaround is removed once torchax has a fix.
+The adapter works around gaps of torchax 0.0.13 with torch 2.13. A workaround is removed once torchax has a fix.
 """
 
 import re
@@ -25,7 +25,7 @@ _GONE = re.compile("dimname|names", re.IGNORECASE)
 def _without_named_tensors() -> Iterator[None]:
     """Make torchax importable with torch 2.13, which lacks overloads for named tensors (pytorch/pytorch#173895).
 
-    Torchax refers to these overloads. During the import they resolve to placeholders, which are never used.
+    torchax refers to these overloads. During the import, placeholders replace them; no code uses the placeholders.
     """
     look_up = OpOverloadPacket.__getattr__
 
@@ -72,7 +72,7 @@ def jax_shape_of(tensor: Tensor) -> jax.ShapeDtypeStruct:
 
 
 def torch_like(shape: jax.ShapeDtypeStruct) -> Tensor:
-    """Return a meta tensor of a JAX shape and dtype; it requires a gradient if its dtype is floating."""
+    """Return a meta tensor with the shape and dtype of `shape`. It requires a gradient if the dtype is floating."""
     dtype = mappings.j2t_dtype(shape.dtype)
     return torch.empty(shape.shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
@@ -92,7 +92,7 @@ def torchax_environment() -> torchax.tensor.Environment:
 
 
 class _Environment(torchax.tensor.Environment):  # type: ignore[misc]
-    """Torchax environment with one device; tensors that are not parameters, such as masks, become constants."""
+    """torchax environment with one device. Tensors that are not parameters, such as masks, become constants."""
 
     def _to_copy(self, the_tensor: Any, new_dtype: torch.dtype | None, new_device: Any) -> Any:
         # A rotary embedding moves to the device of the token ids, which in a later stage is the host.

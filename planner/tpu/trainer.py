@@ -1,4 +1,4 @@
-"""Training of an emitted `train_jax.py`: model, batches, weights, and the compiler's memory report.
+"""Training in an emitted `train_jax.py`: model, batches, weights, and the compiler's memory report.
 
 The program does not update the running statistics of batch normalization. Before weights are saved, the statistics are
 estimated from micro-batches that run through the trained model (Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
@@ -40,7 +40,7 @@ from planner.tpu.training import CompiledMemory, JaxArguments, fit_report
 
 
 class TrainingState(NamedTuple):
-    """State of training; arrays have the stage as first dimension."""
+    """Parameters, buffers and optimizer state. The stage is the first dimension of each array."""
 
     trained: list[Array]
     optimizer: list[list[Array]]
@@ -48,9 +48,9 @@ class TrainingState(NamedTuple):
 
 
 class TrainingStep:
-    """Training step of a program over a mesh: gradients, then the optimizer's update.
+    """Training step of a mesh program: gradients, then the optimizer's update.
 
-    Random numbers of a step depend on the seed and on the step's index only.
+    The random numbers of a step depend only on the seed and the step's index.
     """
 
     def __init__(self, program: MeshProgram, rule: OptimizerRule, seed: int) -> None:
@@ -59,7 +59,7 @@ class TrainingStep:
         self._jitted = jax.jit(self._step, donate_argnums=(0,), compiler_options=options)
 
     def begin(self, trained: list[Array], fixed: list[Array]) -> TrainingState:
-        """Return the state before the first step."""
+        """Return the training state before the first step."""
         return TrainingState(
             trained, [[jnp.zeros_like(array) for array in trained] for _ in range(self._rule.num_states)], fixed
         )
@@ -79,7 +79,7 @@ class TrainingStep:
         return float(loss), state
 
     def lowered(self, shapes: tuple[Any, Any, StageInput]) -> jax.stages.Lowered:
-        """Lower the step for `shapes`, the result of `MeshProgram.argument_shapes`, and return it."""
+        """Return the lowered step for `shapes`, the result of `MeshProgram.argument_shapes`."""
         trained, fixed, batch = shapes
         state = TrainingState(trained, [list(trained) for _ in range(self._rule.num_states)], fixed)
         return self._jitted.lower(state, batch, jax.ShapeDtypeStruct((), jnp.int32, sharding=batch.key.sharding))
@@ -100,7 +100,7 @@ _ESTIMATED = 32
 
 
 class JaxTraining:
-    """Training of a plan's program with the model file's optimizer.
+    """Training of a plan's JAX program with the optimizer of the model file.
 
     Raises:
         PlannerError: One JAX program cannot run the model or the plan.
@@ -131,11 +131,11 @@ class JaxTraining:
         self._step = TrainingStep(self.pipeline.program, rule, how.seed)
 
     def begin(self) -> TrainingState:
-        """Return the state before the first step: the model's parameters, and zeros for the optimizer."""
+        """Return the training state before the first step: the model's parameters, and zeros for the optimizer."""
         return self._step.begin(*self.pipeline.parameters())
 
     def batches(self, steps: int) -> Iterator[Batch]:
-        """Yield `steps` mini-batches from the model's `train_batches`, or else its `example_batch`."""
+        """Yield `steps` mini-batches from the model's `train_batches`; without it, repeat its `example_batch`."""
         if self.model.train_batches is not None:
             yield from starmap(Batch, islice(repeat_train_batches(self.model, self.balance.batch), steps))
         else:
@@ -143,7 +143,7 @@ class JaxTraining:
                 yield example_mini_batch(self.model, self.balance.batch, seed=self._seed, step=step)
 
     def step(self, state: TrainingState, inputs: Any, targets: Any, number: int) -> tuple[float, TrainingState]:
-        """Run one step on a mini-batch of torch's tensors; return the loss and the next state.
+        """Run one step on a mini-batch of torch tensors. Return the loss and the next state.
 
         Args:
             state: State before the step.
@@ -154,9 +154,9 @@ class JaxTraining:
         return self._step.run(state, *self.pipeline.split_batch(inputs, targets), number)
 
     def save(self, state: TrainingState, path: str) -> None:
-        """Write trained parameters and buffers as one state dict, in safetensors format or with `torch.save`.
+        """Write trained parameters and buffers to a state dict, as safetensors or with `torch.save`.
 
-        The path's suffix selects the format.
+        The suffix of `path` selects the format.
 
         Raises:
             FileError: The file cannot be written.
@@ -173,7 +173,7 @@ class JaxTraining:
         print(f"wrote {path}{text}", flush=True)
 
     def compiled_memory(self) -> CompiledMemory:
-        """Return the memory that the step needs on the requested chips, as the compiler reports it.
+        """Return the memory that the compiler reports for the step on the requested chips.
 
         Raises:
             OutOfMemoryError: The step needs more memory than the chips have.
@@ -184,14 +184,15 @@ class JaxTraining:
         return CompiledMemory(held, memory.temp_size_in_bytes)
 
     def print_memory(self, predicted_bytes: int, plan_bytes: int) -> ExitCode:
-        """Compile the step for the requested chips; print its memory, the prediction, and whether the step fits.
+        """Compile the step for the requested chips. Print its memory, the prediction, and whether the step fits.
 
         Args:
             predicted_bytes: Predicted memory of every device.
             plan_bytes: Memory limit of the plan.
 
         Returns:
-            `NO` if the program needs more memory than the plan's limit or than the chip has for programs; else `OK`.
+            `NO` if the program needs more memory than the plan's limit or than the chip has for programs, otherwise
+            `OK`.
         """
         try:
             needed = self.compiled_memory()
@@ -203,7 +204,6 @@ class JaxTraining:
         return code
 
     def _estimate_statistics(self) -> int:
-        """Estimate the running statistics of the built model; return the number of batch normalization layers."""
         layers = trained_batch_norms(self._built)
         if not layers:
             return 0

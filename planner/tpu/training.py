@@ -1,6 +1,7 @@
 """Command line, training context and memory report of every emitted `train_jax.py`.
 
-This module imports no jax: a script that only compiles for absent TPUs must configure jax before its import.
+This module does not import jax, because a script that only compiles for absent TPUs must set options of jax before the
+import.
 """
 
 import argparse
@@ -38,11 +39,11 @@ class JaxArguments:
 
 
 class CompiledMemory(NamedTuple):
-    """Memory that a program needs on every device, in bytes."""
+    """Memory that a compiled program needs on every device, in bytes."""
 
-    held: int
+    argument_bytes: int
     """Parameters, optimizer state, and the mini-batch."""
-    temporary: int
+    temporary_bytes: int
     """Arrays that exist only during a step."""
 
 
@@ -58,16 +59,16 @@ def fit_report(
         chip: Chip for which the program was compiled.
 
     Returns:
-        The report as text, and `OK` if the program fits, else `NO`.
+        The report as text, and `OK` if the program fits, otherwise `NO`.
     """
-    total = needed.held + needed.temporary
+    total = needed.argument_bytes + needed.temporary_bytes
     limit_bytes, whose = chip.memory_bytes, f"the memory that programs can use on a {chip.name}"
     if plan_bytes <= limit_bytes:
         limit_bytes, whose = plan_bytes, "the plan's limit"
     fits = total <= limit_bytes
     text = (
-        f"every device: {format_bytes(total)} (parameters, optimizer and data {format_bytes(needed.held)}, "
-        f"temporaries {format_bytes(needed.temporary)})\n"
+        f"every device: {format_bytes(total)} (parameters, optimizer and data {format_bytes(needed.argument_bytes)}, "
+        f"temporaries {format_bytes(needed.temporary_bytes)})\n"
         f"predicted: {format_bytes(predicted_bytes)}, {predicted_bytes / total:.2f} times the compiled memory\n"
         f"{'fits' if fits else 'does not fit'}: {whose} is {format_bytes(limit_bytes)}"
     )
@@ -104,14 +105,14 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
 
 @contextmanager
 def jax_training(balance_path: str | Path, options: JaxArguments) -> "Iterator[JaxTraining]":
-    """Provide the training of a plan as one JAX program inside a `with` block, with the model file's optimizer.
+    """Provide the training of a plan as one JAX program, for the body of a `with` statement.
 
-    A `PlannerError` ends the process with its message and exit code 2, for example if the model or the plan cannot run
+    A `PlannerError` ends the process with its message and exit code 2. This happens if the model or the plan cannot run
     as one JAX program, or the extra `tpu` is not installed.
 
     Args:
-        balance_path: The balance configuration, as `gpipe-plan emit --format jax` writes it.
-        options: The command-line arguments.
+        balance_path: Path of the balance configuration that `gpipe-plan emit --format jax` writes.
+        options: Command-line arguments of the script.
     """
     try:
         check_installed("tpu")

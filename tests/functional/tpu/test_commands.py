@@ -120,7 +120,7 @@ def test_the_jax_program_has_the_losses_of_torch(here: Path, capsys: pytest.Capt
 )
 def test_compiled_memory_is_compared_with_plan_and_chip(temporary: int, cap: int, last: str, code: int) -> None:
     """The exit code reports the result."""
-    found = training.CompiledMemory(held=2**30, temporary=temporary)
+    found = training.CompiledMemory(argument_bytes=2**30, temporary_bytes=temporary)
     told, answer = training.fit_report(found, 2**30, plan_bytes=cap, chip=accelerator("tpu:v2"))
     assert told.splitlines()[-1] == last
     assert answer == code
@@ -262,7 +262,7 @@ def test_the_compiler_decides_if_a_program_fits(
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
     absent = ("torchax",) if fits is None else ()
     monkeypatch.setattr(emitter, "missing_packages", lambda _: absent)
-    monkeypatch.setattr(emitter, "check_fit_with_compiler", lambda *_: (bool(fits), "the compiler's words"))
+    monkeypatch.setattr(emitter, "compile_and_report_fit", lambda *_: (bool(fits), "the compiler's words"))
     done = call(capsys, "emit", "--format", "jax")
     assert done.code == code
     assert told in done.err

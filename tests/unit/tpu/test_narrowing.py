@@ -80,7 +80,7 @@ def model() -> LoadedModel:
 
 def test_operands_of_products_only_are_found_in_layers() -> None:
     """A ReLU reads its input's sign, and a residual connection adds it."""
-    from planner.tpu.halves import split_layer
+    from planner.tpu.layer_functions import split_layer
     from planner.tpu.layer_programs import matmul_operands_of
 
     loaded = model()

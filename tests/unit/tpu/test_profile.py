@@ -257,7 +257,7 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(
     monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     compiler = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     work = partial(compiler._compiled_unit, units[0], inputs[units[0].digest, 8])
-    ((_, problem),) = tpu._worked_off([work], num_workers=1)
+    ((_, problem),) = tpu._run_in_processes([work], num_workers=1)
     assert pickle.loads(pickle.dumps(problem)).args == problem.args
     with pytest.raises(ModelError, match="cannot be compiled for the TPU: IndexError: tuple index") as failed:
         dict(compiler.compile_layers([(units[0], inputs[units[0].digest, 8])]))

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from planner.tpu.halves import LayerFunction, SplitFunction
+    from planner.tpu.layer_functions import LayerFunction, SplitFunction
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
 
 def split_layer(function: "LayerFunction") -> "SplitFunction":
     """Call the function of `halves`, which imports jax late: other tests in this process start processes."""
-    from planner.tpu import halves
+    from planner.tpu import layer_functions
 
-    return halves.split_layer(function)
+    return layer_functions.split_layer(function)
 
 
 def function_of(module: nn.Module, *inputs: Tensor) -> "LayerFunction":
-    from planner.tpu.halves import layer_function
+    from planner.tpu.layer_functions import layer_function
 
     def run(values: Sequence[Any]) -> list[Any]:
         output = module(*values)

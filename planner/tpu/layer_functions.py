@@ -1,9 +1,9 @@
-"""Layer of a chain as a function of JAX arrays, with separate forward and backward.
+"""Layers as functions of JAX arrays, with separate forward and backward.
 
-The forward returns the outputs and the residuals, which are the values that the backward reads. A profile and the
-program that trains have the same residuals: the results of matmuls, convolutions, reductions and other expensive
-operators. Cheap operators (additions, activations, masks, reshapes) are recomputed in the backward. The TPU's compiler
-does the same within one program: it fuses cheap operators into the operators that read their results.
+The forward returns the outputs and the residuals. Residuals are the values that the backward reads: results of matmuls,
+convolutions, reductions and other expensive operators. Cheap operators (additions, activations, masks, reshapes) are
+recomputed in the backward, because the TPU's compiler fuses them into the operators that read their results. A profile
+and the training program have the same residuals.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,15 +40,15 @@ _CHEAP = frozenset((
 
 
 def random_key_shape() -> jax.ShapeDtypeStruct:
-    """Return the shape of a random key."""
+    """Return the shape and dtype of a JAX random key."""
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
 @dataclass(frozen=True)
 class LayerFunction:
-    """Module as a pure function of JAX arrays.
+    """Module as a pure function of JAX arrays, which are the tensors among its flattened inputs and outputs.
 
-    Inputs and outputs are the tensors of the module's flattened inputs and outputs. Writes into buffers are dropped.
+    Writes of the module into its buffers are dropped.
     """
 
     call: Callable[[Arrays, Sequence[Array], Array], list[Array]]
@@ -65,12 +65,12 @@ class LayerFunction:
 def layer_function(
     module: nn.Module, run: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]
 ) -> LayerFunction:
-    """Convert a function that runs a module on torch's tensors to a function of JAX arrays.
+    """Convert a function that runs a module on torch tensors to a function of JAX arrays.
 
     Args:
-        module: Module whose parameters and buffers become arguments; other tensors are constants.
+        module: Module whose parameters and buffers become arguments. Other tensors become constants.
         run: Function from flattened inputs to flattened outputs.
-        values: Inputs of `run`. Only shape and dtype of tensors matter.
+        values: Inputs of `run`. Only shapes and dtypes of tensors are read.
     """
     env = torchax_environment()
     # A `ModelStage` runs the forward of the whole model, so its parameters belong to the model.
@@ -109,7 +109,7 @@ def layer_function(
 
 @dataclass(frozen=True)
 class Residual:
-    """Value that the backward reads."""
+    """Shape of a value that the backward reads, and where the value comes from."""
 
     kind: str
     """Origin: `output`, `input`, `state` for a parameter or buffer, else `made`."""
@@ -142,7 +142,7 @@ class SplitFunction:
 
 
 def split_layer(function: LayerFunction) -> SplitFunction:
-    """Split a layer's function into forward and backward, for inputs of the shapes in `function`."""
+    """Split a layer's function into a forward and a backward."""
     trained, fixed, inputs, needed = function.trained, function.fixed, function.inputs, function.needed
     wanted = [n for n, need in enumerate(needed) if need]
     traced: dict[str, Any] = {}
@@ -157,14 +157,14 @@ def split_layer(function: LayerFunction) -> SplitFunction:
             traced["floating"] = floating
             return [outputs[n] for n in floating], outputs
 
-        checkpointed = jax.checkpoint(primal, policy=_worth_keeping, prevent_cse=False)
+        checkpointed = jax.checkpoint(primal, policy=_is_expensive, prevent_cse=False)
         _, pull, outputs = jax.vjp(checkpointed, dict(trained), [inputs[n] for n in wanted], has_aux=True)
         leaves, traced["tree"] = jax.tree.flatten(pull)
         return outputs, leaves
 
     arguments = (trained, fixed, list(inputs), random_key_shape())
     jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(*arguments)
-    plan = _plan_of(jaxpr.jaxpr, len(shapes[0]), [*sorted(trained), *sorted(fixed)], len(inputs))
+    plan = _residual_plan(jaxpr.jaxpr, len(shapes[0]), [*sorted(trained), *sorted(fixed)], len(inputs))
 
     def kept_forward(*arguments: Any) -> tuple[list[Array], list[Array]]:
         outputs, leaves = forward(*arguments)
@@ -185,7 +185,7 @@ def split_layer(function: LayerFunction) -> SplitFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class _ResidualPlan:
-    """Origins of the values that a forward passes to its backward."""
+    """Origins of the values that a traced forward passes to its backward."""
 
     sources: tuple[tuple[str, Any], ...]
     """For each value, the name of the list that holds it and its index there; or `literal` and its value."""
@@ -195,20 +195,21 @@ class _ResidualPlan:
     residuals: tuple[Residual, ...]
 
     def rebuilt(self, **lists: Sequence[Array]) -> list[Array]:
-        """Return all values for the backward, each taken from the list in `lists` that `sources` names for it."""
         return [place if kind == "literal" else lists[kind][place] for kind, place in self.sources]
 
 
-def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str], num_inputs: int) -> _ResidualPlan:
+def _residual_plan(
+    jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str], num_inputs: int
+) -> _ResidualPlan:
     """Find the origin of each value that a traced forward passes to its backward.
 
-    The forward is a function (state, inputs, key) -> (outputs, values for the backward).
+    The traced forward is a function (state, inputs, key) -> (outputs, values for the backward).
 
     Args:
-        jaxpr: The traced forward.
-        num_outputs: Number of outputs; the values for the backward follow them.
-        state: Names of the arrays of the state, which are the first arguments.
-        num_inputs: Number of inputs; they follow the state.
+        jaxpr: Traced forward.
+        num_outputs: Number of outputs.
+        state: Names of the arrays of the state.
+        num_inputs: Number of inputs.
     """
     outputs, values = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
     sources: dict[Any, tuple[str, int]] = {var: ("argument", n) for n, var in enumerate(jaxpr.invars)}
@@ -231,7 +232,6 @@ def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str
         )
 
     def passed(var: Any) -> int:
-        """Return the index of the input that an output returns unchanged, or -1."""
         kind, place = ("literal", 0) if _is_literal(var) else sources[var]
         return place - len(state) if kind == "argument" and 0 <= place - len(state) < num_inputs else -1
 
@@ -253,10 +253,9 @@ def _is_literal(var: Any) -> bool:
     return hasattr(var, "val")
 
 
-def _worth_keeping(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Return True if the backward should read the stored result of an operator, instead of recomputing the result."""
+def _is_expensive(primitive: Any, *_: Any, **parameters: Any) -> bool:
     called = [value for value in parameters.values() if hasattr(value, "jaxpr") and hasattr(value, "consts")]
     if called:
         # An activation with a custom derivative, such as `relu`, is as cheap as its operators.
-        return any(_worth_keeping(eqn.primitive, **eqn.params) for body in called for eqn in body.jaxpr.eqns)
+        return any(_is_expensive(eqn.primitive, **eqn.params) for body in called for eqn in body.jaxpr.eqns)
     return str(primitive) not in _CHEAP
