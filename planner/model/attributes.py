@@ -1,10 +1,11 @@
-"""Record values that a module's forward leaves in attributes: `self.aux_loss`, an entry of a list, the size of a grid.
+"""Record values that a module's forward stores in attributes, such as `self.aux_loss`.
 
-Later code may read these values: the model sums the losses of its experts, a layer reads a size that another layer
-stored. So the values are recorded like the result of a call, and a stage that does not run the call sets them again.
+Later code may read these values. For example, the model sums the losses of its experts, or a layer reads a size that
+another layer stored. So the values are recorded like the result of a call. A stage that skips the call sets the same
+attributes.
 
-The search follows attributes of modules, and the lists, dicts and objects of user-defined classes in them. Values are
-recorded if they are tensors, plain values, or nests of tensors and plain values. Other values are ignored.
+The search covers attributes of modules, and the lists, dicts and user-defined objects in them. It records tensors,
+plain values, and nested values of these. It ignores other values.
 """
 
 from collections import OrderedDict, defaultdict
@@ -43,7 +44,7 @@ class AttributeChange:
     """Leaves of the value that was set, or of the tuple of (new) list items; `leaves.Leaf` objects in a recording."""
 
     @property
-    def holds_tensors(self) -> bool:
+    def contains_tensor(self) -> bool:
         """True if the recorded value contains a tensor."""
         return any(isinstance(leaf, TensorLeaf) for leaf in self.leaves)
 
@@ -61,21 +62,21 @@ class AttributeSnapshot:
 
     Args:
         modules: Pairs of a module's path and the module.
-        of_model: Snapshot of the whole model. A list, dict or object that it contains keeps the path from there.
+        of_model: Snapshot of the whole model. Containers that it has too get the same path as in it.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "AttributeSnapshot | None" = None) -> None:
         self._containers: dict[int, _Container] = {}
         self._named = {} if of_model is None else of_model._containers
         for path, module in modules:
-            self._look_into(path, (), vars(module))
+            self._add_container(path, (), vars(module))
 
     def changes(self) -> list[AttributeChange]:
-        """Return the attributes that changed since the snapshot, except in objects that are nested too deeply."""
+        """Return the attributes that changed since the snapshot. Deeply nested objects are not searched."""
         return [change for container in self._containers.values() for change in _changes(container)]
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that the attributes hold at present, except in objects that are nested too deeply."""
+        """Return the tensors that are now in the attributes. Deeply nested objects are not searched."""
         leaves: list[Any] = []
         for container in self._containers.values():
             live = dict(enumerate(container.live)) if isinstance(container.live, list) else container.live
@@ -83,9 +84,9 @@ class AttributeSnapshot:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def restore(self) -> None:
-        """Restore the containers whose tensors changed since the snapshot, and remove attributes added to them.
+        """Undo attribute changes that involve tensors, and restore plain values.
 
-        Plain values are restored as well: a counter of forwards, or a flag that is set in the first forward.
+        Plain values are, for example, a counter of forwards or a flag that the first forward sets.
         """
         for container in self._containers.values():
             live, before = container.live, container.before
@@ -100,7 +101,7 @@ class AttributeSnapshot:
                 del live[key]
             live.update(before)
 
-    def _look_into(self, path: str, keys: tuple[Any, ...], container: Any) -> None:
+    def _add_container(self, path: str, keys: tuple[Any, ...], container: Any) -> None:
         if id(container) in self._containers:
             return
         named = self._named.get(id(container))
@@ -115,21 +116,21 @@ class AttributeSnapshot:
         if len(keys) >= _DEEPEST:
             return
         for key, value in enumerate(items) if isinstance(items, list) else items.items():
-            inside = _inside(value)
+            inside = _items_or_attributes(value)
             if inside is not None:
-                self._look_into(path, (*keys, key), inside)
+                self._add_container(path, (*keys, key), inside)
 
 
 def repeat_change(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -> None:
-    """Repeat a recorded attribute change on `model`, with the given values.
+    """Make a recorded attribute change on `model`, with new values.
 
     Args:
         model: The model.
         change: Recorded change.
-        leaves: Values of the leaves, which replace the recorded ones.
+        leaves: New values, in the order of `change.leaves`.
 
     Raises:
-        LookupError: The container of the attribute does not exist.
+        LookupError: The dict or list that contains the attribute does not exist.
     """
     value = unflatten(leaves, change.nest)
     container = _container(model, change)
@@ -142,10 +143,12 @@ def repeat_change(model: nn.Module, change: AttributeChange, leaves: Sequence[An
 
 
 def stored_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
-    """Return the leaves of the value that a repeated call has just stored in the attribute of the recorded `change`.
+    """Return the leaves of the value that the attribute of `change` has now.
+
+    For a list that grows, only the newest items count, as many as in the recording.
 
     Raises:
-        LookupError: The attribute has no value, or a value of another structure than the recorded one.
+        LookupError: The attribute has no value, or its structure differs from the recording.
     """
     container = _container(model, change)
     # A list that is not emptied between steps is longer than in the recording; its last items are the new ones.
@@ -162,7 +165,7 @@ def stored_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
 
 @contextmanager
 def undo_attribute_changes(model: nn.Module, changes: Iterable[AttributeChange]) -> Iterator[None]:
-    """Undo recorded attribute changes at the end of the block. This frees new tensors and their graphs."""
+    """Undo recorded attribute changes when the block ends, which frees tensors and their graphs."""
     before: list[tuple[Any, Any, Any]] = []
     for change in changes:
         try:
@@ -215,29 +218,29 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def value_at(model: nn.Module, path: str, keys: Sequence[Any]) -> Any:
-    """Return the value at `keys` below the attributes of the module at `path`; None if there is none.
+    """Return a value in an attribute of the module at `path`; None if there is none.
 
     Args:
         model: The model.
-        path: Path of one of its modules.
-        keys: Name of an attribute, then keys and indices inside nested containers and objects.
+        path: Path of the module.
+        keys: Name of the attribute, then keys and indices in nested containers and objects.
     """
     at: Any = vars(model.get_submodule(path))
     for key in keys[:-1]:
-        at = _inside(at[key])
+        at = _items_or_attributes(at[key])
     return at.get(keys[-1]) if isinstance(at, dict) else at
 
 
 def _container(model: nn.Module, change: AttributeChange) -> Any:
     at: Any = vars(model.get_submodule(change.path))
     for key in change.keys[:-1] if change.kind == "set" else change.keys:
-        at = _inside(at[key])
+        at = _items_or_attributes(at[key])
         if at is None:
             raise LookupError
     return at
 
 
-def _inside(value: Any) -> Any:
+def _items_or_attributes(value: Any) -> Any:
     if type(value) in (list, dict, OrderedDict, defaultdict):
         return value
     if isinstance(value, Tensor | nn.Module | type) or callable(value) or is_plain(value):

@@ -25,12 +25,12 @@ _AUTOCAST: dict[Precision, torch.dtype] = {"bf16-mixed": torch.bfloat16, "fp16-m
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype that autocast computes in; None if the precision does not use autocast."""
+    """Return the dtype in which autocast computes; None if `precision` does not use autocast."""
     return _AUTOCAST.get(precision)
 
 
 def forward_context(precision: Precision, device: torch.device, *, keep: bool = True) -> AbstractContextManager[Any]:
-    """Return the context manager in which layers and loss run: autocast, or a context without effect.
+    """Return the context manager in which layers and loss run, with autocast if `precision` uses it.
 
     Args:
         precision: Precision of the model.
@@ -47,19 +47,28 @@ def forward_context(precision: Precision, device: torch.device, *, keep: bool = 
 
 
 def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that keeps autocast's weight cache alive, without enabling autocast."""
+    """Return a context manager that prevents autocast from clearing its weight cache.
+
+    Autocast is not enabled in this context; it clears the cache when the outermost context ends.
+    """
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, enabled=False)
 
 
 def caching_only_with_graph() -> AbstractContextManager[None]:
-    """Return a context manager for recomputed layers, in which autocast caches only weight copies that have a graph."""
+    """Return a context manager in which autocast caches only weight copies that have a graph.
+
+    The first forward of recomputed layers runs in this context.
+    """
     return nullcontext() if torch.is_grad_enabled() or _copies_have_graphs() else _without_cache()
 
 
 @cache
 def _copies_have_graphs() -> bool:
-    """Return True if torch gives a graph to a weight copy that autocast makes under `no_grad` and uses again later."""
+    """Return True if a weight copy that autocast caches under `no_grad` has a graph.
+
+    This is so from torch 2.11 on.
+    """
     weight = torch.ones(1, 1, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():
@@ -75,9 +84,9 @@ def _with_care(autocast: torch.autocast) -> Iterator[None]:
 
 
 class _CacheGuard(TorchFunctionMode):
-    """Mode that disables autocast's weight cache while gradients are disabled.
+    """Function mode that disables autocast's weight cache while gradients are disabled.
 
-    Gradients are disabled, for example, in the forward of an autograd function.
+    This is the case, for example, in the forward of an autograd function.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -25,18 +25,18 @@ from planner.core.errors import ModelError
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return True if the model trains a batch normalization, so that results depend on the micro-batch size."""
+    """Return True if the model trains a batch normalization; its results depend on the micro-batch size."""
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 def uses_batch_in_evaluation(model: nn.Module) -> bool:
-    """Return True if a batch normalization has no running statistics, so that samples of a batch affect each other."""
+    """Return True if a batch normalization has no running statistics and so uses the batch in evaluation."""
     return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
 
 
 @contextmanager
 def deferred_batch_norms(model: nn.Module) -> Iterator["BatchStatistics"]:
-    """Collect the statistics of a model's batch normalizations inside the block, instead of updating them in forwards.
+    """Collect batch normalization statistics in the block, instead of updating running statistics.
 
     Raises:
         ModelError: The model has a `SyncBatchNorm`.
@@ -52,7 +52,7 @@ def deferred_batch_norms(model: nn.Module) -> Iterator["BatchStatistics"]:
 
 
 class BatchStatistics:
-    """Collector of batch normalization statistics; layers in evaluation mode keep their running statistics."""
+    """Collector of batch normalization statistics. Layers in evaluation mode are left unchanged."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
         self.is_collecting = False
@@ -60,9 +60,9 @@ class BatchStatistics:
         self.watch(modules)
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Also collect the statistics of the batch normalizations among `modules`.
+        """Also collect statistics of the batch normalizations among `modules`.
 
-        For a stage of a larger model, `modules` may include modules that other stages run.
+        Some of `modules` may run in other stages.
 
         Raises:
             ModelError: A module is a `SyncBatchNorm` in training mode.
@@ -78,7 +78,7 @@ class BatchStatistics:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect the statistics of one micro-batch, whose forward runs inside the block."""
+        """Collect the statistics of one micro-batch, whose forward runs in the block."""
         self.is_collecting = True
         try:
             yield
@@ -89,7 +89,7 @@ class BatchStatistics:
             self._add()
 
     def scratch_of(self, module: _BatchNorm, values: int) -> tuple[Tensor, Tensor]:
-        """Return the scratch tensors for the mean and variance of the input of `module`, which is about to run.
+        """Return the scratch tensors into which `module` writes the mean and variance of its next input.
 
         Args:
             module: Batch normalization.
@@ -109,7 +109,7 @@ class BatchStatistics:
         return call.mean, call.variance
 
     def commit(self, group: dist.ProcessGroup | None = None) -> None:
-        """Update running statistics with everything collected since the last `commit`, on all ranks of `group`."""
+        """Update running statistics with the sums since the last `commit`, over all ranks of `group`."""
         # The order is that of the first forward. It is equal in all replicas, so each sum meets its counterparts.
         calls = list(self._calls.values())
         if calls and group is not None:

@@ -11,7 +11,7 @@ from torch import nn
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and keyword arguments for a model's inputs.
 
-    A tuple or list is spread over positional arguments. A dict holds keyword arguments.
+    A tuple or list becomes positional arguments, a dict keyword arguments.
     """
     if isinstance(inputs, dict):
         return (), dict(inputs)

@@ -25,35 +25,35 @@ from planner.model.attributes import value_at
 from planner.model.closures import other_reachable_tensors
 from planner.model.ghosts import memory_key, storage_key
 from planner.model.growth import SIZES
-from planner.model.held import loose_tensors
+from planner.model.module_tensors import attribute_tensors
 from planner.model.nests import tensors_in
 from planner.model.outline import Outline, outline_of
 from planner.model.recorder import record
 from planner.model.refusals import sparse_gradient_error
-from planner.model.stage import ModelStage, holder_at
+from planner.model.stage import ModelStage, module_at_path
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer of the chain. Its name is the path of its module, or of the largest of its modules.
+    """Layer of the chain, named after its largest module.
 
-    A second layer with the same name gets the suffix `#2`.
+    The name is the module's path. A second layer with the same name gets the suffix `#2`.
     """
 
     name: str
     module: nn.Module
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the layer by their full names in the model."""
+        """Return the layer's parameters by their names in the model."""
         return {f"{self._prefix}{name}": parameter for name, parameter in self.module.named_parameters()}
 
     def buffers_by_name(self) -> dict[str, Tensor]:
-        """Return the buffers of the layer by their full names in the model."""
+        """Return the layer's buffers by their names in the model."""
         return {f"{self._prefix}{name}": buffer for name, buffer in self.module.named_buffers()}
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the layer's current buffers, in bytes."""
+        """Memory of the layer's buffers, in bytes."""
         return sum(buffer.nbytes for buffer in self.module.buffers())
 
     @property
@@ -72,25 +72,29 @@ class Chain:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of every layer."""
+        """Names of the layers."""
         return tuple(layer.name for layer in self.layers)
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Name of each boundary, as used by the option `uncut`: the layer that ends there if the model has all cuts."""
+        """Name of each boundary for the option `uncut`.
+
+        The name is that of the layer before the boundary in the chain without `uncut`.
+        """
         return self.names[:-1] if self.outline is None else self.outline.ends
 
     def modules(self, layer: int) -> tuple[str, ...]:
-        """Return the paths of the modules in a layer, in execution order; empty if the layer is a single module."""
+        """Return the paths of a layer's modules, in execution order; empty if the layer is one module."""
         name = self.layers[layer].name
         modules = (name,) if self.outline is None else self.outline.modules[layer]
         return () if modules == (name,) else modules
 
     def stage(self, first: int, end: int) -> nn.Module:
-        """Return layers `first` to `end - 1` as one module, whose parameters keep their names in the model.
+        """Return layers `first` to `end - 1` as one module.
 
-        The first stage takes the model's inputs, and the last stage returns the model's output. All others take and
-        return the tensors that cross the boundaries. The module shares the model's submodules; nothing is copied.
+        The first stage takes the model's inputs, and the last stage returns the model's output. Other stages take and
+        return the tensors that cross their boundaries. Submodules are shared with the model, and parameters keep their
+        names.
         """
         if self.outline is None:
             return _Layers(self.layers[first:end])
@@ -116,16 +120,16 @@ def chain_of(
     loss_of: Callable[[int], Callable[[Any], object]] | None = None,
     uncut: Sequence[str] = (),
 ) -> Chain:
-    """Return the chain of a model.
+    """Return the chain of layers of a model.
 
     Args:
         model: The model.
         example_inputs: Function from a number of samples to inputs; only an `nn.Sequential` needs none.
         granularity: `coarse` for about one layer per block, `fine` for parts of blocks as well. A Sequential is always
             cut into its children.
-        loss_of: Function from a number of samples to a function that computes the loss from the model's output.
-            Outputs that the loss does not read are not sent to the last layer, except in a Sequential. If `loss_of` is
-            None, all outputs are sent.
+        loss_of: Function from a number of samples to a function that computes the loss from the model's output. Outputs
+            that the loss does not read are not sent to the last layer, except in a Sequential. If `loss_of` is None,
+            all outputs are sent.
         uncut: Names of layers after which the model is not cut.
 
     Raises:
@@ -164,13 +168,15 @@ def chain_of(
 
 
 def chain_from_outline(outline: Outline, model: nn.Module) -> Chain:
-    """Return the chain of `model`, cut as `outline` says; the outline may be from another instance of the model."""
+    """Return the chain of `model`, given the outline of this or another instance of the model."""
     stages = (ModelStage(outline, model, n, n + 1) for n in range(len(outline.names)))
     return Chain(tuple(map(Layer, outline.names, stages)), model, outline)
 
 
 def register(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register `module` below `root` under its dotted path, so that parameters keep their original names.
+    """Register `module` below `root` under its dotted path.
+
+    Parameters of `module` then have the same names in `root` as in the model.
 
     Args:
         root: Module that becomes an ancestor of `module`.
@@ -178,18 +184,18 @@ def register(root: nn.Module, name: str, module: nn.Module) -> None:
         module: The module.
     """
     *path, last = name.split(".")
-    holder_at(root, path)._modules[last] = module
+    module_at_path(root, path)._modules[last] = module
 
 
 def run_layers(layers: Sequence[nn.Module], value: Any) -> Any:
-    """Apply `layers` to `value` one after another and return the result; intermediate values are released."""
+    """Run `layers` one after another on `value` and return the result."""
     for layer in layers:
         value = layer(value)
     return value
 
 
 def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
-    """Return the parameters that several layers share: for each, a list of (layer index, parameter name).
+    """Return the parameters that several layers share: for each, pairs of layer index and name.
 
     Parameters are shared if they cover the same memory. Views of different parts of one storage are not shared.
     """
@@ -201,9 +207,9 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Return the tied parameters: for each parameter's name, its names in the other layers that share it.
+    """Return, for each tied parameter's name, its names in other layers.
 
-    A name in another layer is replaced by the name of that layer, unless it begins with the layer's name.
+    If a name in another layer does not begin with that layer's name, the layer's name replaces it.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):
@@ -215,31 +221,31 @@ def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
 
 
 def chain_digest(chain: Chain, settings: dict[str, Setting], precision: Precision = "") -> str:
-    """Return a digest `sha256:…` of everything about a chain except the values of its tensors.
+    """Return a digest `sha256:…` of a chain, without the values of its tensors.
 
     The digest covers names, classes, parameters and buffers (shape, dtype, trainability), settings and precision. The
     model may be on the meta device.
 
     Args:
         chain: The chain.
-        settings: Settings that the model was built with.
-        precision: Precision that the model runs in.
+        settings: Settings with which the model was built.
+        precision: Precision in which the model runs.
     """
     content: dict[str, Any] = {"settings": settings, "layers": [_described(layer) for layer in chain.layers]}
     if chain.outline is not None:
-        content |= {"model": _described(Layer("", chain.model)), "crossings": chain.outline.described}
+        content |= {"model": _described(Layer("", chain.model)), "crossings": chain.outline.crossing_shapes}
     if precision:
         content["dtype"] = precision
     return digest_of(content)
 
 
 def digest_of(content: Any) -> str:
-    """Return a digest `sha256:…` of `content` as JSON; values that JSON cannot hold are converted by `str`."""
+    """Return a digest `sha256:…` of `content` as JSON. Values without a JSON form are converted by `str`."""
     return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def without_addresses(text: str) -> str:
-    """Remove memory addresses from the text of a printed module, because they differ between processes."""
+    """Remove memory addresses from a printed module, because they differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
@@ -254,7 +260,10 @@ def _described(layer: Layer) -> dict[str, Any]:
 
 
 def _printed(module: nn.Module) -> str:
-    """Return the printed module; if a submodule prints values that a rank may lack, return the class names instead."""
+    """Return the printed module, or only class names if a submodule has its own `__repr__`.
+
+    Such a submodule may print values that a rank lacks.
+    """
     own = any(
         type(part).__module__.startswith("torch.ao.")
         or (type(part).__repr__ is not nn.Module.__repr__ and not type(part).__module__.startswith("torch."))
@@ -276,16 +285,16 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 
 
 def refuse_sparse(model: nn.Module) -> None:
-    """Refuse a model with sparse tensors or with a layer whose gradients are sparse.
+    """Raise an error if the model has a sparse tensor or a layer with sparse gradients.
 
     Raises:
-        ModelError: The model has a sparse tensor or such a layer, which the message names.
+        ModelError: The model has one; the message names it.
     """
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise sparse_gradient_error(f'layer "{path}"')
     named = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in [*named, *(("an attribute", tensor) for tensor in loose_tensors(model))]:
+    for name, tensor in [*named, *(("an attribute", tensor) for tensor in attribute_tensors(model))]:
         if tensor.layout != torch.strided:
             raise ModelError(
                 f'"{name}" is a sparse tensor ({tensor.layout}), which cannot be measured, sent or saved',
@@ -294,7 +303,10 @@ def refuse_sparse(model: nn.Module) -> None:
 
 
 def _shares_state(model: nn.Module, example_inputs: Callable[[int], Any] | None) -> bool:
-    """Return True if a forward changes a tensor that several layers of a Sequential use, or if this is unknown."""
+    """Return True if a forward changes a tensor that several layers of a Sequential use.
+
+    Also return True if this is unknown.
+    """
     layers = [layer.module for layer in _flatten(model, "")]
     owned = [
         {storage_key(t) for t in (*m.parameters(), *m.buffers(), *other_reachable_tensors([m], ()))} for m in layers

@@ -20,11 +20,11 @@ _HELD_BY_MODULE = ("_parameters", "_buffers", "_modules")
 
 
 def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that modules and hooks can read, except the modules' own parameters and buffers.
+    """Return tensors that code and hooks of modules can read, except parameters and buffers.
 
     Args:
-        modules: The modules; their submodules are searched as well.
-        hooked: Tensors with hooks; the search covers what the hooks can read.
+        modules: The modules, searched with their submodules.
+        hooked: Tensors whose hooks are searched.
     """
     own = {id(part): part for module in modules for part in module.modules()}
     held = {id(t) for part in own.values() for t in (*part._parameters.values(), *part._buffers.values())}

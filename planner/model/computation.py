@@ -26,7 +26,10 @@ _INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 def code_digests(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
-    """Return two digests, under `loss` and `layers`, of the code of a model; the model may be on any device."""
+    """Return digests of the code of the loss (`loss`) and of the model (`layers`).
+
+    The model may be on any device.
+    """
     # The constants that a loss reads count as well. Those of a layer are mostly sizes, which its tensors show.
     reader = _CodeReader(constants=True)
     loss = [reader.described(loaded.loss_fn), reader.described(loaded.loss_count)]
@@ -69,16 +72,16 @@ class _CodeReader:
 
     def _code(self, thing: Any) -> Any:
         name = _name_of(thing)
-        if id(thing) in self._seen or not _is_own(thing):
+        if id(thing) in self._seen or not _is_user_code(thing):
             return name
         self._seen.add(id(thing))
         functions = [thing] if isinstance(thing, FunctionType) else _methods(thing)
         refers: dict[str, Any] = {}
         for function in functions:
-            outside = _referred(function)
+            outside = _outer_variables(function)
             refers |= {n: self.described(v) for n, v in sorted(outside.items()) if self._counts(v) and v is not thing}
         bases = [] if isinstance(thing, FunctionType) else [self._code(base) for base in thing.__bases__]
-        return [name, _text(thing), dict(sorted(refers.items())), bases]
+        return [name, _normalized_source(thing), dict(sorted(refers.items())), bases]
 
     def _counts(self, value: Any) -> bool:
         return _is_function(value) or isinstance(value, type) or (self._constants and isinstance(value, _SCALARS))
@@ -91,10 +94,10 @@ def _is_function(value: Any) -> bool:
 def _name_of(thing: Any) -> str:
     module = str(getattr(thing, "__module__", None) or "")
     # A user's file is imported under a generated module name.
-    return f"{'' if _is_own(thing) else module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+    return f"{'' if _is_user_code(thing) else module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
 
 
-def _is_own(thing: Any) -> bool:
+def _is_user_code(thing: Any) -> bool:
     try:
         file = Path(inspect.getsourcefile(thing) or "<none>")
     except TypeError:  # builtins
@@ -110,7 +113,7 @@ def _methods(thing: type) -> Iterator[FunctionType]:
             yield function
 
 
-def _referred(function: FunctionType) -> dict[str, Any]:
+def _outer_variables(function: FunctionType) -> dict[str, Any]:
     names = set(_names(function.__code__))
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -128,7 +131,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _text(thing: Callable[..., Any]) -> str:
+def _normalized_source(thing: Callable[..., Any]) -> str:
     try:
         source = textwrap.dedent(inspect.getsource(thing))
     except (OSError, TypeError):

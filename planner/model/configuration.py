@@ -45,14 +45,14 @@ def configuration_module(path: str) -> ModuleType:
     transformers = import_module("transformers")
 
     def build_model(sequence: int, task: str = "") -> nn.Module:  # noqa: ARG001 - a setting of the batch
-        configuration, is_part = _read(transformers, path)
+        configuration, is_part = _language_configuration(transformers, path)
         kind = getattr(transformers, TASKS[_task(path, task, is_part=is_part)].auto_class)
         # Parameters are in float32 whatever the checkpoint's type; `--dtype` converts them.
         model: nn.Module = kind.from_config(configuration, dtype=torch.float32)
         return model
 
     def example_batch(batch_size: int, sequence: int, task: str = "") -> tuple[dict[str, Tensor], None]:
-        configuration, is_part = _read(transformers, path)
+        configuration, is_part = _language_configuration(transformers, path)
         tokens = torch.randint(configuration.vocab_size, (batch_size, sequence))
         if TASKS[_task(path, task, is_part=is_part)].labels_per_sample:
             return {"input_ids": tokens, "labels": torch.randint(configuration.num_labels, (batch_size,))}, None
@@ -63,10 +63,10 @@ def configuration_module(path: str) -> ModuleType:
     return module
 
 
-def _read(transformers: ModuleType, path: str) -> tuple[Any, bool]:
-    """Return the configuration of the language model, and True if the model also has other parts (vision, audio).
+def _language_configuration(transformers: ModuleType, path: str) -> tuple[Any, bool]:
+    """Return the configuration of the language model, and True if it is part of a larger model.
 
-    The configuration disables the cache of keys and values, because training does not use it.
+    The cache of keys and values is disabled, because training does not use it.
     """
     whole = transformers.AutoConfig.from_pretrained(path)
     configuration = whole.get_text_config()
@@ -75,9 +75,10 @@ def _read(transformers: ModuleType, path: str) -> tuple[Any, bool]:
 
 
 def _task(path: str, task: str, *, is_part: bool) -> str:
-    """Return the name of the task: `task` if given, else a default that depends on the configuration.
+    """Return the name of the task: `task` if given, else a default from the configuration.
 
-    The default is `causal-lm` for the language model in a larger model, and else follows from `architectures`.
+    The default is `causal-lm` for a language model in a larger model. For other models, it follows from
+    `architectures`.
     """
     if task in TASKS:
         return task

@@ -2,17 +2,17 @@
 
 A cut is a time of the recording: stages before the cut run the code before that time. Calls that ended before a cut do
 not run again after it. Later stages receive their results, if these are needed. Calls that are still open at the cut
-run their code again from its start, on the received tensors. Joins (`planner.model.joins`) are an exception: a later
-stage receives a join instead of computing it again.
+run their code again from its start, on the received tensors. Some results of this code are sent instead
+(`planner.model.sent_results`).
 
     def forward(self, x):
         a = self.first(x)
         b = self.second(a)
         c = a + b                  # the model's own code
-        ----------------------     the cut: after `second`, or after the join that follows it
+        ----------------------     the cut: after `second`, or after the sum if the sum is sent
         return self.third(c) + a
 
-After the cut, the code reads c and a. If c is a join, then c and a cross. Otherwise a and b cross, and the stage after
+After the cut, the code reads c and a. If the sum is sent, c and a cross. Otherwise a and b cross, and the stage after
 the cut computes c again.
 """
 
@@ -26,11 +26,11 @@ import networkx as nx
 from torch import nn
 
 from planner.core.values.profile import Granularity
-from planner.model.joins import joins_of
-from planner.model.kept_state import state_problem
-from planner.model.recording import END, Call, Join, Operator, Recording
+from planner.model.carried_state import state_problem
+from planner.model.recording import END, Call, FunctionResult, Operator, Recording
 from planner.model.regions import Region
 from planner.model.repetition import Repetition
+from planner.model.sent_results import find_sent_results
 
 _NEAR = 1.1
 """Cuts are kept if at most this many times the bytes of the best nearby cut cross them."""
@@ -48,23 +48,23 @@ class CutCrossing:
 
     values: tuple[int, ...]
     """Indices of the tensors in `Recording.values`."""
-    holds: frozenset[str]
+    model_tensors: frozenset[str]
     """Parameters and buffers that later stages read when they repeat code from before the cut."""
     problem: str | None
     """Reason why the model cannot be cut here; None if it can."""
 
 
 class Cuts:
-    """Possible cuts of a recorded model. Of `model`, only the module structure is used."""
+    """Possible cuts of a recorded model. Only the module structure of `model` is used."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self.recording = recording
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.repetition = Repetition(recording)
-        self._joins = joins_of(recording, self.repetition)
-        self._joins_in: dict[tuple[int, int], list[Join]] = {}
-        for join in self._joins.values():
-            self._joins_in.setdefault((join.call, join.gap), []).append(join)
+        self._sent_results = find_sent_results(recording, self.repetition)
+        self._sent_results_in: dict[tuple[int, int], list[FunctionResult]] = {}
+        for result in self._sent_results.values():
+            self._sent_results_in.setdefault((result.call, result.gap), []).append(result)
         flow = recording.flow.nodes
         self._lives: list[_Life] = [
             (v, data["created"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]
@@ -77,14 +77,14 @@ class Cuts:
         for data in flow.values():
             self._creator.setdefault(data["storage"], data["operator"])
         self._num_versions = Counter(data["storage"] for data in flow.values())
-        trained = (o.time for o in recording.operators if any(map(self._is_parameter, o.holds)))
+        trained = (o.time for o in recording.operators if any(map(self._is_parameter, o.model_tensors)))
         self._last_trained = max(trained, default=0)
         self._states = {state.storage: state.name for state in recording.states}
         self.num_tried = 0
         """Number of calls after which `choose` would cut if nothing prevented it."""
 
     def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> CutCrossing:
-        """Return the tensors that must cross `cut`, because code between `cut` and `used_before` uses them.
+        """Return the tensors that cross `cut`, because later code uses them.
 
         Args:
             cut: Time of the cut.
@@ -92,7 +92,7 @@ class Cuts:
             with_unread: Whether outputs that the loss does not read count as used.
 
         Returns:
-            The tensors, and the parameters and buffers that repeated code reads.
+            The tensors, and the parameters and buffers that code reads which runs before and again after the cut.
         """
         # Uses are in order, so the first one after the cut decides whether the version is used before `used_before`.
         live = [
@@ -108,14 +108,14 @@ class Cuts:
         needs.follow(live, strict=True)
         # Repeated code branches again on values (`if x.sum() > 0`), which it needs even if nothing else reads them.
         for number in self.recording.decisions:
-            if self.repetition.repeats(number, cut):
+            if self.repetition.is_repeated(number, cut):
                 needs.follow(self.recording.reads[number], strict=False)
-        through = (region.problem for region in self.recording.regions if region.holds(cut))
+        through = (region.problem for region in self.recording.regions if region.contains(cut))
         problem = state_problem(self.recording.states, cut) or next(through, needs.problem)
-        return CutCrossing(tuple(sorted(needs.values)), frozenset(needs.holds), problem)
+        return CutCrossing(tuple(sorted(needs.values)), frozenset(needs.model_tensors), problem)
 
     def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
-        """Return the number of bytes that cross a cut."""
+        """Return the bytes of the tensors that cross a cut."""
         key = cut, with_unread and bool(self.recording.unread)
         if key not in self._num_bytes:
             crossing = self.crossing(cut, with_unread=with_unread)
@@ -123,35 +123,44 @@ class Cuts:
         return self._num_bytes[key]
 
     @property
-    def joins(self) -> tuple[Join, ...]:
-        """Joins: results of the model's own code that may be sent across a cut, instead of being computed again."""
-        return tuple(self._joins.values())
+    def sent_results(self) -> tuple[FunctionResult, ...]:
+        """Results of the model's own code that may be sent across a cut."""
+        return tuple(self._sent_results.values())
 
-    def join(self, operator: int, cut: int) -> Join | None:
-        """Return the result of an operator if it is a join that is sent across the cut; else None."""
-        join = self._joins.get(operator)
-        return join if join is not None and join.exit < cut and self.repetition.repeats(operator, cut) else None
+    def sent_result(self, operator: int, cut: int) -> FunctionResult | None:
+        """Return the operator's result if it is sent across the cut; None if it is computed again."""
+        result = self._sent_results.get(operator)
+        return (
+            result if result is not None and result.exit < cut and self.repetition.is_repeated(operator, cut) else None
+        )
 
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
-        """Count the tensors that are sent only for code that runs again, and the results that this code makes again."""
+        """Count tensors that are sent only as operands of repeated code, and the results of this code.
+
+        Repeated code runs before the cut and again after it.
+        """
         flow = self.recording.flow.nodes
         read_after = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
         makers = (flow[v]["operator"] for v, created, last, _ in self._lives if created < cut <= last)
-        repeated = (number for number in makers if number >= 0 and self.repetition.repeats(number, cut))
-        return len(crossing - read_after), sum(self.join(number, cut) is None for number in repeated)
+        repeated = (number for number in makers if number >= 0 and self.repetition.is_repeated(number, cut))
+        return len(crossing - read_after), sum(self.sent_result(number, cut) is None for number in repeated)
 
-    def holds(self, first: int, end: int) -> frozenset[str]:
-        """Return the names of the parameters and buffers that a stage needs to run the code between two cuts."""
-        inside = (o.holds for o in self.recording.operators if first <= o.time < end)
+    def model_tensors(self, first: int, end: int) -> frozenset[str]:
+        """Return the names of the parameters and buffers that a stage between two cuts needs."""
+        inside = (o.model_tensors for o in self.recording.operators if first <= o.time < end)
         # The model's output is used at the end of the last layer.
         used_before = END + 1 if end == END else end
         crossing = self.crossing(first, used_before=used_before)
-        returned = self.recording.output_holds if end == END else frozenset()
-        return frozenset(name for names in inside for name in names) | crossing.holds | returned
+        returned = self.recording.returned_model_tensors if end == END else frozenset()
+        return frozenset(name for names in inside for name in names) | crossing.model_tensors | returned
 
-    def missing_outputs(self, cut: int, holds: frozenset[str]) -> frozenset[int]:
-        """Return the outputs that the loss does not read and that stages after `cut` cannot compute.
+    def missing_outputs(self, cut: int, model_tensors: frozenset[str]) -> frozenset[int]:
+        """Return the outputs that the loss does not read and stages after `cut` cannot compute.
+
+        Args:
+            cut: Time of the cut.
+            model_tensors: Names of the parameters and buffers in the stages after the cut.
 
         Returns:
             Indices of leaves of the model's output.
@@ -164,14 +173,18 @@ class Cuts:
         for version in self._ancestors_of_unread:
             data = self.recording.flow.nodes[version]
             number = data["operator"]
-            if number >= 0 and self.join(number, cut) is not None:
+            if number >= 0 and self.sent_result(number, cut) is not None:
                 is_there = data["storage"] in received
-            elif number >= 0 and (data["created"] >= cut or self.repetition.repeats(number, cut)):
+            elif number >= 0 and (data["created"] >= cut or self.repetition.is_repeated(number, cut)):
                 # This version is computed after the cut, if its operands are available there.
                 operator = self.recording.operators[number]
-                is_there = holds.issuperset(operator.holds) and missing.isdisjoint(self.recording.reads[number])
+                is_there = model_tensors.issuperset(operator.model_tensors) and missing.isdisjoint(
+                    self.recording.reads[number]
+                )
             elif number < 0 and data["storage"] not in self.recording.exposures:
-                is_there = version not in unread  # a parameter: `holds` is checked at the operators that read it
+                is_there = (
+                    version not in unread
+                )  # a parameter: `model_tensors` is checked at the operators that read it
             else:
                 # A finished call made this version. The storage crosses in its state at the cut, maybe a later version.
                 is_there = data["storage"] in received and self._num_versions[data["storage"]] == 1
@@ -180,11 +193,11 @@ class Cuts:
         return frozenset(leaf for leaf, version in enumerate(self.recording.outputs) if version in missing & unread)
 
     def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
-        """Return the useful cuts in order, and messages why there is no cut after certain calls, those of blocks first.
+        """Return the useful cuts in order, and reasons why the model is not cut after other calls.
 
         A block is a member of a ModuleList, ModuleDict or Sequential. If possible, the model is cut after each block
-        and after other modules that contain modules with parameters. After smaller modules outside of blocks, it is
-        cut only where few bytes cross. Within blocks, it is cut only if `granularity` is `fine`.
+        and after other modules that contain modules with parameters. After smaller modules outside of blocks, it is cut
+        only where few bytes cross. Within blocks, it is cut only if `granularity` is `fine`.
         """
         calls = self.recording.calls
         # Boundaries between blocks are natural cuts. Any other cut is useful only if few bytes cross it.
@@ -240,31 +253,33 @@ class Cuts:
             parent = self.recording.calls[call.parent]
             gap = parent.children.index(call.number) + 1
             # After the last child, the parent call ends, and the cut after the parent is considered separately.
-            joins = self._joins_in.get((parent.number, gap), []) if gap < len(parent.children) else []
-            joins = [join for join in joins if not self._draws_after(join)]
-            cuts = [call.exit + 1, *(join.exit + 1 for join in joins)]
+            results = self._sent_results_in.get((parent.number, gap), []) if gap < len(parent.children) else []
+            results = [result for result in results if not self._draws_after(result)]
+            cuts = [call.exit + 1, *(result.exit + 1 for result in results)]
             possible = [cut for cut in cuts if self.crossing(cut).problem is None]
             self._cut_after_call[call.number] = min(possible, key=self.num_bytes, default=cuts[0])
         return self._cut_after_call[call.number]
 
-    def _draws_after(self, join: Join) -> bool:
-        """Return True if code draws random numbers between a join and the next start or end of a call.
+    def _draws_after(self, result: FunctionResult) -> bool:
+        """Return True if code draws random numbers between a result and the next start or end of a call.
 
-        Random generators are seeded when a layer begins. A plain loop can do so only at the start or end of a call.
+        Each layer seeds its random generators. A plain loop can seed them only when a call starts or ends.
         """
-        parent = self.recording.calls[join.call]
-        next_enter = self.recording.calls[parent.children[join.gap]].enter
-        return any(operator.random and join.exit < operator.time < next_enter for operator in self.recording.operators)
+        parent = self.recording.calls[result.call]
+        next_enter = self.recording.calls[parent.children[result.gap]].enter
+        return any(
+            operator.random and result.exit < operator.time < next_enter for operator in self.recording.operators
+        )
 
     def _is_tried(self, call: Call) -> bool:
         # After the last operator that reads a parameter there would be nothing to train.
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
-        """Return `cuts` without those inside one of `calls` that are much wider than both ends of this call.
+        """Return `cuts` without cuts inside a call that many more bytes cross than both ends of the call.
 
-        The width of a cut is its number of bytes. At the start and end of a call, outputs that the loss does not read
-        count, too. So the choice does not depend on the loss (of a model that also returns its logits, for example).
+        At the ends of the call, outputs that the loss does not read count too. So the choice does not depend on the
+        loss.
         """
         narrow = []
         for cut in cuts:
@@ -302,7 +317,7 @@ class Cuts:
         return left
 
     def _trains(self, first: int, end: int) -> bool:
-        names = (name for o in self.recording.operators if first <= o.time < end for name in o.holds)
+        names = (name for o in self.recording.operators if first <= o.time < end for name in o.model_tensors)
         return any(self._is_parameter(name) for name in names)
 
     def _is_parameter(self, name: str) -> bool:
@@ -311,10 +326,9 @@ class Cuts:
 
 
 class _Needs:
-    """Tensors that a stage must receive, and parameters and buffers that it must have, so that code after a cut runs.
+    """Tensors, parameters and buffers that a stage needs to run the code after a cut.
 
-    The search goes back from each tensor that the code reads to the operands from which it was computed, until it
-    reaches one that can be sent: a join, or the result of a finished call. All operators on the way run again.
+    Each tensor that the code reads is traced back to tensors that can be sent. All operators on the way run again.
     """
 
     def __init__(self, cuts: Cuts, cut: int) -> None:
@@ -322,7 +336,7 @@ class _Needs:
         self._cut = cut
         self._seen: set[int] = set()
         self.values: set[int] = set()
-        self.holds: set[str] = set()
+        self.model_tensors: set[str] = set()
         self.problem: str | None = None
 
     def follow(self, versions: Iterable[int], *, strict: bool) -> None:
@@ -335,21 +349,21 @@ class _Needs:
                 continue
             self._seen.add(version)
             data = flow.nodes[version]
-            exposed = self._cuts.repetition.exposed(data["storage"], self._cut)
+            exposed = self._cuts.repetition.exposed_tensors(data["storage"], self._cut)
             self.values.update(exposed)
             number = data["operator"]
-            if number < 0:  # an input of the model (among `exposed`) or a parameter (among `holds`)
+            if number < 0:  # an input of the model (among `exposed`) or a parameter (among `model_tensors`)
                 continue
-            join = self._cuts.join(number, self._cut)
-            if join is not None:
-                self.values.add(join.value)
+            result = self._cuts.sent_result(number, self._cut)
+            if result is not None:
+                self.values.add(result.value)
                 continue
             operator = recording.operators[number]
-            if not self._cuts.repetition.repeats(number, self._cut):
+            if not self._cuts.repetition.is_repeated(number, self._cut):
                 self._check_sent(operator, data["storage"], is_exposed=bool(exposed))
                 continue
             self._check_repeated(operator, recording.reads[number], strict=strict)
-            self.holds.update(operator.holds)
+            self.model_tensors.update(operator.model_tensors)
             open_versions.extend(recording.reads[number])
 
     def _check_sent(self, operator: Operator, storage: int, *, is_exposed: bool) -> None:
@@ -370,7 +384,7 @@ class _Needs:
             self._fail(f"{where} computes it ({name}), and {region.problem}")
         if operator.random and strict:  # each stage would draw different numbers
             self._fail(f"random numbers are drawn ({name}) by the code of {where} between modules")
-        if operator.writes_held:  # each stage that holds the tensor would repeat the write
+        if operator.writes_model_tensor:  # each stage that holds the tensor would repeat the write
             self._fail(f"the code of {where} writes into a parameter or buffer ({name})")
         for version in reads:
             kept = self._cuts._states.get(self._cuts.recording.flow.nodes[version]["storage"])
@@ -389,11 +403,11 @@ class _Needs:
 
     def _was_made_outside(self, storage: int) -> bool:
         creator = self._cuts._creator[storage]
-        return creator >= 0 and self._cuts.repetition.repeats(creator, self._cut)
+        return creator >= 0 and self._cuts.repetition.is_repeated(creator, self._cut)
 
     def _is_repeated(self, version: int) -> bool:
         maker = self._cuts.recording.flow.nodes[version]["operator"]
-        return maker >= 0 and self._cuts.repetition.repeats(maker, self._cut)
+        return maker >= 0 and self._cuts.repetition.is_repeated(maker, self._cut)
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or problem  # the first one is reported

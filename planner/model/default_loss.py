@@ -20,17 +20,17 @@ _HINT = "define `loss_fn(output, target)` that returns the one to train"
 
 
 class DefaultLoss:
-    """Replacement of `loss_fn(output, target)` for a file that has none; `path` names the file in messages."""
+    """Replacement for a missing `loss_fn(output, target)`. Messages name the file `path`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._taken: object = None
 
     def __call__(self, output: Any, _target: Any) -> Tensor:
-        """Return the loss in an output.
+        """Return the loss in a model's output.
 
         Raises:
-            ModelError: The output has no loss, several possible losses, or not the loss that was chosen before.
+            ModelError: The output has no loss, several possible losses, or another loss than the first output.
         """
         if self._taken is None:
             self._taken = self._chosen(output)
@@ -44,7 +44,7 @@ class DefaultLoss:
 
     @property
     def note(self) -> str:
-        """Note for the user on which loss is trained; empty until the loss is chosen."""
+        """Note for the user that names the chosen loss; empty until it is chosen."""
         if self._taken is None:
             return ""
         return f"{self._path} has no `loss_fn(output, target)`: {self._described} is trained"
@@ -104,8 +104,8 @@ def _own_loss(output: Any) -> Tensor | None:
 def _is_scalar(tensor: Tensor, beside: Sequence[Tensor]) -> bool:
     """Return True if a tensor with one element can be a loss.
 
-    A tensor without dimensions always can. A tensor of shape (1,) or (1, 1) can only if another tensor in `beside` has
-    several samples: otherwise it may be the model's output for a batch of one sample.
+    A tensor of shape (1,) or (1, 1) may also be the output for a batch of one sample. So it counts only if another
+    tensor in `beside` has several samples.
     """
     of_several = any(other.numel() and other.shape[:1] > (1,) for other in beside)
     return tensor.ndim == 0 or (tensor.numel() == 1 and of_several)

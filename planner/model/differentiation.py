@@ -11,12 +11,17 @@ from planner.core.errors import ModelError
 
 
 class _DifferentiatesError(BaseException):
-    """Signal that the forward calls `torch.autograd.grad`; no `Exception`, so that the model's handlers ignore it."""
+    """Signal that the forward calls `torch.autograd.grad`.
+
+    It is no `Exception`, so that the model's handlers do not catch it.
+    """
 
 
 @contextmanager
 def refusing_gradients() -> Iterator[None]:
-    """Refuse a call of `torch.autograd.grad` in the block: a stage that repeats the code would lack the call's graph.
+    """Raise an error if code in the block calls `torch.autograd.grad`.
+
+    A stage that repeats this code would lack parts of the graph.
 
     Raises:
         ModelError: Code in the block calls `torch.autograd.grad`.
@@ -39,8 +44,11 @@ def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 @contextmanager
-def quiet_about_shapes() -> Iterator[None]:
-    """Suppress torch's log about operators whose result shape depends on values; the caller handles their errors."""
+def without_shape_log() -> Iterator[None]:
+    """Suppress torch's log messages about result shapes that depend on values.
+
+    The caller handles the errors themselves.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

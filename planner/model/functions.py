@@ -19,10 +19,10 @@ Run = Callable[[Called, Callable[[], Any]], Any]
 
 
 class FunctionWatch(TorchFunctionMode):
-    """Mode that intercepts calls of torch functions between the calls of submodules (in gaps).
+    """Torch function mode that intercepts function calls of a module's own code.
 
-    The model's code may enter and leave other modes between the start and the end of a gap. So this mode is inserted
-    below them in torch's stack of modes, and removed from any position.
+    The model's code may enter and leave other modes meanwhile. So this mode is inserted below them in torch's stack of
+    modes, and removed from any position.
     """
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class FunctionWatch(TorchFunctionMode):
         self._is_running = False
 
     def start_intercepting(self, run: Run) -> None:
-        """Replace each following call of a torch function by `run(called, make_call)`, which returns the result."""
+        """Replace each following call of a torch function by `run(called, make_call)`."""
         if self._run is not None:
             return  # A function that calls modules is running. Torch removed the mode and restores it after the call.
         self._run = run
         self._counts.clear()
-        modes = _emptied_stack()
+        modes = _empty_mode_stack()
         for mode in (*modes[: self._depth], self, *modes[self._depth :]):
             _push_mode(mode)
 
@@ -48,7 +48,7 @@ class FunctionWatch(TorchFunctionMode):
             return
         # `run` refers to this object and to tensors: a reference cycle would keep the tensors alive.
         self._run = None
-        for mode in _emptied_stack():
+        for mode in _empty_mode_stack():
             if mode is not self:
                 _push_mode(mode)
 
@@ -67,12 +67,12 @@ class FunctionWatch(TorchFunctionMode):
 
 
 def is_in_vmap() -> bool:
-    """Return True while a function runs that `torch.vmap` transforms.
+    """Return True while `torch.vmap` runs a function.
 
-    Tensors in such a function represent one sample and have no memory. Modules that it calls are not recorded as calls.
+    Tensors in this function represent one sample and have no memory. Calls of modules in it are not recorded.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _emptied_stack() -> list[TorchFunctionMode]:
+def _empty_mode_stack() -> list[TorchFunctionMode]:
     return [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]

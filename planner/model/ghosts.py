@@ -42,11 +42,11 @@ SHAPE_ONLY = frozenset(
 
 
 class NeedsValuesError(Exception):
-    """Error of an operator that needs the values of a ghost, for a Python number or for the shape of its result."""
+    """Error that an operator needs the values of a ghost (a tensor without values)."""
 
 
 class Ghost(Tensor):
-    """Tensor without values."""
+    """Tensor with a shape, a dtype and a device, but no values."""
 
     _fake: FakeTensor | None = None
 
@@ -57,7 +57,7 @@ class Ghost(Tensor):
 
     @property
     def fake_tensor(self) -> FakeTensor:
-        """Fake tensor inside this ghost; two ghosts share memory if their fake tensors share a storage."""
+        """Fake tensor of torch in this ghost. Ghosts share memory if their fake tensors share a storage."""
         if self._fake is None:
             with _mode(), torch._C.DisableTorchFunction():
                 self._fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
@@ -65,7 +65,7 @@ class Ghost(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operator on the fake tensors inside its arguments, and wrap the results."""
+        """Run an operator on the fake tensors of its arguments, and return ghosts."""
         if func._schema.name in SHAPE_ONLY and isinstance(args[0], AbsentGhost):
             # The result has values, although the tensor whose shape it copies has none.
             like = zeros_without_memory(args[0].shape, args[0].dtype, args[0].device)
@@ -106,19 +106,19 @@ class Ghost(Tensor):
         return _mapped(wrap, result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return shape, dtype and device as text; a ghost has no values to print."""
+        """Return shape, dtype and device as text."""
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
 
 
 class AbsentGhost(Ghost):
-    """Ghost of a tensor that another stage has."""
+    """Ghost (tensor without values) in place of a tensor that only another stage has."""
 
 
 def check_present(tensors: Iterable[Any], where: str) -> None:
-    """Check that no tensor depends on an absent ghost.
+    """Raise an error if a tensor was computed from a tensor of another stage.
 
     Raises:
-        ModelError: One of `tensors` is absent.
+        ModelError: One of `tensors` is an `AbsentGhost`.
     """
     for tensor in tensors:
         if isinstance(tensor, AbsentGhost):
@@ -126,7 +126,7 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
 
 
 def ghost_like(tensor: Tensor, device: torch.device, origin: str = "") -> Ghost:
-    """Return a ghost with the shape, strides and dtype of `tensor`.
+    """Return a ghost (tensor without values) with the shape, strides and dtype of `tensor`.
 
     Args:
         tensor: Tensor with the shape, strides and dtype of the ghost.
@@ -141,7 +141,7 @@ def ghost_like(tensor: Tensor, device: torch.device, origin: str = "") -> Ghost:
 
 
 def drop_graphs(value: Any) -> Any:
-    """Replace every tensor with an autograd graph in `value` by a ghost, and return the result.
+    """Replace tensors that have an autograd graph by ghosts (tensors without values).
 
     Objects, lists and dicts in `value` are changed in place. This frees the graphs, which keep parameters in memory.
     """
@@ -166,7 +166,7 @@ def _without_computed(value: Any, visited: set[int]) -> Any:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor. The storage of a ghost has the right size and is shared with its views."""
+    """Return the storage of a tensor or ghost. Views of a ghost share its storage."""
     if not isinstance(tensor, Ghost):
         return tensor.untyped_storage()
     if tensor.fake_tensor.is_sparse:
@@ -175,7 +175,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def zeros_without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros of any shape with the memory of a single number; nothing can be written into them.
+    """Return read-only zeros of any shape in the memory of one number.
 
     Args:
         shape: Shape of the tensor.
@@ -186,7 +186,7 @@ def zeros_without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage among all storages that exist at the same time."""
+    """Return a number that identifies a tensor's storage while the storage exists."""
     key: int = storage_of(tensor)._cdata
     return key
 
@@ -194,7 +194,7 @@ def storage_key(tensor: Tensor) -> int:
 def memory_key(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tensors that cover the same memory in the same order.
 
-    Like `storage_key`, it identifies memory only among tensors that exist at the same time.
+    The key identifies memory only while the tensors exist.
     """
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
@@ -227,7 +227,10 @@ def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
 
 
 def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> None:
-    """Fill ordinary tensors into which `func` writes an absent ghost with NaN, because they cannot become ghosts."""
+    """Fill ordinary tensors into which `func` writes an absent ghost with NaN.
+
+    Existing tensors cannot become ghosts, so NaN marks wrong results.
+    """
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

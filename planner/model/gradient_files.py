@@ -19,10 +19,9 @@ _LEAST_BYTES = 2**22
 
 
 def keep_gradients_in_files(parameters: Iterable[nn.Parameter], folder: Path) -> None:
-    """Move each large gradient to a file whenever a backward has added to it.
+    """Move each large gradient to a file after every backward that adds to it.
 
-    If the parameter's memory is mapped to a file, its pages are released as well, because the backward does not need
-    them any more.
+    If the parameter's memory is mapped to a file, its pages are released too, because backward no longer needs them.
 
     Args:
         parameters: The parameters. All other hooks on them must be registered before this call.

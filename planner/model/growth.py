@@ -20,7 +20,7 @@ from typing import Any
 from planner.core.errors import ModelError
 from planner.model.attributes import AttributeChange
 from planner.model.leaves import ConstantLeaf, Leaf, TensorLeaf, as_sample_count
-from planner.model.recording import Call, Join, Recording
+from planner.model.recording import Call, FunctionResult, Recording
 
 SIZES = (2, 4)
 """Numbers of samples in the two batches. Batch normalization and broadcasting treat a single sample differently."""
@@ -33,26 +33,26 @@ Shapes = dict[int, ShapePair]
 
 
 def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
-    """Return the shape of a tensor in a batch of `size` samples, given its shapes in the two recorded batches."""
+    """Return a tensor's shape for `size` samples, given its shapes in the two recorded batches."""
     step = SIZES[1] - SIZES[0]
     return tuple(max(0, a + (b - a) * (size - SIZES[0]) // step) for a, b in zip(*pair, strict=True))
 
 
-def candidates_in_both(recording: Recording, other: Recording) -> dict[Join, ShapePair]:
-    """Return the join candidates that occur in recordings of two batch sizes, with their shapes in both."""
-    other_shapes = {place: other.values[join.value][1].shape for place, join in _candidates_by_place(other)}
+def candidates_in_both(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
+    """Return the candidates for sent results that both recordings have, with their shapes."""
+    other_shapes = {place: other.values[candidate.value][1].shape for place, candidate in _candidates_by_place(other)}
     pairs = {}
-    for place, join in _candidates_by_place(recording):
-        shape, other_shape = recording.values[join.value][1].shape, other_shapes.get(place, ())
+    for place, candidate in _candidates_by_place(recording):
+        shape, other_shape = recording.values[candidate.value][1].shape, other_shapes.get(place, ())
         if len(shape) == len(other_shape) and _grows(shape, other_shape):
-            pairs[join] = shape, other_shape
+            pairs[candidate] = shape, other_shape
     return pairs
 
 
 def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) -> tuple[Shapes, list[Call]]:
-    """Return the shapes of tensors that may cross a cut, and the calls whose code path depends on the batch size.
+    """Return the shapes of tensors that may cross a cut, and calls that depend on the batch size.
 
-    This also changes `recording`: integers that grow with the batch size become `SampleCount` leaves of its calls.
+    Integers in `recording` that grow with the batch size become `SampleCount` leaves.
 
     Args:
         recording: Forward of a batch of `SIZES[0]` samples.
@@ -89,7 +89,10 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
 def cut_errors(
     cuts: Iterable[tuple[int, str, Sequence[int]]], shapes: Shapes, varying: Sequence[Call]
 ) -> dict[int, ModelError]:
-    """Return an error for each cut through a call whose code path varies, or where a tensor's shape depends on data.
+    """Return an error for each cut where the model depends on the batch size or the data.
+
+    The model depends on the batch size in a call that calls other modules for another size. It depends on the data if
+    they determine the shape of a tensor that crosses the cut.
 
     Args:
         cuts: For every cut: its time, the name of the layer before it, and the indices of the tensors that cross it.
@@ -113,18 +116,18 @@ def cut_errors(
     return refusals
 
 
-def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], Join]]:
-    """Yield the candidates for joins, each with its position, which is the same in every recording of the model.
+def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], FunctionResult]]:
+    """Yield the candidates for sent results, each with a position that is equal in every recording.
 
-    The numbers of calls are not the same, because a module may call more modules for another batch size.
+    Numbers of calls are not equal, because a module may call more modules for another batch size.
     """
     places: list[tuple[int, ...]] = [()] * len(recording.calls)
     # A parent precedes its children in `calls`, so the place of the parent is already known.
     for call in recording.calls:
         for position, child in enumerate(call.children):
             places[child] = (*places[call.number], position)
-    for join in recording.candidates:
-        yield (places[join.call], join.gap, join.called), join
+    for candidate in recording.candidates:
+        yield (places[candidate.call], candidate.gap, candidate.called), candidate
 
 
 def _shapes_of_call(call: Call, other: Call) -> Shapes:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def meta_tensor_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a dense tensor on the meta device with the layout in which `tensor` is sent.
+    """Return a tensor on the meta device with the memory layout in which `tensor` is sent.
 
     Args:
         tensor: Tensor that is sent.
@@ -28,7 +28,7 @@ def meta_tensor_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tens
 
 
 def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return `tensor` with its dimensions in memory ordered as in `like`; copy it only if the order differs."""
+    """Return `tensor` in the memory layout of `like`, copied only if the layouts differ."""
     if tensor.is_contiguous() and like.is_contiguous():  # this shortcut serves nearly all calls; permuting takes longer
         return tensor
     order = _order(like)
@@ -38,7 +38,7 @@ def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor with the same memory as `tensor`, for a transfer.
+    """Return `tensor` for a transfer: contiguous, in the same memory, with dimensions in memory order.
 
     Unless `tensor` is already contiguous, the result has no autograd history.
     """

@@ -1,8 +1,8 @@
-"""Build models without memory for their parameters: for planning, and for measuring a few layers at a time.
+"""Build models whose parameters take no memory.
 
-A model that is larger than the device's or this machine's memory is built with parameters on the meta device, which
-have a shape and take no memory. Buffers (tables, masks) are real, because code reads their values. Layers that are
-measured get random parameters, because their cost does not depend on the values.
+Such models serve for planning, and for measuring a few layers of a model that is larger than the memory. Parameters are
+on the meta device: they have a shape and no values. Buffers (tables, masks) are real, because code reads their values.
+Layers that are measured get random parameters, because their cost does not depend on the values.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.model.held import copy_attributes, move_loose_tensors, replace_loose, replace_tensors
+from planner.model.module_tensors import (
+    copy_attributes,
+    move_attribute_tensors,
+    replace_attribute_tensors,
+    replace_tensors,
+)
 from planner.model.stage import ModelStage
 
 _SPREAD = 0.02
@@ -21,20 +26,20 @@ _SPREAD = 0.02
 
 
 def build_lean(build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that `build` makes, without memory for the parameters of its modules."""
+    """Return the model that `build` makes, with parameters that take no memory."""
     with _without_parameters():
         model = build()
     # A module may have made a list of its parameters before it registered them: the list still has the original ones.
-    replace_loose(model, lambda tensor: vars(tensor).get("_empty", tensor))
+    replace_attribute_tensors(model, lambda tensor: vars(tensor).get("_empty", tensor))
     return model
 
 
 def allocate_parameters(
     modules: Iterable[nn.Module], model: nn.Module, device: torch.device, *, initial: bool = True
 ) -> None:
-    """Replace parameters on the meta device by parameters with memory and values; tied parameters stay tied.
+    """Replace parameters on the meta device by parameters with memory; tied parameters stay tied.
 
-    Parameters that already have values are not changed.
+    Other parameters are not changed.
 
     Args:
         modules: Modules whose parameters get memory.
@@ -51,9 +56,9 @@ def allocate_parameters(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers and tensors in plain attributes to `device`; parameters stay where they are."""
+    """Move buffers and tensors in plain attributes, but not parameters, to `device`."""
     replace_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(device))
-    move_loose_tensors(model, lambda tensor: tensor.to(device))
+    move_attribute_tensors(model, lambda tensor: tensor.to(device))
 
 
 @contextmanager

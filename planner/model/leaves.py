@@ -1,4 +1,4 @@
-"""Records of the values that a call returned or left in attributes. A record keeps no tensor in memory."""
+"""Records of the values that a call returned or stored in attributes, without the tensors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Properties of a tensor without its values: shape, strides and offset in its storage, dtype, and gradient flag."""
+    """Shape, strides, offset, dtype and gradient flag of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -19,7 +19,7 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorMeta":
-        """Return shape, strides, offset, dtype and gradient flag of `tensor`."""
+        """Return the record of `tensor`."""
         return cls(
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -30,7 +30,7 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are sent for this tensor."""
+        """Number of bytes that a transfer of the tensor sends."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
@@ -44,7 +44,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class ArgumentLeaf:
-    """Leaf that is the same object as a leaf of the call's arguments; `argument` is the index of that leaf."""
+    """Leaf that is one of the leaves of the call's arguments, given by its index."""
 
     argument: int
 
@@ -65,7 +65,7 @@ class ConstantLeaf:
 
 @dataclass(frozen=True)
 class SampleCount:
-    """Leaf that consists of integers that grow linearly with the number of samples: one integer or a `torch.Size`."""
+    """Leaf of integers that grow linearly with the number of samples: one integer or a `torch.Size`."""
 
     at_zero: tuple[int, ...]
     """Integers for zero samples (the line through the recorded integers, extended to zero)."""
@@ -84,7 +84,7 @@ Leaf = TensorLeaf | ArgumentLeaf | ParameterLeaf | ConstantLeaf | SampleCount
 
 
 def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
-    """Return `leaf` as a linear function of the number of samples, if two recordings show such a dependence.
+    """Return a `SampleCount` if a leaf of integers grows linearly with the number of samples.
 
     Args:
         leaf: Leaf recorded with a batch of `sizes[0]` samples.
@@ -92,7 +92,7 @@ def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
         sizes: Numbers of samples in the two batches.
 
     Returns:
-        A `SampleCount`, or `leaf` itself if it does not grow linearly with the batch.
+        The `SampleCount`, or `leaf` itself if it does not grow linearly.
     """
     if not (isinstance(leaf, ConstantLeaf) and isinstance(other, ConstantLeaf)) or leaf == other:
         return leaf
@@ -110,6 +110,6 @@ def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if the value is of an immutable plain type, so that an equal value can replace it."""
+    """Return True if the value is immutable and plain, such as a number, so that an equal value can replace it."""
     plain = bool | int | float | str | torch.Size | torch.dtype | torch.device
     return value is None or isinstance(value, plain)

@@ -25,8 +25,8 @@ from planner.model.chain import Chain, chain_of
 from planner.model.configuration import configuration_module
 from planner.model.default_loss import DefaultLoss
 from planner.model.growth import SIZES
-from planner.model.held import as_ghosts
 from planner.model.inputs import BATCH_FIRST, input_tensor
+from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
 from planner.model.optimizers import Builder, optimizer_builder
 from planner.model.settings import public_names, typed_settings
@@ -36,21 +36,21 @@ from planner.model.variables import undo_changes
 
 
 class Batch(NamedTuple):
-    """Inputs of the model and targets of the loss; the first dimension of every tensor counts the samples."""
+    """Inputs of the model and targets of the loss. The first dimension of each tensor counts samples."""
 
     inputs: Any
     targets: Any
 
     @property
     def num_samples(self) -> int:
-        """Number of samples: the first dimension of the first input tensor."""
+        """Number of samples, read from the first input tensor."""
         tensors = [leaf for leaf in tree_flatten(self.inputs)[0] if isinstance(leaf, Tensor)]
         return int(tensors[0].shape[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """Content of a model.py, ready to call."""
+    """Functions and settings of a model.py."""
 
     source: str
     settings: dict[str, Setting]
@@ -79,11 +79,11 @@ class LoadedModel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes to the user about defaults, such as the chosen loss; complete after the first call of `chain`."""
+        """Notes for the user about defaults, such as the chosen loss. Complete after the first call of `chain`."""
         return () if self.default_loss is None or not self.default_loss.note else (self.default_loss.note,)
 
     def chain(self, model: nn.Module) -> Chain:
-        """Return the chain of layers of `model`, an instance that `build` returned.
+        """Return the chain of layers of `model`, which `build` returned.
 
         Raises:
             ModelError: The model fails on its example batch, cannot be cut, or has layers that share trained memory.
@@ -103,9 +103,12 @@ class LoadedModel:
         return chain
 
     def _choose_loss(self, model: nn.Module) -> None:
-        """Call the loss once, so that a default loss is chosen. Cutting a Sequential into layers does not call it."""
+        """Call the loss once, so that the default loss is chosen.
+
+        Finding the layers of a Sequential does not call the loss.
+        """
         quiet = contextlib.suppress(Exception, SystemExit)  # running the layers raises the error again
-        with torch.random.fork_rng(), undo_changes(model, self.loss_fn), as_ghosts(model), quiet:
+        with torch.random.fork_rng(), undo_changes(model, self.loss_fn), parameters_as_ghosts(model), quiet:
             batch = self.example_batch(SIZES[0])
             args, kwargs = arguments_of(batch.inputs)
             self.loss_fn(model(*args, **kwargs), batch.targets)
@@ -165,7 +168,7 @@ def load_object(
     optimizer: str | None = None,
     granularity: Granularity = "coarse",
 ) -> LoadedModel:
-    """Return a `LoadedModel` of a copy of `model`, with functions that a model.py would otherwise define.
+    """Return a `LoadedModel` for a copy of `model`.
 
     Args:
         model: The module.
@@ -246,7 +249,7 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
 
 
 class _FromSource(SourceFileLoader):
-    """Loader that ignores the bytecode cache, because the cache misses an edit within the same second."""
+    """Loader that ignores the bytecode cache, which misses an edit within the same second."""
 
     def path_stats(self, path: str) -> NoReturn:
         raise OSError(f"{path} is not cached")
@@ -375,5 +378,5 @@ def _checked_optimizer(path: str, build: Builder) -> Builder:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return the nested `value` with every tensor moved to `device`."""
+    """Return the nested `value` with all tensors on `device`."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

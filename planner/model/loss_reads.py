@@ -13,7 +13,7 @@ def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | 
     """Run a loss on `output` and return the addresses of the storages that it reads.
 
     Returns:
-        The addresses; None if the loss fails, or if values may decide what the loss reads.
+        The addresses; None if the loss fails, or if tensor values may decide what it reads.
     """
     addresses: set[int] = set()
     has_decided = False

@@ -1,4 +1,4 @@
-"""Flatten and rebuild nests: the tuples, lists, dicts and dataclasses that models take and return.
+"""Flatten and rebuild nested values: tuples, lists, dicts and dataclasses that models take and return.
 
 Torch's pytrees do not serve this purpose. They know only registered types, and they flatten a key-value cache, which
 must stay one object because it is changed in place while other code refers to it.
@@ -19,7 +19,10 @@ ABSENT: Final = object()
 
 @dataclass(frozen=True)
 class Nest:
-    """Structure of a nested value: type, keys and substructures; `kind` is None for a leaf."""
+    """Structure of a nested value: its type, keys, and the structures of its items.
+
+    The type `kind` is None for a leaf.
+    """
 
     kind: type | None = None
     keys: tuple[Any, ...] = ()
@@ -30,23 +33,23 @@ _LEAF = Nest()
 
 
 def flatten(value: Any) -> tuple[list[Any], Nest]:
-    """Return the leaves of `value` in order, and the structure of `value`."""
+    """Return the leaves of the nested `value` in order, and its structure."""
     leaves: list[Any] = []
     return leaves, _nest(value, leaves)
 
 
 def unflatten(leaves: Iterable[Any], nest: Nest) -> Any:
-    """Return the nested value with the structure `nest` and the given leaves, the inverse of `flatten`."""
+    """Return the nested value with structure `nest` and these leaves."""
     return _value(iter(leaves), nest)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the leaves of the nested `value` that are tensors, in order."""
+    """Return the tensors in the nested `value`, in order."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
-    """Return a name for every leaf: the keys and positions that lead to the leaf, joined by dots."""
+    """Return a name for every leaf of `nest`: its keys and positions, joined by dots."""
     if nest.kind is None:
         return [prefix]
     below = zip(nest.keys, nest.children, strict=True)
@@ -54,7 +57,7 @@ def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
 
 
 def align_leaves(value: Any, nest: Nest) -> list[Any]:
-    """Return one leaf of `value` for each leaf of `nest`; ABSENT for leaves in parts whose structures differ."""
+    """Return a leaf of `value` for each leaf of `nest`; ABSENT where the structures differ."""
     leaves, structure = flatten(value)
     return _aligned(iter(leaves), structure, nest)
 

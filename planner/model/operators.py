@@ -11,12 +11,11 @@ from planner.model.nests import tensors_in
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Mode that reports every operator that runs while it is open.
+    """Torch dispatch mode that calls functions before and after every operator.
 
     Args:
-        before: Function of (operator, arguments, keywords) that is called before each operator, and sees arguments
-            that the operator may overwrite.
-        after: Function of (operator, arguments, keywords, result) that is called after each operator.
+        before: Function of (operator, arguments, keywords). It sees arguments before the operator overwrites them.
+        after: Function of (operator, arguments, keywords, result).
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class OperatorWatch(TorchDispatchMode):
 
 
 def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operator's arguments that it writes into.
+    """Yield the arguments of an operator that it overwrites.
 
     Args:
         func: The operator.
@@ -51,7 +50,7 @@ def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Te
 
 
 def depends_on_values(func: Any, arguments: Sequence[Tensor]) -> bool:
-    """Return True if the operator returns a Python value, or a shape, that depends on the values of its tensors."""
+    """Return True if the operator's result is a Python value, or has a shape, that depends on tensor values."""
     if func._schema.name == "aten::index" and all(t.dtype is not torch.bool for t in arguments[1:]):
         return False  # of all index tensors, only a mask makes the result's shape depend on values
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags

@@ -49,7 +49,7 @@ _Item = TypeVar("_Item")
 
 
 def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.device) -> None:
-    """Refuse an optimizer that updates a parameter differently if other parameters are missing.
+    """Raise an error if an update of one parameter depends on other parameters.
 
     Args:
         build: Function that builds the optimizer from parameters.
@@ -173,7 +173,7 @@ def _random(like: Tensor, seed: int) -> Tensor:
 
 
 def _gradient(like: Tensor, n: int, step: int, scale: float) -> Tensor:
-    """Return a random gradient, of nearly the same direction in every step and of a random size."""
+    """Return a random gradient of about the same direction in every step, and of random size."""
     steady, noise = _random(like, 1000 + n), _random(like, 2000 + 100 * step + n)
     generator = torch.Generator().manual_seed(100 * step + n)
     size = 10 ** (2 * torch.rand((), generator=generator) - 1.5)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError, UsageError
-from planner.model.held import copy_attributes
+from planner.model.module_tensors import copy_attributes
 
 Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, Builder] = {
 
 
 def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tuple[Builder, str]:
-    """Return a function that builds the optimizer, and the optimizer's name for messages.
+    """Return a function that builds the optimizer, and its name for messages.
 
     Args:
         user_builder: The user's `build_optimizer`, which has precedence; or None.
@@ -39,24 +39,24 @@ def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tup
 
 
 class ParameterGroup(NamedTuple):
-    """One parameter group of the whole model's optimizer."""
+    """Parameter group of the whole model's optimizer."""
 
     options: dict[str, Any]
     parameters: list[Tensor]
 
     @property
     def cost_options(self) -> str:
-        """Text of the options that affect the cost of an update."""
+        """Text of the options that affect the time of an update."""
         free = ("lr", "initial_lr", "weight_decay", "param_names")
         return repr(sorted((key, value) for key, value in self.options.items() if key not in free))
 
 
 class ModelOptimizer:
-    """Optimizer of a whole model, of which this process has only some parameters.
+    """Optimizer of a whole model, for a process that has only some of the parameters.
 
-    The builder gets all parameters, in the order of `model.parameters()`, so that it can select them by position as in
-    a plain loop. Absent parameters have a shape and no memory. They are removed from their groups after the optimizer
-    is built. A group stays even if all of its parameters are removed.
+    The builder gets all parameters, in the order of `model.parameters()`, so that it can select them by position.
+    Parameters of other processes have a shape and no memory. They are removed from their groups after the optimizer is
+    built. Groups that are then empty are not removed.
 
     Args:
         build: Function that builds the optimizer from parameters.
@@ -70,7 +70,7 @@ class ModelOptimizer:
         self._placeholders = [_placeholder(parameter) for parameter in self._parameters]
 
     def build_for(self, present: Iterable[tuple[Tensor, Tensor]]) -> torch.optim.Optimizer:
-        """Return a new optimizer that has only the parameters that are present.
+        """Return a new optimizer for the parameters of this process.
 
         Args:
             present: Pairs of a parameter of the model and the tensor to optimize in its place.
@@ -88,7 +88,7 @@ class ModelOptimizer:
             copy_attributes(parameter, tensor)
         optimizer = self._built(given)
         for group in optimizer.param_groups:
-            _keep(group, kept)
+            _remove_other_parameters(group, kept)
         for tensor in given:
             if id(tensor) not in kept:
                 optimizer.state.pop(tensor, None)  # some optimizers create their state when they are built
@@ -132,10 +132,10 @@ def _placeholder(parameter: Tensor) -> nn.Parameter:
     return placeholder
 
 
-def _keep(group: dict[str, Any], kept_ids: Collection[int]) -> None:
+def _remove_other_parameters(group: dict[str, Any], kept_ids: Collection[int]) -> None:
     """Remove all parameters except those in `kept_ids` from a group.
 
-    The group's list changes in place, because the optimizer may refer to it elsewhere.
+    The list is changed in place, because the optimizer may have other references to it.
     """
     chosen = [n for n, p in enumerate(group["params"]) if id(p) in kept_ids]
     for key in ("params", "param_names"):

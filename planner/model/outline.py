@@ -24,10 +24,10 @@ from planner.model.growth import SIZES, Shapes, candidates_in_both, cut_errors, 
 from planner.model.layout import meta_tensor_like
 from planner.model.nests import flatten, unflatten
 from planner.model.recorder import record
-from planner.model.recording import END, Join, Recording
+from planner.model.recording import END, FunctionResult, Recording
 from planner.model.refusals import explain_error
 from planner.model.spans import (
-    add_unread,
+    assign_unread_tensors,
     layer_names,
     modules_in,
     repeated_reads_and_writes,
@@ -57,11 +57,11 @@ class Outline:
     """Name of each cut for the option `uncut`: the layer that ends there if all useful cuts are made."""
     modules: tuple[tuple[str, ...], ...]
     """For each layer, the paths of the largest modules that run completely in the layer, in order."""
-    holds: tuple[frozenset[str], ...]
+    model_tensors: tuple[frozenset[str], ...]
     """Parameters and buffers that each layer needs."""
     crossings: tuple[tuple[int, ...], ...]
     """For each cut, the indices in `Recording.values` of the tensors that cross it."""
-    repeated_holds: tuple[frozenset[str], ...]
+    repeated_model_tensors: tuple[frozenset[str], ...]
     """For each cut, the parameters and buffers that repeated code reads: code before the cut that runs again after it.
     """
     overwritten: tuple[frozenset[int], ...]
@@ -75,14 +75,17 @@ class Outline:
     results that this code computes again."""
     note_on_missing_cuts: str
     """Note that many cuts are not possible, with a reason; empty if nearly all useful cuts are possible."""
-    joins: tuple[Join, ...]
-    """Joins of the recording, which may cross the cuts after them (`planner.model.joins`)."""
+    sent_results: tuple[FunctionResult, ...]
+    """Joins of the recording, which may cross the cuts after them (`planner.model.sent_results`)."""
     missing: tuple[frozenset[int], ...]
     """For each cut, the leaves of the model's output that the loss does not read and later stages cannot compute."""
 
     @property
     def note_on_repeated_code(self) -> str:
-        """Note for the user if many tensors cross a boundary only for code that runs again after it; else empty."""
+        """Note for the user if repeated code needs many extra tensors; else an empty text.
+
+        Repeated code is the model's own code that runs before a cut and again after it.
+        """
         counts = self.repeated_code_counts
         layer = max(range(len(counts)), key=lambda n: counts[n][0] - counts[n][1])
         parts, results = counts[layer]
@@ -96,39 +99,48 @@ class Outline:
         )
 
     def times(self, first: int, end: int) -> tuple[int, int]:
-        """Return the time at which layer `first` begins and the time at which layer `end - 1` ends."""
+        """Return the times at which layer `first` begins and layer `end - 1` ends."""
         return (self.cuts[first - 1] if first else 0), (self.cuts[end - 1] if end <= len(self.cuts) else END)
 
     def received(self, layer: int) -> tuple[int, ...]:
-        """Return the indices, in `Recording.values`, of the tensors that `layer` receives; not for the first layer."""
+        """Return the indices in `Recording.values` of the tensors that `layer` receives.
+
+        `layer` must not be 0, which receives the model's inputs.
+        """
         return self.crossings[layer - 1]
 
-    def shape(self, value: int, size: int) -> tuple[int, ...]:
-        """Return the shape that the tensor with index `value` has in a batch of `size` samples."""
-        return shape_at(self.shapes[value], size)
+    def shape_of(self, index: int, batch_size: int) -> tuple[int, ...]:
+        """Return the shape of a recorded tensor in a batch of `batch_size` samples.
 
-    def size_of(self, values: Sequence[int], tensors: Sequence[Tensor]) -> int:
-        """Return the number of samples in a batch, derived from the shapes of some of its tensors.
+        `index` is its index in `Recording.values`.
+        """
+        return shape_at(self.shapes[index], batch_size)
+
+    def batch_size_of(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> int:
+        """Return the number of samples in a batch, computed from the shapes of its tensors.
 
         Args:
-            values: Indices of tensors in `Recording.values`.
+            indices: Indices of tensors in `Recording.values`.
             tensors: The same tensors in the batch.
         """
-        for value, tensor in zip(values, tensors, strict=True):
+        for index, tensor in zip(indices, tensors, strict=True):
             # Only a dimension that grows with the batch determines the size; those of a common mask are constant.
-            for a, b, length in zip(*self.shapes[value], tensor.shape, strict=True):
+            for a, b, length in zip(*self.shapes[index], tensor.shape, strict=True):
                 if a != b:
                     # This is the formula of `shape_at`, solved for the number of samples.
                     return SIZES[0] + (length - a) * (SIZES[1] - SIZES[0]) // (b - a)
         return SIZES[0]
 
-    def boundary(self, layer: int, size: int) -> tuple[Tensor, ...]:
-        """Return the tensors that `layer` receives for `size` samples, on the meta device; not for the first layer."""
-        return tuple(self._meta(value, size) for value in self.received(layer))
+    def meta_inputs(self, layer: int, batch_size: int) -> tuple[Tensor, ...]:
+        """Return tensors on the meta device like those that `layer` receives for `batch_size` samples.
+
+        `layer` must not be 0, which receives the model's inputs.
+        """
+        return tuple(self._meta(value, batch_size) for value in self.received(layer))
 
     @property
-    def described(self) -> list[Any]:
-        """Shapes and dtypes of the tensors that cross each cut, for a digest of the chain."""
+    def crossing_shapes(self) -> list[Any]:
+        """Shapes and dtypes of the tensors that cross each cut, for a digest."""
         return [[[self.shapes[v], str(self.recording.values[v][1].dtype)] for v in values] for values in self.crossings]
 
     def _meta(self, value: int, size: int) -> Tensor:
@@ -137,7 +149,7 @@ class Outline:
             meta.shape, meta.stride, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad
         )
         # A tensor is sent without gaps, with its dimensions in their recorded order in memory.
-        return meta_tensor_like(recorded, self.shape(value, size))
+        return meta_tensor_like(recorded, self.shape_of(value, size))
 
 
 def outline_of(
@@ -148,7 +160,7 @@ def outline_of(
     *,
     uncut: Sequence[str] = (),
 ) -> Outline:
-    """Return the outline of a model: record two forwards and choose the cuts.
+    """Record two forwards of a model, choose the cuts, and return the outline.
 
     Args:
         model: The model.
@@ -170,11 +182,11 @@ def outline_of(
     chosen, problems = cuts.choose(granularity)
     shapes, varying = shapes_in_both(recording, other, chosen)
     # No call returns a join, so the shapes of joins are added here.
-    shapes |= {join.value: candidates[join] for join in cuts.joins}
-    crossings = ((cut, name, cuts.crossing(cut).values) for cut, name in _ends(recording, model, chosen))
-    chosen = _without(cut_errors(crossings, shapes, varying), chosen, problems)
+    shapes |= {result.value: candidates[result] for result in cuts.sent_results}
+    crossings = ((cut, name, cuts.crossing(cut).values) for cut, name in _named_cuts(recording, model, chosen))
+    chosen = _without_errors(cut_errors(crossings, shapes, varying), chosen, problems)
     # These names are those before `uncut` removes cuts, because `uncut` refers to them.
-    ends = [(cut, name) for cut, name in _ends(recording, model, chosen) if name not in uncut]
+    ends = [(cut, name) for cut, name in _named_cuts(recording, model, chosen) if name not in uncut]
     if uncut:
         problems.append(f"the stages after {', '.join(uncut)} do not compute what the model does")
     if not ends:
@@ -183,10 +195,10 @@ def outline_of(
             f"the model ({type(model).__name__}) cannot be cut{why}",
             hint="split it into modules that return what the following ones need, such as blocks in an nn.ModuleList",
         )
-    return _outline(cuts, model, ends, shapes, prevented=_prevented(problems, cuts.num_tried))
+    return _outline_of_cuts(cuts, model, ends, shapes, prevented=_prevented(problems, cuts.num_tried))
 
 
-def _outline(
+def _outline_of_cuts(
     cuts: Cuts, model: nn.Module, ends: Sequence[tuple[int, str]], shapes: Shapes, *, prevented: str
 ) -> Outline:
     recording, chosen = cuts.recording, tuple(cut for cut, _ in ends)
@@ -197,7 +209,7 @@ def _outline(
     storages = [storages_at(recording, time, values) for time, values in zip(edges, ((), *crossings, ()), strict=True)]
     modules = tuple(modules_in(recording, span) for span in spans)
     repeated = [repeated_reads_and_writes(cuts, cut) for cut in chosen]
-    holds = add_unread([cuts.holds(*span) for span in spans], recording, model, spans)
+    model_tensors = assign_unread_tensors([cuts.model_tensors(*span) for span in spans], recording, model, spans)
     return Outline(
         recording=recording,
         shapes=shapes,
@@ -205,24 +217,25 @@ def _outline(
         names=layer_names(model, modules),
         ends=tuple(name for _, name in ends),
         modules=modules,
-        holds=holds,
+        model_tensors=model_tensors,
         crossings=crossings,
-        repeated_holds=tuple(read for read, _ in repeated),
+        repeated_model_tensors=tuple(read for read, _ in repeated),
         overwritten=tuple(written for _, written in repeated),
         writes=tuple(
             writes_into(recording, span, received) for span, received in zip(spans, storages[:-1], strict=True)
         ),
         aliases=tuple(bool(received & passed_on) for received, passed_on in pairwise(storages)),
         repeated_code_counts=tuple(map(cuts.count_operands_and_results, chosen)),
-        joins=cuts.joins,
+        sent_results=cuts.sent_results,
         note_on_missing_cuts=prevented,
         missing=tuple(
-            cuts.missing_outputs(cut, frozenset[str]().union(*holds[layer:])) for layer, cut in enumerate(chosen, 1)
+            cuts.missing_outputs(cut, frozenset[str]().union(*model_tensors[layer:]))
+            for layer, cut in enumerate(chosen, 1)
         ),
     )
 
 
-def _ends(recording: Recording, model: nn.Module, cuts: Sequence[int]) -> list[tuple[int, str]]:
+def _named_cuts(recording: Recording, model: nn.Module, cuts: Sequence[int]) -> list[tuple[int, str]]:
     spans = pairwise((0, *cuts, END))
     return list(zip(cuts, layer_names(model, (modules_in(recording, span) for span in spans)), strict=False))
 
@@ -265,7 +278,7 @@ def _prevented(problems: Sequence[str], num_tried: int) -> str:
     )
 
 
-def _without(errors: dict[int, ModelError], chosen: Sequence[int], problems: list[str]) -> list[int]:
+def _without_errors(errors: dict[int, ModelError], chosen: Sequence[int], problems: list[str]) -> list[int]:
     sound = [cut for cut in chosen if cut not in errors]
     if errors and not sound:
         raise next(iter(errors.values()))

@@ -17,7 +17,7 @@ _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch
 
 
 def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
-    """Return `loaded` with batches and a loss that fit a model that runs in `precision`.
+    """Return `loaded` with batches and a loss for a model that runs in `precision`.
 
     If the precision converts parameters, it converts floating-point inputs, too. The loss is always float32. The loss
     of a converted model is computed from float32 outputs, because its gradient would be too coarse otherwise.
@@ -44,7 +44,7 @@ def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
 
 
 def reload_model(source: str, model: Model, precision: Precision, *, optimizer: str | None = None) -> LoadedModel:
-    """Load a model again, with the settings, inputs and cuts with which it was profiled.
+    """Load a model as it was profiled: with the same settings, inputs and cuts.
 
     Args:
         source: Path of the model's file, and its entry after a colon.
@@ -68,7 +68,7 @@ def reload_model(source: str, model: Model, precision: Precision, *, optimizer: 
 
 
 def to_precision(value: Any, precision: Precision) -> Any:
-    """Return a nested value with floating-point tensors in the dtype of `precision`; other leaves are unchanged."""
+    """Return a nested value with its floating-point tensors converted to `precision`."""
     dtype = _CONVERTED.get(precision)
     if dtype is None:
         return value
@@ -76,7 +76,7 @@ def to_precision(value: Any, precision: Precision) -> Any:
 
 
 def convert(module: nn.Module, precision: Precision) -> nn.Module:
-    """Convert floating-point parameters and buffers to `precision`, in place; tied tensors stay tied."""
+    """Convert floating-point parameters and buffers in place; tied tensors stay tied."""
     dtype = _CONVERTED.get(precision)
     if dtype is None:
         return module
@@ -86,7 +86,7 @@ def convert(module: nn.Module, precision: Precision) -> nn.Module:
 
 
 def converted(module: nn.Module, precision: Precision) -> nn.Module:
-    """Return `module` in `precision`: a converted copy, or `module` itself if no tensor needs a conversion."""
+    """Return a copy of `module` in `precision`, or `module` itself if nothing needs conversion."""
     dtype = _CONVERTED.get(precision)
     tensors = (*module.parameters(), *module.buffers())
     if dtype is None or not any(t.is_floating_point() and t.dtype != dtype for t in tensors):

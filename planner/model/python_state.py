@@ -64,15 +64,15 @@ _LIBRARIES = ("torch", "transformers", "timm", "planner")
 
 
 def numbers_in_attributes(modules: Mapping[str, nn.Module]) -> dict[str, float]:
-    """Return the numbers in plain attributes of modules, by path of the module and name of the attribute."""
+    """Return the numbers in plain attributes of modules, by module path and attribute name."""
     numbers = _WithTensors()
     for path, module in modules.items():
         _add_attributes(numbers, path, module, 0)
     return numbers
 
 
-def numbers_held_by_hooks(modules: Mapping[str, nn.Module]) -> dict[str, float]:
-    """Return the numbers in closures of hooks on modules and on their parameters, by path and variable name."""
+def numbers_in_hooks(modules: Mapping[str, nn.Module]) -> dict[str, float]:
+    """Return the numbers that hooks on modules and parameters can read, by path and variable name."""
     numbers: dict[str, float] = {}
     for path, module in modules.items():
         for table in _HOOKS:
@@ -84,7 +84,7 @@ def numbers_held_by_hooks(modules: Mapping[str, nn.Module]) -> dict[str, float]:
 
 
 def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[str, float]:
-    """Return the module-level numbers of the user's files that define the model's classes and its loss."""
+    """Return the module-level numbers in the user's files that define the model and its loss."""
     numbers = _WithTensors()
     for file in user_files(model, loss_fn):
         for variable, value in list(vars(file).items()):
@@ -94,12 +94,15 @@ def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict
 
 
 def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Return `numbers` without the entries for tensors, except those whose names are in `kept`."""
+    """Remove entries that stand for tensors, except those whose names are in `kept`."""
     return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
 
 
 def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str]:
-    """Return the module-level variables, as `file:name`, that modules and functions, or what they call, may read."""
+    """Return the module-level variables, as `file:name`, that modules and functions may read.
+
+    Functions that they call are included.
+    """
     classes = {cls for module in modules.values() for cls in type(module).__mro__ if is_user_module(cls.__module__)}
     found = {f"{cls.__module__}:{cls.__name__}" for cls in classes}
     waiting: list[Any] = [value for cls in classes for value in vars(cls).values()]
@@ -266,7 +269,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def user_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[ModuleType]:
-    """Return the user's Python modules that define the model and its loss, and those that they import from."""
+    """Return the user's Python modules that define the model and its loss, and their imports."""
     waiting = sorted({type(module).__module__ for module in model.modules()} | {getattr(loss_fn, "__module__", "")})
     found: dict[str, ModuleType] = {}
     while waiting:
@@ -282,14 +285,14 @@ def user_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Mod
 
 
 def is_user_object(value: Any) -> bool:
-    """Return True if `value` is an object with attributes whose class is defined in one of the user's files."""
+    """Return True if the class of `value` is defined in one of the user's files."""
     is_thing = isinstance(value, Tensor | type | ModuleType | torch.optim.Optimizer)
     has_fields = hasattr(value, "__dict__") or hasattr(value, "__slots__")
     return not is_thing and has_fields and is_user_module(type(value).__module__)
 
 
 def is_user_module(module_name: str | None) -> bool:
-    """Return True if a Python module is the user's own file, not part of the standard library or a package."""
+    """Return True if a Python module is the user's own file, not of a package or the standard library."""
     top = (module_name or "").partition(".")[0]
     file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""
     return bool(file) and top not in sys.stdlib_module_names and top not in _LIBRARIES and _is_local(file)

@@ -13,16 +13,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.model.attributes import AttributeSnapshot, stored_leaves
 from planner.model.calling import arguments_of, intercept_calls
-from planner.model.differentiation import quiet_about_shapes, refusing_gradients
+from planner.model.carried_state import Key, SecondForward, attribute_key, attribute_states, written_states
+from planner.model.differentiation import refusing_gradients, without_shape_log
 from planner.model.functions import Called, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_graphs, storage_of
-from planner.model.held import as_ghosts, replaced_tensors
-from planner.model.kept_state import Key, SecondForward, attribute_states, key_of, written_states
 from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, TensorLeaf, TensorMeta, is_plain
 from planner.model.loss_reads import addresses_read
+from planner.model.module_tensors import parameters_as_ghosts, replaced_tensors
 from planner.model.nests import flatten, tensors_in
 from planner.model.operators import OperatorWatch, depends_on_values, written_tensors
-from planner.model.recording import END, Call, Join, KeptState, Operator, Recording
+from planner.model.recording import END, Call, CarriedState, FunctionResult, Operator, Recording
 from planner.model.refusals import explain_refusals
 from planner.model.regions import RegionFinder, without_reentrance
 from planner.model.seeding import host_generator_states
@@ -30,7 +30,9 @@ from planner.model.variables import undo_changes
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
-    """Run `model` on `inputs` once and record the forward; buffers, gradients and the random state are restored.
+    """Run `model` on `inputs` once and record the forward.
+
+    Buffers, gradients and the random state are restored.
 
     Args:
         model: The model.
@@ -48,12 +50,12 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     recorder = _ForwardRecorder(model)
     with ExitStack() as stack:
         stack.enter_context(undo_changes(model))
-        stack.enter_context(quiet_about_shapes())
+        stack.enter_context(without_shape_log())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(0)  # random choices, such as skipped layers, are the same in each recording
         # Real buffers are copied, because a forward may write into them (running statistics).
         copied = replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
-        stack.enter_context(as_ghosts(model) if ghosts else copied)
+        stack.enter_context(parameters_as_ghosts(model) if ghosts else copied)
         recorder.note_model(model)
         recorder.note_inputs(inputs)
         stack.enter_context(torch.enable_grad())
@@ -72,7 +74,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     return recorder.recording
 
 
-def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: Any) -> list[KeptState]:
+def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: Any) -> list[CarriedState]:
     left = recorder.left_in_attributes(model)
     if not left:
         return []
@@ -94,8 +96,8 @@ def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: An
 class _ForwardRecorder:
     """Recorder of one forward.
 
-    A version (state of a storage after a write) is tainted if it depends on a parameter, a floating-point input or a
-    random number. Every stage can compute an untainted version itself, such as a mask of positions.
+    A version of a storage is tainted if it depends on a parameter, a floating-point input or a random number. Every
+    stage can compute other versions itself, such as a mask of positions.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -155,7 +157,10 @@ class _ForwardRecorder:
         self.recording.inputs, self.recording.input_nest = tuple(noted), nest
 
     def note_outputs(self, output: Any, read: set[int] | None) -> None:
-        """Record the outputs. Those with an address in `read` count as used; if `read` is None, all of them do."""
+        """Record the outputs. Only those with an address in `read` count as used.
+
+        If `read` is None, all count.
+        """
         leaves, nest = flatten(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
         used = {version for version in versions if version >= 0}
@@ -163,14 +168,16 @@ class _ForwardRecorder:
             # The loss may also read tensors that are no leaves, inside an object of a class that is not flattened.
             used = {self._versions[self._storages[address][1]] for address in read if address in self._storages}
         storages = {self.recording.flow.nodes[version]["storage"] for version in used}
-        self.recording.output_holds = frozenset(names[0] for held, names in self._held.items() if held in storages)
+        self.recording.returned_model_tensors = frozenset(
+            names[0] for held, names in self._held.items() if held in storages
+        )
         for version in sorted(used):
             self._use(version, END)
         self.recording.outputs, self.recording.output_nest = tuple(versions), nest
         self.recording.unread = frozenset(versions).difference(used, (-1,))
 
     def drop_graphs(self) -> None:
-        """Drop tensors in recorded objects (a key-value cache), whose graphs would keep the parameters in memory."""
+        """Drop tensors in recorded objects, such as a key-value cache, to free their graphs."""
         for call in self.recording.calls:
             for leaf in (*call.leaves, *(leaf for change in call.changes for leaf in change.leaves)):
                 if isinstance(leaf, ConstantLeaf) and not is_plain(leaf.value):
@@ -190,7 +197,7 @@ class _ForwardRecorder:
         left: dict[Key, list[Tensor]] = {}
         for change in self.recording.calls[0].changes:
             with suppress(LookupError):
-                left[key_of(change)] = tensors_in(stored_leaves(model, change)) if change.holds_tensors else []
+                left[attribute_key(change)] = tensors_in(stored_leaves(model, change)) if change.contains_tensor else []
         return {key: tensors for key, tensors in left.items() if tensors}
 
     def is_tainted(self, tensor: Tensor) -> bool:
@@ -201,7 +208,7 @@ class _ForwardRecorder:
             return forward(*args, **kwargs)
         self._watch.stop_intercepting()  # of the calling code; another gap begins when the call returns
         call = self._begun(module)
-        around = self._finder.around(sys._getframe(1), call.enter)
+        around = self._finder.regions_around(sys._getframe(1), call.enter)
         call.function = next((number for number in around if self.recording.regions[number].function), -1)
         for number in around:
             self.recording.regions[number].calls_modules = True
@@ -210,10 +217,10 @@ class _ForwardRecorder:
         # A result is no passed object if the call has written into it.
         before = {id(leaf): self._version_of(leaf) for leaf in arguments if isinstance(leaf, Tensor)}
         self._stack.append(call.number)
-        self._finder.enter()
+        self._finder.begin_call()
         result = forward(*args, **kwargs)
         self._watch.stop_intercepting()
-        self._finder.leave()
+        self._finder.end_call()
         self._stack.pop()
         leaves, call.nest = flatten(result)
         call.leaves = tuple(self._leaf(leaf, call, arguments, before) for leaf in leaves)
@@ -222,7 +229,7 @@ class _ForwardRecorder:
             for change in attributes.changes()
         )
         call.exit = self._tick()
-        self._finder.around(sys._getframe(1), call.exit)
+        self._finder.regions_around(sys._getframe(1), call.exit)
         if self._stack:
             self._watch.start_intercepting(self._function)
         return result
@@ -241,12 +248,14 @@ class _ForwardRecorder:
             name=name,
             time=time,
             call=call,
-            holds=tuple(self._name_in(self._held[storage], call) for storage in storages if storage in self._held),
+            model_tensors=tuple(
+                self._name_in(self._held[storage], call) for storage in storages if storage in self._held
+            ),
             random=random,
             decides=depends_on_values(func, arguments),
-            writes_held=any(storage in self._held for storage in written),
+            writes_model_tensor=any(storage in self._held for storage in written),
             writes=tuple(self._versions[storage] for storage in written),
-            region=next(iter(self._finder.around(sys._getframe(1), time)), -1),
+            region=next(iter(self._finder.regions_around(sys._getframe(1), time)), -1),
         )
         number = len(recording.operators)
         recording.operators.append(operator)
@@ -295,7 +304,9 @@ class _ForwardRecorder:
         if is_new and version in self._tainted and call.function < 0:
             value = self._value(result, call.number, exposed=False).number
             recording.candidates.append(
-                Join(call=call.number, gap=gap, called=called, enter=enter, exit=end, value=value, version=version)
+                FunctionResult(
+                    call=call.number, gap=gap, called=called, enter=enter, exit=end, value=value, version=version
+                )
             )
         return result
 

@@ -43,15 +43,14 @@ class Call:
     enter: int
     exit: int = END
     constant: bool = True
-    """True if the call depends on no parameter, floating-point input or random number, so that every stage can run it.
-    """
+    """True if the call depends on no parameter, floating-point input or random number. Every stage can then run it."""
     children: list[int] = field(default_factory=list)
     """Numbers of the calls that the code of this call made, in order."""
     nest: Nest = field(default_factory=Nest)
     leaves: tuple[Leaf, ...] = ()
     """Leaves of the result, whose structure is `nest`."""
     changes: tuple[AttributeChange, ...] = ()
-    """Values that the call left in attributes of modules."""
+    """Attribute changes that the call made."""
     function: int = -1
     """Number of the outermost autograd function region around the call, in which results have no graph; or -1."""
 
@@ -64,12 +63,12 @@ class Operator:
     time: int
     call: int
     """Number of the innermost call in which the operator ran."""
-    holds: tuple[str, ...]
+    model_tensors: tuple[str, ...]
     """Names of the parameters and buffers that the operator reads."""
     random: bool
     decides: bool
-    """True if the values that the operator reads decide on control flow, or on the shape of its result."""
-    writes_held: bool
+    """True if values that the operator reads determine control flow or the shape of its result."""
+    writes_model_tensor: bool
     """True if the operator writes into a parameter or buffer."""
     writes: tuple[int, ...]
     """Versions that the operator overwrote."""
@@ -78,18 +77,18 @@ class Operator:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Join:
-    """Result of a torch function that a module's own code called, which may cross cuts in place of its operands.
+class FunctionResult:
+    """Result of a torch function that a module's own code called between its submodules.
 
-    The module has called a submodule before. See `planner.model.joins`.
+    It may be sent across a cut instead of its operands (`planner.model.sent_results`).
     """
 
     call: int
-    """Number of the module's call, whose own code computed the join."""
+    """Number of the module's call."""
     gap: int
-    """Number of submodules that the code had called before."""
+    """Number of submodules that the module's code had called before."""
     called: Called
-    """Torch function that computed the join, identified within the gap."""
+    """Name of the function, and number of its earlier calls in the gap."""
     enter: int
     exit: int
     value: int
@@ -98,8 +97,8 @@ class Join:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptState:
-    """Tensor that one forward changes and that a later forward uses."""
+class CarriedState:
+    """Tensor that one forward changes and a later forward reads."""
 
     name: str
     storage: int
@@ -116,7 +115,7 @@ class KeptState:
 
 @dataclass(kw_only=True)
 class Recording:
-    """Forward of a model. Calls, operators, versions and values are identified by their numbers."""
+    """Recorded forward of a model."""
 
     calls: list[Call] = field(default_factory=list)
     """Calls in the order in which they began; call 0 is that of the model."""
@@ -127,7 +126,7 @@ class Recording:
     Attributes of a version: `storage`, the number of the storage; `operator`, the number of the operator that created
     the version, or -1; `created`, the time of creation; `uses`, the times of all uses."""
     values: list[tuple[int, TensorMeta]] = field(default_factory=list)
-    """Tensors that are inputs, results of calls, or join candidates, as distinct pairs (storage, geometry)."""
+    """Tensors that may cross a cut (inputs, results of calls, candidates), as distinct pairs (storage, geometry)."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """For each storage, pairs (index in `values`, number of the call that returned the tensor or -1 for an input)."""
     inputs: tuple[Leaf, ...] = ()
@@ -138,14 +137,14 @@ class Recording:
     """For each operator, the versions that it reads."""
     regions: list[Region] = field(default_factory=list)
     """Regions that no cut may go through."""
-    candidates: list[Join] = field(default_factory=list)
-    """Candidates for joins: floating-point tensors that no call returns, in order of creation."""
+    candidates: list[FunctionResult] = field(default_factory=list)
+    """Candidates for sent results: floating-point tensors that no call returns, in order of creation."""
     outputs: tuple[int, ...] = ()
     """Version of each leaf of the model's output; -1 for a leaf that is not a tensor."""
-    output_holds: frozenset[str] = frozenset()
+    returned_model_tensors: frozenset[str] = frozenset()
     """Names of the parameters and buffers that the model returns unchanged, such as learned weights of losses."""
     output_nest: Nest = field(default_factory=Nest)
-    states: tuple[KeptState, ...] = ()
+    states: tuple[CarriedState, ...] = ()
     """State that the model keeps from one forward to the next."""
     draws_on_host: bool = False
     """True if the forward draws from Python's or NumPy's generator."""

@@ -60,7 +60,7 @@ _LATE_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStart:
-    """Point in a forward at which a layer begins: the start or the end of one call of a module."""
+    """Start of a layer in a forward: the start or the end of one call of a module."""
 
     path: str
     call: int
@@ -165,7 +165,10 @@ def _steps(options: ReferenceOptions) -> Iterator[int]:
 
 
 def _raise_unless_late(error: Exception, step: int, options: ReferenceOptions) -> None:
-    """Raise an error again, unless it comes in a late step, where the user's own data may not cause it."""
+    """Raise `error` again, unless it comes in a late step.
+
+    The user's own data may not cause an error in a late step.
+    """
     is_refusal = isinstance(error, ModelError) and not isinstance(error, _NotFiniteError)
     if step < options.steps or is_refusal:
         raise error
@@ -191,7 +194,7 @@ def _loss(
 
 
 def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
-    """Return the example mini-batch of a step, which depends only on the seed and the step.
+    """Return the example mini-batch of a step. It depends only on the seed and the step.
 
     Args:
         loaded: The model.
@@ -308,7 +311,10 @@ def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:
 
 
 def _unscale(trained: Sequence[nn.Parameter], scale: float) -> float:
-    """Divide gradients by the loss scale, or drop all of them if one overflowed; return the next step's loss scale."""
+    """Divide gradients by the loss scale, or delete all if one overflowed.
+
+    Return the loss scale of the next step.
+    """
     if scale == 1.0:
         return scale
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -321,9 +327,9 @@ def _unscale(trained: Sequence[nn.Parameter], scale: float) -> float:
 
 @contextmanager
 def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Callable[[int, int], None]]:
-    """Seed the random generators at the start of every layer, inside the block.
+    """Seed the random generators at the start of every layer in the block.
 
-    Yields a function that must be called before each micro-batch, with the indices of step and micro-batch.
+    Yields a function to call before each micro-batch, with the indices of step and micro-batch.
     """
     layer_at = {
         (id(model.get_submodule(start.path)), start.call, start.at_end): layer

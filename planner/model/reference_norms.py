@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextmanager
 def whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Make the running statistics of batch normalization those of the whole mini-batch.
+    """Update running statistics of batch normalization once per mini-batch, from all its inputs.
 
     Inside the `with` block, each micro-batch updates the statistics. On exit, they are restored and updated once with
     the mean and the unbiased variance of all inputs. A layer that is called several times in a forward is updated once
@@ -47,7 +47,10 @@ def whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
 
 
 def _update(norm: _BatchNorm, sums: Tensor) -> None:
-    """Update the running statistics of `norm`; rows of `sums` are count, sum and sum of squares for each channel."""
+    """Update the running statistics of `norm`.
+
+    Rows of `sums` are count, sum and sum of squares; columns are channels.
+    """
     assert norm.running_mean is not None
     assert norm.running_var is not None
     count, mean = sums[0], sums[1] / sums[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.load import LoadedModel
-from planner.model.python_state import NUMBERS, numbers_held_by_hooks, numbers_in_attributes, numbers_in_user_files
+from planner.model.python_state import NUMBERS, numbers_in_attributes, numbers_in_hooks, numbers_in_user_files
 
 END = "end"
 """File that is written after the last step."""
@@ -19,24 +19,24 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceState:
-    """State of a training loop at one point in the step."""
+    """State of a training loop at one point in a step."""
 
     loss: float
     tensors: Mapping[str, Tensor | None]
     """Tensors by kind and name, such as `gradient:head.weight`; None for a missing gradient."""
     numbers: Mapping[str, float]
-    """Python numbers: those in attributes of modules by path, those of the user's files by module and name."""
+    """Python numbers in attributes of modules, by path, and in the user's files, by module and name."""
     groups: Mapping[str, Mapping[str, float]]
     """For each parameter, the numeric options of its group in the optimizer."""
     largest_gradient: float = 0.0
     """Largest absolute value in all gradients."""
 
-    def sampled(self) -> "ReferenceState":
-        """Return this state with large tensors replaced by samples of their values, which suffice to check updates."""
-        return replace(self, tensors={n: None if t is None else sample_of(t) for n, t in self.tensors.items()})
+    def with_sampled_tensors(self) -> "ReferenceState":
+        """Return this state with large tensors replaced by samples of their values."""
+        return replace(self, tensors={n: None if t is None else sampled_values(t) for n, t in self.tensors.items()})
 
     def lend_parameters(self, named: Mapping[str, Tensor]) -> None:
-        """Let parameters use the tensors of this state, which was loaded from a file, as their memory.
+        """Use the tensors of this state, loaded from a file, as memory of parameters.
 
         Args:
             named: Parameters by name. Later writes into them do not change the file.
@@ -55,12 +55,12 @@ class ReferenceState:
 
     @classmethod
     def load(cls, path: Path) -> "ReferenceState":
-        """Read a state from a file; its tensors are read from disk when they are used."""
+        """Read a state from a file. Its tensors are read from disk when they are used."""
         return cls(**torch.load(path, mmap=True, weights_only=True))
 
 
-def is_written(folder: Path, name: str) -> bool:
-    """Wait until a reference has written a state; return False if it has ended without this state.
+def wait_for_state(folder: Path, name: str) -> bool:
+    """Wait until a reference has written a state; return False if it ended without it.
 
     Args:
         folder: Folder of the reference's states.
@@ -74,23 +74,23 @@ def is_written(folder: Path, name: str) -> bool:
     return True
 
 
-def sample_of(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor in one dimension; for a large tensor, one to two million evenly spaced values.
+def sampled_values(tensor: Tensor) -> Tensor:
+    """Return a tensor's values in one dimension; of a large tensor, one to two million of them.
 
-    Sampling a sample changes nothing.
+    The values of a large tensor are evenly spaced. Sampling a sample changes nothing.
     """
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() >> 20)].clone()
 
 
 def dense_values(tensor: Tensor) -> Tensor:
-    """Return a tensor as a dense one, without its autograd graph."""
+    """Return a tensor as a dense tensor without autograd graph."""
     tensor = tensor.detach()
     return tensor.to_dense() if tensor.layout != torch.strided else tensor
 
 
 def largest_magnitude(tensor: Tensor) -> float:
-    """Return the largest absolute value in a tensor; 0 if the tensor is empty."""
+    """Return the largest absolute value in a tensor; 0 if it is empty."""
     values = dense_values(tensor)
     if not values.numel():
         return 0.0
@@ -104,13 +104,13 @@ def largest_magnitude(tensor: Tensor) -> float:
 
 
 def initial_state(loaded: LoadedModel, model: nn.Module) -> ReferenceState:
-    """Return the state before the first step: parameters, buffers and Python numbers."""
+    """Return parameters, buffers and Python numbers before the first step."""
     tensors = {f"parameter:{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
     return ReferenceState(loss=0.0, tensors={**tensors, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
 
 
 def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> ReferenceState:
-    """Return the state after a backward: gradients, buffers and Python numbers.
+    """Return gradients, buffers and Python numbers after a backward.
 
     Args:
         loaded: Functions of the model file.
@@ -130,7 +130,7 @@ def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> 
 
 
 def state_after_update(model: nn.Module, loss: float, optimizer: torch.optim.Optimizer) -> ReferenceState:
-    """Return the state after an update: samples of parameters and of the optimizer's state.
+    """Return samples of parameters and optimizer state after an update.
 
     Args:
         model: Instance that is trained.
@@ -140,7 +140,7 @@ def state_after_update(model: nn.Module, loss: float, optimizer: torch.optim.Opt
     named = dict(model.named_parameters(remove_duplicate=False))
     tensors, groups = optimizer_state(optimizer, named)
     tensors |= {f"parameter:{name}": parameter for name, parameter in named.items()}
-    return ReferenceState(loss=loss, tensors=tensors, numbers={}, groups=groups).sampled()
+    return ReferenceState(loss=loss, tensors=tensors, numbers={}, groups=groups).with_sampled_tensors()
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor | None]:
@@ -149,15 +149,13 @@ def _buffers(model: nn.Module) -> dict[str, Tensor | None]:
 
 def _numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
     modules = dict(model.named_modules())
-    return (
-        numbers_in_attributes(modules) | numbers_held_by_hooks(modules) | numbers_in_user_files(model, loaded.loss_fn)
-    )
+    return numbers_in_attributes(modules) | numbers_in_hooks(modules) | numbers_in_user_files(model, loaded.loss_fn)
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor | None], dict[str, dict[str, float]]]:
-    """Return the state of an optimizer, and the numeric options of its groups.
+    """Return an optimizer's state, and the numeric options of its parameter groups.
 
     Args:
         optimizer: The optimizer.

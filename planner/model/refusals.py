@@ -14,11 +14,11 @@ _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
 class TooFewSamplesError(ModelError):
-    """Error that a micro-batch has too few samples for a layer; larger micro-batches may work."""
+    """Error that a micro-batch has too few samples for a layer. Larger micro-batches may work."""
 
 
 def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError:
-    """Convert an error that a layer or the model raised to one with a hint.
+    """Convert an error of a layer or the model to an error with a hint.
 
     Args:
         where: Name of the layer or the model, for the message.
@@ -50,7 +50,7 @@ def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError
 
 
 def control_flow_error(deviation: str) -> ModelError:
-    """Return the error for a model that runs other code in a stage than when it was profiled."""
+    """Return the error for a model that ran other code than when it was profiled."""
     return ModelError(
         f"the model took another path than when it was profiled: {deviation}",
         hint="every step must run the same layers and code: switch off what skips layers by chance or by the data; "
@@ -59,15 +59,15 @@ def control_flow_error(deviation: str) -> ModelError:
 
 
 def sparse_gradient_error(where: str) -> ModelError:
-    """Return the error for a layer, named `where`, whose gradients are sparse."""
+    """Return the error for sparse gradients of the layer named `where`."""
     return ModelError(f"{where} makes sparse gradients, which are not supported", hint="build it with `sparse=False`")
 
 
 @contextmanager
 def explain_refusals(where: str) -> Iterator[None]:
-    """Convert errors of torch, raised inside the block, to errors that say what to write instead.
+    """Convert two kinds of torch's errors in the block to errors with a hint.
 
-    These are the errors for in-place writes that backward forbids, and for hooks on tensors without gradients.
+    One kind is an in-place write that backward forbids. The other is a hook on a tensor without gradient.
 
     Raises:
         ModelError: Torch raised one of these errors.

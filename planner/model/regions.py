@@ -1,7 +1,7 @@
 """Find the regions of a forward through which no cut may go.
 
-- `torch.utils.checkpoint` calls its function again in backward. By then, the stand-ins for modules that a stage does
-not run are removed, so the function must be in one stage.
+- `torch.utils.checkpoint` calls its function again in backward. By then, the model's own modules are in place again,
+also those that a stage skips. So the function must be in one stage.
 - The forward of an autograd function runs without a graph. If it calls modules, their results carry no gradient across
 a cut. An autograd function that calls no module is no obstacle: a stage after a cut runs it again, with all the code
 around it.
@@ -27,7 +27,7 @@ _CHECKPOINT = inspect.unwrap(checkpointing.checkpoint).__code__
 
 @dataclass(kw_only=True)
 class Region:
-    """Region of a forward through which no cut may go, unless it calls no modules; `begin` and `end` are times."""
+    """Period of a forward, from `begin` to `end`, through which no cut may go if it calls modules."""
 
     begin: int
     end: int
@@ -36,7 +36,7 @@ class Region:
     calls_modules: bool = False
     """True if the region contains calls of modules; otherwise its code can run again like any other code."""
 
-    def holds(self, cut: int) -> bool:
+    def contains(self, cut: int) -> bool:
         """Return True if a cut at this time would divide the region."""
         return self.begin < cut <= self.end
 
@@ -52,7 +52,7 @@ class Region:
 
 
 class RegionFinder:
-    """Finder of the checkpoints and autograd functions in which a call or an operator runs, from Python's stack frames.
+    """Finder of the checkpoints and autograd functions that are running, from Python's stack frames.
 
     Args:
         run: Code object of the recorder's function that runs every call of a module; the search stops at its frames.
@@ -64,19 +64,22 @@ class RegionFinder:
         self._regions = regions
         self._levels: list[list[tuple[FrameType, int]]] = [[]]  # for each running call: the regions in its own code
 
-    def around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
-        """Return the numbers of the regions in which a frame runs, outermost first, and set their end to `time`."""
+    def regions_around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
+        """Return the numbers of the regions in which a frame runs, and set their end to `time`.
+
+        The outermost region comes first.
+        """
         self._levels[-1] = self._in_code_at_work(frame, time)
         around = tuple(number for level in self._levels for _, number in level)
         for number in around:
             self._regions[number].end = time
         return around
 
-    def enter(self) -> None:
-        """Record that a call begins; the caller must call `around` for its frame just before."""
+    def begin_call(self) -> None:
+        """Record that a call begins. Call `regions_around` for its frame just before."""
         self._levels.append([])
 
-    def leave(self) -> None:
+    def end_call(self) -> None:
         """Record that the innermost running call ends."""
         self._levels.pop()
 
@@ -96,7 +99,7 @@ class RegionFinder:
 
 @contextmanager
 def without_reentrance() -> Iterator[None]:
-    """Run checkpoints inside the block as with `use_reentrant=False`, even if they say `use_reentrant=True`."""
+    """Replace re-entrant checkpointing in the block by non-reentrant checkpointing."""
     before = checkpointing.CheckpointFunction
     checkpointing.CheckpointFunction = _NotReentrant  # type: ignore[assignment, misc]
     try:

@@ -14,34 +14,34 @@ from planner.model.recording import Call, Recording
 
 
 class Repetition:
-    """Rules for code from before a cut that the stage after it runs again: which operators, and on which tensors."""
+    """Rules for code that runs before a cut and runs again in the stage after it."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._runner_of = [self._runner(call) for call in recording.calls]
 
-    def repeats(self, operator: int, cut: int) -> bool:
-        """Return True if the operator runs before the cut and runs again after it."""
+    def is_repeated(self, operator: int, cut: int) -> bool:
+        """Return True if the operator runs before the cut and again after it."""
         run = self._recording.operators[operator]
         return run.time < cut <= self._exit_of(self._runner_of[run.call])
 
-    def exposes(self, call: int, cut: int) -> bool:
-        """Return True if a call ends before the cut, and code that runs again after the cut can use its results."""
+    def exposes_results(self, call: int, cut: int) -> bool:
+        """Return True if the call ends before the cut and repeated code can read its results."""
         if call < 0:  # all code of the model may use its inputs
             return True
         maker = self._recording.calls[call]
         is_over = maker.exit < cut and self._runner_of[call] == call
         return is_over and cut <= self._exit_of(self._runner_of[maker.parent])
 
-    def exposed(self, storage: int, cut: int) -> set[int]:
-        """Return the indices of the tensors in a storage that calls returned and that repeated code can use."""
+    def exposed_tensors(self, storage: int, cut: int) -> set[int]:
+        """Return the indices of tensors in a storage that calls returned and repeated code can read."""
         exposures = self._recording.exposures.get(storage, ())
-        return {value for value, call in exposures if self.exposes(call, cut)}
+        return {value for value, call in exposures if self.exposes_results(call, cut)}
 
     def _runner(self, call: Call) -> int:
         """Return the number of the call whose end decides whether `call` runs again.
 
-        This is `call` itself. For a constant call, it is the innermost call around it that is not constant.
+        This is `call` or, for a constant call, the innermost call around it that is not constant.
         """
         while call.constant and call.parent >= 0:
             call = self._recording.calls[call.parent]

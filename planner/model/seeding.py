@@ -13,7 +13,7 @@ _MASK = (1 << 64) - 1
 
 
 def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
-    """Return the seed to set on all random generators just before a layer runs.
+    """Return the seed for all random generators at the start of a layer.
 
     Args:
         seed: Seed of the run.
@@ -21,35 +21,35 @@ def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
         layer: Index of the layer in the whole model's chain.
         micro_batch: Index of the micro-batch in the step's mini-batch.
     """
-    return _next(_of_layer(seed, step, layer), micro_batch)
+    return _mix_into_seed(_of_layer(seed, step, layer), micro_batch)
 
 
 def seed_process(seed: int) -> None:
-    """Seed every random generator that a model file or a script may use, on the host and on devices."""
+    """Seed all random generators that a model file or script may use, on host and devices."""
     torch.manual_seed(seed)
     seed_host(seed)
 
 
 def seed_host(seed: int) -> None:
-    """Seed the random generators of the host: those of torch (CPU), Python and NumPy."""
+    """Seed the host's random generators: those of torch (CPU), Python and NumPy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
 
 
 def host_generator_states() -> tuple[object, ...]:
-    """Return the states of Python's and NumPy's random generators, to detect whether code has drawn numbers."""
+    """Return the states of Python's and NumPy's random generators, to detect draws."""
     _, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     return random.getstate(), keys.tobytes(), *rest
 
 
 @lru_cache(maxsize=256)  # all micro-batches use the same result
 def _of_layer(seed: int, step: int, layer: int) -> int:
-    return _next(_next(_next(0, seed), step), layer)
+    return _mix_into_seed(_mix_into_seed(_mix_into_seed(0, seed), step), layer)
 
 
-def _next(mixed: int, part: int) -> int:
-    """Mix another number into a seed with splitmix64's finalizer (Steele, Lea, Flood 2014)."""
+def _mix_into_seed(mixed: int, part: int) -> int:
+    """Mix a number into a seed with splitmix64's finalizer (Steele, Lea, Flood 2014)."""
     number = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _MASK

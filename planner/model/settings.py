@@ -12,7 +12,7 @@ from planner.core.values.profile import Setting
 
 
 def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, str]) -> dict[str, Setting]:
-    """Convert settings to the types that a function or class expects.
+    """Convert texts of settings to the types in a function's signature.
 
     Args:
         owner: Name of the function, for messages.
@@ -31,18 +31,18 @@ def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, st
     for name, text in settings.items():
         if name not in parameters and not is_open:
             raise UsageError(f"{owner} has no setting `{name}`", hint=f"it has {public_names(parameters)}")
-        wanted = _wanted(build, parameters[name]) if name in parameters else _guessed(text)
+        wanted = _type_of_setting(build, parameters[name]) if name in parameters else _guessed(text)
         typed[name] = _typed(f"{owner}: `--set {name}={text}`", text, wanted)
     return typed
 
 
 def public_names(names: Iterable[str]) -> str:
-    """Return a text for messages that lists the names without a leading underscore."""
+    """List the names without a leading underscore in a text for messages."""
     public = [f"`{name}`" for name in names if not name.startswith("_")]
     return ", ".join(public) or "nothing"
 
 
-def _wanted(build: Callable[..., Any], parameter: inspect.Parameter) -> type:
+def _type_of_setting(build: Callable[..., Any], parameter: inspect.Parameter) -> type:
     try:
         hint = typing.get_type_hints(build.__init__ if inspect.isclass(build) else build).get(parameter.name)
     except Exception:  # an annotation with an unknown name is ignored

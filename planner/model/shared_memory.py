@@ -13,7 +13,7 @@ from planner.model.ghosts import storage_key
 
 
 class _MemorySpan(NamedTuple):
-    """Part of a storage that a tensor of a layer covers, from byte `begin` to byte `end - 1`."""
+    """Part of a storage, from byte `begin` to byte `end - 1`, that a layer's tensor covers."""
 
     layer: int
     name: str
@@ -30,7 +30,7 @@ class _MemorySpan(NamedTuple):
 
 
 def check_separate_memory(layers: Sequence[Layer]) -> None:
-    """Check that no trained parameter shares memory with a different tensor of another layer.
+    """Raise an error if a trained parameter shares memory with another tensor of another layer.
 
     In one process, an update of the parameter also changes the other tensor. In a pipeline it would not, because the
     stages have separate memory. (One parameter that several layers use is no problem.)
@@ -58,12 +58,12 @@ def check_separate_memory(layers: Sequence[Layer]) -> None:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Return True if the user's code has registered a hook on the gradient of the parameter."""
+    """Return True if user code has registered a hook on the parameter's gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def check_hooks(hooked: Mapping[str, nn.Parameter], layers: Sequence[Layer]) -> None:
-    """Refuse gradient hooks on trained parameters that several layers share.
+    """Raise an error if a trained parameter of several layers has a gradient hook.
 
     Autograd calls a hook with the sum of the gradients of all uses of the parameter. In a pipeline, each stage would
     call the hook with the gradient of its own layers alone.

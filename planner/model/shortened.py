@@ -26,7 +26,7 @@ _LONGEST_PERIOD = 8
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedModule:
-    """Module that is skipped: it returns its input instead of running."""
+    """Module that returns its input instead of running."""
 
     path: str
     leaves: tuple[Leaf, ...] = ()
@@ -35,7 +35,9 @@ class SkippedModule:
 
 
 def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
-    """Return the indices of the layers that can be skipped: where a group of layers repeats, all copies except two.
+    """Return the indices of layers that can be skipped.
+
+    Where a group of layers repeats, all its copies except two can be skipped.
 
     Args:
         keys: Key of each layer; equal layers have equal keys.
@@ -60,7 +62,7 @@ def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
 
 
 def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[SkippedModule, ...] | None:
-    """Return the modules to replace by their input, in order to skip `layers`; None if one cannot be skipped."""
+    """Return the modules of `layers`, to be replaced by their input; None if one cannot be replaced."""
     if chain.outline is None:
         return tuple(SkippedModule(path=chain.names[layer]) for layer in layers)
     skipped = []
@@ -77,7 +79,7 @@ def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[SkippedModule,
 
 
 def shorten_model(loaded: LoadedModel, skipped: Sequence[SkippedModule], *, lean: bool = False) -> LoadedModel:
-    """Return `loaded` with a `build` function that skips some layers; it builds the whole model first.
+    """Return `loaded` with a `build` function that skips some modules.
 
     Args:
         loaded: The model.
@@ -92,7 +94,7 @@ def shorten_model(loaded: LoadedModel, skipped: Sequence[SkippedModule], *, lean
 
 
 def without_modules(model: nn.Module, skipped: Sequence[SkippedModule]) -> nn.Module:
-    """Make the `skipped` modules of a model return their input, and drop their parameters, buffers and submodules."""
+    """Make `skipped` modules return their input, and delete their parameters and submodules."""
     for each in skipped:
         module = model.get_submodule(each.path)
         tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)

@@ -1,6 +1,6 @@
-"""Describe the code of a layer, between two cuts: its modules, its name, and the storages that it uses.
+"""Describe the code between two cuts: its modules, its name, and the storages that it uses.
 
-A span is the pair of times (begin, end) between which the layer runs.
+A span is the pair of times (begin, end) between which a layer runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,16 +16,20 @@ Span = tuple[int, int]
 
 
 def modules_in(recording: Recording, span: Span) -> tuple[str, ...]:
-    """Return the paths of the largest modules that run completely within a span, in order."""
+    """Return the paths of the largest modules that run completely in a span, in order."""
     whole = [call for call in recording.calls[1:] if _is_whole(call, span)]
     tops = [call.path for call in whole if not _is_whole(recording.calls[call.parent], span)]
     return tuple(dict.fromkeys(tops))
 
 
 def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return a name for every layer, given the paths of its modules (`modules_in`).
+    """Return a name for every layer: the path of its module with the most parameters.
 
-    A layer is named after its module with the most parameters. The second layer with a name gets the suffix `#2`.
+    The second layer with the same name gets the suffix `#2`.
+
+    Args:
+        model: The model.
+        modules: For each layer, the paths of its modules (`modules_in`).
     """
     by_path = dict(model.named_modules(remove_duplicate=False))
     counts: dict[str, int] = {}
@@ -40,7 +44,7 @@ def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[s
 
 
 def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set[int]:
-    """Return the storages of the model's inputs, of its outputs, or of the tensors that cross a cut.
+    """Return the storages of the model's inputs, its outputs, or the tensors that cross a cut.
 
     Args:
         recording: One forward.
@@ -57,7 +61,7 @@ def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set
 
 
 def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
-    """Return True if an operator of a layer writes into one of the given storages.
+    """Return True if a layer writes into one of the given storages.
 
     Args:
         recording: One forward.
@@ -69,30 +73,32 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
 
 
 def repeated_reads_and_writes(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
-    """Return what repeated code reads and writes; this is code that runs before a cut and again after it.
+    """Return what code reads and writes that runs before a cut and again after it.
 
     Returns:
-        Names of the parameters and buffers that repeated code reads, and numbers of the storages that it writes.
+        Names of the parameters and buffers that it reads, and numbers of the storages that it writes.
     """
     flow = cuts.recording.flow.nodes
     numbered = enumerate(cuts.recording.operators)
-    repeated = [o for number, o in numbered if (o.holds or o.writes) and cuts.repetition.repeats(number, cut)]
+    repeated = [
+        o for number, o in numbered if (o.model_tensors or o.writes) and cuts.repetition.is_repeated(number, cut)
+    ]
     return (
-        frozenset(name for operator in repeated for name in operator.holds),
+        frozenset(name for operator in repeated for name in operator.model_tensors),
         frozenset(flow[version]["storage"] for operator in repeated for version in operator.writes),
     )
 
 
-def add_unread(
-    holds: Sequence[frozenset[str]], recording: Recording, model: nn.Module, spans: Sequence[Span]
+def assign_unread_tensors(
+    model_tensors: Sequence[frozenset[str]], recording: Recording, model: nn.Module, spans: Sequence[Span]
 ) -> tuple[frozenset[str], ...]:
-    """Assign the parameters and buffers that the recorded forward did not read to layers.
+    """Assign parameters and buffers that the recorded forward did not read to layers.
 
     An example is the parameters of experts that no token chose. A tensor goes to the layer in which its module begins,
     or the nearest enclosing module that was called. If no enclosing module was called, it goes to the first layer.
 
     Args:
-        holds: For each layer, the names of the parameters and buffers that it reads.
+        model_tensors: For each layer, the names of the parameters and buffers that it reads.
         recording: One forward.
         model: The model.
         spans: Begin and end of each layer.
@@ -100,7 +106,7 @@ def add_unread(
     Returns:
         For each layer, the names of all its parameters and buffers.
     """
-    read = frozenset(name for names in holds for name in names)
+    read = frozenset(name for names in model_tensors for name in names)
     # Tensors are compared by identity, because the forward may have read a tied tensor under another name.
     placed = {id(tensor) for name, tensor in _named_tensors(model) if name in read}
     layer_of: dict[str, int] = {}
@@ -109,7 +115,7 @@ def add_unread(
             # The first call of a module decides.
             if span[0] <= call.enter < span[1]:
                 layer_of.setdefault(call.path, layer)
-    complete = list(holds)
+    complete = list(model_tensors)
     for name, tensor in _named_tensors(model):
         if name in read or id(tensor) in placed:
             continue

@@ -71,17 +71,20 @@ DeferredUses = list[_DeferredUse]
 
 
 def count_additions(deferred: DeferredUses) -> Counter[nn.Parameter]:
-    """Count the additions of the weight-gradient pass W to each parameter: one for each backward that reached it."""
+    """Return how often the weight-gradient pass (W) adds to each parameter.
+
+    It adds once for each backward that reached the parameter.
+    """
     backwards = (together for _, together in groupby(deferred, key=lambda use: use.backward))
     return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())
 
 
 class SplitBackward:
-    """Backward of one stage in two parts: input gradients (I) and weight gradients (W).
+    """Backward of a stage in two passes: input gradients (I) and weight gradients (W).
 
     Args:
-        counts_only: Function that returns True for a parameter hook that may run before the gradient is complete,
-            because it does not read the gradient. By default, no hook may.
+        counts_only: Function that returns True for a parameter hook that does not read the gradient. Such a hook may
+            run before the gradient is complete. By default, no hook may.
     """
 
     def __init__(self, counts_only: Callable[[Callable[..., Any]], bool] = lambda _: False) -> None:
@@ -93,7 +96,10 @@ class SplitBackward:
 
     @contextmanager
     def weight_cast_cache(self) -> Iterator[None]:
-        """Cache autocast's copies of weights with deferred gradients inside the block; torch does not cache these."""
+        """Cache autocast's weight copies in the block, for weights with deferred gradients.
+
+        Torch does not cache these copies.
+        """
         self._casts = {}
         try:
             yield
@@ -101,11 +107,11 @@ class SplitBackward:
             self._casts = None
 
     def splitting(self) -> AbstractContextManager[Any]:
-        """Return the context manager in which to run a forward whose backward is split."""
+        """Return the context manager for a forward whose backward is split."""
         return self._mode
 
     def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> DeferredUses:
-        """Run I: compute all gradients except the deferred weight gradients.
+        """Run pass I: compute all gradients except deferred weight gradients.
 
         Args:
             outputs: Outputs of a forward that ran in `splitting`.
@@ -124,7 +130,7 @@ class SplitBackward:
         return collected
 
     def backward_weight(self, deferred: DeferredUses) -> None:
-        """Run W: compute the deferred weight gradients, add them to the parameters, and empty `deferred`.
+        """Run pass W: compute deferred weight gradients, add them to the parameters, and clear `deferred`.
 
         Raises:
             RuntimeError: Code has modified a tensor that a weight gradient needs.
@@ -141,7 +147,7 @@ class SplitBackward:
             torch.autograd.backward(starts, [start.detach() for start in starts])
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call `function`, one of `OPERATORS`, in a way that allows to defer the gradients of its weight.
+        """Call a function of `OPERATORS` so that its weight gradients can be deferred.
 
         Args:
             function: Function of torch.
@@ -176,7 +182,7 @@ class SplitBackward:
         return needs_something and not is_transformed
 
     def _is_trained(self, weight: Any) -> bool:
-        """Return True if `weight` is a trained parameter whose hooks do not read an incomplete gradient."""
+        """Return True if `weight` is a trained parameter whose hooks allow deferred gradients."""
         if not _is_parameter(weight) or not weight.requires_grad or not weight.is_leaf or weight.is_complex():
             return False
         # Autograd would call a hook in I, without a gradient.
@@ -242,7 +248,11 @@ class _WeightOperation(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
-        wanted = "" if torch.is_grad_enabled() else _wanted(ctx.leaves, is_split=ctx.split.collected is not None)
+        wanted = (
+            ""
+            if torch.is_grad_enabled()
+            else _when_weight_gradients(ctx.leaves, is_split=ctx.split.collected is not None)
+        )
         if not wanted:
             return None, None, *_replayed(ctx, gradient, x)
         _, _, needs_x, _, needs_bias = ctx.needs_input_grad
@@ -286,12 +296,10 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _wanted(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
-    """Return when to compute the weight gradients: `later` (in W), `never`, or an empty text for this backward.
+def _when_weight_gradients(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
+    """Return when to compute weight gradients: `later` (in W), `never`, or empty for this backward.
 
-    Args:
-        leaves: Weight and bias, as parameters.
-        is_split: Whether I of a split backward is running.
+    `is_split` is True during pass I of a split backward.
     """
     trained = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     try:
@@ -328,8 +336,11 @@ def _never(*_: Any) -> bool:
     return False
 
 
-def _unasked(function: Any) -> Any:
-    """Return a copy of a torch function, written in Python, that is not intercepted; the functions it calls are."""
+def _not_intercepted(function: Any) -> Any:
+    """Return a copy of a torch function, written in Python, that is not intercepted.
+
+    Functions that it calls are intercepted.
+    """
     # Torch passes such a function to the mode as one call, and then does not pass the functions inside.
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     inside = {**function.__globals__, **dict.fromkeys(names, _never)}
@@ -341,7 +352,7 @@ def _unasked(function: Any) -> Any:
 _BACKWARDS: Final = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 """Functions that recompute checkpoints, whose recomputation must save the same tensors as the first forward."""
 _SEEN_THROUGH: Final = {
-    function: _unasked(function)
+    function: _not_intercepted(function)
     for function in (functional.embedding, functional.multi_head_attention_forward, *_BACKWARDS)
 }
 _SEEN: Final = frozenset((*OPERATORS, *_SEEN_THROUGH))

@@ -1,10 +1,10 @@
 """Run a stage of a model that is not a Sequential: the model's own forward, in which only the stage's layers run.
 
 Modules before the stage do not run. A call of one returns the received tensors or, if the stage does not need them, an
-absent ghost (`ghosts.py`). So do calls of functions between these modules that computed a join (`joins.py`). Parameters
-of other stages that the model's own code uses are absent ghosts, too. The stage checks that no output and no sent
-tensor depends on an absent ghost. The forward ends after the stage's last module, or after a join that follows it. The
-modules are modified only while a stage runs.
+absent ghost (`ghosts.py`). The same holds for functions between these modules whose results are sent
+(`sent_results.py`). Parameters of other stages that the model's own code uses are absent ghosts, too. The stage checks
+that no output and no sent tensor depends on an absent ghost. The forward ends after the stage's last module, or after a
+sent result that follows it. The modules are modified only while a stage runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from planner.model.outline import Outline
 from planner.model.recording import END
-from planner.model.stage_forward import StageForward, held_tensor
+from planner.model.stage_forward import StageForward, tensor_named
 from planner.model.stage_part import StagePart
 
 
 class ModelStage(nn.Module):
-    """Layers `first` to `end - 1` of `model`; parameters and buffers keep their names in the model.
+    """Layers `first` to `end - 1` of `model`; parameters and buffers keep their names.
 
-    The first stage takes the model's inputs. Every other stage takes a tuple of tensors (`Outline.received`), which the
-    previous stage returns. The last stage returns the model's output. Outputs that the loss does not read may be
-    replaced by stand-ins.
+    The first stage takes the model's inputs. Every other stage takes the tuple of tensors that the previous stage
+    returns. The last stage returns the model's output, in which outputs that the loss does not read may be replaced by
+    stand-ins.
     """
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
@@ -33,48 +33,48 @@ class ModelStage(nn.Module):
         self.share_with(self)
 
     def forward(self, received: Any) -> Any:
-        """Return the tuple of tensors for the next stage or, in the last stage, the model's output."""
+        """Return the tensors for the next stage or, in the last stage, the model's output."""
         return StageForward(self._part, received).result()
 
     def share_with(self, root: nn.Module) -> None:
-        """Register this stage's parameters and buffers in `root`, under their names in the model.
+        """Register the stage's parameters and buffers in `root`, under their names in the model.
 
         Buffers that forwards replace by other tensors (`replaced_buffers`) are left out.
         """
-        for name in self._part.held:
+        for name in self._part.model_tensors:
             if name in self._part.replaced:  # registering it would keep the first tensor in memory
                 continue
             *path, last = name.split(".")
-            owner, holder = self._part.model.get_submodule(".".join(path)), holder_at(root, path)
+            owner, holder = self._part.model.get_submodule(".".join(path)), module_at_path(root, path)
             if last in owner._parameters:
                 holder._parameters[last] = owner._parameters[last]
             else:
                 holder._buffers[last] = owner._buffers[last]
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of the stage's buffers, including those that forwards replace."""
+        """Yield names and values of the stage's buffers, with `replaced_buffers`."""
         yield from super().named_buffers(prefix, *args, **kwargs)
         for name, buffer in self.replaced_buffers():
             yield f"{prefix}.{name}" if prefix else name, buffer
 
     def replaced_buffers(self) -> list[tuple[str, Tensor]]:
-        """Return the buffers that forwards replace by other tensors, with their names in the model."""
-        return [(name, held_tensor(self._part.model, name)) for name in self._part.replaced]
+        """Return names and values of the buffers that forwards replace by other tensors."""
+        return [(name, tensor_named(self._part.model, name)) for name in self._part.replaced]
 
-    def call_at_ends(self, begun: Callable[[], None], done: Callable[[], None] = lambda: None) -> None:
-        """In each forward, call `begun` when the stage's first layer begins, and `done` after its last layer."""
+    def call_at_stage_ends(self, begun: Callable[[], None], done: Callable[[], None] = lambda: None) -> None:
+        """In each forward, call `begun` before the stage's first layer, and `done` after its last."""
         self._part.when_begun, self._part.when_done = begun, done
 
     def call_at_layers(self, listener: Callable[[int], None]) -> None:
-        """In each forward, call `listener` when a layer begins, with the layer's index in the stage.
+        """In each forward, call `listener` when a layer begins, with its index in the stage.
 
-        If the model draws from Python's or NumPy's generator, `listener` is also called for the repeated code of layers
-        before the stage. The index of the layer just before the stage is -1.
+        If the model draws from Python's or NumPy's generator, `listener` is also called for repeated code of earlier
+        layers. The layer just before the stage has the index -1.
         """
         self._part.listen(listener)
 
     def keep_state(self) -> None:
-        """Let tensors stay in attributes after a forward if later forwards read them."""
+        """Do not undo attribute changes whose tensors later forwards read."""
         self._part.keep_state()
 
     @property
@@ -83,27 +83,29 @@ class ModelStage(nn.Module):
         return self._part.running_paths
 
     @property
-    def begun_before(self) -> list[str]:
-        """Paths of the modules whose code begins before the stage and runs again in the stage, from its start."""
-        return self._part.begun_before
+    def repeated_paths(self) -> list[str]:
+        """Paths of the modules whose code begins before the stage and runs again in it."""
+        return self._part.repeated_paths
 
     @property
     def finished_modules(self) -> dict[str, nn.Module]:
-        """Modules whose forward ends in this stage, by path; parts of these modules may run in earlier stages."""
+        """Modules by path whose forward ends in this stage. Their first parts may run in earlier stages."""
         part, calls = self._part, self._part.outline.recording.calls
         paths = {call.path for call in calls if part.begin <= call.exit and (call.exit < part.stop or part.stop == END)}
         return {path: part.model.get_submodule(path) for path in sorted(paths)}
 
     @property
-    def holders(self) -> list[nn.Module]:
-        """Modules that directly hold a parameter, a buffer or state in an attribute that the stage needs."""
-        paths = sorted({*(name.rpartition(".")[0] for name in self._part.held), *(path for path, _ in self._part.kept)})
+    def state_modules(self) -> list[nn.Module]:
+        """Modules that own a parameter, a buffer or an attribute with state of the stage."""
+        paths = sorted(
+            {*(name.rpartition(".")[0] for name in self._part.model_tensors), *(path for path, _ in self._part.kept)}
+        )
         return [self._part.model.get_submodule(path) for path in paths]
 
     @property
-    def read_before_stage(self) -> list[Tensor]:
+    def tensors_of_repeated_code(self) -> list[Tensor]:
         """Parameters and buffers of the stage that repeated code of earlier layers reads."""
-        return [held_tensor(self._part.model, name) for name in self._part.repeated]
+        return [tensor_named(self._part.model, name) for name in self._part.repeated]
 
     @property
     def model(self) -> nn.Module:
@@ -111,8 +113,8 @@ class ModelStage(nn.Module):
         return self._part.model
 
 
-def holder_at(root: nn.Module, path: Sequence[str]) -> nn.Module:
-    """Return the module at `path` below `root`; create missing modules on the way."""
+def module_at_path(root: nn.Module, path: Sequence[str]) -> nn.Module:
+    """Return the module at `path` below `root`, and create missing modules."""
     for part in path:
         below = root._modules.get(part)
         if below is None:

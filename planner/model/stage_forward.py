@@ -26,7 +26,7 @@ from planner.model.functions import Called, FunctionWatch, is_in_vmap
 from planner.model.ghosts import check_present
 from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, SampleCount, TensorLeaf
 from planner.model.nests import ABSENT, align_leaves, flatten, leaf_names, unflatten
-from planner.model.recording import END, Call, Join
+from planner.model.recording import END, Call, FunctionResult
 from planner.model.refusals import control_flow_error
 from planner.model.regions import without_reentrance
 from planner.model.stage_part import StagePart
@@ -36,7 +36,7 @@ from planner.model.stand_ins import StandIns
 class _Finished(BaseException):
     """Signal that the stage's last module has run.
 
-    This class is no `Exception`, so that the model's own handlers do not catch it.
+    It is no `Exception`, so that the model's own handlers do not catch it.
     """
 
 
@@ -59,7 +59,9 @@ class StageForward:
         self._next = {0: 0}  # number of submodules that each open call has called
         self._inside = False  # True while a call runs as a whole, whose inner calls are not followed
         self._watch = FunctionWatch()
-        self._awaited: dict[Called, Join] = {}  # joins that the code must still compute before its next submodule
+        self._awaited: dict[
+            Called, FunctionResult
+        ] = {}  # results that the code must still compute before its next submodule
         self._tensors: dict[int, Tensor] = {}  # received tensors and tensors to send, by index in `Recording.values`
         self._begun = part.begin == 0
         if self._begun:
@@ -67,7 +69,7 @@ class StageForward:
             self._size = self._size_of_inputs(received)
         else:
             self._tensors.update(zip(part.received, received, strict=True))
-            self._size = part.outline.size_of(part.received, received)
+            self._size = part.outline.batch_size_of(part.received, received)
         device = received[0].device if part.received else torch.device("cpu")
         self._stand_ins = StandIns(part, self._size, device)
         if not self._begun:
@@ -75,7 +77,7 @@ class StageForward:
             self._inputs = self._rebuilt(self._recording.inputs, self._recording.input_nest, [])
 
     def result(self) -> Any:
-        """Return the tensors that cross the cut after the stage, or the model's output.
+        """Run the stage and return the tensors for the next stage, or the model's output.
 
         Raises:
             ModelError: The model ran other code than when it was recorded.
@@ -114,7 +116,7 @@ class StageForward:
             raise ModelError("the model's inputs have another structure than those of `example_batch`")
         self._keep(leaves, recorded)
         pairs = [(leaf.number, t) for leaf, t in zip(recorded, leaves, strict=True) if isinstance(leaf, TensorLeaf)]
-        return self._part.outline.size_of([number for number, _ in pairs], [tensor for _, tensor in pairs])
+        return self._part.outline.batch_size_of([number for number, _ in pairs], [tensor for _, tensor in pairs])
 
     def _sent(self) -> tuple[Tensor, ...]:
         if not self._tensors.keys() >= set(self._part.sent):
@@ -163,22 +165,22 @@ class StageForward:
         self._keep_changes(call)
 
     def _function(self, called: Called, run: Callable[[], Any]) -> Any:
-        join = self._awaited.pop(called, None)
-        if join is None:
+        recorded = self._awaited.pop(called, None)
+        if recorded is None:
             return run()
-        if join.exit < self._part.begin and join.value in self._tensors:
-            result = self._tensors[join.value]  # the function does not run, because its arguments may be stand-ins
+        if recorded.exit < self._part.begin and recorded.value in self._tensors:
+            result = self._tensors[recorded.value]  # the function does not run, because its arguments may be stand-ins
         else:
             result = run()
-            if join.value in self._part.sent:
-                self._tensors[join.value] = result
-        self._reach(join.exit + 1)
+            if recorded.value in self._part.sent:
+                self._tensors[recorded.value] = result
+        self._reach(recorded.exit + 1)
         return result
 
     def _begin_gap(self) -> None:
-        joins = self._part.joins.get((self._stack[-1], self._next[self._stack[-1]]))
-        if joins:
-            self._awaited = dict(joins)
+        results = self._part.sent_results.get((self._stack[-1], self._next[self._stack[-1]]))
+        if results:
+            self._awaited = dict(results)
             self._watch.start_intercepting(self._function)
 
     def _end_gap(self) -> None:
@@ -268,7 +270,7 @@ class StageForward:
             case ArgumentLeaf():
                 return arguments[leaf.argument]
             case ParameterLeaf():
-                return held_tensor(self._part.model, leaf.name)
+                return tensor_named(self._part.model, leaf.name)
             case ConstantLeaf():
                 return leaf.value
             case SampleCount():
@@ -290,7 +292,7 @@ class StageForward:
         return unflatten(leaves, nest)
 
 
-def held_tensor(model: nn.Module, full: str) -> Any:
-    """Return the parameter or buffer with the full name `full` in the model."""
+def tensor_named(model: nn.Module, full: str) -> Any:
+    """Return the model's parameter or buffer with the name `full`."""
     path, _, name = full.rpartition(".")
     return getattr(model.get_submodule(path), name)

@@ -1,20 +1,23 @@
-"""Describe a stage's part of the model: its begin and end, and the tensors that it receives, holds and sends."""
+"""Describe a stage's part of the model: begin, end, own tensors, and received and sent tensors."""
 
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from planner.model.carried_state import attribute_key
 from planner.model.functions import Called
-from planner.model.kept_state import key_of
 from planner.model.outline import Outline
-from planner.model.recording import END, Join
+from planner.model.recording import END, FunctionResult
 
-_Joins = dict[Called, Join]
+_ResultsInGap = dict[Called, FunctionResult]
 """Joins between two calls of submodules, by the call of a torch function that computes each join."""
 
 
 class StagePart:
-    """Layers `first` to `end - 1` of `model`; the outline may be that of another instance of the model."""
+    """Layers `first` to `end - 1` of `model`.
+
+    The outline may be from another instance of the model.
+    """
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
         self.outline = outline
@@ -22,11 +25,11 @@ class StagePart:
         self.begin, self.stop = outline.times(first, end)
         self.received = outline.received(first) if first else ()
         self.sent = outline.received(end) if end <= len(outline.cuts) else ()
-        self.held = sorted({name for layer in outline.holds[first:end] for name in layer})
-        repeated = outline.repeated_holds[first - 1] if first else frozenset[str]()
-        self.repeated = sorted(repeated.intersection(self.held))
+        self.model_tensors = sorted({name for layer in outline.model_tensors[first:end] for name in layer})
+        repeated = outline.repeated_model_tensors[first - 1] if first else frozenset[str]()
+        self.repeated = sorted(repeated.intersection(self.model_tensors))
         """Parameters and buffers of the stage that repeated code of earlier layers reads."""
-        self.absent = sorted(repeated.difference(self.held))
+        self.absent = sorted(repeated.difference(self.model_tensors))
         """Parameters and buffers of other stages that repeated code of earlier layers reads; no result may use them."""
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         calls = outline.recording.calls
@@ -34,12 +37,12 @@ class StagePart:
             c
             for call in calls
             for c in call.changes
-            if c.holds_tensors or (call.exit < self.begin and not call.constant)
+            if c.contains_tensor or (call.exit < self.begin and not call.constant)
         ]
         """Attribute changes to undo after a forward: all with tensors, and those of calls that the stage does not run.
         """
         states = [state for state in outline.recording.states if self.begin <= state.first < self.stop]
-        self.replaced = [state.name for state in states if state.is_replaced and state.name in self.held]
+        self.replaced = [state.name for state in states if state.is_replaced and state.name in self.model_tensors]
         """Buffers that the stage's forwards replace by other tensors."""
         self.kept = [state.attribute for state in states if state.attribute is not None]
         """Attributes whose tensors a forward of the stage sets and later forwards read."""
@@ -57,26 +60,26 @@ class StagePart:
 
     @property
     def running_paths(self) -> list[str]:
-        """Paths of the modules whose code runs in the stage, partly or as a whole, including submodules."""
+        """Paths of the modules, with submodules, whose code runs in the stage at least partly."""
         calls = self.outline.recording.calls
         whole = [path for layer in self._layers for path in self.outline.modules[layer]]
         inside = [p for path in whole for p, _ in self.model.get_submodule(path).named_modules(prefix=path)]
         return sorted({calls[number].path for number in self.open}.union(inside))
 
     @property
-    def begun_before(self) -> list[str]:
-        """Paths of the modules whose code begins before the stage and runs again in the stage, from its start."""
+    def repeated_paths(self) -> list[str]:
+        """Paths of the modules whose code begins before the stage and runs again in it."""
         return sorted({call.path for call in self.outline.recording.calls if call.enter < self.begin <= call.exit})
 
     def keep_state(self) -> None:
-        """Let tensors stay in attributes after a forward if later forwards read them."""
-        self.leftovers = [change for change in self.leftovers if key_of(change) not in self.kept]
+        """Do not undo attribute changes whose tensors later forwards read."""
+        self.leftovers = [change for change in self.leftovers if attribute_key(change) not in self.kept]
 
     def listen(self, listener: Callable[[int], None]) -> None:
-        """Call `listener` when a layer begins, with the layer's index in the stage.
+        """In each forward, call `listener` when a layer begins, with its index in the stage.
 
-        If the model draws from generators of the host, layers before the stage count as well, with negative indices:
-        their code runs again and must draw the same numbers.
+        If the model draws from Python's or NumPy's generator, earlier layers count too, with negative indices. Their
+        code runs again and must draw the same numbers.
         """
         self.when_layer_begins = listener
         if self.outline.recording.draws_on_host:
@@ -86,18 +89,18 @@ class StagePart:
         self._watch([*self._cuts, self.stop])
 
     def _watch(self, times: Sequence[int]) -> None:
-        """Choose the calls and joins that a forward must follow to notice when it reaches `times`.
+        """Choose the calls and results that a forward must follow to notice when it reaches `times`.
 
-        A call that contains one of the times is open: its code runs, and the calls that it makes are followed one by
-        one. All other calls run, or are skipped, as a whole.
+        A call that contains one of the times is open: its code runs, and its calls are followed one by one. Other calls
+        run, or are skipped, as a whole.
         """
         calls = self.outline.recording.calls
         crossing = {*self.received, *self.sent}
-        self.joins: dict[tuple[int, int], _Joins] = {}
+        self.sent_results: dict[tuple[int, int], _ResultsInGap] = {}
         """Joins by (number of a call, number of submodules that it has called before)."""
-        for join in self.outline.joins:
-            if join.value in crossing or join.exit + 1 in times:
-                self.joins.setdefault((join.call, join.gap), {})[join.called] = join
+        for result in self.outline.sent_results:
+            if result.value in crossing or result.exit + 1 in times:
+                self.sent_results.setdefault((result.call, result.gap), {})[result.called] = result
         self.open = frozenset(c.number for c in calls if any(c.enter < t <= c.exit for t in times)) | {0}
         self.watched = [
             self.model.get_submodule(calls[child].path)

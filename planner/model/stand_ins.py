@@ -22,7 +22,7 @@ from planner.model.stage_part import StagePart
 
 
 class UnreadOutput(Tensor):
-    """Stand-in for an output of the model that the loss does not read; reading it raises an error."""
+    """Stand-in for a model output that the loss does not read. Reading it raises an error."""
 
     _name: str
 
@@ -30,7 +30,7 @@ class UnreadOutput(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operator that needs only the shape, and raise an error for all other operators."""
+        """Run an operator that needs only the shape. Raise an error for other operators."""
         if func._schema.name in SHAPE_ONLY:
             return func(zeros_without_memory(args[0].shape, args[0].dtype, args[0].device), *args[1:], **(kwargs or {}))
         name = next(tensor._name for tensor in tensors_in((args, kwargs)) if isinstance(tensor, UnreadOutput))
@@ -41,7 +41,7 @@ class UnreadOutput(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return shape, dtype and device as text; a stand-in has no values to print."""
+        """Return shape, dtype and device as text."""
         return f"UnreadOutput({list(self.shape)}, {self.dtype}, {self.device})"
 
 
@@ -52,7 +52,7 @@ def _unread_output(name: str, shape: Sequence[int], dtype: torch.dtype, device: 
 
 
 class StandIns:
-    """Stand-ins of one forward of a stage, on a micro-batch of `size` samples."""
+    """Factory of stand-ins for tensors that a stage lacks, for a micro-batch of `size` samples."""
 
     def __init__(self, part: StagePart, size: int, device: torch.device) -> None:
         self._part = part
@@ -63,10 +63,10 @@ class StandIns:
         self._device = device if self._with_ghosts else torch.device("cpu")
 
     def received(self, value: int) -> Tensor:
-        """Return a stand-in for a tensor that a call before the stage returned and that the stage does not need."""
+        """Return a stand-in for a result of an earlier call that the stage does not receive."""
         recording = self._part.outline.recording
         storage, meta = recording.values[value]
-        shape = self._part.outline.shape(value, self._size)
+        shape = self._part.outline.shape_of(value, self._size)
         # Modes that watch the model's operators must not see the creation of a stand-in.
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
@@ -80,14 +80,17 @@ class StandIns:
             return zeros_without_memory(shape, meta.dtype, self._device)
 
     def parameter(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a stand-in for a parameter or buffer of another stage, which repeated code may use."""
+        """Return a stand-in for a parameter or buffer of another stage.
+
+        Code of earlier layers that runs again in this stage may pass it to operators.
+        """
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
                 return ghost_like(tensor, self._device, name)
             return zeros_without_memory(tensor.shape, tensor.dtype, self._device)
 
     def output(self, number: int, name: str, leaf: Any) -> Any:
-        """Return a stand-in for a leaf of the model's output that the stage lacks and the loss does not read.
+        """Return a stand-in for a missing leaf of the model's output that the loss does not read.
 
         Args:
             number: Index of the leaf.
@@ -112,12 +115,14 @@ class StandIns:
             return recorded.value
         is_unread = recording.outputs[number] in recording.unread
         if isinstance(recorded, TensorLeaf) and is_unread and recorded.number in outline.shapes:
-            return _unread_output(name, outline.shape(recorded.number, self._size), recorded.meta.dtype, self._device)
+            return _unread_output(
+                name, outline.shape_of(recorded.number, self._size), recorded.meta.dtype, self._device
+            )
         raise LookupError
 
     @contextmanager
     def in_model(self, names: Sequence[str]) -> Iterator[None]:
-        """Replace the parameters and buffers called `names` by stand-ins, inside the block."""
+        """Replace the parameters and buffers with these names by stand-ins in the block."""
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         for full in names:
             path, _, name = full.rpartition(".")

@@ -24,7 +24,7 @@ _SUM_BYTES = 16
 
 
 class StateLocation(NamedTuple):
-    """Location of a tensor in a module, where another tensor may replace it."""
+    """Location of a tensor in a module."""
 
     module: str
     """Path of the module."""
@@ -33,13 +33,13 @@ class StateLocation(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """Tensor that is at this location at present; `ABSENT` if there is none."""
+        """Tensor that is now at this location; `ABSENT` if there is none."""
         return self.holder.get(self.name, ABSENT)
 
 
 @dataclass(frozen=True)
 class StateOwner:
-    """Module with state: buffers, frozen parameters, and plain attributes that are tensors or numbers."""
+    """Module with state: buffers, frozen parameters, and tensors or numbers in plain attributes."""
 
     path: str
     module: nn.Module
@@ -51,7 +51,9 @@ class StateOwner:
 
     @classmethod
     def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StateOwner":
-        """Return the owner of the state of `module`. Attributes that are None count, because they may become tensors.
+        """Return the owner of the state of `module`.
+
+        Attributes that are None count as state, because they may become tensors.
 
         Args:
             path: Path of the module.
@@ -64,7 +66,7 @@ class StateOwner:
         return cls(path, module, elsewhere, tensors, numbers)
 
     def locations(self) -> Iterator[StateLocation]:
-        """Yield the locations of all tensors that are state: buffers, frozen parameters, and plain attributes."""
+        """Yield the locations of buffers, frozen parameters, and tensors in plain attributes."""
         for name in self.module._buffers:
             if name not in self.elsewhere:
                 yield StateLocation(self.path, self.module._buffers, name)
@@ -77,12 +79,11 @@ class StateOwner:
 
 
 def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
-    """Return the modules that hold the state of some layers, each module once.
-
-    A layer that is a `ModelStage` contributes the modules of the model that own its tensors.
+    """Return the modules with state of some layers, each module once.
 
     Args:
-        layers: Pairs of a layer's name and its module.
+        layers: Pairs of a layer's name and its module. For a `ModelStage`, the modules of the model that own its
+            tensors are returned.
     """
     by_module: dict[nn.Module, StateOwner] = {}
     for name, layer in layers:
@@ -94,14 +95,14 @@ def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
 
 
 def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """Return the batch normalizations in `module` whose running statistics training changes."""
-    parts = module.holders if isinstance(module, ModelStage) else module.modules()
+    """Return the batch normalizations in `module` whose running statistics training updates."""
+    parts = module.state_modules if isinstance(module, ModelStage) else module.modules()
     norms = (part for part in parts if isinstance(part, _BatchNorm))
     return [norm for norm in norms if norm.training and norm.running_mean is not None]
 
 
 def statistics_bytes(module: nn.Module) -> int:
-    """Return the bytes that collecting running statistics for the batch normalizations in `module` takes.
+    """Return the memory for collecting batch normalization statistics in `module`, in bytes.
 
     Each channel needs mean and variance of the current micro-batch, in the dtype of the running statistics, and two
     sums. A layer needs this memory once per call in a forward; only one call is counted.

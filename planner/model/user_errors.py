@@ -20,7 +20,7 @@ _UNFIT = "the torchvision that is installed does not fit torch: install the one 
 
 @contextmanager
 def explain_user_errors(path: str, action: str, *, hint: str = _DEBUG) -> Iterator[None]:
-    """Convert any error that the user's code raises inside the block to a `ModelError` with the line in the file.
+    """Convert errors of user code in the block to a `ModelError` with the line in the file.
 
     Inside the block, modules next to the file can be imported, as in a script. Printed output goes to stderr, because
     stdout is reserved for the command's result.
@@ -52,7 +52,7 @@ def explain_user_errors(path: str, action: str, *, hint: str = _DEBUG) -> Iterat
 
 
 def error_location(model: nn.Module, loss_fn: Callable[..., Any], error: BaseException) -> str:
-    """Return `file:line` of the model's or the loss's code that raised an error; empty if other code did.
+    """Return `file:line` of the model's or loss's code that raised an error; else an empty text.
 
     Args:
         model: The user's model.
@@ -73,7 +73,7 @@ def _is_of(module: ModuleType | None, *packages: str) -> bool:
 def _first_cause(error: BaseException) -> BaseException:
     """Return the first cause of an import error, and any other error unchanged.
 
-    Packages that import lazily (`transformers`) report only that an import failed, not why.
+    Packages that import lazily (`transformers`) report only that an import failed.
     """
     if not isinstance(error, ImportError):
         return error

@@ -1,7 +1,7 @@
 """Undo changes of Python state by a forward that is not part of training, such as a recorded one.
 
-A forward may leave tensors and counters in attributes of modules, in module-level variables, in class attributes and in
-closures. Training starts like a plain loop only if all of these have the values from when the model was built.
+A forward may change tensors and counters in attributes of modules, in module-level variables, in class attributes and
+in closures. Training equals a plain loop only if all of these have the values from when the model was built.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ _ABSENT = object()
 
 @contextmanager
 def undo_changes(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Restore attributes of modules and variables of the user's files at the end of the block.
+    """Restore module attributes and variables of the user's files when the block ends.
 
     Args:
         model: The model.
@@ -71,7 +71,7 @@ class _Variables(NamedTuple):
             self.container.extend(self.before.values())
             return
         for key in keys:
-            _put(self.container, key, self.before.get(key, _ABSENT))
+            _set_or_remove(self.container, key, self.before.get(key, _ABSENT))
 
 
 def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Any]:
@@ -113,7 +113,7 @@ def _content(container: Any) -> dict[Any, Any]:
     return {key: value for key, value in items.items() if not str(key).startswith("__")}
 
 
-def _put(container: Any, key: Any, value: Any) -> None:
+def _set_or_remove(container: Any, key: Any, value: Any) -> None:
     if isinstance(container, FunctionType):
         container.__closure__[container.__code__.co_freevars.index(key)].cell_contents = value  # type: ignore[index]
     elif isinstance(container, type):

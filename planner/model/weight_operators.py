@@ -19,7 +19,7 @@ from torch.nn import functional
 
 
 class Operands(NamedTuple):
-    """Operands of a call of a weight operator: input, weight and optional bias."""
+    """Operands of a weight operator: input, weight and optional bias."""
 
     x: Tensor
     weight: Tensor
@@ -27,7 +27,7 @@ class Operands(NamedTuple):
 
 
 class WeightOperator(Protocol):
-    """Function of an input and a weight that is linear in each of them."""
+    """Operator that is linear in its input and in its weight."""
 
     @property
     def is_cast(self) -> bool:
@@ -37,7 +37,7 @@ class WeightOperator(Protocol):
         """Return the result of the operator."""
 
     def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:
-        """Return the gradient of the input x, given the gradient of the result."""
+        """Return the gradient of the input, given the gradient of the result."""
 
     def weight_gradients(self, gradient: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of weight and bias, given the gradient of the result.
@@ -47,7 +47,7 @@ class WeightOperator(Protocol):
 
 
 class WeightOperatorCall(NamedTuple):
-    """Call of a weight operator with its operands, whose types are not checked yet."""
+    """Call of a weight operator, with operands of unchecked types."""
 
     operator: WeightOperator
     operands: Operands
@@ -88,7 +88,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """Convolution over one, two or three dimensions, transposed or not."""
+    """Convolution, or transposed convolution, in one to three dimensions."""
 
     call: Callable[..., Tensor]
     stride: tuple[int, ...]
@@ -159,7 +159,7 @@ def weight_argument(function: Callable[..., Any], args: Sequence[Any], kwargs: M
 def weight_operator_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> WeightOperatorCall | None:
-    """Return the operator and operands of a call; None if this form of the call is not supported.
+    """Return the operator and operands of a call; None if this form of call is not supported.
 
     Args:
         function: Function of torch, a key of `OPERATORS`.
@@ -236,7 +236,7 @@ def _embedding(arguments: _Arguments) -> WeightOperatorCall:
 def _convolution(call: Callable[..., Tensor], is_transposed: bool, arguments: _Arguments) -> WeightOperatorCall | None:  # noqa: FBT001
     operands = Operands(arguments["input"], arguments["weight"], arguments.get("bias"))
     dimensions = operands.weight.dim() - 2
-    stride, dilation = (_each(arguments.get(name, 1), dimensions) for name in ("stride", "dilation"))
+    stride, dilation = (_per_dimension(arguments.get(name, 1), dimensions) for name in ("stride", "dilation"))
     padding = _padding(arguments.get("padding", 0), tuple(operands.weight.shape[2:]), dilation)
     if padding is None or operands.x.dim() != operands.weight.dim():
         return None  # torch would add a batch dimension or pad the input, which is not supported here
@@ -246,13 +246,13 @@ def _convolution(call: Callable[..., Tensor], is_transposed: bool, arguments: _A
         padding=padding,
         dilation=dilation,
         is_transposed=is_transposed,
-        output_padding=_each(arguments.get("output_padding", 0), dimensions),
+        output_padding=_per_dimension(arguments.get("output_padding", 0), dimensions),
         groups=arguments.get("groups", 1),
     )
     return WeightOperatorCall(operator, operands)
 
 
-def _each(value: Any, dimensions: int) -> tuple[int, ...]:
+def _per_dimension(value: Any, dimensions: int) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * dimensions if len(values) == 1 else values
 
@@ -261,7 +261,7 @@ def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tu
     if padding == "valid":
         return (0,) * len(kernel)
     if padding != "same":
-        return _each(padding, len(kernel))
+        return _per_dimension(padding, len(kernel))
     both = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
     return None if any(total % 2 for total in both) else tuple(total // 2 for total in both)
 

@@ -162,7 +162,7 @@ def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int
     A forward that replaces a tensor releases the earlier one, unless the graph of an earlier forward keeps it.
     """
     held = _storages([*unit.module.parameters(), *unit.module.buffers()])
-    parts = unit.module.holders if isinstance(unit.module, ModelStage) else unit.module.modules()
+    parts = unit.module.state_modules if isinstance(unit.module, ModelStage) else unit.module.modules()
     # Only sizes are kept, no tensors, so that the next forward can release the tensors that it replaces.
     sizes = _storages(AttributeSnapshot(("", part) for part in parts).tensors())
     loose = {key: size for key, size in sizes.items() if key not in held}

@@ -49,7 +49,7 @@ class WholeTimer:
         """
         if isinstance(unit.module, ModelStage):
             # Only the layer's own code is timed: skipping earlier modules and leaving the model occur once per stage.
-            unit.module.call_at_ends(begun=self.clock.restart, done=self.clock.stop)
+            unit.module.call_at_stage_ends(begun=self.clock.restart, done=self.clock.stop)
         with self._context():
             return self.clock.time_us(forward_of(unit, values, received, outputs=outputs, statistics=self.statistics))
 

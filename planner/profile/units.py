@@ -22,8 +22,8 @@ from planner.core.values.precision import Precision
 from planner.model.autocast import forward_context, weight_cast_cache
 from planner.model.chain import Chain, Layer
 from planner.model.ghosts import Ghost
-from planner.model.held import as_ghosts
 from planner.model.load import Batch, LoadedModel, to_device
+from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.operators import OperatorWatch
 from planner.model.refusals import explain_error
 from planner.model.regions import without_reentrance
@@ -114,7 +114,7 @@ def trace_units(
         if ghosts:
             # Attributes are restored afterwards: no ghost may stay in one, and numbers in them affect the digest.
             stack.enter_context(undo_changes(chain.model, loaded.loss_fn))
-            stack.enter_context(as_ghosts(chain.model))
+            stack.enter_context(parameters_as_ghosts(chain.model))
         stack.enter_context(without_reentrance())
         for size in sizes:
             batch = loaded.example_batch(size)
@@ -183,8 +183,8 @@ def _traced(
 
     if isinstance(layer.module, ModelStage):
         # Code that runs before the stage's first layer is not part of the trace.
-        layer.module.call_at_ends(begun=trace.clear)
-        held += [_shape(tensor) for tensor in layer.module.read_before_stage]
+        layer.module.call_at_stage_ends(begun=trace.clear)
+        held += [_shape(tensor) for tensor in layer.module.tensors_of_repeated_code]
     with OperatorWatch(before=ran), saved_tensors_hooks(saved, lambda tensor: tensor), context:
         output = _call(layer, value, size)
         if check is not None:

@@ -29,8 +29,8 @@ from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer, shared_parameters
 from planner.model.computation import code_digests
 from planner.model.ghosts import memory_key
-from planner.model.held import named_tensors
 from planner.model.load import LoadedModel, to_device
+from planner.model.module_tensors import named_tensors
 
 
 class Assembly:

@@ -18,9 +18,15 @@ from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, 
 from planner.model.closures import other_reachable_tensors
 from planner.model.ghosts import Ghost, ghost_like
 from planner.model.growth import SIZES
-from planner.model.held import copy_attributes, loose_tensors, move_loose_tensors, named_tensors, replace_tensors
 from planner.model.lean import allocate_parameters
 from planner.model.load import LoadedModel
+from planner.model.module_tensors import (
+    attribute_tensors,
+    copy_attributes,
+    move_attribute_tensors,
+    named_tensors,
+    replace_tensors,
+)
 from planner.model.precision import convert
 
 
@@ -138,7 +144,7 @@ def build_stages(
         held = {id(tensor) for tensor in _held_by(chain, model, stages)}
         _move(other_reachable_tensors([model], _held_by(chain, model, stages)), device)
         keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in held else None, device)
-        move_loose_tensors(model, lambda tensor: _with_its_parameters(tensor, held, device))
+        move_attribute_tensors(model, lambda tensor: _with_its_parameters(tensor, held, device))
     built = [chain_of_instance(chain, loaded, each) for each in _instances(model, chain, len(stages))]
     layers = [stage.layers_of(own) for stage, own in zip(stages, built, strict=True)]
     if chain.outline is None:
@@ -180,7 +186,7 @@ def needed_names(chain: Chain, first: int, end: int) -> frozenset[str]:
         end: Index after the last layer.
     """
     if chain.outline is not None:
-        return frozenset[str]().union(*chain.outline.holds[first:end])
+        return frozenset[str]().union(*chain.outline.model_tensors[first:end])
     prefixes = tuple(f"{layer.name}." for layer in chain.layers[first:end])
     return frozenset(name for name, _ in named_tensors(chain.model) if name.startswith(prefixes))
 
@@ -273,4 +279,4 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _all_tensors(module: nn.Module) -> list[Tensor]:
     """Return parameters, buffers, and tensors that are plain attributes."""
-    return [*module.parameters(), *module.buffers(), *loose_tensors(module)]
+    return [*module.parameters(), *module.buffers(), *attribute_tensors(module)]

@@ -30,10 +30,10 @@ from planner.executor.run.random_state import keeping_random_state
 from planner.executor.run.stage_module import evaluation_mode
 from planner.model.batch_norm import uses_batch_in_evaluation
 from planner.model.calling import arguments_of
-from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.label_counts import MASKED, label_count
 from planner.model.lean import build_lean
 from planner.model.load import Batch, LoadedModel, to_device
+from planner.model.module_tensors import parameters_as_ghosts, replaced_tensors
 from planner.model.nests import flatten, tensors_in, unflatten
 from planner.model.variables import undo_changes
 
@@ -136,7 +136,7 @@ def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
     """Return the memory of a forward without gradients, in bytes; refuse a loss that reads parameters."""
     parameter_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
     try:
-        with _as_built(model, loaded), as_ghosts(model):
+        with _as_built(model, loaded), parameters_as_ghosts(model):
             output, targets = _output_of(model, batch)
             _refuse_parameters_in_loss(loaded, model, output, targets)
     except RefusedLossError:

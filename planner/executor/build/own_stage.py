@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from planner.executor.run.parts import tensors_of
-from planner.model.held import replace_tensors
+from planner.model.module_tensors import replace_tensors
 
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
 """Operators that copy no values. They are not numbered, because fake and real tensors do not call the same ones."""

@@ -29,12 +29,12 @@ from planner.executor.equivalence.differences import (
 from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
 from planner.model.gradient_files import keep_gradients_in_files
-from planner.model.held import loose_tensors
 from planner.model.load import LoadedModel
+from planner.model.module_tensors import attribute_tensors
 from planner.model.python_state import (
     TENSOR,
-    numbers_held_by_hooks,
     numbers_in_attributes,
+    numbers_in_hooks,
     numbers_in_user_files,
     variables_read,
     without_leftover_tensors,
@@ -42,10 +42,10 @@ from planner.model.python_state import (
 from planner.model.reference import ReferenceOptions, mini_batch
 from planner.model.reference_state import (
     ReferenceState,
-    is_written,
     largest_magnitude,
     optimizer_state,
-    sample_of,
+    sampled_values,
+    wait_for_state,
 )
 
 
@@ -105,7 +105,7 @@ class _Rank:
             keep_gradients_in_files(self._named.values(), self._trial.reference)
         optimizer = pipeline.optimizer(loaded.build_optimizer) if options.updates else None
         for step in range(options.steps + options.late_steps):
-            if not is_written(self._trial.reference, f"gradients-{step}"):
+            if not wait_for_state(self._trial.reference, f"gradients-{step}"):
                 break
             self._found.late_step = step + 1 if step >= options.steps else 0
             inputs, targets = pipeline.own_part(*mini_batch(loaded, options, step))
@@ -130,7 +130,7 @@ class _Rank:
 
     def _state(self, name: str) -> ReferenceState:
         """Wait until the reference has written the state `name`, and return the state."""
-        is_written(self._trial.reference, name)
+        wait_for_state(self._trial.reference, name)
         return ReferenceState.load(self._trial.reference / name)
 
     def _begin_as_reference(self) -> None:
@@ -158,7 +158,7 @@ class _Rank:
 
     def _versions(self) -> dict[int, int]:
         """Return the version counter of each tensor that forwards may write into, by the tensor's `id()`."""
-        loose = [tensor for module in self._pipeline.modules for tensor in loose_tensors(module)]
+        loose = [tensor for module in self._pipeline.modules for tensor in attribute_tensors(module)]
         return {id(tensor): tensor._version for tensor in (*self._held_tensors().values(), *loose)}
 
     def _compare_step(self, loss: float, step: int, at_start: dict[str, float]) -> None:
@@ -205,7 +205,7 @@ class _Rank:
             finished = module.finished_modules()
             used |= variables_read(finished)
             held = without_leftover_tensors(numbers_in_attributes(finished), self._kept)
-            for name, number in {**held, **numbers_held_by_hooks(finished)}.items():
+            for name, number in {**held, **numbers_in_hooks(finished)}.items():
                 what = f'the tensor "{name.removesuffix(TENSOR)}"' if name.endswith(TENSOR) else f'{NUMBER} "{name}"'
                 if name in right.numbers:
                     found.compare_number(what, number, right.numbers[name])
@@ -228,7 +228,7 @@ class _Rank:
             assert expected is not None
             assert before is not None
             what = f'the updated parameter "{name}"'
-            compare_update(found, what, sample_of(parameter), right=expected, before=sample_of(before))
+            compare_update(found, what, sampled_values(parameter), right=expected, before=sampled_values(before))
         tensors, groups = optimizer_state(optimizer, self._named)
         of_ours = {key for key in right.tensors if key.startswith("optimizer:") and _place(key)[0] in self._named}
         for key in sorted(of_ours | tensors.keys()):
@@ -237,7 +237,7 @@ class _Rank:
             ours = tensors.get(key)
             if key not in right.tensors:
                 what += ", which gets no gradient in a plain loop (freeze it, `requires_grad_(False)`),"
-            found.compare_tensor(what, None if ours is None else sample_of(ours), right.tensors.get(key))
+            found.compare_tensor(what, None if ours is None else sampled_values(ours), right.tensors.get(key))
         for name, options in groups.items():
             for key, value in options.items():
                 expected_option = right.groups.get(name, {}).get(key, value)

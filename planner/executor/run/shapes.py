@@ -19,9 +19,9 @@ from planner.executor.run.recompute import RecomputedLayer
 from planner.model.autocast import autocast_dtype, forward_context
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer
-from planner.model.held import loose_tensors
 from planner.model.layout import meta_tensor_like
 from planner.model.load import to_device
+from planner.model.module_tensors import attribute_tensors
 from planner.model.refusals import control_flow_error, explain_error
 from planner.model.variables import undo_changes
 
@@ -147,7 +147,7 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
             # Run twice, because a first forward may only initialize, and a layer may be skipped at random.
             return first.with_gradients_of(_run(chain.layers, received, precision, device))
     size = next((int(tensor.shape[0]) for tensor in received.tensors), 0)
-    between = (Boundary.of(chain.outline.boundary(n, size)) for n in range(1, len(chain.layers)))
+    between = (Boundary.of(chain.outline.meta_inputs(n, size)) for n in range(1, len(chain.layers)))
     behind = Boundary.of(torch.empty((), device="meta", requires_grad=True))  # in place of the output: the loss
     return Shapes((received, *between, behind), chain.outline.writes, chain.outline.aliases)
 
@@ -217,7 +217,7 @@ def _on_random_values(module: nn.Module, received: Boundary, precision: Precisio
     A layer that reads values (`.item()`, `if`, NumPy) cannot run on meta tensors. Its output shapes must not depend on
     the values: in training, they are compared with the shapes found here.
     """
-    held = (*module.parameters(), *module.buffers(), *loose_tensors(module))
+    held = (*module.parameters(), *module.buffers(), *attribute_tensors(module))
     with keeping_random_state():
         torch.manual_seed(0)
         module = copy.deepcopy(module, {id(tensor): _random(tensor, device) for tensor in held})

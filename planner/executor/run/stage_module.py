@@ -117,7 +117,7 @@ class StageModule(nn.Module):
         self._state = LayerState((layer.name, layer.module) for layer in layers)
         self._states = {n: LayerState([(layers[n].name, layers[n].module)]) for n in self._recomputed}
         self._opened = [
-            LayerState([(layer.name, layer.module)], only=layer.module.begun_before)
+            LayerState([(layer.name, layer.module)], only=layer.module.repeated_paths)
             for layer in layers[1:]
             if isinstance(layer.module, ModelStage)
         ]

@@ -30,8 +30,8 @@ from planner.device.cuda import Cuda
 from planner.device.meter import Usage
 from planner.model.batch_norm import BatchStatistics
 from planner.model.ghosts import storage_key, storage_of
-from planner.model.held import as_ghosts
 from planner.model.load import LoadedModel
+from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch
 from planner.model.optimizers import ModelOptimizer
@@ -153,7 +153,7 @@ def as_ghosts_if_lean(task: ProfilingTask) -> Iterator[None]:
         yield
         return
     stages = [layer.module for layer in task.chain.layers if isinstance(layer.module, ModelStage)]
-    with as_ghosts(task.chain.model):
+    with parameters_as_ghosts(task.chain.model):
         for stage in stages:
             stage.share_with(stage)
         yield

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.python_state import (
-    numbers_held_by_hooks,
     numbers_in_attributes,
+    numbers_in_hooks,
     numbers_in_user_files,
     variables_read,
     without_leftover_tensors,
@@ -137,7 +137,7 @@ def test_numbers_in_closures_of_hooks_are_found() -> None:
     module = nn.Linear(2, 2)
     module.weight.register_hook(counter(4))
     module.register_forward_hook(counter(5))
-    found = numbers_held_by_hooks({"m": module})
+    found = numbers_in_hooks({"m": module})
     assert found["m.weight.hooks.0.value"] == 4
     assert found["m.hooks.0.value"] == 5
 

@@ -67,7 +67,7 @@ def compare_all_ways(model: nn.Module, inputs: Callable[[int], Any] = values, **
 def sent_shapes(chain: Chain) -> list[list[tuple[int, ...]]]:
     """Return the shapes of tensors that cross each boundary, for three samples."""
     assert chain.outline is not None
-    return [[tuple(t.shape) for t in chain.outline.boundary(n, 3)] for n in range(1, len(chain.layers))]
+    return [[tuple(t.shape) for t in chain.outline.meta_inputs(n, 3)] for n in range(1, len(chain.layers))]
 
 
 class Skips(Blocks):

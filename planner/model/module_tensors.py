@@ -1,4 +1,4 @@
-"""List and replace the tensors that modules hold: parameters, buffers, and tensors in plain attributes.
+"""List and replace the tensors of modules: parameters, buffers, and tensors in plain attributes.
 
 A plain attribute may also list the module's own parameters (`_flat_weights` of torch's LSTM and GRU). Code that
 replaces parameters must replace them in these attributes, too.
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.model.ghosts import ghost_like
 
-_HELD_BY_TORCH = ("_parameters", "_buffers", "_modules")
+_TORCH_DICTS = ("_parameters", "_buffers", "_modules")
 
 _OF_GHOSTS = ("_fake", "origin")
 
@@ -23,27 +23,27 @@ _Change = tuple[dict[str, Any], str, Any]
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers under all their names; a tied tensor occurs once for each of its names."""
+    """Return names and values of parameters and buffers. A tied tensor has one entry for each name."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
-def loose_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the tensors in plain attributes, and in lists or dicts there, except parameters and buffers."""
+def attribute_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the tensors in plain attributes (also in lists and dicts), except parameters and buffers."""
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     leaves = [leaf for part in module.modules() for _, value in _attributes(part) for leaf in tree_leaves(value)]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held]
 
 
-def move_loose_tensors(module: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
-    """Replace each tensor in a plain attribute by `move(tensor)`, except parameters and buffers of `module`."""
-    loose = {id(tensor) for tensor in loose_tensors(module)}
-    replace_loose(module, lambda tensor: move(tensor) if id(tensor) in loose else tensor)
+def move_attribute_tensors(module: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
+    """Replace tensors in plain attributes by `move(tensor)`, except parameters and buffers."""
+    loose = {id(tensor) for tensor in attribute_tensors(module)}
+    replace_attribute_tensors(module, lambda tensor: move(tensor) if id(tensor) in loose else tensor)
 
 
 def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
-    """Replace every parameter and buffer by `other(tensor)`, wherever `module` and its submodules hold it.
+    """Replace every parameter and buffer by `other(tensor)`; tied tensors stay tied.
 
-    `other` is called once for each tensor, so that tied tensors stay tied.
+    References to them in plain attributes are replaced too.
 
     Returns:
         For each changed plain attribute: the attribute dict of its module, its name, and its former value.
@@ -57,12 +57,14 @@ def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> lis
             if id(tensor) not in replacements:
                 replacements[id(tensor)] = tensor, other(tensor)
             table[name] = replacements[id(tensor)][1]
-    return replace_loose(module, lambda tensor: replacements[id(tensor)][1] if id(tensor) in replacements else tensor)
+    return replace_attribute_tensors(
+        module, lambda tensor: replacements[id(tensor)][1] if id(tensor) in replacements else tensor
+    )
 
 
 @contextmanager
 def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace every parameter and buffer by `other(tensor)` inside the block, and restore all of them afterwards."""
+    """Replace every parameter and buffer by `other(tensor)` in the block, and restore them at its end."""
     before = [(table, dict(table)) for table in _tables(module)]
     changed = replace_tensors(module, other)
     try:
@@ -75,22 +77,28 @@ def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> It
             attributes[name] = value
 
 
-def as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
-    """Replace parameters and buffers of `module` by ghosts inside the block; tied tensors stay tied."""
+def parameters_as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
+    """Replace parameters and buffers in the block by ghosts (tensors without values).
+
+    Tied tensors stay tied.
+    """
     return replaced_tensors(module, _ghost)
 
 
 def copy_attributes(parameter: Tensor, other: Tensor) -> None:
-    """Copy the Python attributes of a parameter to `other`; optimizer builders may read them (`p.no_decay = True`)."""
+    """Copy a parameter's Python attributes, such as `no_decay`, to `other`.
+
+    Optimizer builders may read these attributes.
+    """
     for name, value in vars(parameter).items():
         if name not in _OF_GHOSTS:
             vars(other).setdefault(name, value)
 
 
-def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
-    """Replace every tensor in plain attributes, and in lists and dicts there, by `other(tensor)`.
+def replace_attribute_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
+    """Replace tensors in plain attributes, and in lists and dicts there, by `other(tensor)`.
 
-    Plain attributes may also contain parameters and buffers, which are replaced as well.
+    These tensors may also be parameters and buffers.
 
     Returns:
         For each changed attribute: the attribute dict of its module, its name, and its former value.
@@ -108,7 +116,7 @@ def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[
 def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(part).items():
         holds = isinstance(value, Tensor) or (isinstance(value, list | tuple | dict | deque) and len(value) > 0)
-        if holds and name not in _HELD_BY_TORCH:
+        if holds and name not in _TORCH_DICTS:
             yield name, value
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.chain import chain_of
-from planner.model.held import loose_tensors, move_loose_tensors, replace_tensors, replaced_tensors
 from planner.model.lean import allocate_parameters, build_lean
+from planner.model.module_tensors import attribute_tensors, move_attribute_tensors, replace_tensors, replaced_tensors
 
 
 class Listed(nn.Module):
@@ -36,8 +36,8 @@ class TwoListed(nn.Module):
 
 def test_only_unregistered_tensors_are_loose() -> None:
     model = Listed()
-    assert [id(tensor) for tensor in loose_tensors(model)] == [id(model.tables["mask"])]
-    assert loose_tensors(nn.LSTM(4, 4, 2)) == []
+    assert [id(tensor) for tensor in attribute_tensors(model)] == [id(model.tables["mask"])]
+    assert attribute_tensors(nn.LSTM(4, 4, 2)) == []
 
 
 def test_replacing_a_parameter_replaces_it_in_lists() -> None:
@@ -62,7 +62,7 @@ def test_temporary_replacement_restores_lists_and_tensors() -> None:
 def test_moving_loose_tensors_leaves_parameters_and_buffers() -> None:
     model = Listed()
     weights = model.weights
-    move_loose_tensors(model, lambda tensor: tensor.double())
+    move_attribute_tensors(model, lambda tensor: tensor.double())
     assert (model.tables["mask"].dtype, model.tables["scale"].dtype) == (torch.float64, torch.float32)
     assert model.weights is weights
 
@@ -80,5 +80,5 @@ def test_a_layer_holds_parameters_that_it_reads_through_a_list() -> None:
     """Otherwise a stage would run on zeros."""
     chain = chain_of(TwoListed(), lambda size: torch.randn(size, 4))
     assert chain.outline is not None
-    for name, held in zip(chain.names, chain.outline.holds, strict=True):
+    for name, held in zip(chain.names, chain.outline.model_tensors, strict=True):
         assert held == {f"{name}.{part}" for part in ("first", "second", "scale")}

@@ -1,4 +1,4 @@
-"""Find state that a model keeps from one forward to the next, and the part of a forward that uses it.
+"""Find state that one forward changes and the next forward reads, and where a forward uses it.
 
 Each stage has its own copy of the state, which only its own forwards change. So the code that changes a state and the
 code that reads it must be in the same stage:
@@ -16,24 +16,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.model.attributes import AttributeChange
-from planner.model.recording import END, KeptState, Recording
+from planner.model.recording import END, CarriedState, Recording
 
 Key = tuple[str, tuple[Any, ...]]
 """Path of a module, and the keys from its attributes to a value."""
 
 
-def key_of(change: AttributeChange) -> Key:
+def attribute_key(change: AttributeChange) -> Key:
     """Return a key that identifies the changed attribute."""
     return change.path, change.keys
 
 
-def written_states(recording: Recording, names: Mapping[int, str], assigned: Mapping[int, str]) -> list[KeptState]:
-    """Return the tensors that a forward writes in place, and the buffers that it replaces by other tensors.
+def written_states(recording: Recording, names: Mapping[int, str], assigned: Mapping[int, str]) -> list[CarriedState]:
+    """Return the tensors that a forward writes in place, and the buffers that it replaces.
 
     Args:
         recording: One forward.
-        names: Name of each tensor that exists both before and after the forward, by the number of its storage.
-        assigned: Path of the module of each buffer that the forward replaced, by the number of the former storage.
+        names: Name of each tensor that exists before and after the forward, by the number of its storage.
+        assigned: Path of the module of each buffer that the forward replaced, by the number of its former storage.
     """
     flow = recording.flow.nodes
     times: dict[int, list[int]] = {}
@@ -48,7 +48,7 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
         ends = [call.exit for call in recording.calls if call.path == path]
         times.setdefault(storage, []).append(max(ends, default=END))
     return [
-        KeptState(
+        CarriedState(
             name=names[storage],
             storage=storage,
             first=min(times[storage]),
@@ -61,7 +61,7 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
 @dataclass(frozen=True, kw_only=True)
 class SecondForward:
-    """Second forward of a model, to see which tensors it reads that the first forward left in attributes."""
+    """Second forward of a model, which shows what it reads of the first forward's attributes."""
 
     recording: Recording
     storages: Mapping[Key, frozenset[int]]
@@ -70,11 +70,11 @@ class SecondForward:
     """Attributes whose tensors every stage can compute itself, such as cached tables."""
 
 
-def attribute_states(first: Recording, second: SecondForward) -> list[KeptState]:
+def attribute_states(first: Recording, second: SecondForward) -> list[CarriedState]:
     """Return the attributes that one forward sets to tensors and the next forward reads."""
     flow, again = second.recording.flow.nodes, second.recording
     is_same = [call.exit for call in first.calls] == [call.exit for call in again.calls]
-    set_again = set(map(key_of, again.calls[0].changes))
+    set_again = set(map(attribute_key, again.calls[0].changes))
     found = []
     for key, storages in second.storages.items():
         reading = [
@@ -92,12 +92,12 @@ def attribute_states(first: Recording, second: SecondForward) -> list[KeptState]
             enters = [operator.time for operator in reading] if is_same else [call.enter for call in calls]
             span = (min(enters), max(call.exit for call in calls))
         name = ".".join(filter(None, [key[0], *map(str, key[1])]))
-        found.append(KeptState(name=name, storage=-1, first=span[0], last=span[1], attribute=key))
+        found.append(CarriedState(name=name, storage=-1, first=span[0], last=span[1], attribute=key))
     return found
 
 
-def state_problem(states: Iterable[KeptState], cut: int) -> str:
-    """Return a reason if the model cannot be cut at time `cut`, because code on both sides uses a state; else empty."""
+def state_problem(states: Iterable[CarriedState], cut: int) -> str:
+    """Return a reason if code on both sides of the cut uses the same state; else an empty text."""
     for state in states:
         if state.first < cut <= state.last:
             return f'forward changes "{state.name}", which both sides of the cut use (use it in one block only)'
@@ -105,5 +105,5 @@ def state_problem(states: Iterable[KeptState], cut: int) -> str:
 
 
 def _innermost(recording: Recording, key: Key) -> list[int]:
-    setting = {call.number for call in recording.calls if key in map(key_of, call.changes)}
+    setting = {call.number for call in recording.calls if key in map(attribute_key, call.changes)}
     return [number for number in setting if setting.isdisjoint(recording.calls[number].children)]

@@ -1,33 +1,33 @@
-"""Find joins: results of a module's own code that have fewer bytes than their operands, as in `x = x + block(x)`.
+"""Find results of a module's own code that are sent across a cut, as in `x = x + block(x)`.
 
-The code of a module that is divided by a cut runs again after the cut, on the received tensors. To repeat a sum, a
-stage would have to receive all operands: for `x = x + block(x)` over many blocks, the results of every block. Instead,
-the sum itself is sent; it is called a join. The stage before the cut computes the join. In later stages, the function
-call that would compute it returns the received tensor.
+If a cut divides a module's code, this code runs again after the cut, on the received tensors. To repeat a sum, a stage
+would have to receive all operands: for `x = x + block(x)` over many blocks, the results of every block. Instead, the
+sum itself is sent. The stage before the cut computes it. In later stages, the function call that would compute it
+returns the received tensor.
 
     x0 --+-- block 0 -- r0 --(+)-- x1 --+-- block 1 -- r1 --(+)-- x2 | -- block 2
          +--------------------+         +--------------------+      cut
 
-Without joins, x0, r0 and r1 would cross this cut. With the joins x1 and x2, only x2 crosses it.
+Without sent results, x0, r0 and r1 would cross this cut. With x1 and x2 as sent results, only x2 crosses it.
 
-A join never adds bytes to a cut. It replaces operands that together have more bytes than the join and that no other
-code reads after the cut. No two joins replace the same tensors.
+A sent result never adds bytes to a cut. It replaces operands that together have more bytes and that no other code reads
+after the cut. No two sent results replace the same tensors.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator
 
-from planner.model.recording import Join, Recording
+from planner.model.recording import FunctionResult, Recording
 from planner.model.repetition import Repetition
 
 
-def joins_of(recording: Recording, repetition: Repetition) -> dict[int, Join]:
-    """Return the joins among `Recording.candidates`, by the number of the operator that computed each join."""
-    return _Finder(recording, repetition).joins
+def find_sent_results(recording: Recording, repetition: Repetition) -> dict[int, FunctionResult]:
+    """Return the `Recording.candidates` that are sent across cuts, by number of their operator."""
+    return _SentResultFinder(recording, repetition).sent_results
 
 
-class _Finder:
-    """Search for joins in the order of execution, because a later join may have earlier joins as operands."""
+class _SentResultFinder:
+    """Search in execution order, because operands of a sent result may be sent results themselves."""
 
     def __init__(self, recording: Recording, repetition: Repetition) -> None:
         self._recording = recording
@@ -37,20 +37,20 @@ class _Finder:
         self._versions: dict[int, list[int]] = {}
         for version, data in self._flow.items():
             self._versions.setdefault(data["storage"], []).append(version)
-        self.joins: dict[int, Join] = {}
+        self.sent_results: dict[int, FunctionResult] = {}
         for candidate in recording.candidates:  # in order of creation
             number = self._flow[candidate.version]["operator"]
             if self._is_pure(candidate) and self._is_narrower(candidate):
-                self.joins[number] = candidate
+                self.sent_results[number] = candidate
 
-    def _is_pure(self, candidate: Join) -> bool:
+    def _is_pure(self, candidate: FunctionResult) -> bool:
         # A stage that receives the result does not run the function, so other effects would be missing.
         if len(self._versions[self._flow[candidate.version]["storage"]]) > 1:
             return False
         first, end = (bisect_right(self._times, time) for time in (candidate.enter, candidate.exit))
         inside = self._recording.operators[first:end]
         return not any(
-            o.writes_held or o.decides or o.region >= 0 or self._writes_outside(o.writes, candidate.enter)
+            o.writes_model_tensor or o.decides or o.region >= 0 or self._writes_outside(o.writes, candidate.enter)
             for o in inside
         )
 
@@ -58,25 +58,25 @@ class _Finder:
         storages = (self._flow[version]["storage"] for version in versions)
         return any(self._flow[self._versions[storage][0]]["created"] < time for storage in storages)
 
-    def _is_narrower(self, candidate: Join) -> bool:
-        """Return True if the candidate has fewer bytes than the tensors that would be sent only to compute it.
+    def _is_narrower(self, candidate: FunctionResult) -> bool:
+        """Return True if the candidate has fewer bytes than the tensors that it replaces.
 
-        The bytes are counted at the cut just after the candidate. An equal number suffices if later stages would need
-        parameters or buffers to compute the candidate.
+        Bytes are counted at a cut just after the candidate. An equal number is enough if later stages would need
+        parameters or buffers to compute it.
         """
         cut = candidate.exit + 1
         replaced_bytes, needs_held = 0, False
         repeated = [self._flow[candidate.version]["operator"]]
         while repeated:
             number = repeated.pop()
-            needs_held = needs_held or bool(self._recording.operators[number].holds)
+            needs_held = needs_held or bool(self._recording.operators[number].model_tensors)
             for data in map(self._flow.__getitem__, self._sources(number, cut)):
                 maker = data["operator"]
-                if maker < 0 or not self._repetition.repeats(maker, cut):
+                if maker < 0 or not self._repetition.is_repeated(maker, cut):
                     # The tensor is an input or the result of a finished call, so it would be sent.
-                    replaced_bytes += sum(map(self._num_bytes, self._repetition.exposed(data["storage"], cut)))
-                elif maker in self.joins:
-                    replaced_bytes += self._num_bytes(self.joins[maker].value)
+                    replaced_bytes += sum(map(self._num_bytes, self._repetition.exposed_tensors(data["storage"], cut)))
+                elif maker in self.sent_results:
+                    replaced_bytes += self._num_bytes(self.sent_results[maker].value)
                 else:
                     repeated.append(maker)
         return replaced_bytes + needs_held > self._num_bytes(candidate.value)
@@ -91,7 +91,7 @@ class _Finder:
         if time >= cut:
             return False
         number = bisect_right(self._times, time) - 1
-        return number == operator or not self._repetition.repeats(number, cut)
+        return number == operator or not self._repetition.is_repeated(number, cut)
 
     def _num_bytes(self, value: int) -> int:
         return self._recording.values[value][1].nbytes
