@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Fixtures and hooks for all tests."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No test leaves anything in this user's caches, or measures what the executor costs but to see that measured."""
+    """Use temporary caches in which the executor's cost is known, so that tests need not measure it."""
     if "PYTEST_XDIST_WORKER" not in os.environ:  # those have this process's environment
         folder = tempfile.TemporaryDirectory(prefix="gpipe-plan-caches-")
         config.add_cleanup(folder.cleanup)
@@ -53,8 +53,8 @@ def late_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _heap_of_its_own() -> None:
-    """What earlier modules left is not looked through again: by the end every collection took a second."""
+def _freeze_heap() -> None:
+    """Exclude objects of earlier modules from garbage collection, which would otherwise take up to a second."""
     gc.collect()
     gc.freeze()
 

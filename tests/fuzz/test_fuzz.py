@@ -1,6 +1,6 @@
-"""Broken files of every kind and broken command lines: an answer each, in time and in memory.
+"""Damaged files of every kind and broken command lines get an error message, within limits of time and memory.
 
-The same inputs each time; `FUZZ_INPUTS=100000 pytest tests/fuzz` tries more, `FUZZ_FIRST=100000` others.
+Inputs are the same in each run. `FUZZ_INPUTS=100000 pytest tests/fuzz` tries more, `FUZZ_FIRST=100000` others.
 """
 
 import os

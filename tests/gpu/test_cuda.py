@@ -1,4 +1,4 @@
-"""The same profiler on a CUDA device: events for times, the caching allocator's own figures for memory."""
+"""Tests of clock, memory meter and profiler on a CUDA device."""
 
 import time
 from collections.abc import Iterator
@@ -33,24 +33,24 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    """Nothing of one test is left on the device for the next."""
+    """Empty the device before the next test."""
     yield
     torch.cuda.empty_cache()
 
 
 def build() -> nn.Module:
-    """Large against the allocator's 512-byte blocks."""
+    """Return a model that is large compared with the allocator's 512-byte blocks."""
     blocks = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 16))
 
 
 def loaded() -> LoadedModel:
-    """Trained with momentum: one number of state per parameter."""
+    """Load the model with momentum: one number of state per parameter."""
     return loaded_model(build, WIDTH, build_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False))
 
 
-def test_known_allocations() -> None:
-    """Peak and end by the allocator's statistics, in blocks of 512 bytes."""
+def test_peak_and_end_of_known_allocations() -> None:
+    """Blocks have 512 bytes."""
     kept: list[Tensor] = []
 
     def work() -> None:
@@ -65,7 +65,6 @@ def test_known_allocations() -> None:
 
 
 def test_the_clock_waits_for_the_device() -> None:
-    """A large product takes longer than a small one; the median of several counts."""
     clock = kind_of(CUDA).clock(1)
     assert isinstance(clock, CudaClock)
     large, small = torch.randn(4096, 4096, device=CUDA), torch.randn(64, 64, device=CUDA)
@@ -79,11 +78,10 @@ def test_the_clock_waits_for_the_device() -> None:
 
 
 def _discard(_value: Any) -> None:
-    """Drops what it is given."""
+    """Drop the value."""
 
 
-def test_a_profile_of_the_device() -> None:
-    """Every time is positive, the device is named with its memory, and nothing is left behind."""
+def test_a_profile_has_positive_times_and_names_the_device() -> None:
     before = torch.cuda.memory_allocated()
     profile = profile_model(loaded(), ProfilerOptions(micro_batch_sizes=(64, SIZE), device="cuda", repeats=4))
     assert (profile.device.kind, profile.device.how) == ("cuda", "measured")
@@ -95,8 +93,8 @@ def test_a_profile_of_the_device() -> None:
     assert torch.cuda.memory_allocated() <= before + (64 << 20)  # a library's workspace may stay
 
 
-def test_the_reserve_is_measured_and_is_no_tensor() -> None:
-    """Reported are 300 to 700 MB; a large tensor of ours does not change it."""
+def test_the_reserve_does_not_include_tensors() -> None:
+    """Devices report 300 to 700 MB."""
     before = Cuda(CUDA).reserve_bytes()
     ours = torch.ones(2**28, device=CUDA)
     after = Cuda(CUDA).reserve_bytes()
@@ -107,8 +105,8 @@ def test_the_reserve_is_measured_and_is_no_tensor() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_composed_memory_is_the_allocators(recompute: Recompute, micro_batches: int) -> None:
-    """A stage's predicted peak lies within -1 % and +5 % of `max_memory_allocated` over a real step."""
+def test_composed_memory_is_within_the_promise(recompute: Recompute, micro_batches: int) -> None:
+    """Within -1 % and +5 % of `max_memory_allocated` over a real step."""
     offered = loaded()
     profile = profile_model(offered, ProfilerOptions(micro_batch_sizes=(SIZE,), device="cuda", repeats=2))
     model = offered.build().to(CUDA)
@@ -145,8 +143,8 @@ def test_composed_memory_is_the_allocators(recompute: Recompute, micro_batches: 
     assert -0.01 <= memory.total / truth - 1 <= 0.05, (memory, truth)
 
 
-def test_what_is_recorded_lies_in_its_step() -> None:
-    """Times are the device's, on the host's clock; memory beside the tensors is known."""
+def test_recorded_times_lie_within_the_step() -> None:
+    """Times of the device are converted to the host's clock."""
     recorder = Recorder(CUDA)
     for _ in range(WARM_UP_STEPS + 1):
         begin = time.perf_counter_ns()

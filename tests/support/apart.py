@@ -36,7 +36,7 @@ SEED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """What a step of the stages leaves behind that the model in one piece does not."""
+    """Largest relative differences of a step of stages from one of the unpartitioned model."""
 
     loss: float
     """Relative."""
@@ -50,13 +50,13 @@ class Differences:
 
     @property
     def worst(self) -> float:
-        """Of all three."""
+        """Largest of all three."""
         return max(self.loss, self.gradient, self.buffer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A step of the model in one piece, on the same micro-batches, one behind the other."""
+    """A step of the unpartitioned model on the same micro-batches, one after another."""
 
     loaded: LoadedModel
     chain: Chain
@@ -70,7 +70,7 @@ class Whole:
 
     @classmethod
     def of(cls, real: RealModel, granularity: Granularity = "coarse", *, sizes: Sequence[int] = (3, 2)) -> "Whole":
-        """The step; `sizes` are the samples of each micro-batch."""
+        """Run the step; `sizes` are the numbers of samples of each micro-batch."""
         loaded = as_loaded(real, granularity)
         torch.manual_seed(SEED)
         model = loaded.build()
@@ -100,7 +100,7 @@ class Whole:
 
 
 def as_loaded(real: RealModel, granularity: Granularity = "coarse") -> LoadedModel:
-    """`real` as a model file would offer it."""
+    """Return `real` as a model file would offer it."""
     loaded = load_object(
         nn.Identity(),
         example_batch=lambda size: (real.inputs(size), None),
@@ -111,24 +111,24 @@ def as_loaded(real: RealModel, granularity: Granularity = "coarse") -> LoadedMod
 
 
 def even_cuts(num_layers: int, num_stages: int = 3) -> list[int]:
-    """The first layers of `num_stages` stages of about as many layers each, and the end."""
+    """Return the first layer of each of `num_stages` nearly equal stages, and the end."""
     return sorted({round(num_layers * k / num_stages) for k in range(num_stages + 1)})
 
 
 def compare_apart(
     whole: Whole, cuts: Sequence[int], recompute: Recompute = "never", *, together: bool = False
 ) -> Differences:
-    """A step of stages that begin at `cuts`, the last of which is the end, compared with the model in one piece.
+    """Compare a step of stages that begin at `cuts`, which end with the last layer, with the whole model.
 
     Args:
-        whole: The model in one piece.
+        whole: The unpartitioned model.
         cuts: The first layer of every stage, and the end.
-        recompute: On which micro-batches the stages are recomputed.
-        together: Whether the stages are built in one model, as those of one process are: it takes less time.
+        recompute: Micro-batches on which the stages are recomputed.
+        together: Build the stages in one model, as those of one process; this is faster.
 
     Raises:
         ModelError: The stages cannot be built or run.
-        AssertionError: They have gradients of other parameters than the model has, or lack a buffer that it changes.
+        AssertionError: The stages have gradients of other parameters than the model, or lack a buffer that it changes.
     """
     shapes = [shapes_of(whole.chain, batch.inputs) for batch in whole.micro_batches]
     ranges = [StageRange(first, end) for first, end in pairwise(cuts)]
@@ -151,7 +151,7 @@ def compare_apart(
 
 
 class _Stage:
-    """One stage, and what it has received and sent for every micro-batch in flight."""
+    """One stage, with the tensors that it has received and sent for each micro-batch in flight."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Stage:
         self.sent: list[list[Tensor]] = []
 
     def run(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-        """What it sends for a micro-batch; of the last stage, the loss."""
+        """Return the tensors sent for a micro-batch; of the last stage, the loss."""
         self.at(number)
         metas = self._shapes[number].boundaries[self._first].tensors
         leaves = [t.detach().clone().requires_grad_(m.requires_grad) for t, m in zip(tensors, metas, strict=True)]
@@ -200,7 +200,7 @@ class _Stage:
         return self.sent[-1]
 
     def at(self, number: int) -> None:
-        """What follows is this micro-batch."""
+        """Set the micro-batch that runs next."""
         self.module.micro_batch = number
         self.module.received = self._shapes[number].boundaries[self._first]
 
@@ -245,7 +245,7 @@ def _differences(whole: Whole, modules: Sequence[StageModule], losses: Sequence[
 
 
 def _summed(modules: Sequence[StageModule], whole: Whole) -> dict[str, Tensor]:
-    """The gradients of all stages under every name; of what is tied, the sum over those that hold it."""
+    """Return the gradients of all stages under every name, summed over stages for tied parameters."""
     by_name = [dict(m.named_parameters(remove_duplicate=False)) for m in modules]
     result: dict[str, Tensor] = {}
     for names in _ties(whole.chain.model):

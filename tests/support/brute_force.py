@@ -40,21 +40,21 @@ EQUAL = 1e-9
 
 
 def partitions(num_layers: int, max_stages: int) -> Iterator[tuple[int, ...]]:
-    """Every way to cut `num_layers` layers into 1..max_stages stages, as balances."""
+    """Yield every balance that cuts `num_layers` layers into 1 to `max_stages` stages."""
     for num_stages in range(1, max_stages + 1):
         for cuts in _cuts(num_layers, num_stages):
             yield tuple(b - a for a, b in pairwise(cuts))
 
 
 def best_step_us(profile: Profile, inputs: Inputs, micro_batches: int | None = None) -> float | None:
-    """Smallest step time over everything the solver may choose, or None if nothing fits."""
+    """Return the smallest step time over all choices of the solver, or None if nothing fits."""
     best = Space(profile, inputs, micro_batches=micro_batches).best()
     return None if best is None else best.step_us
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The fastest plan there is; of those as fast, the first one."""
+    """The fastest plan; of equally fast ones, the first."""
 
     partition: Partition
     step_us: float
@@ -63,16 +63,16 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to recompute in a stage."""
+    """One choice of recomputation for a stage."""
 
     recompute: Recompute
     recomputed: tuple[int, ...] = ()
 
 
 class Tables:
-    """What every stage of a chain costs in each way to recompute: arrays of shape (L+1, L+1, ways), by first and end.
+    """Costs of every stage by choice of recomputation: arrays of shape (L+1, L+1, choices), by first and end.
 
-    Ways that a stage does not have are infinite.
+    Choices that a stage does not have are infinite.
     """
 
     def __init__(self, costs: ChainCosts, inputs: Inputs, micro_batches: int) -> None:
@@ -107,12 +107,12 @@ class Tables:
         return float(self.costs.forward_us[first:end].sum())
 
     def _is_trained(self, end: int) -> bool:
-        """Whether any of the layers in front of `end` is; in a profile without gradients, all are."""
+        """Return True if any layer before `end` is trained; in a profile without gradients, all are."""
         trained = self.costs.gradients + self.costs.state.idle
         return bool(trained[:end].any() or not trained.any())
 
     def bytes(self, moments: Moments) -> FloatArray:
-        """Peak of each stage on a device with these moments, the reserve not included."""
+        """Return the peak of each stage on a device with these points in the step, without the reserve."""
         if moments not in self._totals:
             num = self.costs.num_layers
             choices = sorted({way.recompute for ways in self.ways.values() for way in ways} - {"layers"})
@@ -130,7 +130,7 @@ class Tables:
 
     @cached_property
     def chunks(self) -> tuple[FloatArray, FloatArray]:
-        """Of each stage as a chunk: what is always there, and its parts along a last axis."""
+        """Constant bytes of each stage as a chunk, and its components along a last axis."""
         always = np.full(self._shape, np.inf)
         parts = np.full((*self._shape, len(PARTS)), np.inf)
         for (first, end), ways in self.ways.items():
@@ -149,7 +149,7 @@ class Tables:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """All plans with the same schedule, R, M, V and devices; arrays with a row per plan."""
+    """All plans with the same schedule, R, M, V and devices; arrays with one row per plan."""
 
     tables: Tables
     inputs: Inputs
@@ -170,7 +170,7 @@ class Block:
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Of every device."""
+        """Action order of each device."""
         return SCHEDULES[self.schedule].actions(self.num_devices, self.micro_batches, self.chunks)
 
     def _at(self, table: FloatArray) -> FloatArray:
@@ -179,7 +179,7 @@ class Block:
 
     @cached_property
     def peaks(self) -> FloatArray:
-        """Peak of each device in use, the reserve included; shape (N, K)."""
+        """Peak of each used device with the reserve; shape (N, K)."""
         reserve = self.inputs.reserve_bytes
         if self.schedule != "interleaved":
             every = [
@@ -231,7 +231,7 @@ class Block:
 
     @cached_property
     def step_us(self) -> FloatArray:
-        """Simulated, with the optimizers' steps; shape (N,)."""
+        """Simulated step times with optimizer steps; shape (N,)."""
         forward, backward, last, alone, sends = self._times
         times = {"forward_us": forward, "backward_us": backward, "last_backward_us": last, "send_us": sends}
         pipeline = makespans(self.actions, times, blocking=self._links[1])
@@ -253,19 +253,19 @@ class Block:
         return total
 
     def fits(self, caps: Sequence[float]) -> NDArray[np.bool_]:
-        """Which plans fit under the caps of the cluster's devices, shape (N,)."""
+        """Return True for each plan that fits into the memory limits of the devices; shape (N,)."""
         fits: NDArray[np.bool_] = np.all(self.peaks <= np.array(caps[: self.num_devices], float), axis=1)
         return fits
 
     def ranks(self) -> FloatArray:
-        """Per plan its highest peak, the bytes it moves and the sum of squares of its stages' times; shape (N, 3)."""
+        """Return highest peak, moved bytes and sum of squared stage times of each plan; shape (N, 3)."""
         outputs = np.array([0.0, *self.tables.costs.boundaries.output[:-1], 0.0])
         return np.stack(
             [self.peaks.max(axis=1), outputs[self.cuts[:, 1:]].sum(axis=1), (self.pairs**2).sum(axis=1)], axis=1
         )
 
     def partition(self, row: int) -> Partition:
-        """One plan."""
+        """Return one plan."""
         cuts = [int(cut) for cut in self.cuts[row]]
         ways = [self.tables.ways[i][int(c)] for i, c in zip(pairwise(cuts), self.choices[row], strict=True)]
         some = any(way.recomputed for way in ways)
@@ -281,10 +281,9 @@ class Block:
 
 
 class Space:
-    """Every plan for a question; caps decide which of them fit, and may be changed afterwards.
+    """All plans for a request. Memory limits decide which of them fit, and may be changed later.
 
-    An interleaved schedule is taken to be a question about at least two devices, though it may use a single one, and
-    about enough layers for them.
+    An interleaved schedule requires at least two devices and enough layers for them, though it may use one device.
     """
 
     def __init__(
@@ -350,14 +349,14 @@ class Space:
         return whole and not any(len(group & stage) > 1 for group in self._apart for stage in stages)
 
     def under(self, caps: Sequence[float]) -> "Space":
-        """The same plans under other caps."""
+        """Return the same plans under other memory limits."""
         other = copy(self)
         other.caps = caps
         other.inputs = replace(self.inputs, memory_bytes=tuple(int(cap) for cap in caps))
         return other
 
     def only(self, *, micro_batches: int | None = None, replicas: int | None = None) -> "Space":
-        """The plans with the given M and R, as far as they are given."""
+        """Return the plans with these M and R, if given."""
         other = copy(self)
         other.blocks = [
             block
@@ -367,7 +366,7 @@ class Space:
         return other
 
     def best(self) -> Best | None:
-        """The fastest plan that fits."""
+        """Return the fastest plan that fits."""
         best: tuple[float, Block, int] | None = None
         for block in self.blocks:
             times = np.where(block.fits(self.caps), block.step_us, np.inf)
@@ -382,15 +381,15 @@ class Space:
         )
 
     def any_fits(self) -> bool:
-        """Whether a plan fits."""
+        """Return True if a plan fits."""
         return any(block.fits(self.caps).any() for block in self.blocks)
 
     def smallest_cap_bytes(self) -> float:
-        """The smallest cap, the same on all devices, under which a plan fits; infinite if none ever does."""
+        """Return the smallest equal memory limit of all devices with which a plan fits; infinite if none fits."""
         return min((float(block.peaks.max(axis=1).min()) for block in self.blocks), default=np.inf)
 
     def first_by_rank(self, partition: Partition, step_us: float) -> tuple[float, ...]:
-        """The rank of the best of all plans of the same schedule, R, M and V that fit and are as fast as `step_us`."""
+        """Return the best rank of plans with the same schedule, R, M and V that fit and take `step_us`."""
         ranks = [
             block.ranks()[block.fits(self.caps) & (block.step_us <= step_us * (1 + EQUAL))]
             for block in self.blocks
@@ -402,7 +401,7 @@ class Space:
         return tuple(float(number) for number in every[0])
 
     def rank_of(self, partition: Partition) -> tuple[float, ...]:
-        """The rank of one plan."""
+        """Return the rank of one plan."""
         for block in self.blocks:
             if not _alike(block, partition) or block.num_devices != partition.num_devices:
                 continue
@@ -413,7 +412,7 @@ class Space:
         raise AssertionError(f"brute force does not know {partition}")
 
     def judged(self, block: Block, row: int) -> tuple[float, tuple[int, ...]]:
-        """A plan's step time and the peak of each device, by the cost model's own evaluation."""
+        """Return a plan's step time and the peak of each device by the cost model's own evaluation."""
         partition, cluster = block.partition(row), self.inputs.cluster
         evaluation, num = Evaluation(block.tables.costs, partition, cluster), block.num_devices
         peaks = tuple(sum(memory.total for memory in evaluation.memory[d::num]) for d in range(num))
@@ -421,7 +420,7 @@ class Space:
 
 
 def _alike(block: Block, partition: Partition) -> bool:
-    """Whether schedule, R, M and V are the same."""
+    """Return True if schedule, R, M and V are equal."""
     return (block.schedule, block.replicas, block.micro_batches, block.chunks) == (
         partition.schedule,
         partition.replicas,
@@ -431,7 +430,7 @@ def _alike(block: Block, partition: Partition) -> bool:
 
 
 def _plain(partition: Partition) -> Partition:
-    """With one name for what is the same: a single micro-batch is the last one, which `except-last` spares."""
+    """Use one name for equal choices: a single micro-batch is the last one, which `except-last` spares."""
     if partition.micro_batches > 1:
         return partition
     return replace(partition, recompute=tuple("never" if r == "except-last" else r for r in partition.recompute))
@@ -461,6 +460,6 @@ def _cuts(num_layers: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=512)
 def _with_choices(cuts: tuple[tuple[int, ...], ...], counts: tuple[tuple[int, ...], ...]) -> tuple[IntArray, IntArray]:
-    """Every way to recompute in every stage, for all cuts."""
+    """Return every choice of recomputation in every stage, for all cuts."""
     rows = [(cut, choice) for cut, num in zip(cuts, counts, strict=True) for choice in product(*map(range, num))]
     return np.array([cut for cut, _ in rows]), np.array([choice for _, choice in rows])

@@ -1,4 +1,4 @@
-"""Chains for tests of the laws and of the solver: layers one by one, random ones, and two that were published."""
+"""Chains for tests of the cost model and of the solver: single layers, random chains, and two published ones."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ _PER_SIZE = (
 
 
 def layer(name: str = "layer", **values: Any) -> LayerProfile:
-    """A layer that costs nothing but `values`; a single number stands for a list of one micro-batch size."""
+    """Return a layer without costs other than `values`; a number is a list for one micro-batch size."""
     required: dict[str, Any] = {"forward_us": 0.0, "backward_us": 0.0, "output_bytes": 0, "saved_bytes": 0}
     given = {"parameter_bytes": 0, **required, **values}
     if "detail" in given and not isinstance(given["detail"], tuple):
@@ -49,7 +49,7 @@ def layer(name: str = "layer", **values: Any) -> LayerProfile:
 
 
 def chain(*layers: LayerProfile, sizes: Sequence[int] = (1,)) -> Profile:
-    """The profile of `layers`."""
+    """Return the profile of `layers`."""
     return Profile(device=Device(kind="cpu"), micro_batch_sizes=tuple(sizes), layers=layers)
 
 
@@ -67,7 +67,7 @@ def record(
     end_backward: int | None = None,
     writes_input: bool = False,
 ) -> MemoryDetail:
-    """An exact memory record with short names."""
+    """Return an exact memory record; arguments are short names of its fields."""
     return MemoryDetail(
         internal_bytes=internal,
         inputs=tuple(given),
@@ -86,12 +86,12 @@ def record(
 def tensor(
     size: int, *, kept: bool = False, alias: int = -1, relayed: bool = False, carries: bool = True
 ) -> BoundaryTensor:
-    """A tensor that crosses a boundary."""
+    """Return a tensor that crosses a boundary."""
     return BoundaryTensor(bytes=size, kept=kept, alias=alias, relayed=relayed, carries=carries)
 
 
 def heavy_chain(seed: int, num_layers: int) -> Profile:
-    """Uneven layers that keep much more than crosses their boundaries."""
+    """Return uneven layers that save much more than crosses their boundaries."""
     rng = random.Random(seed)
     return chain(
         *(
@@ -109,12 +109,12 @@ def heavy_chain(seed: int, num_layers: int) -> Profile:
 
 
 def even_chain(parameters: Sequence[int], gradients: Sequence[int] | None = None, **more: Any) -> Profile:
-    """Layers `layers.0`, …; 8 bytes cross each boundary and are kept by the next one; each keeps 20 more.
+    """Return layers `layers.0`, …: 8 bytes cross each boundary and are saved by the next layer; each saves 20 more.
 
     Args:
-        parameters: Bytes, by layer.
-        gradients: By default as many.
-        more: By name, a value for all layers, or a tuple of theirs.
+        parameters: Bytes by layer.
+        gradients: Bytes by layer; by default those of the parameters.
+        more: Values by field name, one for all layers or a tuple.
     """
     by_layer = [{name: v[n] if isinstance(v, tuple) else v for name, v in more.items()} for n in range(len(parameters))]
     layers = [
@@ -139,13 +139,13 @@ def even_chain(parameters: Sequence[int], gradients: Sequence[int] | None = None
 
 
 def random_profile(seed: int, num_layers: int, *, exact: bool = False, sizes: Sequence[int] = (1,)) -> Profile:
-    """A chain with every cost that a profile knows, affine in the micro-batch size."""
+    """Return a chain with every cost that a profile has, affine in the micro-batch size."""
     rng = random.Random(seed)
     return chain(*_random_layers(rng, num_layers, sizes, exact=exact), sizes=sizes)
 
 
 def with_programs(profile: Profile, seed: int) -> Profile:
-    """A profile without exact records as one of a compiler."""
+    """Return the profile with compiler records instead of exact records."""
     rng = random.Random(seed)
 
     def programs() -> tuple[ProgramMemory, ...]:
@@ -164,7 +164,7 @@ def with_programs(profile: Profile, seed: int) -> Profile:
 
 
 def compiled(profile: Profile) -> Profile:
-    """The profile as one of a compiler: what a layer trains, and what it keeps, is an array each."""
+    """Return the profile as of a compiler: a layer's trained and saved bytes are one array each."""
 
     def array(num_bytes: int) -> tuple[ArrayKind, ...]:
         kind = f"float32[{num_bytes // 4}]"
@@ -183,7 +183,7 @@ def compiled(profile: Profile) -> Profile:
 
 
 def _carries(size: int) -> bool:
-    """Return whether a tensor that passes by, of so many bytes per sample, carries a gradient."""
+    """Return True if a relayed tensor of this size per sample carries a gradient."""
     return size % 3 > 0
 
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in this process (fast), or in one of its own (pipes, signals, imports)."""
+"""Run commands in this process (fast), or in a new process (pipes, signals, imports)."""
 
 import json
 import os
@@ -39,7 +39,7 @@ FAST: Final = ("--repeat", "2", "--time-budget", "0s", "--batch-sizes", "1,2,4")
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command did."""
+    """Result of a command."""
 
     code: int
     out: str
@@ -47,14 +47,14 @@ class Ran:
 
     @property
     def error(self) -> str:
-        """The paragraph of stderr that tells the error."""
+        """Paragraph of stderr with the error."""
         told = [part for part in self.err.split("\n\n") if "error: " in part]
         assert len(told) == 1, self.err
         return told[0][told[0].rfind("\n", 0, told[0].index("error: ")) + 1 :]
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ran:
-    """Runs `gpipe-plan` with `arguments` in this process; what was printed before is dropped."""
+    """Run `gpipe-plan` with `arguments` in this process; earlier output is dropped."""
     capsys.readouterr()
     code = run(list(arguments))
     printed = capsys.readouterr()
@@ -62,7 +62,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ran:
 
 
 def known_executor(folder: Path) -> str:
-    """A folder of caches in which what the executor costs is known; beside other tests that is measured each time."""
+    """Return a cache folder with a calibration of the executor, which other tests would otherwise measure."""
     machine = {"cpu": cpu_name(), "torch": version("torch"), "gpipe-plan": __version__}
     link = {"latency_us": 20.0, "bytes_per_s": 2e9, "blocking": True}
     (folder / "gpipe-plan").mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def known_executor(folder: Path) -> str:
 
 
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares `profile` the two processes that measure the executor's own costs on this machine."""
+    """Skip the two processes with which `profile` measures the executor's cost."""
     import planner.executor  # it imports torch, which some tests of this module's users must not
 
     free = ExecutorCost(overhead_us=0.0, link=Link())
@@ -80,26 +80,26 @@ def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_model(folder: Path, text: str = MODEL, name: str = "model.py") -> Path:
-    """A model file in `folder`."""
+    """Write a model file and return its path."""
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
 
 
 def command(*arguments: str) -> list[str]:
-    """The words that start `gpipe-plan` with `arguments` in a process of its own."""
+    """Return the words that start `gpipe-plan` with `arguments` in a new process."""
     return [sys.executable, "-m", "planner", *arguments]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's environment, with the checkout importable from any folder."""
+    """Return this process's environment, with the checkout importable from any folder."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, **extra}
 
 
 def spawn(arguments: Sequence[str], folder: Path, **extra: str) -> Ran:
-    """Runs `gpipe-plan` in a process of its own, in `folder`; `extra` goes into its environment."""
+    """Run `gpipe-plan` in a new process in `folder`; `extra` is added to its environment."""
     done = subprocess.run(
         command(*arguments),
         cwd=folder,

@@ -1,4 +1,4 @@
-"""A model cut into stages that run one after the other in this process, compared with the model in one piece."""
+"""Compare stages that run one after another in this process with the unpartitioned model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ __all__ = ["Compared", "compare"]
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """What differs between the two."""
+    """Differences between the stages and the model."""
 
     chain: Chain
     loss_error: float
@@ -28,7 +28,7 @@ class Compared:
 
     @property
     def crossing(self) -> list[int]:
-        """How many tensors cross each boundary."""
+        """Number of tensors that cross each boundary."""
         assert self.chain.outline is not None
         return [len(values) for values in self.chain.outline.crossings]
 
@@ -43,16 +43,16 @@ def compare(
     sizes: tuple[int, ...] = (3, 3),
     recompute: bool = False,
 ) -> Compared:
-    """Runs micro-batches of `sizes` samples through all stages, and then backward through all of them.
+    """Run micro-batches of `sizes` samples forward through all stages, then backward.
 
     Args:
         model: The model.
-        example_inputs: So many samples.
+        example_inputs: Inputs of a number of samples.
         loss_fn: A scalar from the model's output.
-        granularity: How finely to cut.
-        num_stages: Into how many stages, of about as many layers each.
+        granularity: Coarse or fine cuts.
+        num_stages: Number of nearly equal stages.
         sizes: Samples of each micro-batch; all are in flight at once.
-        recompute: Whether the stages are computed again in backward.
+        recompute: Recompute the stages in backward.
     """
     chain = chain_of(model, example_inputs, granularity, loss_of=lambda _size: loss_fn)
     num_layers = len(chain.layers)
@@ -95,7 +95,7 @@ def _in_one_piece(
 
 
 class _Flight:
-    """One micro-batch on its way through the stages."""
+    """One micro-batch in the stages."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Flight:
         self.loss = loss_fn(value)
 
     def backward(self) -> None:
-        """From the loss back to the first stage."""
+        """Run the backward from the loss to the first stage."""
         self.loss.backward()
         while self._edges:
             leaves, sent = self._edges.pop()

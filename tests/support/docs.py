@@ -1,4 +1,4 @@
-"""The examples in `docs/`, taken out of the pages so that tests can run them."""
+"""Examples of the pages in `docs/`, for tests that run them."""
 
 import re
 from pathlib import Path
@@ -9,13 +9,13 @@ _BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE |
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of one language in a page, from the root, in order."""
+    """Return the fenced blocks of one language in a page, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return [found["text"] for found in _BLOCK.finditer(text) if found["language"] == language]
 
 
 def lines(page: str) -> list[tuple[str, str]]:
-    """Every command in a page's consoles and shell blocks: the line, and what the page shows of its output."""
+    """Return every command in consoles and shell blocks of a page, with the shown output."""
     text = (ROOT / page).read_text(encoding="utf-8")
     found: list[tuple[str, str]] = []
     for block in _BLOCK.finditer(text):
@@ -28,14 +28,14 @@ def lines(page: str) -> list[tuple[str, str]]:
 
 
 def quick(line: str) -> str:
-    """The same command, where it measures and trains not for longer than it must: nobody looks at the times."""
+    """Return the command with short measurements and trainings."""
     line = re.sub(r"\bprofile (model\.py)", r"profile \1 --proof-budget 0s", line)
     line = re.sub(r"\bprofile (\S*\.py)", r"profile \1 --repeat 2 --time-budget 0s", line)
     return re.sub(r"--steps (?:10|20)\b|(?<= train\.py)$", lambda m: f"{'' if m[0] else ' '}--steps 4", line)
 
 
 def commands(page: str) -> list[tuple[str, int, str]]:
-    """Every command of the page's consoles: the line, the exit code it should have, and what the page shows of it."""
+    """Return every console command of the page, with its expected exit code and shown output."""
     found = []
     for block in blocks(page, "console"):
         for piece in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:

@@ -1,7 +1,4 @@
-"""Random questions for the explorer, random edits of them, and the figures of the core and of the page for an edit.
-
-The page's script runs in node, if that is installed.
-"""
+"""Random requests and edits for the explorer, with figures of the core and of the page, whose script runs in node."""
 
 import json
 import random
@@ -89,7 +86,7 @@ Edit = dict[str, Any]
 
 
 class Case:
-    """A question, and the data of its page."""
+    """A request, and the data of its page."""
 
     def __init__(self, question: ExplorerRequest) -> None:
         self.question = question
@@ -140,7 +137,7 @@ def _run(script: str, asked: object, folder: Path) -> Any:
 
 
 def question(seed: int) -> Case:
-    """A random chain on random devices with a plan of even cuts: exact records, bounds or compiled programs."""
+    """Return a random chain on random devices with a plan of even cuts: exact records, bounds or compiled programs."""
     rng = random.Random(seed)
     kind, devices = seed % 4, rng.choice([1, 2, 2, 3, 4])
     num_layers = rng.randint(2 * devices, 3 * devices + 3)
@@ -194,9 +191,9 @@ def question(seed: int) -> Case:
 
 
 def edits_of(case: Case, seed: int, number: int) -> list[Edit]:
-    """Random edits: any schedule, chunks and M that there are orders for, any cuts, any caps and recomputation.
+    """Return random edits of schedule, chunks, M, cuts, memory limits and recomputation.
 
-    Cuts are at most `case.widths` layers from those that the page begins with.
+    Cuts differ by at most `case.widths` layers from the page's first ones.
     """
     rng, data = random.Random(seed), case.data
     edits = []
@@ -220,7 +217,7 @@ def edits_of(case: Case, seed: int, number: int) -> list[Edit]:
 
 
 def plan_of_edit(case: Case, edit: Edit, memory_bytes: tuple[int, ...]) -> Plan:
-    """What `check` would judge: the plan with the edit in it."""
+    """Return the plan with the edit, as `check` would judge it."""
     plan, profile = case.question.plan, case.question.profile
     schedule = schedule_of(case.data["schedules"][edit["schedule"]]["name"])
     partition = Partition(
@@ -248,7 +245,7 @@ def plan_of_edit(case: Case, edit: Edit, memory_bytes: tuple[int, ...]) -> Plan:
 
 
 def figures_of(plan: Plan) -> dict[str, Any]:
-    """The figures of a plan under the names that the page has for them."""
+    """Return the figures of a plan under the page's names."""
     predicted = plan.predicted
     return {
         "step_us": predicted.step_us,
@@ -301,7 +298,7 @@ def _with_attributes(layer: LayerProfile, rng: random.Random) -> LayerProfile:
 
 
 def _in_halves(layer: LayerProfile, rng: random.Random, sizes: Sequence[int]) -> LayerProfile:
-    """Halves of backwards as if they had been measured."""
+    """Return the layer with times and memory of a split backward."""
     made, held = rng.randint(0, layer.parameter_bytes), rng.randint(0, 40)
     return replace(
         layer,
@@ -324,7 +321,7 @@ def _in_halves(layer: LayerProfile, rng: random.Random, sizes: Sequence[int]) ->
 
 
 def _tie(layers: list[LayerProfile], rng: random.Random) -> None:
-    """Two layers hold the same parameters, or a part of them."""
+    """Let two layers share parameters, or a part of them."""
     first, second = sorted(rng.sample(range(len(layers)), 2))
     for at, other in ((first, second), (second, first)):
         layer = layers[at]

@@ -1,4 +1,4 @@
-"""One value of every kind of file, with every field set, as a tool of ours would write it."""
+"""One value of every kind of file, with every field set."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ GENERATOR = Generator(name="gpipe-plan", version="0.1.0")
 
 
 def full_layer(n: int) -> LayerProfile:
-    """A layer with nothing left at its default."""
+    """Return a layer with no field at its default."""
     details = tuple(
         record(
             internal=10 * s,
@@ -115,7 +115,7 @@ def full_layer(n: int) -> LayerProfile:
 
 
 def full_profile() -> Profile:
-    """Three such layers."""
+    """Return a profile of three such layers."""
     return Profile(
         generator=GENERATOR,
         model=Model(
@@ -159,7 +159,7 @@ def full_profile() -> Profile:
 
 
 def fullest_profile() -> Profile:
-    """The same layers shared by two GPUs, and by four."""
+    """Return the profile with the same layers divided between two and between four GPUs."""
     profile = full_profile()
     return replace(
         profile, tensor_parallel=2, expert_parallel=2, widths=(Width(tensor_parallel=4, layers=profile.layers),)
@@ -167,7 +167,7 @@ def fullest_profile() -> Profile:
 
 
 def full_plan() -> Plan:
-    """An optimal plan for it."""
+    """Return an optimal plan for the profile."""
     inputs = inputs_of(
         2,
         8,
@@ -181,13 +181,13 @@ def full_plan() -> Plan:
 
 
 def order_of(micro_batches: int) -> tuple[str, ...]:
-    """The lists of two stages on one device, some of it in halves."""
+    """Return the action order of two stages on one device, partly with split backward."""
     whole = " ".join(f"0F{i} 1F{i} 1B{i} 0B{i}" for i in range(1, micro_batches))
     return (f"0F0 1F0 1I0 0B0 1W0 {whole}",)
 
 
 def fullest_plan() -> Plan:
-    """The same with every field that a plan may have, though no single plan has them all."""
+    """Return a plan with every field, though no real plan has all of them."""
     plan = full_plan()
     asked = replace(
         plan.inputs,
@@ -241,7 +241,7 @@ def fullest_plan() -> Plan:
 
 
 def full_run() -> RunReport:
-    """Two steps of it."""
+    """Return a report of two steps of the plan."""
     return RunReport(
         generator=GENERATOR,
         plan_digest="sha256:def",
@@ -279,7 +279,7 @@ def full_run() -> RunReport:
 
 
 def full_calibration() -> Calibration:
-    """What such a run says of the machine."""
+    """Return the calibration from such a run."""
     return Calibration(
         generator=GENERATOR,
         plan_digest="sha256:def",
@@ -295,7 +295,7 @@ def full_calibration() -> Calibration:
 
 
 def full_links() -> Links:
-    """Three processes, the second link measured at no size."""
+    """Return links of three processes; the second one was measured at no size."""
     measured = MeasuredLink(
         link=Link(latency_us=400.5, bytes_per_s=2.1e9, blocking=True),
         sample_bytes=(1024, 4096),
@@ -311,7 +311,7 @@ def full_links() -> Links:
 
 
 def full_partial() -> PartialProfile:
-    """Interrupted while the second size was timed."""
+    """Return a profile interrupted in the timing of the second size."""
     profile = full_profile()
     one, four = profile.layers[0].detail
     return PartialProfile(
@@ -337,7 +337,7 @@ def full_partial() -> PartialProfile:
 
 
 def full_balance() -> Balance:
-    """What `emit` writes of it."""
+    """Return the balance that `emit` writes of the plan."""
     return Balance(
         generator=GENERATOR,
         plan_digest="sha256:def",

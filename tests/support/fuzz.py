@@ -105,15 +105,15 @@ _FLAGS = frozenset(f"--{name}" for name in ("quiet", "strict", "frontier", "expl
 
 
 class TooLongError(BaseException):
-    """Ten seconds have passed."""
+    """An input took more than ten seconds."""
 
 
 def fuzz(number: int, folder: Path) -> str | None:
-    """What is wrong with the answer to an input, or None.
+    """Return a message on a wrong answer to an input, or None.
 
     Args:
-        number: Which input.
-        folder: An empty folder to work in; nothing is left there.
+        number: Number of the input.
+        folder: An empty folder to work in; it is empty afterwards.
     """
     draw = random.Random(number)
     if number % 10 == 9:
@@ -133,7 +133,7 @@ def campaign(inputs: int, first: int = 0, wrong: int = 20) -> tuple[int, list[st
     """Run `inputs` numbers, first those that were wrong once.
 
     Returns:
-        How many were run, and what is wrong.
+        The number of inputs run, and the messages.
     """
     known = [int(line) for line in NUMBERS.read_text().split("\n") if line.strip() and line[0] != "#"]
     prepare()  # an alarm in the middle of an import of torch would spoil all that follows
@@ -205,7 +205,7 @@ def _input(draw: random.Random, folder: Path) -> list[str]:
 
 
 def _about(draw: random.Random, name: str) -> list[str]:
-    """A command that reads a file."""
+    """Return a command that reads a file."""
     command = draw.choice(_READERS)
     usual = {"solve": ["--devices", "2", "--mem", "8GB"], "compare": ["other.yaml"], "sweep": ["--mem", "8GB"]}
     arguments = [command, name, *usual.get(command, [])]

@@ -1,4 +1,4 @@
-"""Checkpoints and weights for the fuzzer: whole ones made once, then spoilt byte by byte or in their index."""
+"""Checkpoints and weights for the fuzzer: valid ones made once, then damaged by bytes or in their index."""
 
 import functools
 import io
@@ -14,7 +14,7 @@ _CHECKPOINT = ("checkpoint.json", "rank-00000.safetensors")
 
 @functools.cache
 def _whole() -> dict[str, bytes]:
-    """The files of a checkpoint, and of the same weights in the formats that there are."""
+    """Return the files of a checkpoint, and of its weights in each format."""
     import torch
     from safetensors.torch import save
 
@@ -32,14 +32,14 @@ def _whole() -> dict[str, bytes]:
 
 
 def prepare() -> None:
-    """Imports what reading them needs, and makes the whole ones."""
+    """Import what reading them needs, and make the valid files."""
     import planner.executor.keep.weights  # noqa: F401 - for what it imports
 
     _whole()
 
 
 def spoilt_checkpoint(draw: random.Random, folder: Path) -> list[str]:
-    """A checkpoint with something wrong, and the command that reads it."""
+    """Write a damaged checkpoint, and return the command that reads it."""
     place = folder / "step-00000001"
     place.mkdir()
     for name in _CHECKPOINT:
@@ -56,14 +56,14 @@ def spoilt_checkpoint(draw: random.Random, folder: Path) -> list[str]:
 
 
 def spoilt_weights(draw: random.Random, folder: Path) -> str:
-    """A weights file with something wrong."""
+    """Write a damaged weights file, and return its path."""
     name = draw.choice([name for name in _whole() if name not in _CHECKPOINT])
     (folder / name).write_bytes(_spoilt(draw, _whole()[name]))
     return str(folder / name)
 
 
 def read_weights(path: str) -> None:
-    """Loads a file into a small model."""
+    """Load a file into a small model."""
     import torch
 
     from planner.executor.keep.weights import load_weights
@@ -92,7 +92,7 @@ def _spoilt(draw: random.Random, content: bytes) -> bytes:
 
 
 def _other_index(draw: random.Random, content: bytes) -> str:
-    """An index that is JSON, and says something else."""
+    """Return an index that is valid JSON with other content."""
     index = json.loads(content)
     wrong = (0, -1, 1, 2**63, 10**30, "x", None, 1.5, {}, [], [[]], {"a.weight": "count"}, {"a.weight": [0]})
     target = draw.choice((index, index["files"][0], index["tensors"]))

@@ -1,4 +1,4 @@
-"""A small profile, its plan, and the same grown: for tests of `check`, `compare`, `sweep` and their formats."""
+"""A small profile, its plan, and a wider profile, for tests of `check`, `compare`, `sweep` and their formats."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.support.chains import chain, layer
 
 
 def profile(widened: int = 0) -> Profile:
-    """Six equal layers of 100 kB; `widened` is added to the parameters of the fourth."""
+    """Return six equal layers of 100 kB; `widened` is added to the parameters of the fourth."""
     values: dict[str, Any] = {
         "forward_us": 1000.0,
         "backward_us": 2000.0,
@@ -26,7 +26,7 @@ def profile(widened: int = 0) -> Profile:
 
 
 def two_sizes() -> Profile:
-    """The profile with a second size, so that more can be extrapolated."""
+    """Return the profile with a second size, so that more can be extrapolated."""
     one = profile()
     lists = ("forward_us", "backward_us", "output_bytes", "saved_bytes")
     layers = tuple(
@@ -37,7 +37,7 @@ def two_sizes() -> Profile:
 
 
 def plan(of: Profile | None = None, *, cap: int = 1_000_000) -> Plan:
-    """Three stages of two layers, M = 4: they need 820, 920 and 900 kB."""
+    """Return three stages of two layers, M = 4, which need 820, 920 and 900 kB."""
     read = profile() if of is None else of
     inputs = Inputs(
         profile=ProfileReference(path="profile.yaml", digest=files.digest_of(read)),
@@ -50,7 +50,7 @@ def plan(of: Profile | None = None, *, cap: int = 1_000_000) -> Plan:
 
 
 def over_the_cap() -> Verdict:
-    """Every kind of thing that a verdict can hold: stale, over a cap, grown, what would fit, a difference."""
+    """Return a verdict with every kind of finding: stale, over a limit, grown, a remedy, a difference."""
     now = profile(widened=400_000)
     verdict = judge(plan(), now, profile_digest=files.digest_of(now), headroom=0.09)
     assert verdict.plan is not None
@@ -64,7 +64,7 @@ def over_the_cap() -> Verdict:
 
 
 def write(folder: Path, *, widened: int = 0, cap: int = 1_000_000) -> None:
-    """`profile.yaml` and `plan.yaml` in `folder`."""
+    """Write `profile.yaml` and `plan.yaml` into `folder`."""
     read = profile(widened)
     files.write(str(folder / "profile.yaml"), read)
     read = files.read_profile(str(folder / "profile.yaml"))

@@ -1,4 +1,4 @@
-"""Texts that were looked at once and must stay so. `GOLDEN=write pytest …` writes them anew, to be looked at."""
+"""Golden texts. `GOLDEN=write pytest …` writes them; read their diff."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from planner import __version__
 
 
 def assert_golden(path: Path, text: str) -> None:
-    """Compares `text` with what is in `path`, the version left open."""
+    """Compare `text` with a golden file, except for the version."""
     shown = text.replace(f'"{__version__}"', '"VERSION"')
     if os.environ.get("GOLDEN") == "write":
         path.parent.mkdir(exist_ok=True)

@@ -42,7 +42,7 @@ Calls = list[list[list[Batch]]]
 
 
 def main() -> None:
-    """Runs all cases."""
+    """Run all cases."""
     dist.init_process_group("gloo")
     results = [_run(case) for case in json.loads(Path(sys.argv[1]).read_text())]
     if dist.get_rank() == 0:
@@ -189,7 +189,7 @@ def _backward(
     prepare: Callable[[int], None],
     scaler: GradScaler,
 ) -> float:
-    """Adds the gradients of each share up by themselves, then those of one share to those before: rounding counts."""
+    """Add up the gradients of each share separately, then those of the shares, because rounding counts."""
     count = loaded.loss_count or len
     pieces = [piece for share in shares for piece in share]
     counts = [float(count(piece.targets)) if piece.targets is not None else piece.num_samples for piece in pieces]
@@ -209,7 +209,7 @@ def _backward(
 
 
 def _taken_gradients(model: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """The gradients that there are, which the parameters have no longer."""
+    """Return the gradients, and remove them from the parameters."""
     gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
     model.zero_grad()
     return gradients
@@ -228,7 +228,7 @@ def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _micro_batches(pieces: Sequence[Batch], pipeline: Pipeline) -> list[list[Batch]]:
-    """Those of every replica."""
+    """Return the micro-batches of every replica."""
     replicas = pipeline.balance.replicas
     size = pipeline.balance.replica_batch // pipeline.balance.micro_batches
     shares: list[list[Batch]] = [[] for _ in range(replicas)]
@@ -253,7 +253,7 @@ def _whole(pieces: Sequence[Batch]) -> Batch:
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """What is tied under each of its names: a stage may know it by another one than the model does."""
+    """Return tied parameters under each of their names, since a stage may use another name than the model."""
     return list(model.named_parameters(remove_duplicate=False))
 
 
@@ -270,7 +270,7 @@ def _norm(tensors: Any) -> float:
 
 
 def _anywhere(_micro_batch: int) -> None:
-    """Nothing is drawn."""
+    """Draw nothing."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the house rules of CONTRIBUTING count, read from the package's source by its syntax trees."""
+"""Counts of the house rules of CONTRIBUTING, from syntax trees of the package's source."""
 
 import ast
 import re
@@ -49,12 +49,12 @@ class Module:
 
     @property
     def num_lines(self) -> int:
-        """All of its lines."""
+        """Number of lines."""
         return len(self.text.splitlines())
 
     @property
     def room(self) -> str:
-        """Its folder in `planner`, or its own name where it lies there itself."""
+        """Folder in `planner`, or the module's own name if it is in `planner` itself."""
         return self.path.split("/")[1]
 
 
@@ -74,7 +74,7 @@ class Function:
 
 @cache
 def modules() -> tuple[Module, ...]:
-    """All modules of the package, by path."""
+    """Return all modules of the package, by path."""
     read = []
     for path in sorted((ROOT / "planner").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def modules() -> tuple[Module, ...]:
 
 @cache
 def functions() -> tuple[Function, ...]:
-    """All functions and methods of the package."""
+    """Return all functions and methods of the package."""
     return tuple(chain.from_iterable(_functions(module) for module in modules()))
 
 
@@ -143,19 +143,19 @@ def clock_readers(path: str) -> Iterator[str]:
 
 
 def docstrings(module: Module) -> Iterator[str]:
-    """Every docstring of a module, those of fields included."""
+    """Yield every docstring of a module, including those of fields."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
 
 
 def has_no_subject(docstring: str) -> bool:
-    """Whether it only goes on with a sentence that stands elsewhere: "Of a later backward."."""
+    """Return True for a docstring without a subject, such as "Of a later backward."."""
     return re.split(r"\W", docstring.strip(), maxsplit=1)[0] in _SUBJECTLESS
 
 
 def names(module: Module) -> Iterator[str]:
-    """Every name that a function defines: its own, its arguments, and what it assigns to, each once."""
+    """Yield every name that a function defines once: its own, its arguments, and its assignments."""
     for node in ast.walk(module.tree):
         if isinstance(node, _DEFINITIONS):
             arguments = node.args
@@ -167,12 +167,12 @@ def names(module: Module) -> Iterator[str]:
 
 
 def is_vague(name: str) -> bool:
-    """Whether it says nothing of the thing: `given`, `_told`."""
+    """Return True for a name that does not name a thing: `given`, `_told`."""
     return name.strip("_") in _VAGUE
 
 
 def compared_words(module: Module, words: Iterable[str]) -> bool:
-    """Whether one of the words is compared with something in the module (`==`, `in`, `case`)."""
+    """Return True if the module compares something with one of the words (`==`, `in`, `case`)."""
     wanted = frozenset(words)
     for node in ast.walk(module.tree):
         if isinstance(node, (ast.Compare, ast.match_case)):
@@ -183,7 +183,7 @@ def compared_words(module: Module, words: Iterable[str]) -> bool:
 
 
 def named_files(text: str) -> set[str]:
-    """Paths and Python files that a page of documentation names outside its blocks of code."""
+    """Return paths and Python files that a page names outside of code blocks."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^    .*$", "", prose, flags=re.MULTILINE)
     words = re.findall(r"(?<![\w/.:-])[\w.<>*-]+(?:/[\w.<>*-]*)*", prose)
@@ -191,7 +191,7 @@ def named_files(text: str) -> set[str]:
 
 
 def imported_parts(tree: ast.AST, package: str) -> set[str]:
-    """Return the modules and packages right within `package` that are imported from."""
+    """Return the direct modules and packages of `package` that are imported from."""
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     return {
         (str(node.module) + ".").removeprefix(f"{package}.").partition(".")[0]
@@ -201,7 +201,7 @@ def imported_parts(tree: ast.AST, package: str) -> set[str]:
 
 
 def private_torch(module: Module) -> set[str]:
-    """What it uses of torch's under a private name, up to that name; `torch._foreach_…` is documented."""
+    """Return private names of torch that a module uses; `torch._foreach_…` is documented."""
     imports = (node for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom))
     imported = "\n".join(f"{node.module}.{alias.name}" for node in imports for alias in node.names)
     return set(re.findall(r"\btorch(?:\.[a-z]\w*)*\._(?!_|foreach_)\w+", f"{module.text}\n{imported}"))

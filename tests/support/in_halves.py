@@ -1,4 +1,4 @@
-"""Schedules that run backwards in halves, made of others: each I where the whole backward was, each W later."""
+"""Schedules with split backward, derived from others: I at the position of the backward, W later."""
 
 from planner.core.schedule import Action
 
@@ -6,10 +6,10 @@ __all__ = ["in_halves"]
 
 
 def in_halves(actions: tuple[tuple[Action, ...], ...], later: int) -> tuple[tuple[Action, ...], ...]:
-    """Lists with every W so many actions behind its I, in the order of the I.
+    """Return the action order with each W `later` actions after its I, in the order of the I.
 
-    The backward of every fourth micro-batch stays whole, behind all that was put off: what a parameter's gradient is
-    the sum of is added up in the order in which it was.
+    The backward of every fourth micro-batch stays whole, after all deferred W, so that gradients are added in the
+    original order.
     """
     return tuple(_row(row, later) for row in actions)
 

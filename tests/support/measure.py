@@ -16,13 +16,13 @@ from planner.profile.units import Unit, UnitInput
 
 
 def mean_loss(output: Any, _target: Any) -> Tensor:
-    """A scalar from any output."""
+    """Return a scalar from any output."""
     tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return torch.stack([tensor.mean() for tensor in tensors]).mean()
 
 
 def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """An optimizer without state."""
+    """Return an optimizer without state."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
@@ -34,14 +34,14 @@ def loaded_model(
     build_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
     settings: Mapping[str, Setting] | None = None,
 ) -> LoadedModel:
-    """As from a model.py.
+    """Return a model as if loaded from a model.py.
 
     Args:
-        build: A finished model, or what builds one.
-        features: Numbers per sample, or a function of the batch size to the model's inputs.
+        build: A model, or a function that builds one.
+        features: Numbers per sample, or a function from the batch size to the inputs.
         loss_fn: The loss; the targets are None.
         build_optimizer: The optimizer.
-        settings: As from `--set`.
+        settings: Settings as from `--set`.
     """
 
     def example(size: int) -> Batch:
@@ -61,12 +61,12 @@ def loaded_model(
 
 
 def profile_of_model(loaded: LoadedModel, *, sizes: Sequence[int] = (2,), repeats: int = 2) -> Profile:
-    """Its profile on one CPU thread."""
+    """Return the model's profile on one CPU thread."""
     return profile_model(loaded, ProfilerOptions(micro_batch_sizes=tuple(sizes), repeats=repeats, time_budget_s=0.0))
 
 
 def memory_of(module: nn.Module, value: Any) -> MemoryDetail:
-    """The memory record of `module` for the input `value`, whose tensors carry gradients where they require them."""
+    """Return the memory record of `module` for the input `value`."""
     leaves, spec = tree_flatten(value)
     unit = Unit(name="layer", module=module, loss_fn=None, digest="")
     buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())

@@ -1,11 +1,11 @@
-"""The moments of a stage, asked for by how many micro-batches are in flight."""
+"""Points in the step by the number of micro-batches in flight."""
 
 from planner.core.cost.moments import Moments, stage_moments
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD
 
 
 def moments_with(micro_batches: int, in_flight: int | None = None) -> Moments:
-    """GPipe's; or 1F1B's, where fewer micro-batches are in flight than there are."""
+    """Return GPipe's points, or 1F1B's if fewer micro-batches are in flight than there are."""
     if in_flight in (None, micro_batches):
         return stage_moments(GPIPE, micro_batches=micro_batches)
     assert in_flight is not None

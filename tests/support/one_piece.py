@@ -1,4 +1,4 @@
-"""A model in one piece that draws and collects statistics as its stages do."""
+"""Unpartitioned training that draws random numbers and collects statistics as the stages do."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ __all__ = ["Drawing", "Once"]
 
 
 class Drawing:
-    """Seeds the generators where a layer of the pipeline begins, by hooks on the model's own modules."""
+    """Seeds the generators at the start of each layer, by hooks on the model's modules."""
 
     def __init__(self, loaded: LoadedModel, model: nn.Module, seed: int) -> None:
         self._seed = seed
@@ -43,7 +43,7 @@ class Drawing:
                 module.register_forward_pre_hook(partial(self._at_edge, itertools.cycle(with_it)))
 
     def at(self, step: int, micro_batch: int) -> None:
-        """What follows is this micro-batch of this step."""
+        """Set the micro-batch and step that run next."""
         self._step, self._micro_batch = step, micro_batch
 
     def _at_edge(self, layers: Iterator[int | None], *_: Any) -> None:
@@ -57,11 +57,11 @@ class Drawing:
 
 
 class Once:
-    """Batch normalisations are updated at the end, each call with all of its inputs at once.
+    """Updates batch norms at the end, each call with all of its inputs at once.
 
     Args:
-        modules: The batch normalisations.
-        micro_batches: In how many the mini-batch comes.
+        modules: The batch norms.
+        micro_batches: Number of micro-batches of the mini-batch.
     """
 
     def __init__(self, modules: Sequence[_BatchNorm], micro_batches: int) -> None:

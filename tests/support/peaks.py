@@ -1,4 +1,4 @@
-"""Predicted peak memory beside the allocator's own, over real steps of the executor in processes of their own."""
+"""Predicted peak memory and the allocator's in real steps of the executor, in new processes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ dist.destroy_process_group()
 
 
 def measured_peaks(cases: Sequence[Case], folder: Path) -> list[list[int]]:
-    """By case, which must all have as many processes, the peak of every stage of every replica."""
+    """Return the peaks of all stages of all replicas by case; all cases need as many processes."""
     (folder / "worker.py").write_text(_WORKER)
     paths = [f"balance_{n}.yaml" for n in range(len(cases))]
     for case, path in zip(cases, paths, strict=True):
@@ -56,7 +56,7 @@ def measured_peaks(cases: Sequence[Case], folder: Path) -> list[list[int]]:
 
 
 def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """As many layers in each stage as can be."""
+    """Return nearly equal numbers of layers per stage."""
     cuts = [k * num_layers // num_stages for k in range(num_stages + 1)]
     return tuple(end - first for first, end in pairwise(cuts))
 
@@ -72,7 +72,7 @@ def predictions(
     recompute: Sequence[Recompute] = ("never", "always"),
     **further: object,
 ) -> dict[tuple[int, Recompute, int], tuple[int, int]]:
-    """Of every stage of some plans of a model: predicted and measured peak, by M, recomputation and stage."""
+    """Return predicted and measured peaks of every stage of some plans, by M, recomputation and stage."""
     loaded = load_model(str(model), settings={name: str(value) for name, value in settings.items()})
     profile = profile_of_model(loaded, sizes=(size,))
     costs = costs_at(profile, size)

@@ -1,4 +1,4 @@
-"""Ranks of a job as processes of their own, each of which ends as it does: nobody ends them when one has failed."""
+"""Ranks of a job as processes, without a launcher that ends all ranks if one fails."""
 
 import os
 import re
@@ -22,7 +22,7 @@ _LONGEST_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a job ended."""
+    """Exit codes and output of a job."""
 
     codes: tuple[int, ...]
     """Exit codes by rank."""
@@ -33,18 +33,18 @@ class Ended:
 
     @property
     def errors(self) -> list[str]:
-        """Messages of ours."""
+        """Our own messages."""
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
 
 class Job:
-    """Processes that are killed at the end of the block, if any is left.
+    """Processes of a job; any that is left at the end of the block is killed.
 
     Args:
-        count: Ranks.
+        count: Number of ranks.
         arguments: Script and arguments.
-        folder: Where they run; what they write goes to files there.
-        environment: Beside that of the tests.
+        folder: Working folder, to which output is written.
+        environment: Added to the environment of the tests.
     """
 
     def __init__(self, count: int, arguments: Sequence[str], folder: Path, **environment: str) -> None:
@@ -62,29 +62,29 @@ class Job:
                 self.processes.append(subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=err))
 
     def __enter__(self) -> Self:
-        """Nothing is begun here."""
+        """Return the job, which already runs."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kills what is left."""
+        """Kill the processes that are left."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
 
     def send(self, number: signal.Signals, rank: int) -> None:
-        """Sends a signal to one rank."""
+        """Send a signal to one rank."""
         self.processes[rank].send_signal(number)
 
     def wait_for(self, what: str | Callable[[], bool]) -> None:
-        """Until a text has been printed by some rank, or something else is so."""
+        """Wait until a rank has printed a text, or a condition holds."""
         try:
             wait_for(what if callable(what) else lambda: re.search(what, self._read("out") + self._read("err")))
         except TimeoutError:
             raise AssertionError((what, self._read("out"), self._read("err"))) from None
 
     def ended(self) -> Ended:
-        """Waits until all have ended."""
+        """Wait until all ranks have ended."""
         self.wait_for(lambda: any(process.poll() is not None for process in self.processes))
         begin = time.monotonic()
         for process in self.processes:
@@ -103,7 +103,7 @@ class Job:
 
 
 def wait_for(what: Callable[[], object]) -> None:
-    """Until something is so; `TimeoutError` if it does not become so."""
+    """Wait until a condition holds; raise `TimeoutError` if it does not."""
     end = time.monotonic() + _LONGEST_S
     while not what():
         if time.monotonic() > end:
@@ -112,7 +112,7 @@ def wait_for(what: Callable[[], object]) -> None:
 
 
 def write_script(case: Case, folder: Path) -> None:
-    """`balance.yaml` and `train.py` as `emit` writes them, of `case`."""
+    """Write `balance.yaml` and `train.py` of `case`, as `emit` does."""
     folder.mkdir(parents=True, exist_ok=True)
     template = resources.files("planner.emit").joinpath("train_template.py.txt").read_text(encoding="utf-8")
     write_balance(case, folder / "balance.yaml")

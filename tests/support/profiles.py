@@ -1,4 +1,4 @@
-"""Profiles written by hand, for tests that need no model."""
+"""Hand-written profiles, for tests that need no model."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def profile_of(
     saved_bytes: int = 0,
     size: int = 1,
 ) -> Profile:
-    """A chain with the given times, profiled at one micro-batch size."""
+    """Return a chain with these times, profiled at one micro-batch size."""
     backward = [0.0] * len(forward_us) if backward_us is None else backward_us
     layers = tuple(
         LayerProfile(
@@ -46,7 +46,7 @@ def inputs_of(
     overhead_us: float = 0.0,
     extrapolate: bool = False,
 ) -> Inputs:
-    """What `gpipe-plan solve` would record for these options."""
+    """Return the inputs that `gpipe-plan solve` would record for these options."""
     caps = memory_bytes if isinstance(memory_bytes, tuple) else (memory_bytes,) * devices
     return Inputs(
         profile=ProfileReference(path="profile.yaml", digest="sha256:0"),

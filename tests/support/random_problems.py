@@ -1,7 +1,7 @@
-"""Small random planning problems for hypothesis, from just infeasible to loose.
+"""Small random planning problems for hypothesis, from just infeasible to unconstrained.
 
-Times are small whole numbers more often than not, so that many plans are equally fast; caps are taken from what the
-oracle says that plans need, so that they lie at the border between what fits and what does not.
+Times are often small integers, so that many plans are equally fast. Memory limits are near the needs of plans that
+the oracle finds.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ TIGHT = (1.0, 1.0, 1.05, 1.3, 2.0, 0.98)
 
 @dataclass(frozen=True)
 class Problem:
-    """A profile and what is asked of it, with all answers there are."""
+    """A profile and a request, with all possible plans."""
 
     profile: Profile
     inputs: Inputs
@@ -41,7 +41,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """What problems are drawn over, beside what all of them have."""
+    """Optional features of drawn problems."""
 
     schedules: tuple[ScheduleName, ...] = ("gpipe",)
     chunks: tuple[int, ...] = (1,)
@@ -61,7 +61,7 @@ class Features:
 
 @st.composite
 def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:
-    """L up to 6, K up to 4, batch up to 8, one or several micro-batch sizes, caps, links, overheads, exact records."""
+    """Draw L up to 6, K up to 4, batch up to 8, micro-batch sizes, limits, links, overheads and exact records."""
     batch = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 8, 8]))
     sizes = draw(st.sampled_from([(batch,), (1,), (1, batch), (1, 2, batch)]))
     profile = draw(profiles(tuple(sorted({s for s in sizes if s <= batch})), features))
@@ -108,7 +108,7 @@ def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:
 
 
 def _often_large(most: int) -> st.SearchStrategy[int]:
-    """From 1 to `most`: half of them `most`, or one less."""
+    """Draw from 1 to `most`, half of the time `most` or one less."""
     return st.sampled_from([*range(1, most + 1), *range(max(1, most - 1), most + 1), *[most] * (most - 2)])
 
 
@@ -117,7 +117,7 @@ def _drawn_speeds(draw: st.DrawFn, devices: int) -> tuple[float, ...]:
 
 
 def _caps(draw: st.DrawFn, space: Space, features: Features) -> tuple[int, ...]:
-    """Caps near what all devices need alike, or what the devices of some plan need, or none at all."""
+    """Draw memory limits near the equal need of all devices, near the needs of some plan, or none."""
     devices = space.inputs.devices
     plans = sum(len(block.cuts) for block in space.blocks)
     kinds = ["none", "alike", "alike", "alike"] + ["plan"] * 3 * (features.unlike and space.inputs.replicas == 1)
@@ -139,14 +139,14 @@ def _caps(draw: st.DrawFn, space: Space, features: Features) -> tuple[int, ...]:
 
 @st.composite
 def _nodes(draw: st.DrawFn, inputs: Inputs) -> Inputs:
-    """Nodes of one or two devices, with another link between them; or none."""
+    """Draw nodes of one or two devices with another link between them, or none."""
     inter_link = draw(st.sampled_from([None, *LINKS]))
     return replace(inputs, inter_link=inter_link, node_devices=draw(st.sampled_from([0, 1, 2])) if inter_link else 0)
 
 
 @st.composite
 def _rules(draw: st.DrawFn, inputs: Inputs, names: Sequence[str]) -> Inputs:
-    """A group or two of layers that belong together, and of layers that must be apart."""
+    """Draw one or two groups of layers that must be together, and groups that must be apart."""
     group = st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True).map(tuple)
     groups = st.sampled_from([0, 0, 1, 2]).flatmap(lambda most: st.lists(group, max_size=most)).map(tuple)
     return replace(inputs, together=draw(groups), apart=draw(groups))
@@ -157,7 +157,7 @@ def _rules(draw: st.DrawFn, inputs: Inputs, names: Sequence[str]) -> Inputs:
 
 @st.composite
 def profiles(draw: st.DrawFn, sizes: tuple[int, ...], features: Features) -> Profile:
-    """Chains of equal layers, of layers that have nothing in common, with one huge layer, with a frozen beginning."""
+    """Draw chains of equal layers, of independent layers, with one huge layer, or with a frozen beginning."""
     num_layers = draw(_often_large(features.most_layers))
     exact = draw(st.booleans())
     alike = draw(st.sampled_from([True, False, False]))
@@ -189,7 +189,7 @@ def profiles(draw: st.DrawFn, sizes: tuple[int, ...], features: Features) -> Pro
 
 @st.composite
 def layers(draw: st.DrawFn, sizes: tuple[int, ...], *, exact: bool, fine: bool) -> LayerProfile:
-    """A layer whose costs are affine in the micro-batch size."""
+    """Draw a layer whose costs are affine in the micro-batch size."""
     whole = st.sampled_from([0.0, 10.0, 10.0, 20.0, 30.0, 50.0])
     time = st.floats(0.1, 80.0).map(lambda x: round(x, 1)) if fine else whole
     forward, backward = draw(time), draw(time)
@@ -233,7 +233,7 @@ def layers(draw: st.DrawFn, sizes: tuple[int, ...], *, exact: bool, fine: bool) 
 
 
 def _frozen(layer: LayerProfile) -> LayerProfile:
-    """Without backward, gradients or optimizer."""
+    """Return the layer without backward, gradients and optimizer."""
     details = tuple(
         replace(
             detail,
@@ -263,7 +263,7 @@ def _frozen(layer: LayerProfile) -> LayerProfile:
 
 
 def _skip(draw: st.DrawFn, made: list[LayerProfile], sizes: tuple[int, ...]) -> None:
-    """A tensor that passes by some layers, which read it or only hand it on."""
+    """Add a tensor that passes some layers, which read or only relay it."""
     first, last = sorted(draw(st.tuples(*[st.integers(0, len(made) - 1)] * 2)))
     size, kept = draw(st.integers(0, 60)), draw(st.booleans())
     for n in range(first, last + 1):
@@ -288,7 +288,7 @@ def _scaled(layer: LayerProfile, factor: int) -> LayerProfile:
 
 
 def _last(layer: LayerProfile) -> LayerProfile:
-    """The loss crosses nothing."""
+    """Return the layer with a loss, which crosses no boundary."""
     details = tuple(
         replace(detail, outputs=(BoundaryTensor(bytes=0, kept=False),), target_bytes=3) for detail in layer.detail
     )
@@ -296,7 +296,7 @@ def _last(layer: LayerProfile) -> LayerProfile:
 
 
 def _tie(draw: st.DrawFn, made: list[LayerProfile], first: int, second: int) -> None:
-    """Both layers hold the same parameters, or a part of them."""
+    """Let both layers share parameters, or a part of them."""
     shared = draw(st.integers(1, 150))
     for at, other in ((first, second), (second, first)):
         layer = made[at]

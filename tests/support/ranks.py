@@ -39,7 +39,7 @@ _USED = (
 
 @dataclass(frozen=True, kw_only=True)
 class EndedRanks:
-    """The ends of all ranks of a job."""
+    """Exit codes of all ranks of a job."""
 
     codes: tuple[int, ...]
     """Exit codes by rank."""
@@ -50,14 +50,14 @@ class EndedRanks:
 
 
 def run_ranks(count: int, arguments: Sequence[str], folder: Path, **environment: str) -> str:
-    """Runs a script in `count` processes in `folder`; what they said. `AssertionError` if one of them failed."""
+    """Run a script in `count` processes; return their output, or raise `AssertionError` if one failed."""
     ended, failed = _ended(count, arguments, folder, environment, kills=True)
     assert not failed, f"ranks {failed}\n{ended.output}"
     return ended.output
 
 
 def end_ranks(count: int, arguments: Sequence[str], folder: Path, **environment: str) -> EndedRanks:
-    """Run a script in `count` processes in `folder`, each of which ends by itself, and return how they ended."""
+    """Run a script in `count` processes, each of which ends by itself; return their exit codes."""
     return _ended(count, arguments, folder, environment, kills=False)[0]
 
 
@@ -76,13 +76,13 @@ def _ended(
 
 
 def _log_of(rank: int) -> str:
-    """Return the file of a rank's output: processes that append to one file may lose a line of each other."""
+    """Return the output file of a rank; processes that append to one file may lose lines."""
     return f"rank-{rank}.log"
 
 
 @cache
 def _origin() -> "subprocess.Popen[str]":
-    """The process that all ranks of this process's tests are forks of; it ends with its standard input."""
+    """Return the process from which all ranks are forked; it ends with its standard input."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.support.ranks"]
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Runs that never were: what processes would record on a machine that does what the simulator says."""
+"""Reports of runs that were never made, with the times of the simulator."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ _WARM_UP = 2
 
 
 def runs_of(evaluation: Evaluation) -> list[ProcessRun]:
-    """What every process recorded; the engine's own time lies before each forward and backward."""
+    """Return the record of every process; the engine's own time precedes each forward and backward."""
     partition, times = evaluation.partition, evaluation.stage_times
     overhead_ns = round(evaluation.cluster.overhead_us * 1000)
     spans: dict[int, list[RunSpan]] = {device: [] for device in range(partition.num_devices)}
@@ -34,7 +34,7 @@ def runs_of(evaluation: Evaluation) -> list[ProcessRun]:
 
 
 def report_of(plan: Plan, evaluation: Evaluation, *, peak_factor: float = 1.0) -> RunReport:
-    """The report of a run of `plan` on the cluster of `evaluation`."""
+    """Return the report of a run of `plan` on the cluster of `evaluation`."""
     runs = runs_of(evaluation)
     steps = [step.spans for run in runs for step in run.steps]
     stages = [
@@ -64,7 +64,7 @@ def report_of(plan: Plan, evaluation: Evaluation, *, peak_factor: float = 1.0) -
 
 
 def slower(cluster: Cluster, *, compute: float, overhead_us: float, link: float) -> Cluster:
-    """A machine like it, but for these factors."""
+    """Return the cluster with these factors."""
     rate = cluster.link.bytes_per_s / link
     slow = replace(cluster.link, latency_us=cluster.link.latency_us * link, bytes_per_s=rate)
     return replace(cluster, compute=compute, overhead_us=overhead_us, link=slow)

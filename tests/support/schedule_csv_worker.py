@@ -1,4 +1,4 @@
-"""One rank of torch's runtime for any schedule, which loads a table: its gradients beside those of one piece."""
+"""One rank of torch's runtime with a schedule table; compares its gradients with the unpartitioned model."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 def main() -> None:
-    """Writes down the largest difference of any gradient, how many there are, and the largest of them."""
+    """Write the largest difference of any gradient, the number of gradients, and the largest gradient."""
     table, balance, micro_batches = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo")
     rank = dist.get_rank()

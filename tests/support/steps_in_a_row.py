@@ -1,4 +1,4 @@
-"""Several training steps in a row, simulated action by action: what the period of a schedule is compared with."""
+"""Simulation of consecutive training steps, with which the period of a schedule is compared."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,13 @@ def mean_period_us(
         own_us: Per device, what it does between two steps.
         steps: How many steps follow each other.
     """
-    row = _Row(actions, stages, own_us)
+    row = _Clocks(actions, stages, own_us)
     ends = [row.run(step) for step in range(steps)]
     return (ends[-1] - ends[steps // 2 - 1]) / (steps - steps // 2)
 
 
-class _Row:
-    """The clocks of all devices and links."""
+class _Clocks:
+    """Clocks of all devices and links."""
 
     def __init__(
         self, actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], own_us: Sequence[float]

@@ -1,4 +1,4 @@
-"""Checkpoints of given tensors, as a run writes them."""
+"""Checkpoints of given tensors."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One rank: the gradients of the executor beside those of torch's own runtime in the same order."""
+"""One rank that compares gradients of the executor with those of torch's runtime in the same order."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ _KINDS = {
 
 
 def main() -> None:
-    """Writes down, for every balance, the largest difference of any gradient, and how many there were."""
+    """Write, for every balance, the largest difference of any gradient, and their number."""
     dist.init_process_group("gloo")
     differences = {}
     for balance in sys.argv[1:]:

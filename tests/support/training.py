@@ -1,4 +1,4 @@
-"""Runs the gradient worker for a list of cases."""
+"""Training cases for the gradient worker."""
 
 import json
 import os
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One pipelined run to compare with the unpipelined model."""
+    """A pipelined run to compare with the unpipelined model."""
 
     model: Path
     balance: tuple[int, ...]
@@ -68,7 +68,7 @@ class Case:
 
 
 def write_balance(case: Case, path: Path) -> None:
-    """The balance configuration of `case`."""
+    """Write the balance configuration of `case`."""
     loaded = load_model(str(case.model), settings={name: str(value) for name, value in case.settings})
     names = build_structure(loaded).names
     schedule = SCHEDULES[case.schedule]
@@ -103,7 +103,7 @@ def write_balance(case: Case, path: Path) -> None:
 
 
 def predicted_peaks(case: Case, costs: ChainCosts) -> list[int]:
-    """What the cost model predicts for every device of one pipeline; `costs` are of its micro-batch size."""
+    """Return the predicted peaks of all devices of one pipeline; `costs` are of its micro-batch size."""
     partition = Partition(
         schedule=case.schedule,
         micro_batches=case.micro_batches,
@@ -123,7 +123,7 @@ def predicted_peaks(case: Case, costs: ChainCosts) -> list[int]:
 
 
 def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
-    """The worker's results for `cases`, which must all have as many processes."""
+    """Return the worker's results for `cases`, which all need as many processes."""
     described = []
     for n, case in enumerate(cases):
         path = folder / f"balance_{n}.yaml"
@@ -138,7 +138,7 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
 
 
 def torchrun(num_processes: int, arguments: Sequence[str], folder: Path, *, check: bool = True) -> str:
-    """Runs a script under torchrun in `folder`; its output."""
+    """Run a script under torchrun in `folder`, and return its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     # Some of the models that are trained are made by the tests' own support.
     found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
