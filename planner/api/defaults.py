@@ -24,7 +24,7 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
     if headroom is None and profile.device.how != "estimated":
         return 0.0
     if headroom not in (AUTO, None):
-        return texts.fraction(headroom)
+        return texts.fraction("--headroom", headroom)
     from planner.core.judge.certainty import headroom_for  # noqa: PLC0415 - numpy, and rarely needed
 
     return headroom_for(profile, limits)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from planner import files
 from planner.api.texts import File
-from planner.core.errors import FileError, UsageError
+from planner.core.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,11 @@ def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> Expor
     path, source = Path(output), os.fspath(checkpoint)
     files.check_writable(str(path))
 
-    from planner.executor import export_weights, latest_checkpoint  # noqa: PLC0415 - torch
+    from planner.executor import export_weights, latest_checkpoint, no_checkpoint_error  # noqa: PLC0415 - torch
 
     latest = latest_checkpoint(source)
     if latest is None:
-        hint = "train.py writes them with `--checkpoint DIR`"
-        raise FileError("the folder has no checkpoint", path=source, hint=hint)
+        raise no_checkpoint_error(source)
     if path.resolve().is_relative_to(latest.resolve()):
         raise UsageError(f"`--output {path}` is inside the checkpoint", hint="name another file")
     return ExportResult(path=path, checkpoint=latest, tensors=export_weights(str(latest), str(path)))

@@ -327,7 +327,7 @@ def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Pre
 
 
 def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[DeviceRates, Device]:
-    rate = None if options.rate is None else texts.flops_per_s(options.rate)
+    rate = None if options.rate is None else texts.flops_per_s("--rate", options.rate)
     if not options.device.startswith(_ESTIMATE):
         if rate is None or options.device != "cpu":
             raise UsageError(

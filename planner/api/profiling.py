@@ -21,7 +21,6 @@ from planner.core.values.cluster import ExecutorCost
 from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Profile
-from planner.core.values.units import parse_us
 
 if TYPE_CHECKING:
     from planner.executor import EquivalenceResult
@@ -181,8 +180,8 @@ def _parsed_options(model: File | Any, options: ProfileOptions) -> _ParsedOption
         options=options,
         output=path_of(options.output),
         sizes=texts.micro_batch_sizes(options.batch_sizes, options.batch),
-        time_budget_s=parse_us(options.time_budget) / 1e6,
-        proof_budget_s=parse_us(options.proof_budget) / 1e6,
+        time_budget_s=texts.duration_s("--time-budget", options.time_budget),
+        proof_budget_s=texts.duration_s("--proof-budget", options.proof_budget),
         precision=chosen_precision(options),
         granularity=cast("Granularity", texts.choice("--granularity", options.granularity, Granularity)),
         settings=texts.settings(options.settings or {}),

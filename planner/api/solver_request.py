@@ -1,5 +1,6 @@
 """Solver requests, made from the options of a command and a profile."""
 
+from collections.abc import Iterator
 from typing import cast
 
 from planner.api import texts
@@ -49,10 +50,23 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
         if options.micro_batches == "auto"
         else texts.single_integer("--micro-batches", options.micro_batches),
         balance=cuts,
-        time_limit_s=parse_us(options.time_limit) / 1e6 if options.time_limit is not None else None,
+        time_limit_s=texts.duration_s("--time-limit", options.time_limit) if options.time_limit is not None else None,
         lists=lists,
         solver=solver,
     )
+
+
+def ineffective_options(options: SolverOptions, inputs: Inputs) -> Iterator[str]:
+    """Yield a note for each given option that has no effect, because of another option or a missing one."""
+    if options.inter_link is not None and inputs.node_devices == 0:
+        yield "`--inter-link` has no effect without `--nodes`: all devices are in one node"
+    if inputs.replicas == 1:
+        given = {"--allreduce": options.allreduce is not None, "--shard-optimizer": options.shard_optimizer}
+        yield from (f"`{name}` has no effect with one replica: add `--replicas auto`" for name in given if given[name])
+    if inputs.simplest and options.schedule != "auto":
+        yield f"`--simplest` has no effect with `--schedule {options.schedule}`"
+    if options.solver == "milp" and options.balance is not None:
+        yield "`--solver milp` has no effect with `--balance`, because the cuts are given"
 
 
 def _inputs(
@@ -90,7 +104,7 @@ def _inputs(
         headroom=headroom,
         compute=calibration.compute if calibration is not None else 1.0,
         step_ratio=calibration.step_ratio if calibration is not None else None,
-        overhead_us=executor.overhead_us if options.overhead is None else parse_us(options.overhead),
+        overhead_us=executor.overhead_us if options.overhead is None else parse_us(options.overhead, "--overhead "),
         schedule=schedule,
         # A balance means one stage per device, unless `--chunks` says otherwise.
         chunks=1 if cuts and schedule == "auto" and options.chunks == "auto" else _chunks(options.chunks, schedule),
@@ -114,7 +128,7 @@ def _check_run(options: SolverOptions, profile: Profile) -> None:
 def _reserve(reserve: str | int | None, calibration: Calibration | None, profile: Profile) -> int:
     if reserve is None:
         return profile.device.reserve_bytes if calibration is None else calibration.reserve_bytes
-    return texts.size(reserve)
+    return texts.size("--reserve", reserve)
 
 
 def _memory_limits(mem: Sizes | None, devices: int, profile: Profile) -> tuple[int, ...]:

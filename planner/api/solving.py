@@ -19,7 +19,7 @@ from planner.core.extras import install_command
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
-from planner.core.values.units import parse_us, pluralize
+from planner.core.values.units import pluralize
 from planner.solve.deadline import SearchObserver
 
 if TYPE_CHECKING:
@@ -139,13 +139,15 @@ def _check_output(output: str | None, source: ReadProfile, options: SolveOptions
 
 def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> Plan:
     # `planner.solve` is slow to import, and `--help` does not need it.
-    from planner.api.solver_request import request_of  # noqa: PLC0415
+    from planner.api.solver_request import ineffective_options, request_of  # noqa: PLC0415
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
     from planner.solve import solve as solve_plan  # noqa: PLC0415
     from planner.solve.methods import lacks_bound  # noqa: PLC0415
 
     read = source.profile
     request = request_of(read, profile_reference(source, output or NOWHERE), options)
+    for text in ineffective_options(options, request.inputs):
+        options.note(text)
     if options.batch is None:
         options.note(default_batch_note(read, request.inputs.batch))
     share = request.inputs.headroom
@@ -206,7 +208,8 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
     """
     from planner.solve.questions.faster import MOST_HINT_S, faster_schedule  # noqa: PLC0415 - imports numpy
 
-    left_s = MOST_HINT_S if options.time_limit is None else parse_us(options.time_limit) / 1e6 - spent_s
+    limit_s = None if options.time_limit is None else texts.duration_s("--time-limit", options.time_limit)
+    left_s = MOST_HINT_S if limit_s is None else limit_s - spent_s
     if options.solver == "milp" or left_s <= 0:
         return None
     fixed = None if options.micro_batches == "auto" else plan.micro_batches
@@ -275,11 +278,13 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     refuse_schedule_file(options.schedule, "sweep")
     counts, nodes = _sizes(options)
     source, output = profile_of(profile), path_of(options.output)
+    if output is not None:
+        files.check_writable(str(Path(output, "1x1GB.yaml")))
     place = profile_reference(source, NOWHERE if output is None else str(Path(output, "plan.yaml")))
     request = request_of(source.profile, place, _of_largest(options, max(counts), nodes))
     if options.batch is None:
         options.note(default_batch_note(source.profile, request.inputs.batch))
-    limits = request.inputs.memory_bytes[:1] if options.mem is None else texts.sizes(options.mem)
+    limits = request.inputs.memory_bytes[:1] if options.mem is None else texts.sizes("--mem", options.mem)
     share = headroom_of(options.headroom, source.profile, limits)
     answers = sweep_of(
         source.profile, request, devices=counts, memory_bytes=limits, headroom=share, progress=options.progress
@@ -311,5 +316,5 @@ def _of_largest(options: SweepOptions, devices: int, nodes: str | None) -> Solve
     """Return the options of `solve` for the largest cluster. Headroom is 0: it is subtracted from each limit later."""
     shared = {of.name for of in fields(SweepOptions)} & {of.name for of in fields(SolverOptions)}
     same = {name: getattr(options, name) for name in shared - {"devices", "nodes", "mem", "headroom"}}
-    mem = None if options.mem is None else max(texts.sizes(options.mem))
+    mem = None if options.mem is None else max(texts.sizes("--mem", options.mem))
     return SolverOptions(devices=devices, nodes=nodes, mem=mem, headroom="0%", **same)

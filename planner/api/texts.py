@@ -55,6 +55,11 @@ def choice(option: str, text: str, choices: object) -> str:
     return text
 
 
+def duration_s(option: str, value: str) -> float:
+    """Return a duration in seconds, from `60s`."""
+    return parse_us(value, f"{option} ") / 1e6
+
+
 def integers(option: str, value: Numbers) -> tuple[int, ...]:
     """Return the numbers in a text such as `1,2,4`; each is at least 1."""
     text = _shown(value)
@@ -123,24 +128,24 @@ def device_count(value: Numbers) -> int:
     return counts[0]
 
 
-def size(value: str | int) -> int:
+def size(option: str, value: str | int) -> int:
     """Return a size in bytes from `8GB`, an accelerator's name (`tpu:v2`), or a number of bytes."""
     if isinstance(value, str):
         named = next((one for one in ACCELERATORS if one.name == value.strip().lower()), None)
-        return parse_bytes(value) if named is None else named.memory_bytes
+        return parse_bytes(value, f"{option} ") if named is None else named.memory_bytes
     if not 0 <= value <= LARGEST:
-        raise UsageError(f"a size is from 0 to 2^60 bytes, got {truncate(value)}")
+        raise UsageError(f"a size is from 0 to 2^60 bytes, got `{option} {truncate(value)}`")
     return value
 
 
-def sizes(value: Sizes) -> tuple[int, ...]:
+def sizes(option: str, value: Sizes) -> tuple[int, ...]:
     """Return several sizes in bytes, from `24GB,80GB` or a list."""
-    return tuple(map(size, _parts(value)))
+    return tuple(size(option, part) for part in _parts(value))
 
 
 def memory_limits(value: Sizes, devices: int) -> tuple[int, ...]:
     """Return the memory limit of each device in bytes, from `8GB` for all or `24GB,24GB,80GB` for each."""
-    one_or_each = sizes(value)
+    one_or_each = sizes("--mem", value)
     if len(one_or_each) not in (1, devices):
         raise UsageError(
             f"`--mem {_shown(value)}` names {len(one_or_each)} limits for {devices} devices",
@@ -187,7 +192,7 @@ def speeds(value: str | float | Sequence[float], devices: int) -> tuple[float, .
     if len(numbers) not in (1, devices):
         raise UsageError(
             f"`--speed {text}` names {len(numbers)} speeds for {devices} devices",
-            hint="give one each",
+            hint="give one speed, or one per device",
         )
     return numbers * devices if len(numbers) == 1 else numbers
 
@@ -209,8 +214,8 @@ def link(value: str | Link, option: str = "--link") -> Link:
     if mode not in ("", "blocking"):
         raise UsageError(f"unknown kind of link `{mode}` in `{option} {value}`", hint="use `blocking`, or remove it")
     return Link(
-        bytes_per_s=parse_bytes_per_s(rate),
-        latency_us=parse_us(latency) if latency else 0.0,
+        bytes_per_s=parse_bytes_per_s(rate, f"{option} "),
+        latency_us=parse_us(latency, f"{option} {rate},") if latency else 0.0,
         blocking=mode == "blocking",
     )
 
@@ -226,13 +231,13 @@ def decimal(value: float) -> str:
     return f"{value:.15f}".rstrip("0").rstrip(".") if value < 1e15 else f"{value:.0f}"
 
 
-def flops_per_s(value: str | float) -> float:
+def flops_per_s(option: str, value: str | float) -> float:
     """Return operations per second from `190TFLOP/s` or a number."""
     if isinstance(value, str):
-        return parse_flops_per_s(value)
+        return parse_flops_per_s(value, f"{option} ")
     slowest, fastest = RATES
     if not slowest <= value <= fastest:
-        raise UsageError(f"a rate is from 1 FLOP/s to 10^18 FLOP/s, got {value}")
+        raise UsageError(f"a rate is from 1 FLOP/s to 10^18 FLOP/s, got `{option} {value}`")
     return float(value)
 
 
@@ -241,7 +246,7 @@ def large_count(option: str, value: str | int | None) -> int:
     if value is None:
         return 0
     if isinstance(value, str):
-        return parse_count(value)
+        return parse_count(value, f"{option} ")
     return parse_number(option, value, "unit", LARGEST)
 
 
@@ -258,12 +263,12 @@ def price(option: str, value: str | float | None) -> float:
     return number
 
 
-def fraction(value: str | float) -> float:
+def fraction(option: str, value: str | float) -> float:
     """Return a fraction from 0 to below 1, from `5%` or 0.05."""
     if isinstance(value, str):
-        return parse_share(value)
+        return parse_share(value, f"{option} ")
     if not 0 <= value < 1:
-        raise UsageError(f"a share is at least 0 and below 1, got {value}", hint="0.05 is 5%")
+        raise UsageError(f"a share is at least 0 and below 1, got `{option} {value}`", hint="0.05 is 5%")
     return value
 
 
@@ -272,7 +277,7 @@ def two_fractions(option: str, value: str | Sequence[str | float]) -> tuple[floa
     shares = _parts(value)
     if len(shares) != 2:
         raise UsageError(f"`{option} {_shown(value)}`: expected two shares", hint=f"`{option} 1%,5%`")
-    return fraction(shares[0]), fraction(shares[1])
+    return fraction(option, shares[0]), fraction(option, shares[1])
 
 
 def node_counts(value: str) -> tuple[int, int]:

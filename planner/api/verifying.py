@@ -73,7 +73,8 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     files.check_outputs({"--calibration": written}, inputs)
     options.progress("", 0, 0)
     below, above = texts.two_fractions("--tolerance-memory", options.tolerance_memory)
-    tolerance = Tolerance(step=texts.fraction(options.tolerance_time), memory_below=below, memory_above=above)
+    step = texts.fraction("--tolerance-time", options.tolerance_time)
+    tolerance = Tolerance(step=step, memory_below=below, memory_above=above)
     _check_steps(options)
     if written is not None:
         files.check_writable(written)

@@ -67,7 +67,9 @@ class Console:
         if isinstance(error, FileError):
             # Editors recognize `plan.yaml:17: error: …`.
             place = error.path if error.line is None else f"{error.path}:{error.line}"
-            text = f"{place}: error: {error.message.removeprefix(place + ': ')}"
+            message = error.message.removeprefix(place + ": ")
+            place = place.replace("-", "standard input", 1) if error.path == "-" else place
+            text = f"{place}: error: {message}"
         self._say(text, hint=error.hint)
 
     def _say(self, text: str, *, hint: str = "") -> None:

@@ -89,7 +89,8 @@ def show_file(
 
 def _refusal(value: Balance | Calibration | PartialProfile, file: str) -> UsageError:
     if isinstance(value, Balance):
-        return UsageError(f"{file} is a balance configuration and cannot be shown; show its plan")
+        hint = "show its plan: `gpipe-plan show plan.yaml`"
+        return UsageError(f"{file} is a balance configuration and cannot be shown", hint=hint)
     if isinstance(value, Calibration):
         return UsageError(f"{file} is a calibration", hint=f"plan with it: `gpipe-plan solve --calibration {file}`")
     return UsageError(f"{file} is an unfinished profile", hint="run the same `gpipe-plan profile` again")

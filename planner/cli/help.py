@@ -1,5 +1,6 @@
 """Parsing of command lines and help: options in sections, hints for unknown words."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -7,6 +8,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from planner.core.errors import PlannerError
+from planner.core.values.limits import truncate
 
 _LONGEST = 200
 """Largest number of characters of a command's summary in the list of commands."""
@@ -73,13 +75,24 @@ class SectionedCommand(_AsTyped, TyperCommand):
                     formatter.write_dl(records)
 
 
-def usage_error_of(error: TyperException, command: str) -> PlannerError:
-    """Return the error for an invalid command line, with similar words and the matching `--help`."""
+def usage_error_of(error: TyperException, arguments: Sequence[str], command: str) -> PlannerError:
+    """Return the error for an invalid command line, with similar words and the matching `--help`.
+
+    Args:
+        error: Error of typer.
+        arguments: The command line.
+        command: Name of the command; empty if it is unknown.
+    """
     see = f"see `gpipe-plan {command} --help`" if command else "see `gpipe-plan --help`"
     near = sorted(getattr(error, "possibilities", None) or ())
     if near and hasattr(error, "message"):
         meant = " or ".join(f"`{name}`" for name in near)
         return PlannerError(_plain(error.message), hint=f"did you mean {meant}? {see}")
+    kind = next((kind for kind in ("integer", "number") if f"a valid {kind}" in getattr(error, "message", "")), "")
+    option = next((word for word in getattr(getattr(error, "param", None), "opts", ()) if word in arguments[:-1]), "")
+    if kind and option:
+        value = arguments[list(arguments).index(option) + 1]
+        return PlannerError(f"`{option} {truncate(value)}`: expected a{'n' * (kind == 'integer')} {kind}", hint=see)
     return PlannerError(_plain(error.format_message() if hasattr(error, "format_message") else str(error)), hint=see)
 
 

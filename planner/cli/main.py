@@ -108,7 +108,7 @@ def run(arguments: list[str]) -> int:
     except PlannerError as error:
         code = _code_after(console, error, error.exit_code, debug=debug)
     except TyperException as error:
-        console.error(usage_error_of(error, arguments[0] if arguments[0] in _COMMANDS else ""))
+        console.error(usage_error_of(error, arguments, arguments[0] if arguments[0] in _COMMANDS else ""))
         code = ExitCode.ERROR
     except (SystemExit, BrokenPipeError):
         # typer exits this way if the reader of its help has closed the pipe, which is no error.

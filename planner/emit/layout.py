@@ -203,7 +203,8 @@ class Layout:
         """Return a note if the plan's schedule is not one of `runs`, the schedules that the engine can run."""
         if self.schedule in runs:
             return []
-        text = f"the plan uses {self.schedule_name}, but {engine} runs {runs[0].torch_name}"
+        planned = f"{'a ' * (self.plan.schedule == 'search')}{self.schedule_name}"
+        text = f"the plan uses {planned}, but {engine} runs {runs[0].torch_name}"
         return [f"{text}: step time and memory will differ; solve with `--schedule {runs[0].name}`"]
 
     def split_backward_notes(self) -> list[str]:

@@ -7,7 +7,7 @@ with importing("train"):
     from planner.executor.build.loss_check import check_loss
     from planner.executor.checkpoints import Checkpoints
     from planner.executor.equivalence.check import EquivalenceResult, check_equivalence, reference_losses
-    from planner.executor.keep.saved import latest_checkpoint
+    from planner.executor.keep.saved import latest_checkpoint, no_checkpoint_error
     from planner.executor.keep.weights import export_weights
     from planner.executor.measure.calibrate import executor_cost
     from planner.executor.measure.links import measure_links
@@ -32,6 +32,7 @@ __all__ = [
     "export_weights",
     "latest_checkpoint",
     "measure_links",
+    "no_checkpoint_error",
     "pipeline_script",
     "progress",
     "reference_losses",

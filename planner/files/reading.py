@@ -40,8 +40,13 @@ def read(path: str, wanted: str | None = None, text: str | None = None) -> "Valu
     Raises:
         FileError: The file is missing, unreadable, invalid or of another kind; the error names line and key if known.
     """
-    document = Document.parse(path, read_text(path, _made_by(path, wanted)) if text is None else text)
-    kind = _kind_of(document, wanted)
+    made_by = _made_by(path, wanted)
+    try:
+        document = Document.parse(path, read_text(path, made_by) if text is None else text)
+        kind = _kind_of(document, wanted)
+    except FileError as error:
+        error.hint = error.hint or f"make it with `{made_by}`, or name another file"
+        raise
     if kind == "run" and isinstance(losses := document.content.get("losses"), list):
         document.content["losses"] = [float(x) if x in ("nan", "inf", "-inf") else x for x in losses]
     plain = json.dumps(document.content)
@@ -120,7 +125,7 @@ def read_text(path: str, made_by: str) -> str:
         hint = f"make it with `{made_by}`, or name another file"
         raise FileError("no such file", path=path, hint=hint) from None
     except IsADirectoryError:
-        raise FileError("is a directory, not a file", path=path) from None
+        raise FileError("is a directory, not a file", path=path, hint="name a file in it") from None
     except UnicodeDecodeError as error:
         raise FileError(f"is not UTF-8 text (byte {error.start})", path=path) from None
     except OSError as error:

@@ -27,6 +27,8 @@ def read_revision(path: str, revision: str) -> str:
     if process.returncode:
         said = process.stderr.decode(errors="replace").strip().partition("\n")[0].removeprefix("fatal: ")
         hint = "a CI checkout may have only one commit: `fetch-depth: 0` of actions/checkout fetches all"
+        if said.startswith("not a git repository"):
+            hint = "name a file instead: `--against other.yaml`"
         raise FileError(f"git says: {said}", path=called, hint=hint)
     try:
         return process.stdout.decode("utf-8")

@@ -166,7 +166,7 @@ def write_text(path: str, text: str) -> None:
     except UnicodeEncodeError as error:
         raise FileError(f"cannot be written: {text[error.start]!r} is not a valid character", path=path) from None
     except OSError as error:
-        raise FileError(f"cannot be written: {error.strerror}", path=path) from None
+        raise FileError(f"cannot be written: {_reason(error)}", path=path) from None
 
 
 def check_writable(path: str) -> None:
@@ -185,7 +185,14 @@ def check_writable(path: str) -> None:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
             pass
     except OSError as error:
-        raise FileError(f"cannot be written: {error.strerror}", path=path) from None
+        raise FileError(f"cannot be written: {_reason(error)}", path=path) from None
+
+
+def _reason(error: OSError) -> str | None:
+    """Return why a file cannot be written."""
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return "a folder of this path is a file"
+    return error.strerror
 
 
 def _replace(target: Path, data: bytes) -> None:

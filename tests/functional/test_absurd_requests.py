@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"--devices {2**63} --mem 8GB", "at most 65536 devices"),
         ("--nodes 100000x100000 --mem 8GB", "at most 65536 devices"),
         (f"--nodes {DIGITS}x8 --mem 8GB", "expected nodes times devices"),
-        (f"--devices 2 --mem {DIGITS}GB", "not a quantity: `9999"),
+        (f"--devices 2 --mem {DIGITS}GB", "not a quantity: `--mem 9999"),
         ("--devices 2 --mem 99999999999999999999GB", "too large to compute with"),
         (f"--devices {DIGITS} --mem 8GB", "at most 65536 devices"),
         ("--devices 2 --mem 8GB --speed 1e308", "a speed is from 1e-06 to 1e+06"),

@@ -220,14 +220,16 @@ def test_misspelled_keys_get_a_suggestion(here: Path, capsys: Capsys) -> None:
     ],
 )
 def test_a_plan_is_refused_as_profile(here: Path, capsys: Capsys, arguments: tuple[str, ...], told: str) -> None:
-    assert told in refused(capsys, here, *arguments).error
+    done = refused(capsys, here, *arguments)
+    assert told in done.error
+    assert "hint: " in done.err
 
 
 def test_empty_or_binary_stdin_is_an_input_error(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert refused(capsys, here, "check", "-").error.startswith("-: error: is empty")
+    assert refused(capsys, here, "check", "-").error.startswith("standard input: error: is empty")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
-    assert refused(capsys, here, "check", "-").error.startswith("-: error: ")
+    assert refused(capsys, here, "check", "-").error.startswith("standard input: error: ")
 
 
 @pytest.mark.parametrize(
@@ -255,12 +257,12 @@ def test_a_folder_as_output_is_refused(here: Path, capsys: Capsys, arguments: tu
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("solve", "--devices", "2", "--mem", "8"), ["`8`", "has no unit"]),
-        (("solve", "--devices", "2", "--mem", "banana"), ["`banana`"]),
-        (("solve", "--devices", "2", "--mem", "8XB"), ["`8XB`", "unknown unit `XB`"]),
-        (("solve", "--devices", "2", "--mem", "-8GB"), ["-8GB"]),
+        (("solve", "--devices", "2", "--mem", "8"), ["`--mem 8`", "has no unit"]),
+        (("solve", "--devices", "2", "--mem", "banana"), ["`--mem banana`"]),
+        (("solve", "--devices", "2", "--mem", "8XB"), ["`--mem 8XB`", "unknown unit `XB`"]),
+        (("solve", "--devices", "2", "--mem", "-8GB"), ["`--mem -8GB`"]),
         (("solve", "--devices", "2", "--mem", "8GB,8GB,8GB"), ["3 limits for 2 devices"]),
-        (("solve", "--devices", "2", "--mem", ""), ["``"]),
+        (("solve", "--devices", "2", "--mem", ""), ["`--mem `"]),
         (("solve", "--devices", "2"), ["the memory of its device"]),
         (("solve", "--devices", "0", "--mem", "8GB"), ["--devices 0", "at least 1"]),
         (("solve", "--devices", "-1", "--mem", "8GB"), ["--devices -1", "at least 1"]),
@@ -279,24 +281,25 @@ def test_a_folder_as_output_is_refused(here: Path, capsys: Capsys, arguments: tu
         ((*SOLVE, "--balance", "5,0"), ["--balance 5,0"]),
         ((*SOLVE, "--balance", "2,1,2"), ["3 stages need 3 devices"]),
         ((*SOLVE, "--balance", "2;3"), ["--balance 2;3"]),
-        ((*SOLVE, "--link", "5"), ["`5`", "has no unit"]),
-        ((*SOLVE, "--link", "5GB"), ["`5GB`"]),
-        ((*SOLVE, "--link", "0GB/s"), ["a rate must not be zero"]),
-        ((*SOLVE, "--link", "5GB/s,5"), ["`5`"]),
+        ((*SOLVE, "--link", "5"), ["`--link 5`", "has no unit"]),
+        ((*SOLVE, "--link", "5GB"), ["`--link 5GB`"]),
+        ((*SOLVE, "--link", "0GB/s"), ["a rate must not be zero: `--link 0GB/s`"]),
+        ((*SOLVE, "--link", "5GB/s,5"), ["a time is needed, `--link 5GB/s,5` has no unit"]),
         ((*SOLVE, "--link", "5GB/s,5us,sometimes"), ["`sometimes`"]),
-        ((*SOLVE, "--overhead", "1"), ["`1`"]),
+        ((*SOLVE, "--overhead", "1"), ["`--overhead 1`"]),
+        ((*SOLVE, "--batch", "x"), ["`--batch x`: expected an integer"]),
         ((*SOLVE, "--links", "l.yaml", "--link", "1GB/s"), ["`--links l.yaml`", "`--link 1GB/s`"]),
         ((*SOLVE, "--links", "l.yaml", "--inter-link", "1GB/s"), ["`--links l.yaml`", "`--inter-link 1GB/s`"]),
         (("solve", "--nodes", "2x1", "--links", "l.yaml"), ["`--links l.yaml`", "`--nodes 2x1`"]),
-        ((*SOLVE, "--reserve", "1"), ["`1`"]),
-        ((*SOLVE, "--headroom", "5"), ["`5`"]),
-        ((*SOLVE, "--headroom", "100%"), ["`100%`"]),
+        ((*SOLVE, "--reserve", "1"), ["`--reserve 1`"]),
+        ((*SOLVE, "--headroom", "5"), ["`--headroom 5`"]),
+        ((*SOLVE, "--headroom", "100%"), ["`--headroom 100%`"]),
         ((*SOLVE, "--recompute", "sometimes"), ["--recompute sometimes"]),
         ((*SOLVE, "--format", "xml"), ["--format xml"]),
         (("check", "--format", "xml"), ["--format xml"]),
-        (("check", "--mem", "8"), ["`8`"]),
+        (("check", "--mem", "8"), ["`--mem 8`"]),
         (("check", "--mem", "8GB,8GB,8GB"), ["3 limits for 2 devices"]),
-        (("check", "--headroom", "lots"), ["`lots`"]),
+        (("check", "--headroom", "lots"), ["`--headroom lots`"]),
         (("show", "--format", "xml"), ["--format xml"]),
         (("profile", "model.py", "--format", "xml"), ["--format xml"]),
         (("schema", "pictures"), ["`pictures`"]),
@@ -341,7 +344,7 @@ def test_refusals_list_valid_values(here: Path, capsys: Capsys) -> None:
         (("--optimizer", "magic"), ["`magic`"]),
         (("--repeat", "1"), ["--repeat 1"]),
         (("--threads", "0"), ["--threads 0"]),
-        (("--time-budget", "60"), ["`60`", "has no unit"]),
+        (("--time-budget", "60"), ["`--time-budget 60`", "has no unit"]),
         (("--batch", "0"), ["--batch 0"]),
         (("--batch", "8", "--batch-sizes", "1,2"), ["`--batch 8` and `--batch-sizes 1,2`"]),
         (("--set", "depth=3"), ["`depth`"]),
@@ -379,6 +382,41 @@ def test_bad_input_shapes_are_named_with_an_example(here: Path, capsys: Capsys, 
     options = [word for text in shapes for word in ("--input", text)]
     done = refused(capsys, here, "profile", "model.py", *FAST, *options)
     assert f"--input {shape}" in done.error
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--inter-link", "1GB/s"), "`--inter-link` has no effect without `--nodes`"),
+        (("--allreduce", "1GB/s"), "`--allreduce` has no effect with one replica"),
+        (("--shard-optimizer",), "`--shard-optimizer` has no effect with one replica"),
+        (("--schedule", "gpipe", "--simplest", "2%"), "`--simplest` has no effect with `--schedule gpipe`"),
+        (("--balance", "2,3", "--solver", "milp"), "`--solver milp` has no effect with `--balance`"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_options_without_effect_are_noted(here: Path, capsys: Capsys, options: tuple[str, ...], told: str) -> None:
+    done = call(capsys, *SOLVE, *options, "--output", "other.yaml")
+    assert done.code == 0
+    assert f"note: {told}" in done.err
+    done = call(capsys, *SOLVE, "--replicas", "2", "--allreduce", "1GB/s", "--output", "other.yaml")
+    assert "no effect" not in done.err
+
+
+def test_a_sweep_into_a_file_is_refused_before_the_search(here: Path, capsys: Capsys) -> None:
+    done = refused(capsys, here, "sweep", "--devices", "2", "--mem", "8GB", "-o", "plan.yaml")
+    assert "a folder of this path is a file" in done.error
+    assert "solving" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [("plan.yaml", "is a file"), ("nothing", "no such folder"), (".", "the folder has no checkpoint")],
+)
+def test_exports_without_a_checkpoint_say_what_the_path_is(here: Path, capsys: Capsys, path: str, told: str) -> None:
+    done = refused(capsys, here, "export", path)
+    assert done.error == f"{path}: error: {told}"
+    assert "hint: give a checkpoint" in done.err
 
 
 # Model files

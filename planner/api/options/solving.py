@@ -28,7 +28,7 @@ _LINK: Final = OptionConversion(
 )
 _COUNT: Final = OptionConversion(texts.large_count, count_option)
 _PRICE: Final = OptionConversion(texts.price, texts.decimal)
-_SHARE: Final = OptionConversion(lambda _, value: texts.fraction(value), texts.decimal)
+_SHARE: Final = OptionConversion(texts.fraction, texts.decimal)
 _GROUPS: Final = OptionConversion(
     lambda option, value: tuple(texts.layer_names(option, each) for each in value or ()), ",".join
 )

@@ -111,7 +111,7 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
     usable = tuple(width for width, problem in problems.items() if not problem)
     if not usable:
         listed = ", ".join(map(str, widths_of(profile)))
-        raise UsageError(next(iter(problems.values())), hint=f"widths of the profile (`--tensor-parallel`): {listed}")
+        raise UsageError(next(iter(problems.values())), hint=f"the profile has costs for `--tensor-parallel` {listed}")
     unpriced = [width for width in usable if inputs.link == Link() and has_collectives(profile, width)]
     if unpriced:
         alone = ", or `--tensor-parallel 1`" if usable[0] == 1 else ""

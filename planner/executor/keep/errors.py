@@ -45,7 +45,7 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def size_of_regular_file(path: Path, *, most_bytes: int) -> int:
+def size_of_regular_file(path: Path, *, most_bytes: int | None = None) -> int:
     """Return the size of a regular file. Other files are refused, because reading a pipe or a device might never end.
 
     Raises:
@@ -56,6 +56,6 @@ def size_of_regular_file(path: Path, *, most_bytes: int) -> int:
         path.stat()
         raise ValueError("it is not a regular file")
     size = path.stat().st_size
-    if size > most_bytes:
+    if most_bytes is not None and size > most_bytes:
         raise ValueError(f"it has {size} bytes, more than the allowed {most_bytes}")
     return size

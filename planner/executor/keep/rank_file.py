@@ -139,6 +139,6 @@ def check_size(path: Path, entry: FileEntry) -> None:
         ValueError: The size differs, or the file is not regular.
         OSError: The file does not exist.
     """
-    size = size_of_regular_file(path, most_bytes=entry.size_bytes)
-    if size < entry.size_bytes:
+    size = size_of_regular_file(path)
+    if size != entry.size_bytes:
         raise ValueError(f"it has {size} bytes instead of {entry.size_bytes}")

@@ -7,7 +7,14 @@ from planner.core.errors import FileError, UsageError
 from planner.executor.keep.exchange import ValueExchange
 from planner.executor.keep.folder_lock import FolderLock
 from planner.executor.keep.index import is_checkpoint
-from planner.executor.keep.saved import checkpoints_in, latest_checkpoint, remove_leftovers, set_aside, step_of
+from planner.executor.keep.saved import (
+    checkpoints_in,
+    latest_checkpoint,
+    no_checkpoint_error,
+    remove_leftovers,
+    set_aside,
+    step_of,
+)
 
 
 class RunFolder:
@@ -59,7 +66,7 @@ class RunFolder:
                 there = [folder] if latest_checkpoint(str(folder)) else []
         candidates = [Path(name) for name in self._exchange.value_of_first_rank([str(path) for path in there])]
         if not candidates and resume != "auto":
-            raise FileError("the folder has no checkpoint", path=resume)
+            raise no_checkpoint_error(resume)
         return candidates
 
     def continue_from(self, source: Path, step: int) -> None:

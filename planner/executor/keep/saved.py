@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
+from planner.core.errors import FileError
 from planner.executor.keep.index import CheckpointIndex, is_checkpoint, write_index
 from planner.files.writing import sync_folder
 
@@ -25,6 +26,14 @@ def latest_checkpoint(folder: str) -> Path | None:
         return path
     there = checkpoints_in(path)
     return there[-1] if there else None
+
+
+def no_checkpoint_error(folder: str) -> FileError:
+    """Return the error for a path that has no checkpoint."""
+    path = Path(folder)
+    message = "the folder has no checkpoint" if path.is_dir() else "is a file" if path.is_file() else "no such folder"
+    hint = "give a checkpoint, or a folder of checkpoints; train.py writes them with `--checkpoint DIR`"
+    return FileError(message, path=folder, hint=hint)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

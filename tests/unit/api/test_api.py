@@ -388,8 +388,9 @@ def test_unknown_revisions_are_refused_with_a_hint(repository: Path, revision: s
 def test_git_revisions_need_a_file_in_a_repository(here: Path) -> None:
     with pytest.raises(UsageError, match="needs a plan in a file"):
         planner.check(files.read_plan("plan.yaml"), profile=gate.profile(), against="git:main")
-    with pytest.raises(FileError, match="git says"):
+    with pytest.raises(FileError, match="git says: not a git repository") as refused:
         planner.check("plan.yaml", against="git:main")
+    assert refused.value.hint == "name a file instead: `--against other.yaml`"
 
 
 def test_verdicts_can_be_written_as_json(here: Path) -> None:

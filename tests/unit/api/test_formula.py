@@ -100,7 +100,7 @@ def test_bytes_of_each_precision_and_optimizer(dtype: str | None, optimizer: str
     [
         ({}, "needs `--device estimate:h100` or `--rate`"),
         ({"device": "estimate:mi250x"}, "rates of `mi250x`"),
-        ({"rate": "190"}, "`190`"),
+        ({"rate": "190"}, "`--rate 190`"),
         ({"rate": "190GB/s"}, "`GB/s`"),
         ({"rate": 1e12, "heads": 3}, "do not divide"),
         ({"rate": 1e12, "layers": None}, "needs `--layers`"),

@@ -40,7 +40,7 @@ def test_wrong_memory_limits_are_refused(asked) -> None:
 
 
 def test_shares_links_and_speeds_are_texts_or_values() -> None:
-    assert texts.fraction("5%") == texts.fraction(0.05) == 0.05
+    assert texts.fraction("--m", "5%") == texts.fraction("--m", 0.05) == 0.05
     link = Link(bytes_per_s=25e9, latency_us=5.0)
     assert texts.link("25GB/s,5us") == texts.link(link) == link
     assert texts.speeds("1,2.5", 2) == texts.speeds([1, 2.5], 2) == (1.0, 2.5)
@@ -48,8 +48,8 @@ def test_shares_links_and_speeds_are_texts_or_values() -> None:
     assert texts.layer_names("--together", "a,b") == texts.layer_names("--together", ["a", "b"]) == ("a", "b")
     assert texts.node_counts("4x8") == (4, 8)
     for refuse in (
-        lambda: texts.fraction(1.0),
-        lambda: texts.fraction("5"),
+        lambda: texts.fraction("--m", 1.0),
+        lambda: texts.fraction("--m", "5"),
         lambda: texts.speeds([0], 1),
         lambda: texts.layer_names("--apart", ["a"]),
         lambda: texts.node_counts("4x0"),
