@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory
-from planner.core.cost.moments import stage_moments
 from planner.core.cost.partition import Partition
+from planner.core.cost.peak_points import stage_peak_points
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
@@ -128,7 +128,7 @@ def judge(costs: ChainCosts, balance: Balance, *, micro_batches: int, cap_bytes:
 
 
 def _stage_bytes(costs: ChainCosts, first: int, end: int, micro_batches: int, recompute: Recompute) -> int:
-    memory = stage_memory(costs, first, end, stage_moments(GPIPE, micro_batches=micro_batches), recompute=recompute)
+    memory = stage_memory(costs, first, end, stage_peak_points(GPIPE, micro_batches=micro_batches), recompute=recompute)
     return memory.total
 
 
@@ -136,7 +136,7 @@ def smallest_cap(costs: ChainCosts, num_devices: int, *, micro_batches: int) -> 
     """Smallest cap under which some plan of at most K stages fits."""
     num, firsts = costs.num_layers, np.arange(costs.num_layers)
     need = np.full((num + 1, num + 1), np.inf)
-    moments = stage_moments(GPIPE, micro_batches=micro_batches)
+    moments = stage_peak_points(GPIPE, micro_batches=micro_batches)
     for total in peak_bytes_of_stages(costs, firsts, slice(0, num), moments, choices=CHOICES):
         need[:-1, 1:] = np.minimum(need[:-1, 1:], total)
     return int(min(_evenest(need, k, last=False)[0] for k in range(1, num_devices + 1)))

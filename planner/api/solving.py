@@ -155,7 +155,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
         otherwise = "" if options.headroom else "; `--headroom 0%` uses all memory"
         kept = f"headroom {100 * share:.4g}% of every memory limit"
         options.note(f"{kept}, as much as earlier predictions of this kind were too low{otherwise}")
-    if CostTable(read).halves_assumed and all(each.splits_backward for each in request.schedules):
+    if CostTable(read).is_split_backward_assumed and all(each.splits_backward for each in request.schedules):
         options.note(
             "the profile has no split backward times: each pass is assumed to take half of the backward, and saved "
             "activations are assumed to be held until the weight-gradient pass; profile on the device to measure them"

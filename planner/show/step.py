@@ -1,7 +1,7 @@
 """One training step as spans of time: the actions of every device, and its memory over time.
 
 Pictures and traces show these spans. Their times come from the simulator. Memory is computed at the same points in the
-step as the peak (`planner.core.cost.moments`), so the highest value is the plan's peak.
+step as the peak (`planner.core.cost.peak_points`), so the highest value is the plan's peak.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import window_of_stage
-from planner.core.cost.moments import PartCounts, optimizer_steps, part_counts
 from planner.core.cost.partition import Partition
 from planner.core.cost.parts import parts_of
+from planner.core.cost.peak_points import PartCounts, optimizer_steps, part_counts
 from planner.core.cost.simulate import Event, StageTimes
 from planner.core.schedule import KINDS, Letter, sending_stage
 from planner.core.schedule.kinds import ActionKind
@@ -174,7 +174,7 @@ class _StageBytes(NamedTuple):
 
 def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
     partition, schedule = evaluation.partition, evaluation.partition.schedule_object
-    if not schedule.has_known_moments:
+    if not schedule.has_known_peak_points:
         chunks = [evaluation.chunks[k] for k in partition.chunks_of(device)]
         return [_StageBytes(np.array([float(chunk.always.total)]), chunk.parts[:, None]) for chunk in chunks]
     stages, recompute = window_of_stage(

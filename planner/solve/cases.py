@@ -108,7 +108,7 @@ def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None =
                 )
                 for schedule, chunks, num_devices in _schedules(request, m, len(names), cluster.num_devices // replicas)
                 # If the split backward times are assumed, `auto` does not recommend schedules that need them.
-                if inputs.schedule != "auto" or not (schedule.splits_backward and table.halves_assumed)
+                if inputs.schedule != "auto" or not (schedule.splits_backward and table.is_split_backward_assumed)
             ]
     if not costs:
         micro_batch_counts(profile, request)  # raises the error that says why no M is possible with one replica

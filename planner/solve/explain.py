@@ -176,7 +176,7 @@ def _other_schedules(profile: Profile, request: Request) -> Iterator[str]:
 
 def _descent_finds_fit(cases: Sequence[Case]) -> bool:
     most = max((case.micro_batches for case in cases), default=0)
-    able = (case for case in cases if case.micro_batches == most and not case.costs.halves_assumed)
+    able = (case for case in cases if case.micro_batches == most and not case.costs.is_split_backward_assumed)
     return any(_least_excess_found_bytes(case) <= 0 for case in able)
 
 
@@ -196,7 +196,7 @@ def _known_cases(profile: Profile, request: Request) -> list[Case]:
 
 
 def _with_known_moments(cases: Sequence[Case]) -> list[Case]:
-    return [case for case in cases if case.schedule.has_known_moments]
+    return [case for case in cases if case.schedule.has_known_peak_points]
 
 
 def _any_fits(profile: Profile, request: Request) -> bool:

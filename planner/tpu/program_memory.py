@@ -32,8 +32,8 @@ import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.memory import stage_memory, window_of_stage
-from planner.core.cost.moments import stage_moments
 from planner.core.cost.partition import Partition
+from planner.core.cost.peak_points import stage_peak_points
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
@@ -85,7 +85,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         return stage_memory(
             costs,
             *intervals[0],
-            stage_moments(GPIPE, micro_batches=micro_batches),
+            stage_peak_points(GPIPE, micro_batches=micro_batches),
             recompute=choices[0],
             recomputed=partition.recomputed_in(0),
         )

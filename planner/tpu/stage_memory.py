@@ -13,8 +13,8 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import sums_before
 from planner.core.cost.layer_memory import BACKWARD, FORWARD
-from planner.core.cost.moments import BACKWARDS, FORWARDS
 from planner.core.cost.parts import Parts, PartSize, all_parts, running_part
+from planner.core.cost.peak_points import BACKWARDS, FORWARDS
 from planner.core.cost.size_costs import SizeCosts, additive_costs
 from planner.core.cost.stages import Stages, StageWindow
 from planner.core.values.plan import Recompute

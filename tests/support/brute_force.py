@@ -19,8 +19,8 @@ from planner.core.cost.costs import costs_at, covers_size
 from planner.core.cost.device_memory import chunk_memory, device_peaks, shared_bytes, subtract_shared
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory
-from planner.core.cost.moments import PARTS, Moments, moments_of, stage_moments
 from planner.core.cost.partition import Partition
+from planner.core.cost.peak_points import PARTS, PeakPoints, peak_part_counts, stage_peak_points
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import shared_gradient_bytes
 from planner.core.errors import UsageError
@@ -89,7 +89,7 @@ class Tables:
         self.backward = self._filled(lambda first, end, _: float(costs.backward_us[first:end].sum()))
         self.again = self._filled(lambda first, end, way: self._recompute_us(first, end, way, last=False))
         self.last_again = self._filled(lambda first, end, way: self._recompute_us(first, end, way, last=True))
-        self._totals: dict[Moments, FloatArray] = {}
+        self._totals: dict[PeakPoints, FloatArray] = {}
 
     def _filled(self, value: Callable[[int, int, Way], float]) -> FloatArray:
         table = np.full(self._shape, np.inf)
@@ -111,7 +111,7 @@ class Tables:
         trained = self.costs.gradients + self.costs.state.idle
         return bool(trained[:end].any() or not trained.any())
 
-    def bytes(self, moments: Moments) -> FloatArray:
+    def bytes(self, moments: PeakPoints) -> FloatArray:
         """Return the peak of each stage on a device with these points in the step, without the reserve."""
         if moments not in self._totals:
             num = self.costs.num_layers
@@ -183,8 +183,8 @@ class Block:
         reserve = self.inputs.reserve_bytes
         if self.schedule != "interleaved":
             every = [
-                stage_moments(
-                    SCHEDULES[self.schedule], micro_batches=self.micro_batches, behind=self.num_devices - 1 - k
+                stage_peak_points(
+                    SCHEDULES[self.schedule], micro_batches=self.micro_batches, num_later=self.num_devices - 1 - k
                 )
                 for k in range(self.num_devices)
             ]
@@ -194,9 +194,9 @@ class Block:
         shared = shared_bytes(costs, self.cuts, self.num_devices)
         always, parts = subtract_shared(*map(self._at, self.tables.chunks), shared, exact=costs.exact)
         devices = []
-        for d, moments in enumerate(moments_of(self.actions)):
+        for d, moments in enumerate(peak_part_counts(self.actions)):
             of = (slice(None), slice(d, None, self.num_devices))
-            devices.append(device_peaks(always[of], parts[of], moments=moments))
+            devices.append(device_peaks(always[of], parts[of], counts=moments))
         return np.stack(devices, axis=1) + reserve
 
     @cached_property

@@ -2,7 +2,7 @@
 
 exact records   `MemoryDetail` of every layer; without exact records, predicted memory is an upper bound
 component       kind of memory in a plan, such as parameters or transfers: one of `values.plan.ITEMS`
-part            bytes of a stage that are allocated and freed together: one of `moments.PARTS`
+part            bytes of a stage that are allocated and freed together: one of `peak_points.PARTS`
 level           highest memory while a pass of a layer, or an action of a stage, runs
 held, kept      memory of a micro-batch between its forward and its backward; `kept` is for the last micro-batch
 in flight       from the start of a micro-batch's forward on a stage to the end of its backward there

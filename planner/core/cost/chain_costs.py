@@ -246,11 +246,11 @@ class ChainCosts:
     target: float
     """Bytes that the loss reads in addition to the output, such as targets."""
     levels: MemoryLevels
-    composed_halves: Callable[[], SplitBackwardCosts]
-    """Function that computes the costs of split backwards (`halves`) on first use, because few schedules need them."""
-    halves_assumed: bool
-    """True if `halves` was not measured. I and W are then assumed to take half of the backward each, and all saved
-    tensors to be kept for W."""
+    compute_split_backward: Callable[[], SplitBackwardCosts]
+    """Function that computes `split_backward` on first use, because few schedules split backwards."""
+    is_split_backward_assumed: bool
+    """True if split backwards were not measured. I and W are then assumed to take half of the backward each, and all
+    saved tensors to be kept for W."""
     exact: bool
     """True if levels come from exact records; else memory is an upper bound that adds saved bytes and transient
     peaks."""
@@ -267,9 +267,9 @@ class ChainCosts:
         return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
 
     @property
-    def halves(self) -> SplitBackwardCosts:
+    def split_backward(self) -> SplitBackwardCosts:
         """Costs of the split backward."""
-        return self.composed_halves()
+        return self.compute_split_backward()
 
     @property
     def has_backward(self) -> BoolArray:

@@ -65,7 +65,7 @@ class CostTable:
         self._profile = profile
         sizes = len(profile.micro_batch_sizes)
         self._exact = all(len(layer.detail) == sizes for layer in profile.layers)
-        self.halves_assumed = not all(
+        self.is_split_backward_assumed = not all(
             layer.backward_weight_us and (layer.split if self._exact else layer.weight_held_bytes)
             for layer in profile.layers
         )
@@ -91,8 +91,10 @@ class CostTable:
             forward_us=forward_us,
             backward_us=backward_us,
             exact=self._exact,
-            composed_halves=cache(lambda: _blend([(costs.halves(), weight) for costs, weight in weighted])),
-            halves_assumed=self.halves_assumed,
+            compute_split_backward=cache(
+                lambda: _blend([(costs.split_backward(), weight) for costs, weight in weighted])
+            ),
+            is_split_backward_assumed=self.is_split_backward_assumed,
             target=max(0.0, sum(weight * costs.target for costs, weight in weighted)),
             storages=_storages(weighted),
             relays=_relays(weighted),

@@ -6,8 +6,8 @@
     p    part, one of `PARTS`        N    number of devices or partitions evaluated at once
     S    number of stages            K    number of devices
 
-Each chunk is a stage with the parts of `planner.core.cost.parts`. The counts `moments` follow from the device's
-instruction list, transfers included (`planner.core.cost.moments`). Differences from a device with one stage:
+Each chunk is a stage with the parts of `planner.core.cost.parts`. The counts `counts` follow from the device's
+instruction list, transfers included (`planner.core.cost.peak_points`). Differences from a device with one stage:
 
 - Every part is rounded to whole bytes, so that the memory of the chunks in a plan adds up to the device's peak.
 - Parameters that two chunks share count once. A tensor that one chunk passes to the next chunk on the same device also
@@ -25,8 +25,8 @@ from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import StageLevels
 from planner.core.cost.memory import window_of_stage
-from planner.core.cost.moments import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
 from planner.core.cost.parts import PartSize, shared_parts_of
+from planner.core.cost.peak_points import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
 from planner.core.cost.stages import Stages, stages_in, with_recomputed_layers
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
@@ -135,7 +135,7 @@ def chunk_memory(
     micro_batches: int,
     recompute: Recompute,
     recomputed: Collection[int] = (),
-    in_halves: bool = False,
+    splits_backward: bool = False,
 ) -> ChunkMemory:
     """Return the memory of the chunk with layers `first`..`end - 1`.
 
@@ -146,7 +146,7 @@ def chunk_memory(
         micro_batches: Number of micro-batches M.
         recompute: Recompute choice of the chunk.
         recomputed: Recomputed layers, counted along the chain, if `recompute` is `layers`.
-        in_halves: True if the schedule splits backwards.
+        splits_backward: True if the schedule splits backwards.
 
     Returns:
         Bytes of the chunk, without the reserve.
@@ -158,7 +158,7 @@ def chunk_memory(
         micro_batches=micro_batches,
         recompute=recompute,
         recomputed=recomputed,
-        in_halves=in_halves,
+        splits_backward=splits_backward,
     )
     parts = shared_parts_of(stages, recompute)
     always = {item: round(float(size[0, -1])) for item, size in parts.always.items()}
@@ -166,7 +166,7 @@ def chunk_memory(
 
 
 def chunk_memory_function(
-    costs: ChainCosts, first: int, end: int, *, micro_batches: int, in_halves: bool = False
+    costs: ChainCosts, first: int, end: int, *, micro_batches: int, splits_backward: bool = False
 ) -> ChunkMemoryFunction:
     """Return the memory of a chunk as a function of its recomputed layers.
 
@@ -178,12 +178,14 @@ def chunk_memory_function(
         first: First layer.
         end: One past the last layer.
         micro_batches: Number of micro-batches M.
-        in_halves: True if the schedule splits backwards.
+        splits_backward: True if the schedule splits backwards.
 
     Returns:
         Coefficients of each part, in bytes.
     """
-    stages = stages_in(costs, np.array([first]), slice(first, end), micro_batches=micro_batches, in_halves=in_halves)
+    stages = stages_in(
+        costs, np.array([first]), slice(first, end), micro_batches=micro_batches, splits_backward=splits_backward
+    )
     none, much = (
         shared_parts_of(with_recomputed_layers(stages, StageLevels(saved, 0.0, 0.0, 0.0)), "layers")
         for saved in (0.0, _MUCH)
@@ -289,21 +291,21 @@ def subtract_shared(
     return always - shared.parameters - shared.optimizer - (0.0 if exact else shared.gradients), parts
 
 
-def device_peaks(always: FloatArray, parts: FloatArray, *, moments: IntArray | FloatArray) -> FloatArray:
+def device_peaks(always: FloatArray, parts: FloatArray, *, counts: IntArray | FloatArray) -> FloatArray:
     """Return the peak of N devices with V chunks each, in bytes; shape (N,).
 
     Args:
         always: Constant bytes, shape (N, V).
         parts: Bytes of each of `PARTS`, shape (N, V, parts).
-        moments: Counts of the device from `planner.core.cost.moments.moments_of`.
+        counts: Counts of the device from `planner.core.cost.peak_points.peak_part_counts`.
     """
-    alive = parts.reshape(len(parts), -1) @ moments.reshape(len(moments), -1).T
+    alive = parts.reshape(len(parts), -1) @ counts.reshape(len(counts), -1).T
     peaks: FloatArray = always.sum(axis=1) + alive.max(axis=1)
     return peaks
 
 
 def device_peaks_by_choice(
-    always: FloatArray, parts: FloatArray, choices: IntArray, *, moments: IntArray | FloatArray
+    always: FloatArray, parts: FloatArray, choices: IntArray, *, counts: IntArray | FloatArray
 ) -> FloatArray:
     """Return the peaks of N devices with V chunks each, for each combination of recompute choices.
 
@@ -311,7 +313,7 @@ def device_peaks_by_choice(
         always: Bytes that a chunk holds during the whole step, for each of C recompute choices; shape (C, N, V).
         parts: Bytes of each of `PARTS` for each recompute choice, shape (C, N, V, parts).
         choices: Index of the recompute choice of each chunk in every combination, shape (combinations, V).
-        moments: Count of each part of each chunk at every point in the step, as for `device_peaks`.
+        counts: Count of each part of each chunk at every point in the step, as for `device_peaks`.
 
     Returns:
         Bytes, shape (N, combinations).
@@ -319,23 +321,23 @@ def device_peaks_by_choice(
     fixed, alive = np.zeros(1), np.zeros(1)
     for chunk, choice in enumerate(choices.T):
         fixed = fixed + always[choice, :, chunk]
-        alive = alive + (parts[:, :, chunk] @ moments[:, chunk].T)[choice]
+        alive = alive + (parts[:, :, chunk] @ counts[:, chunk].T)[choice]
     peaks: FloatArray = np.transpose(fixed + np.max(alive, axis=2))
     return peaks
 
 
 def chunk_memory_at_peak(
-    chunks: Sequence[ChunkMemory], moments: IntArray, reserve_bytes: int = 0
+    chunks: Sequence[ChunkMemory], counts: IntArray, reserve_bytes: int = 0
 ) -> tuple[StageMemory, ...]:
     """Return the memory of each chunk at the device's peak, by component; the sum over the chunks is the peak.
 
     Args:
         chunks: Chunks of the device.
-        moments: Counts of the device from `planner.core.cost.moments.moments_of`.
+        counts: Counts of the device from `planner.core.cost.peak_points.peak_part_counts`.
         reserve_bytes: Memory reserve of the device, counted in the first chunk.
     """
     parts = np.stack([chunk.parts for chunk in chunks])
-    peak = moments[int((moments * parts).sum(axis=(1, 2)).argmax())]
+    peak = counts[int((counts * parts).sum(axis=(1, 2)).argmax())]
     items = (peak[:, :, None] * bytes_by_component(parts)).sum(axis=1).astype(int)
     return tuple(
         StageMemory.of(

@@ -15,8 +15,8 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import ChunkMemory, SharedBytes, chunk_memory, chunk_memory_at_peak, shared_bytes
 from planner.core.cost.memory import stage_memories
-from planner.core.cost.moments import moments_of, stage_moments
 from planner.core.cost.partition import Partition
+from planner.core.cost.peak_points import peak_part_counts, stage_peak_points
 from planner.core.cost.simulate import Event, StageTimes, early_allreduces_us, last_end_us, period_us, simulate
 from planner.core.cost.stage_time import (
     CHOICES,
@@ -91,7 +91,10 @@ class Evaluation:
         )
         durations = busy._asdict()
         if self._splits_backward:
-            input_us, weight_us = costs.halves.input_us[first:end].sum(), costs.halves.weight_us[first:end].sum()
+            input_us, weight_us = (
+                costs.split_backward.input_us[first:end].sum(),
+                costs.split_backward.weight_us[first:end].sum(),
+            )
             durations |= split_backward_times(
                 busy, input_us, weight_us, speed=speed, overhead_us=cluster.overhead_us
             )._asdict()
@@ -198,10 +201,12 @@ class Evaluation:
             busy_us = num * (times.forward_us + times.backward_us) - times.backward_us + times.last_backward_us
             return busy_us, recompute_us
         counts = Counter(action.kind for row in self.actions for action in row if action.stage == stage)
-        halves = times.input_backward_us + times.weight_backward_us
+        split_backward = times.input_backward_us + times.weight_backward_us
         # With whole and with split backwards, a micro-batch that is not recomputed saves the same time.
         spared = times.recompute_us - times.last_recompute_us
-        return num * times.forward_us + counts["I"] * halves + counts["B"] * times.backward_us - spared, recompute_us
+        return num * times.forward_us + counts["I"] * split_backward + counts[
+            "B"
+        ] * times.backward_us - spared, recompute_us
 
     @cached_property
     def chunks(self) -> tuple[ChunkMemory, ...]:
@@ -217,7 +222,7 @@ class Evaluation:
                 micro_batches=partition.micro_batches,
                 recompute=partition.recompute[k],
                 recomputed=partition.recomputed_in(k),
-                in_halves=self._splits_backward,
+                splits_backward=self._splits_backward,
             ).without(SharedBytes(*(item[:, k : k + 1] for item in shared)), exact=costs.exact)
             for k, interval in enumerate(intervals)
         )
@@ -226,13 +231,15 @@ class Evaluation:
     def memory(self) -> tuple[StageMemory, ...]:
         """Peak memory of each stage, by component; if stages share a device, the stage's part of the device's peak."""
         partition, num_stages = self.partition, len(self.partition.balance)
-        if partition.schedule_object.has_known_moments:
+        if partition.schedule_object.has_known_peak_points:
             return tuple(
                 stage_memories(
                     self.costs.of_replicas(partition.replicas),
                     partition.intervals(),
                     [
-                        stage_moments(partition.schedule_object, micro_batches=partition.micro_batches, behind=behind)
+                        stage_peak_points(
+                            partition.schedule_object, micro_batches=partition.micro_batches, num_later=behind
+                        )
                         for behind in reversed(range(num_stages))
                     ],
                     recompute=partition.recompute,
@@ -241,12 +248,10 @@ class Evaluation:
                 )
             )
         memories = [StageMemory()] * num_stages
-        for device, moments in enumerate(moments_of(self.actions)):
+        for device, counts in enumerate(peak_part_counts(self.actions)):
             stages = partition.chunks_of(device)
             chunks = [self.chunks[k] for k in stages]
-            for k, memory in zip(
-                stages, chunk_memory_at_peak(chunks, moments, self.cluster.reserve_bytes), strict=True
-            ):
+            for k, memory in zip(stages, chunk_memory_at_peak(chunks, counts, self.cluster.reserve_bytes), strict=True):
                 memories[k] = memory
         return tuple(memories)
 

@@ -3,9 +3,9 @@
     bytes at a point in the step = always + sum over parts of count * size
     peak                         = largest of these sums, over all points in the step
 
-`planner.core.cost.parts` computes the sizes and `planner.core.cost.moments` the counts. This module combines them: for
-one stage by component, for many stages at once (for the solver), and as a function of the recomputed layers. For
-devices with several stages, see `planner.core.cost.device_memory`.
+The sizes are computed by `planner.core.cost.parts`, the counts by `planner.core.cost.peak_points`. This module combines
+them for one stage by component, for many stages at once (for the solver), and as a function of the recomputed layers.
+For devices with several stages, see `planner.core.cost.device_memory`.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import StageLayers, StageLevels
-from planner.core.cost.moments import Moment, Moments
 from planner.core.cost.parts import Parts, parts_of
 from planner.core.cost.passing import is_simple
+from planner.core.cost.peak_points import PartsAtPoint, PeakPoints
 from planner.core.cost.stages import Stages, stages_in, with_arrays, with_recomputed_layers
 from planner.core.values.plan import Recompute, StageMemory
 
@@ -32,7 +32,7 @@ def stage_memory(
     costs: ChainCosts,
     first: int,
     end: int,
-    moments: Moments,
+    points: PeakPoints,
     *,
     recompute: Recompute,
     recomputed: Collection[int] = (),
@@ -44,21 +44,21 @@ def stage_memory(
         costs: Costs of the chain at the plan's micro-batch size.
         first: First layer.
         end: One past the last layer.
-        moments: Points in the step at which the stage may have its peak (`planner.core.cost.moments.stage_moments`).
+        points: Points in the step at which the stage may have its peak (`stage_peak_points`).
         recompute: Which micro-batches the stage recomputes, or `layers`.
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         reserve_bytes: Memory reserve of the device, which becomes the component `reserve`.
     """
     stages, recompute = window_of_stage(
-        costs, first, end, micro_batches=moments.micro_batches, recompute=recompute, recomputed=recomputed
+        costs, first, end, micro_batches=points.micro_batches, recompute=recompute, recomputed=recomputed
     )
-    return _memory_at_peak(stages, recompute, moments, reserve_bytes)[0]
+    return _memory_at_peak(stages, recompute, points, reserve_bytes)[0]
 
 
 def stage_memories(
     costs: ChainCosts,
     intervals: Sequence[tuple[int, int]],
-    moments: Sequence[Moments],
+    points: Sequence[PeakPoints],
     *,
     recompute: Sequence[Recompute],
     recomputed: Sequence[Collection[int]],
@@ -71,7 +71,7 @@ def stage_memories(
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
         intervals: First layer and end of each stage.
-        moments: Points in the step at which the stages may have their peak.
+        points: Points in the step at which the stages may have their peak.
         recompute: Recompute choice of each stage.
         recomputed: Recomputed layers of each stage, as indices in the chain, if its choice is `layers`.
         reserve_bytes: Memory reserve of each device.
@@ -82,19 +82,19 @@ def stage_memories(
     if is_one_by_one or len(intervals) * most > _MOST_AT_ONCE:
         return [
             stage_memory(costs, *interval, each, recompute=choice, recomputed=layers, reserve_bytes=reserve_bytes)
-            for interval, each, choice, layers in zip(intervals, moments, recompute, recomputed, strict=True)
+            for interval, each, choice, layers in zip(intervals, points, recompute, recomputed, strict=True)
         ]
     firsts, ends = np.array(intervals).T
-    window = stages_in(costs, firsts, most, micro_batches=moments[0].micro_batches)
+    window = stages_in(costs, firsts, most, micro_batches=points[0].micro_batches)
     columns = ends - firsts - 1
     never = np.broadcast_to(window.forward_only, window.shape)[np.arange(len(firsts)), columns]
     alike: dict[tuple[int, Recompute], list[int]] = {}
     for k, choice in enumerate(recompute):
-        alike.setdefault((moments[k].in_flight, "never" if never[k] else choice), []).append(k)
+        alike.setdefault((points[k].in_flight, "never" if never[k] else choice), []).append(k)
     memories = [StageMemory()] * len(intervals)
     for (_, choice), places in alike.items():
         stages = _select_stages(window, np.array(places), columns[places])
-        for k, memory in zip(places, _memory_at_peak(stages, choice, moments[places[0]], reserve_bytes), strict=True):
+        for k, memory in zip(places, _memory_at_peak(stages, choice, points[places[0]], reserve_bytes), strict=True):
             memories[k] = memory
     return memories
 
@@ -111,11 +111,11 @@ def _select_stages(window: Stages, rows: IntArray, columns: IntArray) -> Stages:
     return replace(single, shape=(len(rows), 1), peaks=peaks, memory_model=memory_model)
 
 
-def _memory_at_peak(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:
-    parts = parts_of(stages, recompute, in_flight=moments.in_flight)
+def _memory_at_peak(stages: Stages, recompute: Recompute, points: PeakPoints, reserve_bytes: int) -> list[StageMemory]:
+    parts = parts_of(stages, recompute, in_flight=points.in_flight)
     every = [
-        {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(moment).items()}
-        for moment in parts.moments(moments)
+        {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(point).items()}
+        for point in parts.peak_points(points)
     ]
     highest = np.argmax([np.sum(list(items.values()), axis=0) for items in every], axis=0)
     return [
@@ -132,7 +132,7 @@ def window_of_stage(
     micro_batches: int,
     recompute: Recompute,
     recomputed: Collection[int],
-    in_halves: bool = False,
+    splits_backward: bool = False,
 ) -> tuple[Stages, Recompute]:
     """Return a window whose last column is one stage, and the recompute choice that the stage actually uses.
 
@@ -145,10 +145,10 @@ def window_of_stage(
         micro_batches: M.
         recompute: Recompute choice; a stage without a backward recomputes nothing.
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
-        in_halves: True if the schedule splits backwards.
+        splits_backward: True if the schedule splits backwards.
     """
     layers = slice(first, end)
-    stages = stages_in(costs, np.array([first]), layers, micro_batches=micro_batches, in_halves=in_halves)
+    stages = stages_in(costs, np.array([first]), layers, micro_batches=micro_batches, splits_backward=splits_backward)
     if recompute == "layers":
         every = StageLayers.of(costs, first, end)
         return with_recomputed_layers(stages, every.levels(frozenset(recomputed))), recompute
@@ -160,7 +160,7 @@ def peak_bytes_of_stages(
     costs: ChainCosts,
     firsts: IntArray,
     columns: slice | int,
-    moments: Moments,
+    points: PeakPoints,
     *,
     choices: Sequence[Recompute],
 ) -> list[FloatArray]:
@@ -172,35 +172,35 @@ def peak_bytes_of_stages(
         costs: Costs of the chain at the plan's micro-batch size.
         firsts: First layers; must ascend.
         columns: Last layers, or number of lengths, as in `stages_in`.
-        moments: Points in the step at which the stages may have their peak.
+        points: Points in the step at which the stages may have their peak.
         choices: Recompute choices except `layers`.
     """
     if "layers" in choices:
         raise ValueError("`layers` differs from stage to stage: use `stage_memory`")
-    stages = stages_in(costs, firsts, columns, micro_batches=moments.micro_batches)
-    totals = {choice: _peaks(stages, moments, choice) for choice in choices}
+    stages = stages_in(costs, firsts, columns, micro_batches=points.micro_batches)
+    totals = {choice: _peaks(stages, points, choice) for choice in choices}
     if not stages.forward_only.any():
         return list(totals.values())
-    never = totals["never"] if "never" in totals else _peaks(stages, moments, "never")
+    never = totals["never"] if "never" in totals else _peaks(stages, points, "never")
     return [np.where(stages.forward_only, never, total) for total in totals.values()]
 
 
-def _peaks(stages: Stages, moments: Moments, recompute: Recompute) -> FloatArray:
-    parts = parts_of(stages, recompute, in_flight=moments.in_flight)
+def _peaks(stages: Stages, points: PeakPoints, recompute: Recompute) -> FloatArray:
+    parts = parts_of(stages, recompute, in_flight=points.in_flight)
     # Components that are in no part have the same size at every point in the step.
     changing = {item for size in parts.sizes.values() for item in size.items}
     constant = sum((np.rint(size) for item, size in parts.always.items() if item not in changing), np.zeros((1, 1)))
     highest = np.zeros(stages.shape)
-    for moment in parts.moments(moments):
+    for point in parts.peak_points(points):
         total = np.full(stages.shape, constant)
-        for item, size in parts.at(moment).items():
+        for item, size in parts.at(point).items():
             if item in changing:
                 total += np.rint(size)
         np.maximum(highest, total, out=highest)
     return highest
 
 
-class LinearMoment(NamedTuple):
+class StageMemoryFunction(NamedTuple):
     """Memory of many stages at one point in the step, as a function of their `StageLevels`, in bytes.
 
     Memory is `fixed + weight * StageLevels.saved`, plus the peak of `StageLevels` that `level` selects.
@@ -214,27 +214,29 @@ class LinearMoment(NamedTuple):
     """Position in `LayerPeaks` of the peak that is added; None if none is added."""
 
 
-def linear_moments(costs: ChainCosts, firsts: IntArray, stop: int, moments: Moments) -> tuple[LinearMoment, ...]:
+def stage_memory_functions(
+    costs: ChainCosts, firsts: IntArray, stop: int, points: PeakPoints
+) -> tuple[StageMemoryFunction, ...]:
     """Return the memory of stages that recompute single layers, as linear functions of saved bytes and peaks.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
         firsts: First layers of the stages, ascending.
         stop: The stages end with the layers `firsts[0]`..`stop - 1`.
-        moments: Points in the step at which the stages may have their peak.
+        points: Points in the step at which the stages may have their peak.
 
     Returns:
         One function for each point in the step at which a stage may have its peak. Entries with the last layer before
         the first layer are undefined.
     """
-    stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=moments.micro_batches)
+    stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=points.micro_batches)
     empty = with_recomputed_layers(stages, StageLevels(0.0, 0.0, 0.0, 0.0))
-    parts = parts_of(empty, "layers", in_flight=moments.in_flight)
-    return tuple(_linear_moment(parts, moment, stages.shape) for moment in parts.moments(moments))
+    parts = parts_of(empty, "layers", in_flight=points.in_flight)
+    return tuple(_linear_memory(parts, point, stages.shape) for point in parts.peak_points(points))
 
 
-def _linear_moment(parts: Parts, moment: Moment, shape: tuple[int, int]) -> LinearMoment:
-    sizes = [(parts.sizes[name], count) for name, count in moment if name in parts.sizes]
+def _linear_memory(parts: Parts, point: PartsAtPoint, shape: tuple[int, int]) -> StageMemoryFunction:
+    sizes = [(parts.sizes[name], count) for name, count in point if name in parts.sizes]
     levels = [size.level for size, _ in sizes if size.level is not None]
-    fixed = np.broadcast_to(np.asarray(sum(parts.at(moment).values())), shape)
-    return LinearMoment(fixed, sum(count * size.saved for size, count in sizes), levels[0] if levels else None)
+    fixed = np.broadcast_to(np.asarray(sum(parts.at(point).values())), shape)
+    return StageMemoryFunction(fixed, sum(count * size.saved for size, count in sizes), levels[0] if levels else None)

@@ -21,7 +21,7 @@ Parts of a stage that is neither first nor last, from exact records (level: high
 G, T, the gradient of O and the gradient of I are also parts of their own (`gradients`, `casts`, `output_gradient`,
 `input_gradient`). The last micro-batch has its own parts, since `except-last` does not recompute it. With a split
 backward, each pass has its own levels, and what is stored between the passes is a part (`weight_held`).
-`planner.core.cost.moments` counts the parts at each point in the step.
+`planner.core.cost.peak_points` counts the parts at each point in the step.
 
 Without exact records, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a memory
 model of their own (`planner.core.cost.chain_costs.LayerMemoryModel`).
@@ -34,15 +34,15 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray
 from planner.core.cost.layer_memory import BACKWARD, FIRST_BACKWARD, FORWARD
-from planner.core.cost.moments import (
+from planner.core.cost.peak_points import (
     BACKWARDS,
     FORWARDS,
     INPUT_BACKWARDS,
     PARTS,
     WEIGHT_BACKWARDS,
-    Moment,
-    Moments,
     PartName,
+    PartsAtPoint,
+    PeakPoints,
 )
 from planner.core.cost.stages import SplitBackwardMemory, Stages
 from planner.core.values.plan import ITEMS, Item, Recompute
@@ -74,16 +74,16 @@ class Parts:
     last_differs: bool
     """True if the last micro-batch is not recomputed like the others."""
 
-    def moments(self, moments: Moments) -> Iterator[Moment]:
+    def peak_points(self, points: PeakPoints) -> Iterator[PartsAtPoint]:
         """Return the points in a step, in order, at which stages with these parts may have their peak."""
-        for moment in moments.apart if self.last_differs else moments.alike:
-            if "message" in self.sizes or ("message", 1) not in moment:
-                yield moment
+        for point in points.apart if self.last_differs else points.alike:
+            if "message" in self.sizes or ("message", 1) not in point:
+                yield point
 
-    def at(self, moment: Moment) -> dict[Item, FloatArray]:
+    def at(self, point: PartsAtPoint) -> dict[Item, FloatArray]:
         """Return the memory at a point in the step, in bytes by component."""
         items = dict(self.always)
-        for name, count in moment:
+        for name, count in point:
             if name in self.sizes:
                 for item, size in self.sizes[name].items.items():
                     more = size if count == 1 else count * size
@@ -174,31 +174,33 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
         "backward": backward,
         "last_backward": last_backward,
     }
-    if s.halves is not None:
-        running |= _exact_halves(s, s.halves, recompute)
+    if s.split_backward is not None:
+        running |= _exact_split_backward(s, s.split_backward, recompute)
     if s.message.any():
         # Recomputation is over when gradients are sent. Of its micro-batch, the output that was sent still exists.
         running["message"] = _message(s, I + O + D if recompute == "always" else I + D)
     return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=gradient, running=running)
 
 
-def _exact_halves(s: Stages, halves: SplitBackwardMemory, recompute: Recompute) -> dict[PartName, PartSize]:
+def _exact_split_backward(
+    s: Stages, split_backward: SplitBackwardMemory, recompute: Recompute
+) -> dict[PartName, PartSize]:
     I, O, D, J = s.input, s.own_output, s.copied_input, s.rewritten
     gradient = s.output_gradient
-    first, every = halves.first_input, halves.input
-    first_input = _making_gradients(s, I + D, first, most=halves.gradients)
+    first, every = split_backward.first_input, split_backward.input
+    first_input = _making_gradients(s, I + D, first, most=split_backward.gradients)
     each_input = last_input = running_part(I + D, every, gradient, level=BACKWARD)
     if recompute in ("except-last", "always"):
         recomputing = s.peaks.forward + J
-        first_input = _making_gradients(s, I + O, np.maximum(recomputing, first) + D, most=halves.gradients)
+        first_input = _making_gradients(s, I + O, np.maximum(recomputing, first) + D, most=split_backward.gradients)
         each_input = running_part(I + O, np.maximum(recomputing, every) + D, gradient)
         last_input = each_input if recompute == "always" else last_input
-    made = s.gradients - halves.gradients
-    first_weight = PartSize({"gradients": made, "working": np.maximum(halves.first_weight - made, 0.0)})
-    each_weight = PartSize({"working": halves.weight})
+    made = s.gradients - split_backward.gradients
+    first_weight = PartSize({"gradients": made, "working": np.maximum(split_backward.first_weight - made, 0.0)})
+    each_weight = PartSize({"working": split_backward.weight})
     parts: dict[PartName, PartSize] = {
-        "weight_held": PartSize({"in_flight": halves.held}),
-        "input_backward_gradients": PartSize({"gradients": halves.gradients}),
+        "weight_held": PartSize({"in_flight": split_backward.held}),
+        "input_backward_gradients": PartSize({"gradients": split_backward.gradients}),
         "first_input_backward": first_input,
         "input_backward": each_input,
         "last_input_backward": last_input,
@@ -238,16 +240,16 @@ def _additive(s: Stages, recompute: Recompute) -> Parts:
     running = dict.fromkeys((*FORWARDS, *BACKWARDS), every)
     if s.message.any():
         running["message"] = replace(every, items={**every.items, "transfer": transfer + s.message})
-    if s.halves is not None:
-        between = s.halves.held
+    if s.split_backward is not None:
+        between = s.split_backward.held
         running |= dict.fromkeys(
             INPUT_BACKWARDS,
             replace(every, items={**every.items, "in_flight": np.maximum(between, every.items["in_flight"])}),
         )
-        running |= dict.fromkeys(WEIGHT_BACKWARDS, running_part(between, s.halves.weight + s.casts))
+        running |= dict.fromkeys(WEIGHT_BACKWARDS, running_part(between, s.split_backward.weight + s.casts))
         running["weight_held"] = PartSize({"in_flight": between})
         if s.message.any():
-            running["weight_message"] = running_part(between, s.halves.weight + s.casts, s.message)
+            running["weight_message"] = running_part(between, s.split_backward.weight + s.casts, s.message)
     kept = PartSize({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
     return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running)
 

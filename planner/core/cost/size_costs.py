@@ -32,7 +32,7 @@ class SizeCosts:
     gradients: FloatArray
     boundaries: Boundaries
     levels: MemoryLevels
-    halves: Callable[[], SplitBackwardCosts]
+    split_backward: Callable[[], SplitBackwardCosts]
     """Function that computes the costs of a split backward; called on first use, since few schedules split
     backwards."""
     memory_model: LayerMemoryModel | None = None
@@ -76,7 +76,9 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
             attributes=nothing,
             renewed=nothing,
         ),
-        halves=cache(partial(_additive_halves, layers, n, saved=saved, transient=backward, gradients=gradients)),
+        split_backward=cache(
+            partial(_additive_split_backward, layers, n, saved=saved, transient=backward, gradients=gradients)
+        ),
         crossing=additive_crossing(layers, n),
         relays={},
     )
@@ -98,7 +100,9 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         gradients=gradients,
         boundaries=boundaries,
         levels=_exact_levels(layers, details, boundaries, saved=saved, gradients=gradients, at_end=at_end),
-        halves=cache(partial(_exact_halves, layers, n, saved=saved, gradients=gradients, at_end=at_end)),
+        split_backward=cache(
+            partial(_exact_split_backward, layers, n, saved=saved, gradients=gradients, at_end=at_end)
+        ),
         target=float(details[-1].target_bytes),
         crossing=crossing,
         relays=relays,
@@ -185,7 +189,7 @@ def _split_backward_us(layers: Sequence[LayerProfile], n: int, gradients: FloatA
     return whole_us - weight_us, weight_us
 
 
-def _additive_halves(
+def _additive_split_backward(
     layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, transient: FloatArray, gradients: FloatArray
 ) -> SplitBackwardCosts:
     input_us, weight_us = _split_backward_us(layers, n, gradients)
@@ -204,7 +208,7 @@ def _additive_halves(
     )
 
 
-def _exact_halves(
+def _exact_split_backward(
     layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, gradients: FloatArray, at_end: FloatArray
 ) -> SplitBackwardCosts:
     input_us, weight_us = _split_backward_us(layers, n, gradients)

@@ -234,7 +234,7 @@ class ChainSums:
             end: One past the last layer of each stage; arrays are broadcast.
             speed: Speed of the stage's device, relative to the profiled device.
         """
-        input_us, weight_us = self._halves_us
+        input_us, weight_us = self._split_backward_sums_us
         return split_backward_times(
             busy,
             input_us[end] - input_us[first],
@@ -244,8 +244,8 @@ class ChainSums:
         )
 
     @cached_property
-    def _halves_us(self) -> tuple[FloatArray, FloatArray]:
-        return sums_before(self.costs.halves.input_us), sums_before(self.costs.halves.weight_us)
+    def _split_backward_sums_us(self) -> tuple[FloatArray, FloatArray]:
+        return sums_before(self.costs.split_backward.input_us), sums_before(self.costs.split_backward.weight_us)
 
     def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:
         """Return the time of the all-reduce and the optimizer's step (U) of stages of layers first..end-1.

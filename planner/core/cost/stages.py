@@ -2,7 +2,7 @@
 
 A window has a row for each of several first layers and a column for each of several last layers, or of several lengths.
 Each entry is a stage. `planner.core.cost.parts` composes the bytes of stages into parts of memory, and
-`planner.core.cost.moments` counts the parts at each point in the step.
+`planner.core.cost.peak_points` counts the parts at each point in the step.
 """
 
 from collections.abc import Callable, Mapping
@@ -109,14 +109,14 @@ class Stages:
     """Copies of gradients while they are sent to other replicas; 0 without such copies."""
     memory_model: StageMemoryModel | None
     """Memory records of stages with a memory model of their own; None if a model of this package applies."""
-    halves: SplitBackwardMemory | None
+    split_backward: SplitBackwardMemory | None
     """Memory with a split backward; None if not requested."""
     recomputes_layers: bool = False
     """True if `saved` and `peaks` apply to stages that recompute single layers."""
 
 
 def stages_in(
-    costs: ChainCosts, firsts: IntArray, columns: slice | int, *, micro_batches: int, in_halves: bool = False
+    costs: ChainCosts, firsts: IntArray, columns: slice | int, *, micro_batches: int, splits_backward: bool = False
 ) -> Stages:
     """Return all stages that begin with one of the layers `firsts` and end with one of the layers `columns`.
 
@@ -126,13 +126,13 @@ def stages_in(
         columns: Last layers. In a chain that `is_simple`, this may be a number of columns for stages of 1, 2, … layers;
             values of stages beyond the end of the chain are then meaningless.
         micro_batches: M.
-        in_halves: True to include the memory with a split backward; only if `columns` is a slice.
+        splits_backward: True to include the memory with a split backward; only if `columns` is a slice.
 
     Complexity: O(columns) for each of `firsts`.
     """
     window = StageWindow(costs, firsts, columns)
     stages = window.stages(micro_batches)
-    return replace(stages, halves=window.halves(stages)) if in_halves else stages
+    return replace(stages, split_backward=window.split_backward(stages)) if splits_backward else stages
 
 
 def with_recomputed_layers(stages: Stages, levels: StageLevels[Any]) -> Stages:
@@ -151,18 +151,20 @@ def with_recomputed_layers(stages: Stages, levels: StageLevels[Any]) -> Stages:
         message=backward,
         transient=backward,
     )
-    halves = stages.halves
-    if halves is not None:
+    split_backward = stages.split_backward
+    if split_backward is not None:
         # Upper bound of both passes: all bytes at once.
-        between = np.rint(halves.held)
-        halves = replace(halves, held=between, first_input=first_backward + between, input=backward + between)
+        between = np.rint(split_backward.held)
+        split_backward = replace(
+            split_backward, held=between, first_input=first_backward + between, input=backward + between
+        )
     return replace(
         with_arrays(stages, _whole),
         saved=of_all(levels.saved),
         copied_input=np.zeros((1, 1)),  # `levels` include the copy of the input
         peaks=peaks,
         memory_model=with_arrays(stages.memory_model, _whole),
-        halves=halves,
+        split_backward=split_backward,
         recomputes_layers=True,
     )
 
@@ -253,15 +255,15 @@ class StageWindow:
             peaks=self._peaks(output, gradients) if costs.exact else self._transients(),
             message=np.minimum(costs.bucket_bytes, gradients) if costs.bucket_bytes else np.zeros((1, 1)),
             memory_model=None if costs.memory_model is None else costs.memory_model.in_stages(self, micro_batches),
-            halves=None,
+            split_backward=None,
         )
 
-    def halves(self, stages: Stages) -> SplitBackwardMemory:
+    def split_backward(self, stages: Stages) -> SplitBackwardMemory:
         """Return the memory of the stages with a split backward."""
-        costs, halves = self.costs, self.costs.halves
-        by_input = np.maximum(costs.gradients - halves.weight_gradients, 0.0)
+        costs, split_backward = self.costs, self.costs.split_backward
+        by_input = np.maximum(costs.gradients - split_backward.weight_gradients, 0.0)
         # If it was not measured, assume that all saved tensors and the received input are kept.
-        held = stages.input + stages.saved if costs.halves_assumed else self.sums(halves.held)
+        held = stages.input + stages.saved if costs.is_split_backward_assumed else self.sums(split_backward.held)
         if not costs.exact:
             transient = stages.peaks.transient
             none = np.zeros((1, 1))
@@ -273,7 +275,7 @@ class StageWindow:
                 first_weight=transient,
                 weight=transient,
             )
-        above: FloatArray = stages.output - sums_after(halves.held)[self.last]
+        above: FloatArray = stages.output - sums_after(split_backward.held)[self.last]
 
         def highest_input(level: FloatArray, end_level: FloatArray) -> FloatArray:
             # Gradients of shared parameters wait in W, not in I.
@@ -284,8 +286,9 @@ class StageWindow:
         return SplitBackwardMemory(
             held=held,
             gradients=self.sums(by_input),
-            first_input=highest_input(halves.first_input, halves.end_first_input) - sums_after(by_input)[self.last],
-            input=highest_input(halves.input, halves.end_input),
+            first_input=highest_input(split_backward.first_input, split_backward.end_first_input)
+            - sums_after(by_input)[self.last],
+            input=highest_input(split_backward.input, split_backward.end_input),
             first_weight=first_weight,
             weight=weight,
         )

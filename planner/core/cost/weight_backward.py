@@ -33,18 +33,23 @@ def weight_peaks(window: "StageWindow", passing: RelayedTensors) -> tuple[FloatA
     Returns:
         Two arrays of bytes, shape (firsts, columns).
     """
-    costs, columns, halves, casts = window.costs, window.columns, window.costs.halves, window.costs.state.casts
-    levels, held_before = weight_levels(costs), sums_before(halves.held)[window.firsts][:, None]
+    costs, columns, split_backward, casts = (
+        window.costs,
+        window.columns,
+        window.costs.split_backward,
+        window.costs.state.casts,
+    )
+    levels, held_before = weight_levels(costs), sums_before(split_backward.held)[window.firsts][:, None]
     # Levels include gradients of all later layers of the chain.
     first = passing.highest_weight_backward(levels.first[columns], "first")
     first = first - sums_after(levels.waiting)[None, columns] - held_before
-    later = passing.highest_weight_backward(halves.weight[columns], "later")
+    later = passing.highest_weight_backward(split_backward.weight[columns], "later")
     later = later - sums_after(casts)[None, columns] - held_before
     if not casts.any():
         return first, later
     waiting = window.sums(casts)
     at_end = np.where(waiting > 0, waiting + window.highest(levels.turning[columns]), 0.0)
-    at_end_of_first = window.sums(halves.weight_gradients) + window.highest(casts[columns])
+    at_end_of_first = window.sums(split_backward.weight_gradients) + window.highest(casts[columns])
     return np.maximum(first, at_end_of_first), np.maximum(later, at_end)
 
 
@@ -62,10 +67,10 @@ class WeightLevels(NamedTuple):
 
 def weight_levels(costs: ChainCosts) -> WeightLevels:
     """Return the highest memory of W of each layer, for stages that end with the last layer of the chain."""
-    halves, casts = costs.halves, costs.state.casts
-    made = halves.weight_gradients
+    split_backward, casts = costs.split_backward, costs.state.casts
+    made = split_backward.weight_gradients
     # A parameter with a low-precision copy first has a gradient of the copy.
     waiting = casts + np.maximum(made - 2 * casts, 0.0) if casts.any() else made
     # At the end of W, no tensors are stored for W.
-    turning = np.maximum(halves.weight - sums_before(halves.held)[:-1] - sums_after(casts) - casts, 0.0)
-    return WeightLevels(halves.first_weight - sums_after(made) + sums_after(waiting), waiting, turning)
+    turning = np.maximum(split_backward.weight - sums_before(split_backward.held)[:-1] - sums_after(casts) - casts, 0.0)
+    return WeightLevels(split_backward.first_weight - sums_after(made) + sums_after(waiting), waiting, turning)

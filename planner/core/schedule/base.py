@@ -82,8 +82,8 @@ class Schedule(ABC):
     """True if some or all backwards are split into an input-gradient (I) and a weight-gradient (W) pass."""
     has_closed_form: ClassVar[bool] = False
     """True if `planner.core.cost.step_time` computes the step time by a formula, without simulation."""
-    has_known_moments: ClassVar[bool] = False
-    """True if `planner.core.cost.moments.stage_moments` finds the memory of a stage without simulation."""
+    has_known_peak_points: ClassVar[bool] = False
+    """True if `planner.core.cost.peak_points.stage_peak_points` finds the memory of a stage without simulation."""
     is_one_forward_one_backward: ClassVar[bool] = False
     """True if a stage with n later stages has at most n + 1 micro-batches in flight."""
 

@@ -22,9 +22,9 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from planner.core.schedule.base import Action
-from planner.core.schedule.halves import VSchedule
 from planner.core.schedule.kinds import KINDS, Flow, Letter
 from planner.core.schedule.program import needed_message
+from planner.core.schedule.split_backward import VSchedule
 from planner.core.values.placement import stages_on
 
 _PERIOD = 6

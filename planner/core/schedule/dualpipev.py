@@ -10,7 +10,7 @@ first, then the backward. Most backwards are whole. Split backwards are used whi
 
 from planner.core.errors import UsageError
 from planner.core.schedule.base import Action
-from planner.core.schedule.halves import DOWN, UP, OrderBuilder, VSchedule
+from planner.core.schedule.split_backward import DOWN, UP, OrderBuilder, VSchedule
 
 
 class DualPipeV(VSchedule):

@@ -21,7 +21,7 @@ class GPipe(Schedule):
     torch_name = "GPipe"
     is_forwards_first = True
     has_closed_form = True
-    has_known_moments = True
+    has_known_peak_points = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return all forwards, then all backwards, in the same order."""

@@ -8,8 +8,8 @@ Rounds are those of interleaved 1F1B. I and W are ordered as in ZB-H1. With one 
 """
 
 from planner.core.schedule.base import Action
-from planner.core.schedule.halves import alternating_order
 from planner.core.schedule.interleaved import Interleaved, in_rounds
+from planner.core.schedule.split_backward import alternating_order
 
 
 class InterleavedZB(Interleaved):

@@ -20,7 +20,7 @@ class OneForwardOneBackward(Schedule):
     name = "1f1b"
     title = "1F1B"
     torch_name = "1F1B"
-    has_known_moments = True
+    has_known_peak_points = True
     is_one_forward_one_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:

@@ -12,7 +12,7 @@ before its first and after its last action.
 from typing import ClassVar
 
 from planner.core.schedule.base import Action, Schedule
-from planner.core.schedule.halves import alternating_order
+from planner.core.schedule.split_backward import alternating_order
 
 
 class ZBH1(Schedule):

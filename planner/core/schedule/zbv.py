@@ -10,7 +10,7 @@ last action, if M is at least 2K-1. The orders equal those of torch's `ScheduleZ
 """
 
 from planner.core.schedule.base import Action
-from planner.core.schedule.halves import DOWN, UP, OrderBuilder, VSchedule
+from planner.core.schedule.split_backward import DOWN, UP, OrderBuilder, VSchedule
 
 
 class ZBV(VSchedule):

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import SharedBytes, bytes_by_component, subtract_shared
-from planner.core.cost.moments import PARTS
 from planner.core.cost.parts import Parts, parts_of, shared_parts_of
+from planner.core.cost.peak_points import PARTS
 from planner.core.cost.stage_time import CHOICES, ChainSums, hidden_us
 from planner.core.cost.stages import Stages, stages_in
 from planner.core.schedule import KINDS
@@ -100,7 +100,7 @@ def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator
         rows = np.flatnonzero((group >= at) & (group < stop))
         yield _Block(
             rows=rows,
-            stages=stages_in(costs, firsts[at:stop], columns, micro_batches=micro_batches, in_halves=True),
+            stages=stages_in(costs, firsts[at:stop], columns, micro_batches=micro_batches, splits_backward=True),
             places=(group[rows] - at, cells.end[rows] - 1 - columns.start),
             received=costs.boundaries.input[cells.first[rows]],
         )

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, TiedParameters
 from planner.core.cost.costs import CostTable
-from planner.core.cost.moments import PARTS
 from planner.core.cost.partition import Partition
+from planner.core.cost.peak_points import PARTS
 from planner.core.cost.stage_time import CHOICES
 from planner.core.cost.width import profile_of_plan
 from planner.core.judge.certainty import SLACK_BYTES, certainty_of
@@ -175,7 +175,7 @@ class _NearbyStages:
 
     def sharing_modes(self, schedule: Schedule, chunks: int, micro_batches: int) -> list[int]:
         layout = self.layouts[chunks, schedule.placement]
-        if not schedule.has_known_moments:
+        if not schedule.has_known_peak_points:
             return [SHARED, *(IN_PLACE if a == b else SHARED for a, b in pairwise(layout.devices))]
         if self.chain.one.memory_model is None:
             return [ALONE] * layout.num_stages
@@ -279,5 +279,5 @@ def _devices(chain: _Chain) -> dict[str, object]:
         "memory_bytes": plan.inputs.memory_bytes,
         "reserve_bytes": chain.pipeline.cluster.reserve_bytes,
         "batch": plan.inputs.batch,
-        "halves_assumed": chain.one.halves_assumed,
+        "halves_assumed": chain.one.is_split_backward_assumed,
     }

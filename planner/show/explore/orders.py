@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from planner.core.cost.moments import PARTS, CountChanges, count_changes
+from planner.core.cost.peak_points import PARTS, CountChanges, count_changes
 from planner.core.errors import UsageError
 from planner.core.schedule import KINDS, SCHEDULES, Action, Schedule, schedule_of
 from planner.core.values.limits import MOST_CHUNKS

@@ -164,9 +164,12 @@ class LinearProgram:
         durations = {"F": forward, "B": _pairwise_sums(alone, again)}
         last = {"F": forward, "B": _pairwise_sums(alone, last_again)}
         if case.schedule.splits_backward:
-            halves = stages(costs.halves.input_us, overhead), stages(costs.halves.weight_us, overhead)
-            durations |= {"I": _pairwise_sums(halves[0], again), "W": halves[1]}
-            last |= {"I": _pairwise_sums(halves[0], last_again), "W": halves[1]}
+            split_backward = (
+                stages(costs.split_backward.input_us, overhead),
+                stages(costs.split_backward.weight_us, overhead),
+            )
+            durations |= {"I": _pairwise_sums(split_backward[0], again), "W": split_backward[1]}
+            last |= {"I": _pairwise_sums(split_backward[0], last_again), "W": split_backward[1]}
         sends = [self._send(s) for s in range(self._S)]
         times = Durations(durations, last, sends, evaluator.blocking.tolist())
         carried = device_spans(evaluator.actions, times, begin=Linear(), later_of=self._maximum)
@@ -223,11 +226,11 @@ class LinearProgram:
             return None
         recomputation = [self._recompute_columns(s) for s in range(self._S)]
         whole = Evaluator(evaluator.case, evaluator.num_devices, width=self._W + 1)
-        for device, moments in enumerate(whole.moments):
-            for moment in self._points_with_most_memory(whole, device, reference_cuts):
+        for device, points in enumerate(whole.peak_counts):
+            for point in self._points_with_most_memory(whole, device, reference_cuts):
                 room = Linear({}, evaluator.case.limits_bytes[device])
                 for chunk, s in enumerate(evaluator.chunks[device]):
-                    counts = moments[moment, chunk]
+                    counts = points[point, chunk]
                     handed_over = most_shared_input_bytes(evaluator.case.costs, counts) * (
                         s - 1 in evaluator.chunks[device]
                     )
@@ -247,12 +250,12 @@ class LinearProgram:
         return RecomputeColumns(columns, rows)
 
     def _points_with_most_memory(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
-        moments, chunks = whole.moments[device], whole.chunks[device]
-        alive = np.empty((len(self.evaluator.allowed), len(chunks), len(moments)))
+        points, chunks = whole.peak_counts[device], whole.chunks[device]
+        alive = np.empty((len(self.evaluator.allowed), len(chunks), len(points)))
         for chunk, s in enumerate(chunks):
             place = reference_cuts[s + 1], max(0, reference_cuts[s] - reference_cuts[s + 1] + whole.width)
             for option, choice in enumerate(self.evaluator.allowed):
-                alive[option, chunk] = moments[:, chunk] @ whole.parts[choice, *place][1:]
+                alive[option, chunk] = points[:, chunk] @ whole.parts[choice, *place][1:]
         alike = alive.sum(axis=1)
         return sorted(
             {

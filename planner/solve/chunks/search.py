@@ -60,7 +60,7 @@ _BRANCHED, _MOST_BRANCHED = 20, 10_000_000
 _LEAST_S = 0.01
 """Smallest time that the lower bound gets under a time limit, in seconds."""
 
-_ORDER, _MOMENTS = 2, 4
+_ORDER, _PEAK_POINTS = 2, 4
 """Effort to compute the action order, and the points in the step, of a case, in simulated partitions."""
 
 _CELLS = 5
@@ -84,7 +84,7 @@ def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEV
 def _search_all(progress: Progress) -> None:
     effort = progress.effort
     for evaluator, least_us in evaluators(progress):
-        effort.spent += (_ORDER + _MOMENTS) * evaluator.num_actions if effort.is_bounded else 0
+        effort.spent += (_ORDER + _PEAK_POINTS) * evaluator.num_actions if effort.is_bounded else 0
         if not _simulate_all(progress, evaluator):
             progress.leave_out(_improve(progress, evaluator, least_us))
 
@@ -116,7 +116,7 @@ def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
             return
         evaluator = Evaluator(case, num_devices)
         cells = (case.costs.num_layers + 1) * evaluator.width * len(evaluator.allowed)
-        if not progress.effort.try_reserve((_ORDER + _MOMENTS + 1) * evaluator.num_actions, cells // _CELLS):
+        if not progress.effort.try_reserve((_ORDER + _PEAK_POINTS + 1) * evaluator.num_actions, cells // _CELLS):
             progress.leave_out(least_us)
             return
         if evaluator.can_run:

@@ -31,8 +31,8 @@ import numpy as np
 from planner.core.cost.arrays import BoolArray, FloatArray, IndexArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import KEEP, RECOMPUTE, StageLayers
-from planner.core.cost.memory import linear_moments
-from planner.core.cost.moments import Moments
+from planner.core.cost.memory import stage_memory_functions
+from planner.core.cost.peak_points import PeakPoints
 
 RELATIVE = 1e-12
 """Relative difference above which a time counts as shorter; sums in another order differ by less, by rounding."""
@@ -65,7 +65,7 @@ def cheapest_layers(
     costs: ChainCosts,
     first: int,
     end: int,
-    moments: Moments,
+    points: PeakPoints,
     *,
     limit_bytes: float,
     most_labels: int = 4096,
@@ -78,13 +78,13 @@ def cheapest_layers(
         costs: Costs of the chain at the plan's micro-batch size.
         first: First layer of the stage.
         end: One past the last layer of the stage.
-        moments: Points in the step at which the memory of the stage's device may peak.
+        points: Points in the step at which the memory of the stage's device may peak.
         limit_bytes: Memory limit without the reserve.
         most_labels: Number of labels kept per layer. The result is exact if there are never more labels.
 
     Complexity: O((end - first) · labels); there are few labels if many layers are equal.
     """
-    linear = linear_moments(costs, np.array([first]), end, moments)
+    linear = stage_memory_functions(costs, np.array([first]), end, points)
     limits = [
         MemoryLimit(limit_bytes - float(m.fixed[0, -1]), m.weight, -1 if m.level is None else m.level) for m in linear
     ]

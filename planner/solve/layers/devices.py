@@ -140,7 +140,7 @@ class RecomputeSearch:
         whole = {n: evaluator.stage_bytes(cuts[None], np.full((1, evaluator.num_stages), n)) for n in evaluator.allowed}
         chunks = []
         for place, s in enumerate(stages):
-            counts = evaluator.moments[device][:, place]
+            counts = evaluator.peak_counts[device][:, place]
             shared_here = SharedBytes(*(item[:, s : s + 1] for item in shared))
             stage = self._stage(int(cuts[s]), int(cuts[s + 1]))
             chunk = _Chunk(stage, stage.by_layers.without(shared_here, exact=costs.exact), counts)
@@ -155,14 +155,16 @@ class RecomputeSearch:
         if (first, end) not in self._stages:
             case = self._evaluator.case
             self._stages[first, end] = _StageTables(
-                case.costs, first, end, case.micro_batches, in_halves=case.schedule.splits_backward
+                case.costs, first, end, case.micro_batches, splits_backward=case.schedule.splits_backward
             )
         return self._stages[first, end]
 
 
 class _StageTables:
-    def __init__(self, costs: ChainCosts, first: int, end: int, micro_batches: int, *, in_halves: bool) -> None:
-        self.by_layers = chunk_memory_function(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
+    def __init__(self, costs: ChainCosts, first: int, end: int, micro_batches: int, *, splits_backward: bool) -> None:
+        self.by_layers = chunk_memory_function(
+            costs, first, end, micro_batches=micro_batches, splits_backward=splits_backward
+        )
         self.layers = StageLayers.of(costs, first, end)
         self.times_us = costs.forward_us[first:end]
         forward_us = float(self.times_us.sum()) if costs.has_backward[end - 1] else 0.0

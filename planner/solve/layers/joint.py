@@ -187,8 +187,8 @@ def _solve_layers(case: Case, layers: RecomputeTimes, cuts: ChainCuts, deadline:
     layers_us = np.zeros(len(choices))
     for k in np.flatnonzero(choices == LAYERS).tolist():
         deadline.check()
-        moments = case.moments(len(choices) - 1 - k)
-        solved = layers.solve_stage(cuts.cuts[k], cuts.cuts[k + 1], case.limits_bytes[k], moments)
+        points = case.peak_points(len(choices) - 1 - k)
+        solved = layers.solve_stage(cuts.cuts[k], cuts.cuts[k + 1], case.limits_bytes[k], points)
         if solved is None:
             return None
         recomputed[k], layers_us[k] = solved.recomputed, solved.recompute_us

@@ -70,7 +70,7 @@ def _surely_fits_without_recomputation(case: Case, upper_us: float) -> bool:
     if case.schedule.is_to_be_made:
         return False
     width = max_stage_layers(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=inf)
-    if case.schedule.has_known_moments:
+    if case.schedule.has_known_peak_points:
         return case.memory(width, case.num_devices - 1).most_bytes() <= min(case.limits_bytes)
     # Every chunk is assumed to be the largest possible stage, so the result may be False although all plans fit.
     counts = [n for n in range(1, case.num_devices + 1) if case.least_us(n) < upper_us]
@@ -83,7 +83,7 @@ def _holds_all(evaluator: Evaluator, width: int) -> bool:
     if width > evaluator.width:
         return False
     parts = np.where(np.isfinite(evaluator.parts[0]), evaluator.parts[0], 0.0).max(axis=(0, 1))
-    held = [float((parts[0] + counts @ parts[1:]).sum(axis=1).max()) for counts in evaluator.moments]
+    held = [float((parts[0] + counts @ parts[1:]).sum(axis=1).max()) for counts in evaluator.peak_counts]
     return all(most <= limit for most, limit in zip(held, evaluator.case.limits_bytes, strict=False))
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import least_levels, most_savings
-from planner.core.cost.memory import linear_moments
-from planner.core.cost.moments import Moments
+from planner.core.cost.memory import stage_memory_functions
+from planner.core.cost.peak_points import PeakPoints
 from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_layers
 from planner.solve.space.tables import fill_stage_tables
 
@@ -43,43 +43,43 @@ class RecomputeTimes:
         """Number of stages whose layers were chosen exactly so far."""
         return sum(map(len, self._exact.values()))
 
-    def table(self, width: int, limit_bytes: float, moments: Moments) -> FloatArray:
+    def table(self, width: int, limit_bytes: float, points: PeakPoints) -> FloatArray:
         """Return lower bounds of the recomputation time of each stage, shape (L+1, width); infinite if it never fits.
 
         Args:
             width: Number of layers of the longest stage.
             limit_bytes: Memory limit of the stages' device, without the reserve.
-            moments: Points in the step at which the memory of this device may peak.
+            points: Points in the step at which the memory of this device may peak.
         """
-        device = _DeviceKey(limit_bytes, moments.in_flight)
+        device = _DeviceKey(limit_bytes, points.in_flight)
         table = self._tables.get(device)
         if table is None or table.shape[1] != width:
             table = np.full((self._costs.num_layers + 1, width), np.inf)
             fill_stage_tables(
                 [table],
-                lambda firsts, stop: [least_recompute_us(self._costs, firsts, stop, moments, limit_bytes=limit_bytes)],
+                lambda firsts, stop: [least_recompute_us(self._costs, firsts, stop, points, limit_bytes=limit_bytes)],
             )
             self._tables[device] = table
             for (first, end), choice in self._exact.get(device, {}).items():
                 _set_entry(table, first, end, choice)
         return table
 
-    def solve_stage(self, first: int, end: int, limit_bytes: float, moments: Moments) -> LayerChoice | None:
+    def solve_stage(self, first: int, end: int, limit_bytes: float, points: PeakPoints) -> LayerChoice | None:
         """Return the layers whose recomputation makes a stage fit in the least time, and record their time in a table.
 
         Args:
             first: First layer of the stage.
             end: One past the last layer of the stage.
             limit_bytes: Memory limit of the stage's device, without the reserve.
-            moments: Points in the step at which the memory of this device may peak.
+            points: Points in the step at which the memory of this device may peak.
 
         Returns:
             The choice; None if the stage never fits.
         """
-        device = _DeviceKey(limit_bytes, moments.in_flight)
+        device = _DeviceKey(limit_bytes, points.in_flight)
         choices = self._exact.setdefault(device, {})
         if (first, end) not in choices:
-            choice = choices[first, end] = cheapest_layers(self._costs, first, end, moments, limit_bytes=limit_bytes)
+            choice = choices[first, end] = cheapest_layers(self._costs, first, end, points, limit_bytes=limit_bytes)
             if device in self._tables:
                 _set_entry(self._tables[device], first, end, choice)
         return choices[first, end]
@@ -92,7 +92,7 @@ def _set_entry(table: FloatArray, first: int, end: int, choice: LayerChoice | No
 
 
 def least_recompute_us(
-    costs: ChainCosts, firsts: IntArray, stop: int, moments: Moments, *, limit_bytes: float
+    costs: ChainCosts, firsts: IntArray, stop: int, points: PeakPoints, *, limit_bytes: float
 ) -> FloatArray:
     """Return lower bounds of the time to recompute layers so that stages fit, by a fractional knapsack.
 
@@ -100,7 +100,7 @@ def least_recompute_us(
         costs: Costs of the chain.
         firsts: First layers of the stages, ascending.
         stop: One past the last layer at which a stage may end; the smallest last layer is `firsts[0]`.
-        moments: Points in the step at which the memory of the stages' device may peak.
+        points: Points in the step at which the memory of the stages' device may peak.
         limit_bytes: Memory limit without the reserve.
 
     Returns:
@@ -112,11 +112,11 @@ def least_recompute_us(
     span = slice(int(firsts[0]), stop)
     saved, levels = least_levels(costs, firsts, span)
     must_go = np.full(saved.shape, -np.inf)
-    for moment in linear_moments(costs, firsts, stop, moments):
-        over = moment.fixed - limit_bytes
-        shares = moment.weight
-        if moment.level is not None:
-            over = over + moment.weight * saved + levels[moment.level]
+    for function in stage_memory_functions(costs, firsts, stop, points):
+        over = function.fixed - limit_bytes
+        shares = function.weight
+        if function.level is not None:
+            over = over + function.weight * saved + levels[function.level]
             # With exact records, the peak includes saved bytes: saving a byte less before the peak also lowers it.
             shares += costs.exact
         must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))

@@ -13,9 +13,8 @@ Otherwise the device waits. Good values depend on times and memory, so `order_se
                                            dev. 0  0F0 0F1     0I0 0W0 0I1 0W1
                                            dev. 1      1F0 1I0 1F1 1I1 1W0 1W1
 
-Memory is an approximation of `planner.core.cost.moments`. A micro-batch occupies one number of bytes between F and I
-and another one between I and W, and the running action occupies more. The caller checks the resulting order with the
-exact memory model.
+Memory is approximate: a micro-batch occupies one number of bytes between F and I, and another one between I and W, and
+the running action occupies more. The caller checks the resulting order with the exact memory model.
 
 Source: the heuristic of Qi et al. 2023 (arXiv:2401.10241), section 3.1, extended to any placement, times and limits.
 """

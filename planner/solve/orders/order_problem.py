@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.core.cost.arrays import FloatArray
-from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS, WEIGHT_BACKWARDS
+from planner.core.cost.peak_points import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS, WEIGHT_BACKWARDS
 from planner.core.cost.simulate import StageTimes
 
 
@@ -59,7 +59,7 @@ def footprint_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageFo
 
     Args:
         always: Permanent bytes.
-        parts: Bytes of each of `planner.core.cost.moments.PARTS`.
+        parts: Bytes of each of `planner.core.cost.peak_points.PARTS`.
         is_whole: True if the stage runs B; False if it runs I and W.
     """
     part = dict(zip(PARTS, parts.tolist(), strict=True))

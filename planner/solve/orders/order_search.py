@@ -233,8 +233,11 @@ def least_period_us(problem: OrderProblem) -> float:
     def each(name: str) -> FloatArray:
         return np.array([[getattr(times, name) for times in problem.times]])
 
-    busy, halves = BusyTimes(*map(each, BusyTimes._fields)), SplitBackwardTimes(*map(each, SplitBackwardTimes._fields))
-    times = LeastTimes.of(busy, halves, each("send_us"), problem.micro_batches)
+    busy, split_backward = (
+        BusyTimes(*map(each, BusyTimes._fields)),
+        SplitBackwardTimes(*map(each, SplitBackwardTimes._fields)),
+    )
+    times = LeastTimes.of(busy, split_backward, each("send_us"), problem.micro_batches)
     footprints = [problem.footprints[stages[0]] for stages in problem.chunks]
     fitting = [
         (limit - f.always) / max(f.held, 1e-9) for limit, f in zip(problem.limits_bytes, footprints, strict=True)
@@ -287,8 +290,8 @@ def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
 
 def split_costs_nothing(problem: OrderProblem) -> bool:
     """Return True if, on every stage, a split backward (I and W) takes no longer than a whole backward (B)."""
-    halves = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
-    return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in halves)
+    split_backward = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
+    return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in split_backward)
 
 
 def _random_range(number: int, rng: random.Random) -> range:

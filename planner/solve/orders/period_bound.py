@@ -36,7 +36,7 @@ from math import inf
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
-from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS
+from planner.core.cost.peak_points import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS
 from planner.core.cost.stage_time import BusyTimes, SplitBackwardTimes
 from planner.solve.chunks.search import all_cuts
 from planner.solve.space.case import Case
@@ -70,21 +70,27 @@ class LeastTimes:
     """Time of one transfer to the next stage."""
 
     @classmethod
-    def of(cls, busy: BusyTimes, halves: SplitBackwardTimes, send_us: FloatArray, micro_batches: int) -> "LeastTimes":
+    def of(
+        cls, busy: BusyTimes, split_backward: SplitBackwardTimes, send_us: FloatArray, micro_batches: int
+    ) -> "LeastTimes":
         """Return the least times of stages.
 
         Args:
             busy: Times of forwards and whole backwards, shape (N, S).
-            halves: Times of split backwards, shape (N, S).
+            split_backward: Times of split backwards, shape (N, S).
             send_us: Times of one transfer to the next stage, shape (N, S).
             micro_batches: Number of micro-batches, M.
         """
-        backward = np.minimum(busy.backward_us, halves.input_backward_us + halves.weight_backward_us)
-        last = np.minimum(busy.last_backward_us, halves.last_input_backward_us + halves.weight_backward_us)
+        backward = np.minimum(busy.backward_us, split_backward.input_backward_us + split_backward.weight_backward_us)
+        last = np.minimum(
+            busy.last_backward_us, split_backward.last_input_backward_us + split_backward.weight_backward_us
+        )
         whole = np.minimum(busy.backward_us, busy.last_backward_us)
         return cls(
             forward_us=busy.forward_us,
-            gradient_us=np.minimum(whole, np.minimum(halves.input_backward_us, halves.last_input_backward_us)),
+            gradient_us=np.minimum(
+                whole, np.minimum(split_backward.input_backward_us, split_backward.last_input_backward_us)
+            ),
             last_us=np.minimum(backward, last),
             work_us=micro_batches * busy.forward_us + (micro_batches - 1) * backward + last,
             send_us=send_us,
@@ -146,7 +152,7 @@ def least_windows_us(
 
 def least_trip_us(case: Case) -> float:
     """Return a lower bound of the step time of all partitions: the round trip of one micro-batch."""
-    gradient_us = np.minimum(case.costs.backward_us, case.costs.halves.input_us)
+    gradient_us = np.minimum(case.costs.backward_us, case.costs.split_backward.input_us)
     return float((case.costs.forward_us + gradient_us).sum()) / case.highest_speed
 
 
@@ -262,8 +268,8 @@ def _combine(stages: Sequence[_StageBounds], join: Callable[[Sequence[FloatArray
 
 def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[LeastTimes, FloatArray]:
     choices = np.full((len(cuts), evaluator.num_stages), choice)
-    busy, halves, crossing, own_us = evaluator.durations(cuts, choices)
-    times = LeastTimes.of(busy, halves, crossing, evaluator.case.micro_batches)
+    busy, split_backward, crossing, own_us = evaluator.durations(cuts, choices)
+    times = LeastTimes.of(busy, split_backward, crossing, evaluator.case.micro_batches)
     if evaluator.case.replicas > 1:
         # Only the all-reduce of one chunk must come after the last action, so count the smallest.
         sums = evaluator.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:])[:, evaluator.stages]

@@ -177,10 +177,11 @@ def _named_schedule_evaluators(evaluator: Evaluator) -> list[Evaluator]:
 
 def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
     cuts, choices = cuts[None], choices[None]
-    busy, halves, crossing, own = evaluator.durations(cuts, choices)
+    busy, split_backward, crossing, own = evaluator.durations(cuts, choices)
     always, parts, _ = evaluator.stage_bytes(cuts, choices)
     durations = {
-        name: np.broadcast_to(us, choices.shape)[0] for name, us in {**busy._asdict(), **halves._asdict()}.items()
+        name: np.broadcast_to(us, choices.shape)[0]
+        for name, us in {**busy._asdict(), **split_backward._asdict()}.items()
     }
     return OrderProblem(
         chunks=tuple(evaluator.chunks),

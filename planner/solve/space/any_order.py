@@ -77,7 +77,7 @@ def _least_recomputation_us(case: "Case") -> float:
     room = sum(case.limits_bytes) - float(state.sum()) + shared + _ROUNDED_BYTES * costs.num_layers
     gradient_us = costs.backward_us
     if case.schedule.splits_backward:
-        gradient_us = np.minimum(gradient_us, costs.halves.input_us)
+        gradient_us = np.minimum(gradient_us, costs.split_backward.input_us)
     stay_us = np.cumsum((costs.forward_us + gradient_us)[::-1])[::-1] / case.highest_speed
     held = num * least_saved_bytes(costs) * stay_us
     if room <= 0 or held.sum() <= work_us * room:

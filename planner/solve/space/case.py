@@ -11,8 +11,8 @@ import numpy as np
 from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import CostsAtSize
-from planner.core.cost.moments import Moments, stage_moments
 from planner.core.cost.partition import Partition
+from planner.core.cost.peak_points import PeakPoints, stage_peak_points
 from planner.core.cost.stage_time import CHOICES, LAYERS, ChainSums
 from planner.core.schedule import LoadBounds, Schedule
 from planner.core.values.cluster import Cluster
@@ -67,7 +67,7 @@ class Case:
     policy: RecomputePolicy
     rules: StageRules
     chunks: int = 1
-    least_recompute_us: Callable[[int, float, Moments], FloatArray] | None = None
+    least_recompute_us: Callable[[int, float, PeakPoints], FloatArray] | None = None
     """Function of a table width, a memory limit in bytes, and the points in the step at which memory may peak. It
     returns lower bounds of the time to recompute single layers of each stage, shape (L+1, width). None: stages are
     recomputed whole or not at all."""
@@ -132,7 +132,9 @@ class Case:
         """Shortest backward time of each layer under the schedule, with a whole or split backward; shape (L,)."""
         if not self.schedule.splits_backward:
             return self.costs_at_size.backward_us
-        return np.minimum(self.costs.backward_us, self.costs.halves.input_us + self.costs.halves.weight_us)
+        return np.minimum(
+            self.costs.backward_us, self.costs.split_backward.input_us + self.costs.split_backward.weight_us
+        )
 
     @property
     def is_too_large(self) -> bool:
@@ -174,20 +176,20 @@ class Case:
         share_us = max(float(pair_us.sum()) / sum(speeds[:num_stages]), float(pair_us.max()) / speeds[0])
         return self.micro_batches * share_us
 
-    def moments(self, level: int) -> Moments:
+    def peak_points(self, level: int) -> PeakPoints:
         """Return the points in the step at which the memory of a stage with `level` later stages may peak."""
-        return stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
+        return stage_peak_points(self.schedule, micro_batches=self.micro_batches, num_later=level)
 
     def memory(self, width: int, level: int) -> MemoryTable:
         """Return the peak memory of every stage of at most `width` layers that has `level` later stages."""
-        moments = self.moments(level)
-        key = width, moments.in_flight
+        points = self.peak_points(level)
+        key = width, points.in_flight
         if key not in self._memory:
             wider = [table for (_, count), table in self._memory.items() if count == key[1] and table.width > width]
             if wider:
                 self._memory[key] = wider[0].narrowed(width)
                 return self._memory[key]
-            table = MemoryTable.of(self.costs, moments, width=width, policy=self.policy)
+            table = MemoryTable.of(self.costs, points, width=width, policy=self.policy)
             if any(width != other for other, _ in self._memory):
                 self._memory.clear()  # Tables only widen during a search, so narrower tables are not needed again.
             self._memory[key] = table
@@ -243,7 +245,7 @@ class Case:
                 layers_us = (
                     None
                     if easy or not self.least_recompute_us
-                    else self.least_recompute_us(width, limit, self.moments(level))
+                    else self.least_recompute_us(width, limit, self.peak_points(level))
                 )
                 variants[key] = self._device_tables(
                     memory,

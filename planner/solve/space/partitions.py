@@ -20,7 +20,7 @@ from planner.core.cost.device_memory import (
     subtract_shared,
 )
 from planner.core.cost.layer_memory import StageLevels, least_levels, most_savings
-from planner.core.cost.moments import PARTS, moments_of
+from planner.core.cost.peak_points import PARTS, peak_part_counts
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import CHOICES, BusyTimes, SplitBackwardTimes, hidden_us, optimizer_tail_us
 from planner.core.cost.stages import Stages, stages_in, with_recomputed_layers
@@ -102,7 +102,7 @@ class Evaluator:
         """Return an evaluator for another schedule with the same placement; it reuses the memory tables."""
         other = copy(self)
         other.case = replace(self.case, schedule=schedule)
-        for known in ("actions", "moments"):
+        for known in ("actions", "peak_counts"):
             vars(other).pop(known, None)
         vars(other)["parts"] = self.parts
         return other
@@ -144,8 +144,8 @@ class Evaluator:
         """Return the bytes by which each device exceeds its memory limit, shape (N, K); infinite outside the tables."""
         always, parts, inside = self.stage_bytes(cuts, choices)
         peaks = [
-            device_peaks(always[:, stages], parts[:, stages], moments=moments)
-            for stages, moments in zip(self.stages, self.moments, strict=True)
+            device_peaks(always[:, stages], parts[:, stages], counts=counts)
+            for stages, counts in zip(self.stages, self.peak_counts, strict=True)
         ]
         return self._excess_bytes(np.stack(peaks, axis=1), inside)
 
@@ -163,8 +163,8 @@ class Evaluator:
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
         inside = every[0][2]
         peaks = [
-            device_peaks_by_choice(always[:, :, stages], parts[:, :, stages], combinations, moments=moments)
-            for stages, moments in zip(self.stages, self.moments, strict=True)
+            device_peaks_by_choice(always[:, :, stages], parts[:, :, stages], combinations, counts=counts)
+            for stages, counts in zip(self.stages, self.peak_counts, strict=True)
         ]
         return self._excess_bytes(np.stack(peaks, axis=2), inside[:, None])
 
@@ -233,9 +233,9 @@ class Evaluator:
         return self.case.sums.split_backward_times(busy, cuts[:, :-1], cuts[:, 1:], speed=self.speeds)
 
     @cached_property
-    def moments(self) -> list[FloatArray]:
+    def peak_counts(self) -> list[FloatArray]:
         """Number of each of `PARTS` at the points in the step at which memory may peak, one array per device."""
-        return [moments.astype(np.float64) for moments in moments_of(self.actions)]
+        return [counts.astype(np.float64) for counts in peak_part_counts(self.actions)]
 
     @cached_property
     def parts(self) -> FloatArray:
@@ -270,7 +270,7 @@ class Evaluator:
     def _stages_in(self, firsts: IntArray, stop: int) -> Stages:
         case, layers = self.case, slice(int(firsts[0]), stop)
         splits = case.schedule.splits_backward
-        return stages_in(case.costs, firsts, layers, micro_batches=case.micro_batches, in_halves=splits)
+        return stages_in(case.costs, firsts, layers, micro_batches=case.micro_batches, splits_backward=splits)
 
     @cached_property
     def _any_by_layers(self) -> ChunkMemoryFunction:
@@ -281,7 +281,7 @@ class Evaluator:
             0,
             case.costs.num_layers,
             micro_batches=case.micro_batches,
-            in_halves=case.schedule.splits_backward,
+            splits_backward=case.schedule.splits_backward,
         )
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from planner.core.cost.arrays import ChoiceArray, FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts, sums_before
 from planner.core.cost.memory import peak_bytes_of_stages
-from planner.core.cost.moments import Moments
 from planner.core.cost.passing import is_simple
+from planner.core.cost.peak_points import PeakPoints
 from planner.core.cost.stage_time import CHOICES
 from planner.core.values.plan import RecomputePolicy
 
@@ -35,22 +35,22 @@ class MemoryTable:
     """Tables of peak memory by index into `CHOICES`, shape (L+1, width); infinite for entries without a stage."""
 
     @classmethod
-    def of(cls, costs: ChainCosts, moments: Moments, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
+    def of(cls, costs: ChainCosts, points: PeakPoints, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
         """Return the memory table of a chain.
 
         Args:
             costs: Costs of the chain's layers.
-            moments: Points in the step at which the memory of the stage's device may peak.
+            points: Points in the step at which the memory of the stage's device may peak.
             width: Number of layers of the longest stage.
             policy: Recomputation policy, which decides the allowed choices.
         """
-        allowed = allowed_choices(policy, moments.micro_batches)
+        allowed = allowed_choices(policy, points.micro_batches)
         choices = [CHOICES[n] for n in allowed]
         by_length = is_simple(costs)
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
             columns = width if by_length else slice(int(firsts[0]), stop)
-            return peak_bytes_of_stages(costs, firsts, columns, moments, choices=choices)
+            return peak_bytes_of_stages(costs, firsts, columns, points, choices=choices)
 
         totals = {n: np.full((costs.num_layers + 1, width), np.inf) for n in allowed}
         fill_stage_tables(list(totals.values()), block, by_length=by_length)

@@ -8,7 +8,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_memory
 from planner.core.cost.memory import stage_memory
-from planner.core.cost.moments import PARTS
+from planner.core.cost.peak_points import PARTS
 from planner.core.values.plan import Recompute, StageMemory
 from tests.support.chains import chain, even_chain, layer
 from tests.support.moments import moments_with

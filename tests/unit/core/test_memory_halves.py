@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.device_memory import SharedBytes, chunk_memory, shared_bytes
-from planner.core.cost.moments import PARTS, part_counts
+from planner.core.cost.peak_points import PARTS, part_counts
 from planner.core.cost.stages import SplitBackwardMemory, stages_in
 from planner.core.schedule import SCHEDULES
 from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, SplitMemory
@@ -64,7 +64,9 @@ def profile_of_layers(*layers: LayerProfile) -> Profile:
 def halves_of(profile: Profile, first: int, end: int) -> SplitBackwardMemory:
     """Return the split backward of the stage of layers `first` to `end - 1`."""
     columns = slice(first, end)
-    halves = stages_in(costs_at(profile, 1), np.array([first]), columns, micro_batches=4, in_halves=True).halves
+    halves = stages_in(
+        costs_at(profile, 1), np.array([first]), columns, micro_batches=4, splits_backward=True
+    ).split_backward
     assert halves is not None
     return halves
 
@@ -137,9 +139,9 @@ def test_weight_cache_counts_twice_with_whole_and_split_backwards() -> None:
 
 def test_split_backward_is_assumed_if_one_layer_lacks_it() -> None:
     profile = profile_of_layers(layer(0), layer(1))
-    assert not CostTable(profile).halves_assumed
-    assert CostTable(profile_of_layers(layer(0), replace(layer(1), split=()))).halves_assumed
-    assert CostTable(profile_of_layers(layer(0), replace(layer(1), backward_weight_us=()))).halves_assumed
+    assert not CostTable(profile).is_split_backward_assumed
+    assert CostTable(profile_of_layers(layer(0), replace(layer(1), split=()))).is_split_backward_assumed
+    assert CostTable(profile_of_layers(layer(0), replace(layer(1), backward_weight_us=()))).is_split_backward_assumed
 
 
 def test_tensor_passed_between_chunks_of_a_device_is_held_once() -> None:
@@ -149,7 +151,7 @@ def test_tensor_passed_between_chunks_of_a_device_is_held_once() -> None:
     shared = shared_bytes(costs, cuts, 2, "v")
     assert shared.received.tolist() == [[0, 0, OUT, 0]]
     assert not shared_bytes(costs, cuts, 2, "loop").received.any()
-    chunk = chunk_memory(costs, 2, 3, micro_batches=4, recompute="never", in_halves=True)
+    chunk = chunk_memory(costs, 2, 3, micro_batches=4, recompute="never", splits_backward=True)
     here = chunk.without(SharedBytes(*(item[:, 2:3] for item in shared)), exact=True)
     for part in ("held", "forward", "input_backward", "last_input_backward"):
         assert here.parts[PARTS.index(part)] == chunk.parts[PARTS.index(part)] - OUT

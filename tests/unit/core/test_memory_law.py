@@ -8,8 +8,8 @@ import pytest
 
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory, window_of_stage
-from planner.core.cost.moments import PARTS, Moment, PartName, moments_of, stage_moments
 from planner.core.cost.parts import parts_of
+from planner.core.cost.peak_points import PARTS, PartName, PartsAtPoint, peak_part_counts, stage_peak_points
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, Schedule
 from planner.core.values.plan import Recompute
 from tests.support.chains import chain, layer, random_profile, record, tensor
@@ -39,7 +39,7 @@ def sizes_of(seed: int, *, stage: int, num_stages: int, last_differs: bool) -> d
     return sizes
 
 
-def bytes_at(moment: Moment, sizes: dict[PartName, int]) -> int:
+def bytes_at(moment: PartsAtPoint, sizes: dict[PartName, int]) -> int:
     return sum(count * sizes[part] for part, count in moment)
 
 
@@ -51,9 +51,9 @@ def test_closed_forms_have_the_peak_of_the_whole_action_order(
     schedule: Schedule, num_stages: int, more: int, *, last_differs: bool
 ) -> None:
     micro_batches = num_stages + more
-    walks = moments_of(schedule.actions(num_stages, micro_batches))
+    walks = peak_part_counts(schedule.actions(num_stages, micro_batches))
     for k, walk in enumerate(walks):
-        moments = stage_moments(schedule, micro_batches=micro_batches, behind=num_stages - 1 - k)
+        moments = stage_peak_points(schedule, micro_batches=micro_batches, num_later=num_stages - 1 - k)
         for seed in range(40):
             sizes = sizes_of(seed, stage=k, num_stages=num_stages, last_differs=last_differs)
             closed = [bytes_at(moment, sizes) for moment in (moments.apart if last_differs else moments.alike)]
@@ -62,7 +62,7 @@ def test_closed_forms_have_the_peak_of_the_whole_action_order(
 
 def test_number_of_moments_does_not_grow_with_micro_batches() -> None:
     for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD):
-        few, many = (stage_moments(schedule, micro_batches=m, behind=3) for m in (8, 4096))
+        few, many = (stage_peak_points(schedule, micro_batches=m, num_later=3) for m in (8, 4096))
         assert len(many.apart) == len(few.apart) <= 9
         assert len(many.alike) == len(few.alike) <= 6
 
@@ -74,14 +74,14 @@ def test_1f1b_with_as_many_micro_batches_as_stages_by_hand() -> None:
     layers += [layer(name, detail=record(given=[tensor(6)], made=[tensor(6)])) for name in "bc"]
     costs = costs_at(chain(*layers), 1)
     one_f_one_b, gpipe = (
-        stage_memory(costs, 0, 1, stage_moments(schedule, micro_batches=3, behind=2), recompute="never")
+        stage_memory(costs, 0, 1, stage_peak_points(schedule, micro_batches=3, num_later=2), recompute="never")
         for schedule in (ONE_FORWARD_ONE_BACKWARD, GPIPE)
     )
     # The second backward: one more waits with 10 + 6, the output and its gradient, and all gradients are there.
     assert one_f_one_b.total == 50 + 50 + 16 + 95 + 6 + 6
     assert gpipe == one_f_one_b
     # With a fourth micro-batch, forwards go on: two wait in the second backward.
-    longer = stage_moments(ONE_FORWARD_ONE_BACKWARD, micro_batches=4, behind=2)
+    longer = stage_peak_points(ONE_FORWARD_ONE_BACKWARD, micro_batches=4, num_later=2)
     assert stage_memory(costs, 0, 1, longer, recompute="never").total == one_f_one_b.total + 16
 
 
@@ -120,6 +120,6 @@ def test_memory_grows_with_micro_batches_under_gpipe_and_1f1b() -> None:
         costs = replace(costs, bucket_bytes=200.0) if seed % 2 else costs
         for recompute in CHOICES:
             for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD):
-                every = [stage_moments(schedule, micro_batches=m, behind=2) for m in (3, 4, 5, 9)]
+                every = [stage_peak_points(schedule, micro_batches=m, num_later=2) for m in (3, 4, 5, 9)]
                 peaks = [stage_memory(costs, 1, 3, moments, recompute=recompute).total for moments in every]
                 assert all(fewer <= more for fewer, more in pairwise(peaks))

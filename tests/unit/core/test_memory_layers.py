@@ -11,7 +11,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_memory, chunk_memory_function
 from planner.core.cost.layer_memory import StageLayers, least_levels, most_savings
-from planner.core.cost.memory import linear_moments, peak_bytes_of_stages, stage_memory
+from planner.core.cost.memory import peak_bytes_of_stages, stage_memory, stage_memory_functions
 from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
 from tests.support.moments import moments_with
@@ -233,7 +233,7 @@ def test_linear_moments_equal_the_memory_model(*, is_exact: bool) -> None:
     rng = random.Random(1)
     for m, in_flight in COUNTS:
         firsts = np.array([0, 1, 3])
-        moments = linear_moments(costs, firsts, 6, moments_with(m, in_flight))
+        moments = stage_memory_functions(costs, firsts, 6, moments_with(m, in_flight))
         for row, first in enumerate(firsts.tolist()):
             for end in range(first + 1, 7):
                 recomputed = [n for n in range(first, end) if rng.random() < 0.5]
@@ -283,12 +283,12 @@ def test_memory_of_a_chunk_as_function_of_recomputed_layers(*, is_exact: bool, i
         rng = random.Random(seed)
         costs = costs_at(random_profile(seed, 6, exact=is_exact, sizes=(1, 4)), 2).of_replicas(1 + seed % 2)
         first, end = rng.randrange(3), rng.randrange(3, 7)
-        chunk = chunk_memory_function(costs, first, end, micro_batches=3, in_halves=in_halves)
+        chunk = chunk_memory_function(costs, first, end, micro_batches=3, splits_backward=in_halves)
         layers = StageLayers.of(costs, first, end)
         for count in range(end - first + 1):
             some = tuple(rng.sample(range(first, end), count))
             alone = chunk_memory(
-                costs, first, end, micro_batches=3, recompute="layers", recomputed=some, in_halves=in_halves
+                costs, first, end, micro_batches=3, recompute="layers", recomputed=some, splits_backward=in_halves
             )
             assert chunk.always == alone.always.total
             saved, *levels = layers.levels(some)

@@ -63,7 +63,7 @@ def own_loss(output: Any, target: Any) -> Tensor:
 
 def split_memory(costs: ChainCosts, first: int, end: int) -> dict[str, float]:
     """Return the memory components of a stage with split backward, by name."""
-    stage = stages_in(costs, np.array([first]), slice(first, end), micro_batches=3, in_halves=True).halves
+    stage = stages_in(costs, np.array([first]), slice(first, end), micro_batches=3, splits_backward=True).split_backward
     assert stage is not None
     return {field.name: float(np.ravel(getattr(stage, field.name))[-1]) for field in fields(stage)}
 
@@ -195,7 +195,7 @@ def test_estimated_backwards_are_split_by_operator() -> None:
         return nn.Sequential(nn.Linear(2048, 2048), block, nn.Conv1d(512, 512, 3, padding=1))
 
     profile = estimated(loaded_model(build, lambda size: torch.randn(size, 512, 2048)), 2)
-    assert not CostTable(profile).halves_assumed
+    assert not CostTable(profile).is_split_backward_assumed
     for layer in profile.layers:
         both_us = layer.backward_input_us[0] + layer.backward_weight_us[0]
         assert both_us == pytest.approx(layer.backward_us[0], rel=0.01)

@@ -88,7 +88,7 @@ def test_tensor_parallelism_splits_all_but_positions_norms_and_late_biases() -> 
 def test_formula_profiles_have_split_backward_times_and_memory() -> None:
     """Tied embeddings count once if one device has both layers."""
     small = {"layers": 2, "hidden": 256, "heads": 4, "feed_forward": 1024}
-    assert not CostTable(by_formula(**small)).halves_assumed
+    assert not CostTable(by_formula(**small)).is_split_backward_assumed
     peaks = []
     for tied in (False, True):
         profile = by_formula(**small, tied=tied)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS
+from planner.core.cost.peak_points import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import LayerProfile, Profile
 from planner.solve import Request, solve

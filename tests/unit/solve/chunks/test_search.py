@@ -242,14 +242,14 @@ def test_least_memory_of_single_layers_is_at_most_the_memory_of_a_stage(schedule
     evaluator = evaluator_of(schedule, seed, recompute="layers")
     assert evaluator is not None
     rng, costs = random.Random(seed), evaluator.case.costs
-    for counts in evaluator.moments[0][:, 0]:
+    for counts in evaluator.peak_counts[0][:, 0]:
         first = rng.randrange(6)
         end = rng.randrange(first + 1, 8)
         least, saved = evaluator.least_by_layers(counts)
         some = rng.sample(range(first, end), rng.randint(0, end - first))
-        in_halves = evaluator.case.schedule.splits_backward
+        splits_backward = evaluator.case.schedule.splits_backward
         chunk = chunk_memory(
-            costs, first, end, micro_batches=4, recompute="layers", recomputed=some, in_halves=in_halves
+            costs, first, end, micro_batches=4, recompute="layers", recomputed=some, splits_backward=splits_backward
         )
         held = chunk.always.total + chunk.parts @ counts
         assert held >= least[end, first - end + evaluator.width] - saved[some].sum()

@@ -57,7 +57,7 @@ def fastest_us(profile: Profile, inputs: Inputs) -> tuple[float, float]:
                 stages = Evaluation(costs, partition, cluster).stages
                 if all(stage.memory.total <= stage.memory_bytes for stage in stages):
                     best = time_us
-    work_us = float((costs.forward_us + costs.halves.input_us + costs.halves.weight_us).sum())
+    work_us = float((costs.forward_us + costs.split_backward.input_us + costs.split_backward.weight_us).sum())
     return best, M * work_us / 2
 
 

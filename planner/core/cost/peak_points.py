@@ -33,8 +33,8 @@ whole and split backwards, because autocast caches copies for whole backwards an
     gradients                  0         0         0             1               1         1              1
     input, input gradient      1, 0      1, 0      1, 0          0, 1            0, 1      0, 1           0, 0
 
-The peak can only be at a few points of a long step. For a device with one stage, `stage_moments` lists these points
-without a simulation of the possibly many instructions. For other devices, `moments_of` finds them by simulation.
+The peak can only be at a few points of a long step. For a device with one stage, `stage_peak_points` lists these points
+without a simulation of the possibly many instructions. For other devices, `peak_part_counts` finds them by simulation.
 """
 
 from array import array
@@ -92,78 +92,78 @@ _MOST_COMPARED: Final = 2**22
 # ---- closed forms, for a device with one stage
 
 
-Moment = tuple[tuple[PartName, int], ...]
+PartsAtPoint = tuple[tuple[PartName, int], ...]
 """Point in the step: the parts that exist at this point, and their counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class PeakPoints:
     """Points in the step, in order, at which a device with one stage can have its peak."""
 
     micro_batches: int
     """Number of micro-batches per step (M)."""
     in_flight: int
     """Largest number of micro-batches in flight (N)."""
-    alike: tuple[Moment, ...]
+    alike: tuple[PartsAtPoint, ...]
     """Points for a stage that recomputes the last micro-batch if it recomputes the others."""
-    apart: tuple[Moment, ...]
+    apart: tuple[PartsAtPoint, ...]
     """Points for a stage that recomputes all micro-batches except the last one."""
 
 
-def stage_moments(schedule: Schedule, *, micro_batches: int, behind: int = 0) -> Moments:
+def stage_peak_points(schedule: Schedule, *, micro_batches: int, num_later: int = 0) -> PeakPoints:
     """Return the points in the step at which a device with one stage can have its peak.
 
     Args:
         schedule: GPipe or 1F1B.
         micro_batches: M.
-        behind: Number of later stages in the pipeline.
+        num_later: Number of later stages in the pipeline.
     """
-    return _moments_with(micro_batches, schedule.in_flight(0, behind + 1, micro_batches))
+    return _points_with(micro_batches, schedule.in_flight(0, num_later + 1, micro_batches))
 
 
 @lru_cache(maxsize=4096)
-def _moments_with(micro_batches: int, in_flight: int) -> Moments:
+def _points_with(micro_batches: int, in_flight: int) -> PeakPoints:
     every = _fill_and_drain if in_flight == micro_batches else _warm_up_and_alternate
     alike, apart = (tuple(every(micro_batches, in_flight, last_differs=differs)) for differs in (False, True))
-    return Moments(micro_batches=micro_batches, in_flight=in_flight, alike=alike, apart=apart)
+    return PeakPoints(micro_batches=micro_batches, in_flight=in_flight, alike=alike, apart=apart)
 
 
-def _moment(running: PartName, *, gradients: int = 1, **counts: int) -> Moment:
+def _point(running: PartName, *, gradients: int = 1, **counts: int) -> PartsAtPoint:
     during: dict[PartName, int] = {"gradients": gradients, **({} if running == "optimizer_step" else {"casts": 1})}
     during |= counts  # type: ignore[arg-type]
     return tuple((part, count) for part, count in (*during.items(), (running, 1)) if count)
 
 
-def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[Moment]:
+def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[PartsAtPoint]:
     # M forwards, then M backwards. More points count if the last micro-batch is not recomputed like the others.
     if m > 1 and last_differs:
-        yield _moment("forward", held=m - 2, input=1, gradients=0)
-    yield _moment("last_forward", held=m - 1, gradients=0)
-    yield _moment("first_backward", held=max(0, m - 2), kept=int(m > 1), gradients=0)
+        yield _point("forward", held=m - 2, input=1, gradients=0)
+    yield _point("last_forward", held=m - 1, gradients=0)
+    yield _point("first_backward", held=max(0, m - 2), kept=int(m > 1), gradients=0)
     if m > 2:
-        yield _moment("backward", held=m - 3, kept=1, input_gradient=1)
+        yield _point("backward", held=m - 3, kept=1, input_gradient=1)
     if m == 2 or (m > 2 and last_differs):
-        yield _moment("last_backward", input_gradient=1)
-    yield _moment("message", gradients=int(m > 1), input_gradient=int(m > 1))
-    yield _moment("optimizer_step")
+        yield _point("last_backward", input_gradient=1)
+    yield _point("message", gradients=int(m > 1), input_gradient=int(m > 1))
+    yield _point("optimizer_step")
 
 
-def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
+def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[PartsAtPoint]:
     # N < M forwards, then backwards and forwards in turn, then N - 1 backwards.
-    yield _moment("forward", held=n - 1, input=1, gradients=0)
+    yield _point("forward", held=n - 1, input=1, gradients=0)
     if last_differs and m > n + 1:
-        yield _moment("forward", held=n - 1, input_gradient=1)
-    yield _moment("last_forward", held=n - 1, input_gradient=1)
-    yield _moment("first_backward", held=n - 1, input=1, gradients=0)
+        yield _point("forward", held=n - 1, input_gradient=1)
+    yield _point("last_forward", held=n - 1, input_gradient=1)
+    yield _point("first_backward", held=n - 1, input=1, gradients=0)
     if m > n + 1:
-        yield _moment("backward", held=n - 1, input=1, input_gradient=1)
+        yield _point("backward", held=n - 1, input=1, input_gradient=1)
     # After the last forward, each backward reduces the number of waiting micro-batches.
     if n > 1 and (last_differs or m == n + 1):
-        yield _moment("backward", held=n - 2, kept=1, input_gradient=1)
+        yield _point("backward", held=n - 2, kept=1, input_gradient=1)
     if last_differs or m == n + 1:
-        yield _moment("last_backward", input_gradient=1)
-    yield _moment("message", input_gradient=1)
-    yield _moment("optimizer_step")
+        yield _point("last_backward", input_gradient=1)
+    yield _point("message", input_gradient=1)
+    yield _point("optimizer_step")
 
 
 # ---- any instruction list, instruction by instruction
@@ -361,7 +361,7 @@ class _PartCounter:
 
 
 @lru_cache(maxsize=1024)
-def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
+def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
     """Return the numbers of parts on each device, at all points in the step at which the device can have its peak.
 
     These points include the optimizer's step. Points are left out if another point has at least as many of every part.
