@@ -15,7 +15,7 @@ from planner.core.values.profile import Device, Profile
 from planner.profile.formula.costs import DeviceRates, transformer_profile
 from planner.profile.formula.families import shape_from_config
 from planner.profile.formula.layers import ElementBytes, Execution
-from planner.profile.formula.presets import presets
+from planner.profile.formula.presets import model_presets
 from planner.profile.formula.shapes import Transformer, gpt_shape
 
 CHIPS = ("A100", "H100", "GB200")
@@ -83,7 +83,7 @@ def _golden_shape(line: dict[str, str]) -> Transformer:
         grouped = replace(block, attention=replace(block.attention, key_value_heads=8))
         return replace(shape, blocks=(grouped,) * 32)
     name = "mixtral-8x22b" if "22B" in line["model"] else "mixtral-8x7b"
-    shape = shape_from_config(presets()[name], 4096, source=name)
+    shape = shape_from_config(model_presets()[name], 4096, source=name)
     return replace(shape, vocabulary=256_000) if "256k" in line["model"] else shape
 
 

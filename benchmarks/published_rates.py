@@ -27,7 +27,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.rates import RATES
 from planner.profile.formula.families import shape_from_config
 from planner.profile.formula.layers import ElementBytes, Execution
-from planner.profile.formula.presets import presets
+from planner.profile.formula.presets import model_presets
 from planner.profile.formula.shapes import Attention, Block, FeedForward, Transformer, gpt_shape
 
 CHIPS = {"A100": "a100-80gb", "H100": "h100", "GB200": "gb200"}
@@ -233,6 +233,6 @@ def _shape(name: str, tokens: int) -> Transformer:
         return Transformer(
             hidden=hidden, sequence=tokens, vocabulary=256_000, blocks=(block,) * layers, layer_norms=True
         )
-    content = presets()["deepseek-v3" if name == "kimi-k2" else name]
+    content = model_presets()["deepseek-v3" if name == "kimi-k2" else name]
     kimi = {"num_attention_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1, "vocab_size": 163_840}
     return shape_from_config({**content, **kimi} if name == "kimi-k2" else content, tokens, source=name)

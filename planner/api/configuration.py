@@ -11,7 +11,7 @@ from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import path_of
 from planner.core.errors import FileError, UsageError
 from planner.core.extras import check_for_configurations, missing_for_configurations
-from planner.profile.formula.presets import presets
+from planner.profile.formula.presets import model_presets
 
 _FILE: Final = "config.json"
 _USUAL_SEQUENCE: Final = 4096
@@ -51,7 +51,7 @@ def configuration_of(model: Any, options: ProfileOptions) -> Configuration | Non
     if options.preset is not None:
         if model is not None:
             raise UsageError(f"`--preset {options.preset}` takes no model, got `{path or type(model).__name__}`")
-        known = presets()
+        known = model_presets()
         texts.choice("--preset", options.preset, tuple(known))
         return Configuration(kind="preset", name=options.preset, content=known[options.preset])
     if path is None or not (path.endswith(".json") or Path(path).is_dir()):

@@ -21,7 +21,7 @@ _SMALL_BYTES = 2**18
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Inputs of a layer for one micro-batch; like in a stage, they are no leaves of the autograd graph."""
+    """Inputs of a layer for one micro-batch, which are no leaves of the autograd graph."""
 
     values: list[Any]
     carrying: list[int]
@@ -35,7 +35,7 @@ class LayerInputs:
 
 
 class LayerOutputs:
-    """Outputs of a layer for one micro-batch, at which the layer's backward starts.
+    """Outputs of a layer for one micro-batch, from which its backward starts.
 
     Attributes:
         end: Scalar whose backward is that of all outputs; None if no output requires a gradient.
@@ -48,8 +48,8 @@ class LayerOutputs:
         carrying = [outputs[n] for n in self._shapes]
         self.end: Tensor | None = _End.apply(self._gradients, *carrying) if carrying else None  # type: ignore[no-untyped-call]
 
-    def fill(self, next_inputs: LayerInputs | None) -> None:
-        """Create the gradients of the outputs, unless they exist.
+    def create_gradients(self, next_inputs: LayerInputs | None) -> None:
+        """Create the gradients of the outputs if they do not exist yet.
 
         Args:
             next_inputs: Inputs of the next layer, whose gradients provide the memory if possible, or None.
@@ -63,19 +63,19 @@ class LayerOutputs:
 
 
 def own_storages_of(unit: Unit) -> frozenset[int]:
-    """Return the keys of the storages of a unit's parameters and buffers, which must not be overwritten."""
+    """Return the keys of the storages of a layer's parameters and buffers."""
     return frozenset(map(storage_key, (*unit.module.parameters(), *unit.module.buffers())))
 
 
-def is_small(values: Iterable[Any]) -> bool:
-    """Return True if the tensors in `values` are so small that they stay in a cache wherever they are in memory."""
+def fits_in_cache(values: Iterable[Any]) -> bool:
+    """Return True if the tensors in `values` are so small that they stay in a cache."""
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) <= _SMALL_BYTES
 
 
 def make_layer_inputs(
     received: UnitInput, before: Sequence[Any] = (), own_storages: frozenset[int] = frozenset()
 ) -> LayerInputs:
-    """Return the inputs of a layer: its traced input, in the memory of the previous layer's outputs where that fits.
+    """Return copies of a layer's traced inputs, in memory of the previous outputs where possible.
 
     Args:
         received: Traced input of the layer.
@@ -126,7 +126,10 @@ def _is_like(tensor: Tensor, like: Tensor, shape: torch.Size) -> bool:
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same memory that is no view, so that it has its own version counter for writes."""
+    """Return a tensor in the same memory that is no view.
+
+    It therefore has its own version counter for writes.
+    """
     with torch.no_grad():
         return tensor.new_empty(0).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -147,7 +150,10 @@ class _EntranceFunction(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Autograd function whose backward returns gradients from a list and empties the list, so that memory is reused."""
+    """Autograd function whose backward takes gradients from a list and empties the list.
+
+    So their memory can be reused.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
 
 def forward_flops(unit: Unit, received: UnitInput) -> int:
-    """Return the number of floating-point operations of a layer's forward; 0 if the layer cannot be traced."""
+    """Return the number of floating-point operations of a layer's forward; 0 if it cannot be traced."""
     value = tree_unflatten([v.detach() if hasattr(v, "detach") else v for v in received.values], received.spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -37,7 +37,10 @@ def forward_flops(unit: Unit, received: UnitInput) -> int:
 
 
 class _Takes(nn.Module):
-    """Wrapper that passes a tuple as one argument to a layer, although the tracer spreads it into several."""
+    """Wrapper that passes a tuple as one argument to a layer.
+
+    The tracer would spread the tuple into several arguments.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -19,10 +19,11 @@ from planner.profile.units import Unit, UnitInput
 
 
 def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, frozenset[str]]:
-    """Return, for the first layer of each digest, the names of trained parameters that never get a gradient.
+    """Return the names of trained parameters that never get a gradient, by digest of the layer.
 
-    No names are returned for layers that read values, because other values may use other parameters (of experts).
-    Parameters that any layer with this digest shares with another layer are left out: they may get a gradient there.
+    The names are those in the first layer with this digest. Layers that read tensor values have none, because other
+    values may use other parameters (of experts). Parameters that any layer with this digest shares with another layer
+    are left out: they may get a gradient there.
     """
     found = {
         digest: _without_gradient(unit, records.inputs[digest, records.sizes[0]])
@@ -38,7 +39,10 @@ def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, froz
 
 
 def stepped_parameters(records: UnitRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
-    """Return, for every layer, the trained parameters that get gradients; `idle` is from `idle_parameters`."""
+    """Return, for every layer, the trained parameters that get gradients.
+
+    `idle` is the result of `idle_parameters`.
+    """
     return [
         trained_parameters(unit.module, records.names_in(n, idle[unit.digest])) for n, unit in enumerate(records.units)
     ]
@@ -55,7 +59,7 @@ def _without_gradient(unit: Unit, received: UnitInput) -> frozenset[str]:
 
     unit.module.zero_grad()
     with OperatorWatch(before=ran):
-        outputs = unit.run(received.non_leaves(), received)
+        outputs = unit.run(received.non_leaf_copies(), received)
     if any(asks):
         return frozenset()
     carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]

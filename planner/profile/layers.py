@@ -1,4 +1,4 @@
-"""Convert the measurements of distinct units to a profile of every layer of the chain."""
+"""Convert the measurements of distinct layers to a profile of every layer of the chain."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from planner.profile.units import Key
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCosts:
-    """Measurements of every distinct unit, by the digest of the unit (and micro-batch size)."""
+    """Measurements of every distinct layer, by its digest (and micro-batch size)."""
 
     records: UnitRecords
     casts_bytes: Mapping[str, int]
@@ -39,7 +39,7 @@ class UnitCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendResult:
-    """Costs of a model's layers that a backend has found."""
+    """Costs of a model's layers, found by a backend."""
 
     sizes: tuple[int, ...]
     """Micro-batch sizes that fit in memory."""

@@ -30,7 +30,7 @@ from planner.profile.units import Unit, UnitInput
 
 
 def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: int) -> MemoryDetail:
-    """Measure the memory of a layer for one micro-batch, and drop the gradients of its parameters.
+    """Measure the memory of a layer for one micro-batch, and delete its gradients.
 
     Args:
         unit: Layer to measure.
@@ -81,7 +81,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
 
 
 def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
-    """Return the bytes that a layer has in autocast's weight cache between micro-batches.
+    """Return the bytes of autocast's cached weight copies of a layer, between micro-batches.
 
     Args:
         unit: Layer to measure.
@@ -91,11 +91,11 @@ def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
     with unit.weight_cast_cache():
         # Inputs and outputs are dropped within the measurement, so that at its end only the copies are left. An input
         # into which the layer writes would keep the layer's graph.
-        return max(0, meter.measure(lambda: unit.run(received.non_leaves(), received)).end_bytes)
+        return max(0, meter.measure(lambda: unit.run(received.non_leaf_copies(), received)).end_bytes)
 
 
-def start_backward(outputs: Sequence[Any]) -> Tensor | None:
-    """Return a scalar whose backward starts the backward of all outputs, with ones as their gradients.
+def backward_root(outputs: Sequence[Any]) -> Tensor | None:
+    """Return a scalar whose backward gives every output a gradient of ones.
 
     The scalar keeps no output in memory. The result is None if no output requires a gradient.
     """
@@ -120,7 +120,7 @@ class _GradientSource(torch.autograd.Function):
 
 class _WholePass:
     def __init__(self, unit: Unit, received: UnitInput, meter: Meter) -> None:
-        values = received.non_leaves()
+        values = received.non_leaf_copies()
         outputs: list[Any] = []
         started: list[Tensor | None] = []
         versions = _versions(values)
@@ -132,7 +132,7 @@ class _WholePass:
         self.internal_bytes = forward.end_bytes - sum(created.values())
 
         def drop() -> None:
-            started.append(start_backward(outputs))
+            started.append(backward_root(outputs))
             outputs.clear()
 
         dropped = meter.measure(drop)
@@ -144,7 +144,7 @@ class _WholePass:
 
 
 def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
-    values = received.non_leaves()
+    values = received.non_leaf_copies()
     outputs: list[Any] = []
     gradients: list[Tensor] = []
     forward = meter.measure(lambda: outputs.extend(unit.run(values, received)))
@@ -157,9 +157,9 @@ def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int, int]:
-    """Return two sizes in bytes: all tensors in plain attributes, and those that a forward creates for its backward.
+    """Return the bytes of all tensors in plain attributes, and of those that a forward creates.
 
-    A forward that replaces a tensor releases the earlier one, unless the graph of an earlier forward keeps it.
+    A forward that replaces a tensor releases the earlier one, unless the graph of an earlier forward needs it.
     """
     held = _storages([*unit.module.parameters(), *unit.module.buffers()])
     parts = unit.module.state_modules if isinstance(unit.module, ModelStage) else unit.module.modules()
@@ -172,7 +172,7 @@ def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int
     kept: list[Any] = []
 
     def added() -> int:
-        values, outputs = received.non_leaves(), list[Any]()
+        values, outputs = received.non_leaf_copies(), list[Any]()
         kept.append(outputs)
         return meter.measure(lambda: outputs.extend(unit.run(values, received))).end_bytes
 
@@ -182,14 +182,14 @@ def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int
 
 def _no_grad_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
     with torch.no_grad():
-        values = received.non_leaves()
+        values = received.non_leaf_copies()
         return meter.measure(lambda: unit.run(values, received)).peak_bytes
 
 
 def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
-    values = received.non_leaves()
+    values = received.non_leaf_copies()
     outputs = unit.run(values, received)
-    started = start_backward(outputs)
+    started = backward_root(outputs)
     keys = [storage_key(tensor) for tensor in (*values, *outputs) if isinstance(tensor, Tensor)]
     input_sizes = [value.nbytes for value in values if isinstance(value, Tensor)]
     # A parameter or buffer that the layer returns does not count for each micro-batch.
@@ -219,14 +219,12 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
 
 
 def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bool]:
-    """Return, for each output, True if its gradient tensor is also the gradient of the input that shares its storage.
+    """Return, for each output, whether its gradient tensor is also the gradient of an input.
 
-    Args:
-        unit: The layer.
-        received: Input of the layer.
-        sources: For each output, the index of the input whose storage it shares, or a number that is no such index.
+    The input has the index `sources[n]` and shares its storage with output n. Other numbers mean that there is no such
+    input.
     """
-    leaves = received.new_leaves()
+    leaves = received.new_leaf_copies()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(source in range(len(inputs)) for source in sources):
         return [False] * len(sources)

@@ -21,7 +21,7 @@ _MOST_NUMBERS = 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCost:
-    """Cost of the optimizer for one layer: memory, and time per mini-batch."""
+    """Memory and time per mini-batch that the optimizer needs for one layer."""
 
     state_bytes: int = 0
     peak_bytes: int = 0
@@ -44,7 +44,7 @@ def measure_optimizer(
     between_bytes: int = 0,
     idle: Collection[str] = (),
 ) -> OptimizerCost:
-    """Measure the update of copies of a layer's trained parameters by the optimizer.
+    """Measure an optimizer's update of copies of a layer's trained parameters.
 
     Args:
         module: The layer.
@@ -92,11 +92,11 @@ def measure_optimizer(
 
 
 def has_additive_peaks(module: nn.Module, whole: ModelOptimizer, *, meter: Meter) -> bool:
-    """Return True if the transient memory of an update grows with the number of parameters, as with `foreach`.
+    """Return True if an update's transient memory grows with the number of parameters.
 
     Otherwise it depends on the largest parameter only. Updates of two and of three copies of the layer's parameters are
-    compared. A single copy would show less than two, because the update of a parameter may begin while a tensor of the
-    previous one still exists.
+    compared. One copy could show too little, because the update of a parameter may begin while a tensor of the previous
+    one still exists.
 
     Args:
         module: A layer.
@@ -108,12 +108,12 @@ def has_additive_peaks(module: nn.Module, whole: ModelOptimizer, *, meter: Meter
 
 
 def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn.Parameter]:
-    """Return the trained parameters of a module, without those whose names are in `idle`."""
+    """Return the trained parameters of a module, except those with names in `idle`."""
     return [p for name, p in module.named_parameters() if p.requires_grad and name not in idle]
 
 
 def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], whole: ModelOptimizer) -> list[int]:
-    """Return, for every layer, the index of the first layer with the same cost of an update.
+    """Return, for every layer, the index of the first layer whose update costs the same.
 
     Layers with equal digests have different costs if their parameters are in groups with other options, or in none.
 
@@ -133,7 +133,7 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
 def optimizer_boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: ModelOptimizer, *, device: torch.device, meter: Meter
 ) -> list[int]:
-    """Return, for each layer, the transient bytes of updating a parameter of the previous layer, then one of its own.
+    """Return the transient bytes of the optimizer between each layer and the previous layer.
 
     An optimizer that updates parameter by parameter, such as torch's Adam, may release the last tensor of a parameter
     only during the update of the next one. Then two large neighboring parameters need more than each layer alone. The

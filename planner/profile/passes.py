@@ -22,7 +22,7 @@ from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.model.stage import ModelStage
-from planner.profile.crossing import LayerOutputs, is_small, make_layer_inputs, own_storages_of
+from planner.profile.crossing import LayerOutputs, fits_in_cache, make_layer_inputs, own_storages_of
 from planner.profile.units import Unit, UnitInput
 
 
@@ -30,9 +30,9 @@ from planner.profile.units import Unit, UnitInput
 class WholeTimer:
     """Timer of a layer's forward and whole (not split) backward.
 
-    As in the second and later micro-batches, gradients exist before the backward, which adds to them. A large layer is
-    an exception: its gradients are released before, and the time to add them is measured separately. Otherwise the two
-    gradients of a vocabulary of 50,000 words would need most of the memory of profiling.
+    As in the second and later micro-batches, the backward adds to existing gradients. The gradients of a large layer
+    are released before, and the time to add them is measured separately. Otherwise the two gradients of a vocabulary of
+    50,000 words would need most of the memory of profiling.
     """
 
     clock: Clock
@@ -54,7 +54,10 @@ class WholeTimer:
             return self.clock.time_us(forward_of(unit, values, received, outputs=outputs, statistics=self.statistics))
 
     def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
-        """Run the backward from `end` and return (0, its time in microseconds)."""
+        """Run the backward from `end`; return 0 and its time in microseconds.
+
+        The 0 is the time of pass I, which exists only if the backward is split.
+        """
         backward_us = self.clock.time_us(end.backward)
         if is_large(unit):
             gradients = [p.grad for p in unit.module.parameters() if p.grad is not None]
@@ -68,15 +71,15 @@ class WholeTimer:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTimer(WholeTimer):
-    """Timer of a layer's forward and split backward: input-gradient pass I and weight-gradient pass W.
+    """Timer of a layer's forward and split backward (input gradients I, weight gradients W).
 
-    This forward takes longer than one with a whole backward, because it records what the split needs.
+    Its forward takes longer than that of a whole backward, because it records what the split needs.
     """
 
     split: SplitBackward
 
     def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
-        """Run I and W from `end` and return (time of I, time of W) in microseconds."""
+        """Run passes I and W from `end` and return their times in microseconds."""
         one = torch.ones_like(end)
         deferred: DeferredUses = []
         input_us = self.clock.time_us(lambda: deferred.extend(self.split.backward_input([end], [one])))
@@ -96,7 +99,7 @@ class SplitTimer(WholeTimer):
 def forward_of(
     unit: Unit, values: Sequence[Any], received: UnitInput, *, outputs: list[Any], statistics: BatchStatistics
 ) -> Callable[[], None]:
-    """Return a function that runs a forward as a stage does.
+    """Return a function that runs a layer's forward as a stage does.
 
     Args:
         unit: The layer.
@@ -115,7 +118,7 @@ def forward_of(
 
 @dataclass(frozen=True)
 class IdleLayer:
-    """Layer that computes nothing, whose times are the overhead of timing a layer separately."""
+    """Layer that computes nothing. Its times are the overhead of timing a layer."""
 
     unit: Unit
     received: UnitInput
@@ -142,7 +145,7 @@ class _Turn:
         self._unit = unit
         self._received = received
         self._own_storages = own_storages_of(unit)
-        self._entrance = make_layer_inputs(received) if is_small(received.values) else None
+        self._entrance = make_layer_inputs(received) if fits_in_cache(received.values) else None
         self._outputs: list[Any] = []
         self._exit: LayerOutputs | None = None
         self._forward_us = 0.0
@@ -159,20 +162,20 @@ class _Turn:
         assert self._entrance is not None
         self._entrance.values.clear()
         self._exit = LayerOutputs(self._outputs, self._own_storages)
-        if is_small(self._outputs):
-            self._exit.fill(None)
+        if fits_in_cache(self._outputs):
+            self._exit.create_gradients(None)
         self._outputs.clear()
 
     def backward(self, timer: WholeTimer, next_turn: "_Turn | None") -> _TurnTimes:
         assert self._exit is not None
         if self._exit.end is None:
             return _TurnTimes(self._forward_us, 0.0, 0.0)
-        self._exit.fill(None if next_turn is None else next_turn._entrance)
+        self._exit.create_gradients(None if next_turn is None else next_turn._entrance)
         return _TurnTimes(self._forward_us, *timer.backward_us(self._unit, self._exit.end))
 
 
 def time_once(timer: WholeTimer, unit: Unit, received: UnitInput) -> tuple[float, float]:
-    """Time one micro-batch of a layer without neighbors.
+    """Time one micro-batch of a single layer.
 
     Args:
         timer: Timer of a whole or of a split backward.
@@ -185,11 +188,11 @@ def time_once(timer: WholeTimer, unit: Unit, received: UnitInput) -> tuple[float
     if not is_large(unit):
         fill_missing_gradients(unit)
     outputs: list[Any] = []
-    forward_us = timer.forward_us(unit, received.non_leaves(), received, outputs)
+    forward_us = timer.forward_us(unit, received.non_leaf_copies(), received, outputs)
     exit_point = LayerOutputs(outputs, own_storages_of(unit))
     if exit_point.end is None:
         return forward_us, 0.0
-    exit_point.fill(None)
+    exit_point.create_gradients(None)
     input_us, backward_us = timer.backward_us(unit, exit_point.end)
     return forward_us + input_us, backward_us
 
@@ -235,7 +238,10 @@ def _own_times(times: _TurnTimes, of_nothing: _TurnTimes, *, is_stage: bool) -> 
 
 
 def _adding_us(gradient: Tensor, clock: Clock) -> float:
-    """Return the time, in microseconds, to add a gradient to an existing one that is in no cache."""
+    """Return the time in microseconds to add a gradient to an existing one.
+
+    Neither gradient is in a cache.
+    """
     flat = gradient.as_strided((gradient.numel(),), (1,))
     totals = torch.zeros_like(flat[: CACHE_BYTES // flat.element_size()])
     adding_us = 0.0
@@ -250,7 +256,7 @@ def _add(total: Tensor, gradient: Tensor) -> None:
 
 
 def is_large(unit: Unit) -> bool:
-    """Return True if the unit is so large that its gradients are released after each run."""
+    """Return True if the layer is so large that its gradients are released after each run."""
     return unit.parameter_bytes > CACHE_BYTES
 
 
@@ -261,7 +267,7 @@ def _take_gradients(unit: Unit) -> None:
 
 
 def fill_missing_gradients(unit: Unit) -> None:
-    """Set missing gradients to zeros, because gradients exist in the second and later micro-batches."""
+    """Set missing gradients to zeros, as in the second and later micro-batches."""
     for parameter in unit.module.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

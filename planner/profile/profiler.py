@@ -26,7 +26,7 @@ from planner.profile.task import Measurements, ProfilerOptions, ProfilingTask, P
 
 
 class InterruptedProfileError(KeyboardInterrupt):
-    """Error that the user pressed Ctrl-C; it carries the measurements so far."""
+    """Error that the user pressed Ctrl-C, with the measurements so far."""
 
     def __init__(self, partial: PartialProfile) -> None:
         super().__init__()
@@ -42,7 +42,9 @@ def profile_model(
     note: Callable[[str], None] = lambda _: None,
     earlier: PartialProfile | None = None,
 ) -> Profile:
-    """Find the costs of every layer of a model at every micro-batch size. The model is not changed.
+    """Return the profile of a model: the costs of every layer at every micro-batch size.
+
+    The model is not changed.
 
     Args:
         loaded: The model.
@@ -76,7 +78,7 @@ def profile_model(
             warn(text)
     measurements = Measurements(header=_header(loaded, chain, backend.describe(), options))
     if earlier is not None:
-        measurements.take_over(earlier, warn)
+        measurements.add_earlier(earlier, warn)
     task = ProfilingTask(
         loaded=loaded,
         chain=chain,
@@ -92,7 +94,7 @@ def profile_model(
         with keep_model_unchanged(chain.model):
             measured = backend.measure(task)
     except KeyboardInterrupt as error:
-        raise InterruptedProfileError(measurements.partial()) from error
+        raise InterruptedProfileError(measurements.as_partial_profile()) from error
     except Exception as error:
         _raise_of_model(loaded, chain.model, error)
         raise
@@ -109,7 +111,7 @@ def profile_model(
 
 
 def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
-    """Check that the optimizer and gradient hooks of a model work on stages as in a plain training loop.
+    """Raise an error if a model's optimizer or gradient hooks cannot work on stages.
 
     Raises:
         ModelError: The model cannot be built, or its optimizer or a hook is refused (`check_optimizer`, `check_hooks`).
@@ -149,7 +151,7 @@ def _raise_of_model(loaded: LoadedModel, model: nn.Module, error: Exception) -> 
 
 @contextmanager
 def keep_model_unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore a model's buffers and gradients, and the state of random generators, after the block."""
+    """Restore a model's buffers and gradients, and the random generators, when the block ends."""
     holders = [(module, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""Measure the memory of every distinct unit at every micro-batch size, as far as the device's memory suffices."""
+"""Measure the memory of every distinct layer at every micro-batch size that fits on the device."""
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,18 +27,18 @@ _MEMORY_PASSES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SizedUnit:
-    """Distinct unit at one micro-batch size."""
+    """Distinct layer (unit) at one micro-batch size."""
 
     key: Key
-    """Digest of the unit's trace at the first micro-batch size, and this unit's size."""
+    """Digest of the layer's trace at the first micro-batch size, and this unit's size."""
     unit: Unit
-    """Unit as traced at this micro-batch size."""
+    """Layer as traced at this micro-batch size."""
     received: UnitInput
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingHooks:
-    """Functions that a backend provides to measure the memory of units."""
+    """Functions of a backend that measure the memory of layers."""
 
     device: torch.device
     """Device on which units run."""
@@ -52,7 +52,7 @@ class RecordingHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRecords:
-    """Units of all layers, and the memory of each distinct unit at every micro-batch size that fits in memory."""
+    """Traced layers (units), and the memory of each distinct one at every size that fits."""
 
     units: tuple[Unit, ...]
     sizes: tuple[int, ...]
@@ -63,20 +63,23 @@ class UnitRecords:
 
     @cached_property
     def distinct(self) -> dict[str, Unit]:
-        """Units to measure, by digest: of units with equal digests, the first one."""
+        """Layers to measure, by digest: the first of all layers with equal digests."""
         return {unit.digest: unit for unit in reversed(self.units)}
 
     @property
     def names(self) -> dict[str, str]:
-        """Names of the units to measure, by digest."""
+        """Names of the layers to measure, by digest."""
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
     def measure_distinct(self, figure: Callable[[Unit, UnitInput], _Figure]) -> dict[str, _Figure]:
-        """Return `figure(unit, input)` for every distinct unit at the smallest micro-batch size, by digest."""
+        """Return `figure(unit, input)` for every distinct layer, by digest.
+
+        The input has the smallest micro-batch size.
+        """
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:
-        """Translate names of parameters from the first layer with the same digest to those of `layer`."""
+        """Translate parameter names from the first layer with the same digest to those of `layer`."""
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)
@@ -84,7 +87,7 @@ class UnitRecords:
 
 
 def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> UnitRecords:
-    """Trace the units at every micro-batch size and measure their memory.
+    """Trace the layers at every micro-batch size and measure their memory.
 
     Raises:
         ModelError: A layer fails on the output of the previous layer.
@@ -125,10 +128,10 @@ def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> UnitRecords:
 
 
 def record_memory(sized_units: Sequence[SizedUnit], task: ProfilingTask, meter: Meter, *, in_halves: bool) -> None:
-    """Measure the memory of each unit that has not been measured before.
+    """Measure the memory of each layer that has no measurement yet.
 
     Args:
-        sized_units: Units at one micro-batch size.
+        sized_units: Distinct layers at one micro-batch size.
         task: Profiling task, whose `measurements` receive the results.
         meter: Meter of the device.
         in_halves: Whether to measure a split backward as well.

@@ -1,4 +1,4 @@
-"""Measure how much of a layer's state its forward writes. With recomputation, each micro-batch stores a copy of it."""
+"""Measure how much of a layer's state its forward writes; recomputation stores a copy for each micro-batch."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from planner.profile.units import Unit, UnitInput
 
 
 def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
-    """Return the bytes of buffers, frozen parameters and similar state that a forward of the unit writes or replaces.
+    """Return the bytes of a layer's state that its forward writes or replaces.
 
-    The unit must have run before, so that values that are computed only once, such as tables, exist. State counts only
-    if each of two forwards writes it. Running statistics of batch normalization do not count, because the forward of a
-    stage does not write them (`planner.model.state`). The input may have any micro-batch size.
+    State is buffers, frozen parameters and tensors in attributes, without running statistics of batch normalization
+    (`planner.model.state`). The layer must have run before, so that values that are computed only once, such as tables,
+    exist. State counts only if each of two forwards writes it. The input may have any micro-batch size.
     """
     once, again = _written(unit, received), _written(unit, received)
     # A tensor with several names counts once, by its storage.
@@ -35,7 +35,7 @@ def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
     def note(func: Any, args: Any, kwargs: Any, _result: Any) -> None:
         written_into.update((storage_key(tensor), tensor) for tensor in written_tensors(func, args, kwargs))
 
-    values = received.non_leaves()
+    values = received.non_leaf_copies()
     with torch.no_grad(), OperatorWatch(after=note):
         unit.run(values, received)
     return {

@@ -22,7 +22,7 @@ from planner.core.values.profile import SplitMemory
 from planner.device.meter import Meter
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.split_backward import DeferredUses, SplitBackward
-from planner.profile.memory import start_backward
+from planner.profile.memory import backward_root
 from planner.profile.units import Unit, UnitInput
 
 _HeldElsewhere = Literal["nothing", "outputs", "gradients"]
@@ -30,7 +30,7 @@ _HeldElsewhere = Literal["nothing", "outputs", "gradients"]
 
 
 def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> SplitMemory:
-    """Measure the memory of a layer with a split backward for one micro-batch, and drop the parameters' gradients.
+    """Measure a layer's memory with a split backward, and delete its parameters' gradients.
 
     Args:
         unit: Layer to measure.
@@ -44,7 +44,7 @@ def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> Split
     with unit.weight_cast_cache(), subject.split.weight_cast_cache():
         # Autocast's copies of weights belong to no micro-batch, so an unmeasured forward makes them first.
         with subject.split.splitting():
-            unit.run(received.non_leaves(), received)
+            unit.run(received.non_leaf_copies(), received)
         unit.module.zero_grad()
         first = _SplitPass(subject)
         first.run_weight_backward()
@@ -93,7 +93,7 @@ class _SplitPass:
         outputs: list[Any] = []
 
         def receive() -> None:
-            leaves.extend(received.new_leaves())
+            leaves.extend(received.new_leaf_copies())
             values.extend(value.clone() if isinstance(value, Tensor) else value for value in leaves)
 
         # The inputs are created under the meter, because it will also see their release.
@@ -143,7 +143,7 @@ def _start(outputs: list[Any], held_elsewhere: _HeldElsewhere) -> tuple[Sequence
     if held_elsewhere == "gradients":
         carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
         return carrying, [torch.ones_like(output) for output in carrying]
-    started = start_backward(outputs)
+    started = backward_root(outputs)
     if held_elsewhere == "nothing":
         outputs.clear()
     return ([], []) if started is None else ([started], [torch.ones_like(started)])

@@ -1,4 +1,4 @@
-"""Find the chain of a model, and the differences between a model and the model that was profiled."""
+"""Find the chain of a model, and its differences from the profiled model."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +20,10 @@ from planner.profile.units import trace_units
 
 @dataclass(frozen=True)
 class ModelChange:
-    """Difference between a model and its profile; `layer` is empty if the difference concerns the whole model."""
+    """Difference between a model and its profile.
+
+    `layer` is empty if it concerns the whole model.
+    """
 
     layer: str
     message: str
@@ -59,7 +62,7 @@ def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device |
 
 
 def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, ...]:
-    """Return the differences between a model and its profile, found without a GPU and without weights.
+    """Return the differences between a model and its profile; no GPU and no weights are needed.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.

@@ -31,18 +31,18 @@ class ProfilerOptions:
 
 
 class ProgressCounter:
-    """Progress of the measurements, counted in samples. Each measurement is announced before it starts."""
+    """Progress of the measurements, counted in samples."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._done = self._total = 0
 
     def each(self, keys: Sequence[Key], names: Mapping[str, str], passes: int = 1) -> Iterator[Key]:
-        """Yield the keys of measurements one after another, and announce each measurement.
+        """Yield the keys of measurements one by one, and announce each measurement.
 
         Args:
             keys: Digest and micro-batch size of each measurement.
-            names: Name of each unit, by its digest.
+            names: Name of each layer, by its digest.
             passes: Approximate duration of one measurement, divided by that of a timed pass.
         """
         self._total += passes * sum(size for _, size in keys)
@@ -52,19 +52,29 @@ class ProgressCounter:
             self._done += passes * size
 
     def begin(self, text: str, samples: int) -> None:
-        """Announce a measurement of `samples` samples that runs at the same time as others."""
+        """Announce that a measurement starts while others run.
+
+        Args:
+            text: Text of the announcement.
+            samples: Number of samples in the measurement.
+        """
         self._total += samples
         self._progress(text, self._done, self._total)
 
     def end(self, text: str, samples: int) -> None:
-        """Announce that a measurement, which `begin` announced, has ended."""
+        """Announce the end of a measurement that `begin` announced.
+
+        Args:
+            text: Text of the announcement.
+            samples: Number of samples in the measurement.
+        """
         self._done += samples
         self._progress(text, self._done, self._total)
 
 
 @dataclass(kw_only=True)
 class Measurements:
-    """Measurements that take long; they are kept so that an interrupted run can continue."""
+    """Measurements so far, from which an interrupted run can continue."""
 
     header: PartialProfile
     """Conditions under which the measurements are valid (model, device, versions): their file without measurements."""
@@ -74,8 +84,8 @@ class Measurements:
     samples: Samples = field(default_factory=dict)
     half_samples: Samples = field(default_factory=dict)
 
-    def take_over(self, earlier: PartialProfile, warn: Callable[[str], None]) -> None:
-        """Add the measurements of an earlier run if its conditions are equal to `header`; otherwise warn."""
+    def add_earlier(self, earlier: PartialProfile, warn: Callable[[str], None]) -> None:
+        """Add measurements of an earlier run if its model and environment are equal; otherwise warn."""
         differences = earlier.differences(self.header)
         if differences:
             warn(f"measurements of an interrupted run cannot be used ({', '.join(differences)} changed): starting over")
@@ -88,8 +98,8 @@ class Measurements:
                 self.halves[key] = one.split
             self.half_samples[key] = list(zip(one.backward_input_us, one.backward_weight_us, strict=True))
 
-    def partial(self) -> PartialProfile:
-        """Return the content of a file with all measurements so far."""
+    def as_partial_profile(self) -> PartialProfile:
+        """Return all measurements so far, as content of a file."""
         return replace(self.header, measurements=tuple(map(self._measurement, self.memory)))
 
     def _measurement(self, key: Key) -> Measurement:

@@ -1,4 +1,4 @@
-"""Time the forward and backward of every distinct layer at every micro-batch size, with the backward whole and split.
+"""Time forward and backward of every distinct layer at every micro-batch size; the backward whole and split.
 
 All layers are timed once, then all a second time, and so on. If the machine slows down for a while, this affects all
 layers alike. It also prevents that a layer finds data in a cache that would not be there in training. For the same
@@ -74,7 +74,7 @@ def measure_times(
     """Time all layers repeatedly, and add the times to `samples` and `halves`.
 
     Args:
-        units: Units of all layers.
+        units: Layers to time.
         inputs: Inputs, one for each digest and micro-batch size.
         samples: Earlier pairs (forward, backward), with an entry for every key of `inputs`; new pairs are appended.
         halves: Earlier pairs (forward plus I, W), with an entry for every key of `inputs`; new pairs are appended.
@@ -83,7 +83,7 @@ def measure_times(
         repeats: Minimum number of timed passes over all layers, at least 2.
         doubtful: Function that returns True while further repeats are needed.
         progress: Function that yields the given keys one by one, and announces each measurement.
-        kept_bytes: Bytes that each unit keeps from forward to backward, by digest and micro-batch size.
+        kept_bytes: Bytes that each layer keeps from forward to backward, by digest and micro-batch size.
     """
     equal = {digest: layers_exceeding_cache(units, digest) for digest, _ in inputs}
     for unit in chain.from_iterable(equal.values()):
@@ -119,7 +119,7 @@ def measure_times(
 
 
 def split_into_passes(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
-    """Divide keys into lists of neighboring layers of one micro-batch size that are timed together.
+    """Divide keys into lists of neighboring layers to time together, of one micro-batch size each.
 
     The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has a single layer.
     """
@@ -135,8 +135,8 @@ def split_into_passes(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Ite
         yield list(stretch)
 
 
-def times_of(samples: Sequence[tuple[float, float]]) -> LayerTimes:
-    """Return the median times and the spread of at least 2 repeats (forward, backward)."""
+def median_times(samples: Sequence[tuple[float, float]]) -> LayerTimes:
+    """Return median times and spread of at least 2 repeats (forward, backward)."""
     both = [sum(sample) for sample in samples]
     mean = statistics.fmean(both)
     half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
@@ -145,7 +145,7 @@ def times_of(samples: Sequence[tuple[float, float]]) -> LayerTimes:
 
 
 def time_uncertainty(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, float]]]) -> float:
-    """Return the half-width of the 95 % confidence interval of a chain's time, divided by that time.
+    """Return the half-width of the 95 % confidence interval of a chain's time, as a fraction of it.
 
     The result is for the least certain micro-batch size. Errors of different layers are independent. Equal layers share
     one error, because they are measured as one layer.
@@ -156,15 +156,15 @@ def time_uncertainty(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[
     """
     counts, shares = Counter(chain), []
     for size in {size for _, size in samples}:
-        times = [(count, times_of(samples[digest, size])) for digest, count in counts.items()]
+        times = [(count, median_times(samples[digest, size])) for digest, count in counts.items()]
         widths = [count * (t.forward_us + t.backward_us) * t.spread for count, t in times]
         total_us = sum(count * (t.forward_us + t.backward_us + _OVERHEAD_US) for count, t in times)
         shares.append(math.hypot(*widths) / total_us)
     return max(shares)
 
 
-def half_times_of(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> tuple[float, float]:
-    """Return the times, in microseconds, of the two passes of a split backward: input gradients (I) and weights (W).
+def split_backward_times(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> tuple[float, float]:
+    """Return the times of passes I (input gradients) and W (weight gradients), in microseconds.
 
     The time of I includes the additional time of a forward that prepares a split backward.
 
@@ -179,18 +179,18 @@ def half_times_of(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> 
 
 
 def layers_exceeding_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
-    """Return the first layers with a digest: enough that their parameters together exceed the cache, or all of them."""
+    """Return the first layers with a digest whose parameters together exceed the cache, or all."""
     equal = [unit for unit in units if unit.digest == digest]
     size = equal[0].parameter_bytes
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
 
 
 def statistics_us(unit: Unit, received: UnitInput, *, clock: Clock, repeats: int) -> float:
-    """Return the time that updating running statistics of batch normalization takes in a step of a unit.
+    """Return a step's time for updating running statistics of batch normalization in a layer.
 
     Args:
-        unit: The unit.
-        received: Input of the unit, of any micro-batch size.
+        unit: The layer.
+        received: Input of the layer, of any micro-batch size.
         clock: Clock of the device.
         repeats: Number of timed updates.
 
@@ -202,7 +202,7 @@ def statistics_us(unit: Unit, received: UnitInput, *, clock: Clock, repeats: int
     times = []
     with deferred_batch_norms(unit.module) as statistics, torch.no_grad():
         for _ in range(repeats):
-            forward_of(unit, received.non_leaves(), received, outputs=[], statistics=statistics)()
+            forward_of(unit, received.non_leaf_copies(), received, outputs=[], statistics=statistics)()
             times.append(clock.time_us(statistics.commit))
     return typical_us(times)
 

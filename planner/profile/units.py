@@ -1,4 +1,4 @@
-"""Define units of measurement: each layer with its input in the model; the last layer together with the loss.
+"""Define units of measurement: layers with their inputs; the last layer together with the loss.
 
 The loss runs inside the last stage, so its time and memory belong to the last layer. The digest of a unit covers the
 trace of its operators (name, shapes, dtypes, numbers). Units with equal digests are measured only once.
@@ -37,27 +37,30 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class UnitInput:
-    """Input of a unit for one micro-batch: tensors without a graph, which require gradients as in the model."""
+    """Input of a layer for one micro-batch: tensors without a graph.
+
+    They require gradients as in the model.
+    """
 
     values: tuple[Any, ...]
     spec: TreeSpec
     targets: Any
 
-    def new_leaves(self) -> list[Any]:
-        """Return copies of the values as new leaves of the autograd graph, with the same `requires_grad`."""
+    def new_leaf_copies(self) -> list[Any]:
+        """Return copies of the values that are leaves of the autograd graph."""
         return [
             value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
             for value in self.values
         ]
 
-    def non_leaves(self) -> list[Any]:
-        """Return copies that are no leaves of the autograd graph, so that a layer may write into them."""
-        return [value.clone() if isinstance(value, Tensor) else value for value in self.new_leaves()]
+    def non_leaf_copies(self) -> list[Any]:
+        """Return copies of the values that are no leaves, so that a layer may write into them."""
+        return [value.clone() if isinstance(value, Tensor) else value for value in self.new_leaf_copies()]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Layer to measure, with the loss if it is the last layer of the model."""
+    """Layer to measure; the last layer includes the loss."""
 
     name: str
     module: nn.Module
@@ -68,14 +71,14 @@ class Unit:
 
     @property
     def parameter_bytes(self) -> int:
-        """Memory of all parameters of the unit, in bytes."""
+        """Memory of the layer's parameters, in bytes."""
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
     def run(self, values: Sequence[Any], received: UnitInput) -> list[Any]:
-        """Run the unit's forward and return its outputs as a flat list.
+        """Run the layer's forward and return its outputs as a flat list.
 
         Args:
-            values: Flat inputs, as `received.non_leaves()` returns them.
+            values: Flat inputs, as `received.non_leaf_copies()` returns them.
             received: Structure of the inputs, and targets of the loss.
         """
         with forward_context(self.precision, self.device), without_reentrance():
@@ -85,7 +88,7 @@ class Unit:
         return tree_flatten(output)[0]
 
     def weight_cast_cache(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which runs share autocast's weight cache, like the micro-batches of a step."""
+        """Return a context manager in which runs share autocast's weight cache."""
         return weight_cast_cache(self.precision, self.device)
 
 
@@ -140,7 +143,10 @@ def trace_units(
 
 
 def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
-    """Return a digest of each layer's operators, traced on tensors without data; empty if any layer needs data."""
+    """Return a digest of each layer's operators; empty if a layer needs values of tensors.
+
+    The operators are recorded on tensors without values.
+    """
     for size in (1, 2):  # some layers, such as batch normalization, need two samples
         with suppress(Exception):
             units, _ = trace_units(chain, loaded, (size,), torch.device("cpu"), ghosts=True)
@@ -148,8 +154,8 @@ def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
     return ()
 
 
-def with_values(received: UnitInput, device: torch.device) -> UnitInput:
-    """Return an input with random numbers in place of ghosts; costs of layers do not depend on the numbers."""
+def with_random_values(received: UnitInput, device: torch.device) -> UnitInput:
+    """Return an input with random numbers in place of ghosts (tensors without values)."""
     values = [_stand_in(value, device) if isinstance(value, Ghost) else value for value in received.values]
     return UnitInput(tuple(to_device(values, device)), received.spec, to_device(received.targets, device))
 
@@ -219,7 +225,7 @@ def _check_loss(loaded: LoadedModel, chain: Chain, targets: Any, output: Any) ->
 def _received(value: Any, targets: Any) -> UnitInput:
     leaves, spec = tree_flatten(value)
     received = UnitInput(tuple(leaves), spec, targets)
-    return replace(received, values=tuple(received.new_leaves()))
+    return replace(received, values=tuple(received.new_leaf_copies()))
 
 
 def _detached(value: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Backends, which find the times and memory of a profile: they measure, estimate, or compile."""
+"""Backends that find the times and memory of a profile: they measure, estimate, or compile."""

@@ -19,13 +19,17 @@ _ESTIMATE = "estimate:"
 
 
 class Backend(Protocol):
-    """Source of the costs of layers on one device. `describe().how` is `measured`, `estimated` or `compiled`."""
+    """Source of the costs of layers on one device.
+
+    Attributes:
+        device: Torch device on which the backend runs layers.
+    """
 
     device: torch.device
     """Torch device on which the backend runs layers."""
 
     def describe(self) -> Device:
-        """Return the device to which the costs apply, and how the costs are found."""
+        """Return the device to which the costs apply. Its `how` is `measured`, `estimated` or `compiled`."""
         ...
 
     def measure(self, task: ProfilingTask) -> BackendResult:
@@ -38,7 +42,7 @@ class Backend(Protocol):
         ...
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Check a loaded model before it is built.
+        """Raise an error if a loaded model, not yet built, cannot be profiled.
 
         Raises:
             UsageError: The model cannot be profiled for this device.
@@ -46,7 +50,7 @@ class Backend(Protocol):
         ...
 
     def check_chain(self, *, lean: bool) -> None:
-        """Check that the backend can run the layers.
+        """Raise an error if the backend cannot run the layers.
 
         Args:
             lean: Whether the layers run without the values of parameters.
@@ -58,7 +62,7 @@ class Backend(Protocol):
 
 
 def backend_of(name: str) -> Backend:
-    """Return the backend for a device, given by name as in the option `--device`.
+    """Return the backend for the device called `name` in the option `--device`.
 
     Raises:
         UsageError: The name is unknown, or this machine has no such device.

@@ -52,7 +52,7 @@ from planner.profile.passes import SplitTimer, WholeTimer, time_once
 from planner.profile.records import RecordingHooks, UnitRecords, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
-from planner.profile.timing import LayerTimes, half_times_of
+from planner.profile.timing import LayerTimes, split_backward_times
 from planner.profile.units import Key, Unit, UnitInput
 
 _LAUNCH_US = 3.0
@@ -65,7 +65,7 @@ _GROUPED_PRODUCT = "aten::_grouped_mm"
 
 
 class EstimatedBackend:
-    """Backend that runs layers on ghosts and estimates their costs for a GPU that is not present."""
+    """Backend that estimates the costs of layers for a GPU that this machine lacks."""
 
     device = torch.device("cpu")
 
@@ -73,7 +73,7 @@ class EstimatedBackend:
         self._absent, self._rates = absent, rates_of(absent.name)
 
     def describe(self) -> Device:
-        """Return the GPU as its data sheet describes it, with an assumed reserve of memory that is not for tensors."""
+        """Return the GPU as in its data sheet, with an assumed reserve of memory."""
         return Device(
             kind=Cuda.name,
             name=self._rates.full_name,
@@ -83,7 +83,10 @@ class EstimatedBackend:
         )
 
     def clock(self, *, experts: bool = False) -> "RooflineClock":
-        """Return a clock with the rates of the GPU; `experts` selects the sustained rate of models with experts."""
+        """Return a clock with the rates of the GPU.
+
+        `experts` selects the sustained rate of models with experts.
+        """
         sustained = sustained_rate(self._absent.name, experts=experts)
         if sustained is None:
             return RooflineClock(self._rates)
@@ -93,7 +96,7 @@ class EstimatedBackend:
         """Accept any model."""
 
     def check_chain(self, *, lean: bool) -> None:
-        """Check that the layers run without values, because ghosts have none.
+        """Raise an error if the layers read tensor values.
 
         Raises:
             ModelError: The layers read values.
@@ -105,7 +108,7 @@ class EstimatedBackend:
             )
 
     def measure(self, task: ProfilingTask) -> BackendResult:
-        """Estimate every distinct layer once at each micro-batch size; repeats would give the same results."""
+        """Estimate every distinct layer once at each micro-batch size."""
         meter, clock = GhostMeter(), self.clock()
         hooks = RecordingHooks(
             device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True)
@@ -148,7 +151,10 @@ class EstimatedBackend:
 
 @contextmanager
 def as_ghosts_if_lean(task: ProfilingTask) -> Iterator[None]:
-    """Replace parameters and buffers of a lean model (one without values) by ghosts inside the block."""
+    """Replace parameters and buffers without values by ghosts in the block.
+
+    A ghost is a tensor that torch's operators accept although it has no values.
+    """
     if not task.lean:
         yield
         return
@@ -162,7 +168,7 @@ def as_ghosts_if_lean(task: ProfilingTask) -> Iterator[None]:
 
 
 class GhostMeter:
-    """Meter of a function's memory that adds up the storages that operators create and that still exist."""
+    """Meter that adds up the storages that operators create and that still exist."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -197,7 +203,7 @@ class GhostMeter:
 
 
 class RooflineClock:
-    """Clock that adds up lower bounds of the operators' times, computed from the rates of a device."""
+    """Clock that adds up lower bounds of operator times, computed from a device's rates."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
@@ -208,7 +214,7 @@ class RooflineClock:
         """True if a measured function has run a grouped product, which multiplies tokens by their experts' weights."""
 
     def time_us(self, work: Callable[[], object]) -> float:
-        """Run `work` on ghosts and return the time that it would take on the device, in microseconds."""
+        """Run `work` on tensors without values and return its estimated time in microseconds."""
         self.restart()
         self.flops = 0
 
@@ -229,20 +235,23 @@ class RooflineClock:
         return self._total_us
 
     def restart(self) -> None:
-        """Start the measurement anew. The measured function calls this after preparations that must not count."""
+        """Set the time to zero. The measured function calls this after its preparations."""
         self._total_us = 0.0
 
     def stop(self) -> None:
-        """Do nothing, because no operators follow the call of this method in a measured function."""
+        """Do nothing. In a measured function, no operators follow this call."""
 
     def flops_of(self, unit: Unit, received: UnitInput) -> int:
-        """Return the number of floating-point operations of a unit's forward."""
-        self.time_us(lambda: unit.run(received.new_leaves(), received))
+        """Return the number of floating-point operations of a layer's forward."""
+        self.time_us(lambda: unit.run(received.new_leaf_copies(), received))
         return self.flops
 
 
 def _peaks_add(task: ProfilingTask) -> bool:
-    """Return True if the optimizer updates all parameters at once, as torch's optimizers do on a GPU by default."""
+    """Return True if the optimizer updates all parameters at once.
+
+    Torch's optimizers do so by default on a GPU.
+    """
     one = task.whole_optimizer().build_for(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
 
@@ -272,7 +281,7 @@ def _times(
         unit, received = records.distinct[key[0]], records.inputs[key]
         forward_us, backward_us = time_once(whole, unit, received)
         times[key] = LayerTimes(forward_us=forward_us, backward_us=backward_us, spread=0.0)
-        half_times_us[key] = half_times_of([time_once(split_timer, unit, received)], times[key])
+        half_times_us[key] = split_backward_times([time_once(split_timer, unit, received)], times[key])
     return times, half_times_us
 
 

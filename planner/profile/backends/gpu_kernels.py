@@ -17,10 +17,10 @@ _NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class GpuKernels(TorchFunctionMode):
-    """Context in which attention and dropout save the same tensors for backward as on a GPU."""
+    """Function mode in which attention and dropout save the same tensors as on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch; for attention and dropout, run the kernel that a GPU would use."""
+        """Run a torch function; for attention and dropout, run what a GPU would run."""
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return _attention(**dict(zip(_NAMES, args, strict=False)), **kwargs)

@@ -31,43 +31,43 @@ from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import (
     LayerTimes,
-    half_times_of,
     layers_exceeding_cache,
     measure_times,
+    median_times,
+    split_backward_times,
     statistics_us,
     time_uncertainty,
-    times_of,
 )
-from planner.profile.units import Key, Unit, with_values
+from planner.profile.units import Key, Unit, with_random_values
 
 _DOUBT = 0.02
 """Relative half-width of the 95 % confidence interval of the chain's time below which no more repeats are needed."""
 
 
 class MeasuredBackend:
-    """Backend that runs every distinct layer on a device of this machine and measures it."""
+    """Backend that measures layers on a device of this machine."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kind = kind_of(device)
 
     def describe(self) -> Device:
-        """Return the device, with the measured part of its memory that is not available for tensors."""
+        """Return the device, with the part of its memory that is not available for tensors."""
         return self._kind.describe()
 
     def check_model(self, loaded: LoadedModel) -> None:
         """Accept any model."""
 
     def check_chain(self, *, lean: bool) -> None:
-        """Accept any layers, because parameters get values before the layers run."""
+        """Accept any layers, because parameters get values before layers run."""
 
     def measure(self, task: ProfilingTask) -> BackendResult:
-        """Measure memory first, while nothing else is allocated, and times after that."""
+        """Measure memory first, while nothing else is allocated, and then times."""
         meter, clock = self._kind.meter(), self._kind.clock(task.options.threads)
         hooks = RecordingHooks(
             device=self.device,
             prepare=partial(_fill, task, self.device),
-            received=partial(with_values, device=self.device),
+            received=partial(with_random_values, device=self.device),
             record=partial(record_memory, task=task, meter=meter, in_halves=True),
         )
         records = record_sizes(task, hooks)
@@ -100,7 +100,7 @@ class MeasuredBackend:
             flops=records.measure_distinct(forward_flops),
             times=times,
             half_times_us={
-                key: half_times_of(task.measurements.half_samples[key], times[key]) for key in records.inputs
+                key: split_backward_times(task.measurements.half_samples[key], times[key]) for key in records.inputs
             },
         )
         largest = max(records.distinct.values(), key=lambda unit: unit.parameter_bytes)
@@ -174,7 +174,7 @@ def _times(task: ProfilingTask, records: UnitRecords, clock: Clock) -> dict[Key,
             progress=partial(task.steps.each, names=records.names),
             kept_bytes={key: _kept_bytes(detail) for key, detail in records.memory.items()},
         )
-    return {key: times_of(samples[key]) for key in records.inputs}
+    return {key: median_times(samples[key]) for key in records.inputs}
 
 
 def _kept_bytes(detail: MemoryDetail) -> int:

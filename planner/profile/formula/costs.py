@@ -45,7 +45,7 @@ from planner.profile.formula.shapes import Transformer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """Rates of a device."""
+    """Speed of a device in FLOP per second and bytes per second."""
 
     flops_per_s: float
     bytes_per_s: float = 0.0
@@ -66,7 +66,7 @@ def transformer_profile(
     steps_at_once: bool,
     other_widths: tuple[int, ...] = (),
 ) -> Profile:
-    """Return the profile of a transformer, whose layers are the embedding, the blocks, and the head with the loss.
+    """Return the profile of a transformer: embedding, blocks, and head with the loss.
 
     Args:
         shape: Shape of the model.
@@ -78,7 +78,7 @@ def transformer_profile(
         optimizer: Name of the optimizer, for the profile.
         micro_batch_sizes: Micro-batch sizes in samples.
         steps_at_once: Whether the optimizer updates all parameters at once, with a temporary copy of them.
-        other_widths: Further numbers of devices that may share each layer, for which the profile has costs as well.
+        other_widths: Further tensor-parallel sizes for which the profile has costs.
 
     Returns:
         A profile with `how: estimated` in its device, and with times of split backwards.

@@ -21,7 +21,7 @@ from planner.profile.formula.layer_norm_families import (
     phi_shape,
     starcoder2_shape,
 )
-from planner.profile.formula.presets import defaults
+from planner.profile.formula.presets import config_defaults
 from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, LatentRanks, Transformer
 
 Shape = Callable[[ConfigReader, int], Transformer]
@@ -31,7 +31,7 @@ Shape = Callable[[ConfigReader, int], Transformer]
 def shape_from_config(
     content: Mapping[str, Any], sequence: int, *, source: str, note: Callable[[str], None] | None = None
 ) -> Transformer:
-    """Return the shape of the model that a configuration describes.
+    """Return the shape of the model that a config.json describes.
 
     Args:
         content: Content of config.json.
@@ -50,7 +50,7 @@ def shape_from_config(
             hint="with torch and transformers installed, `--from-formula never` profiles the model itself; "
             f"formulas exist for {', '.join(FAMILIES)}",
         )
-    fields = ConfigReader(content, defaults()[name])
+    fields = ConfigReader(content, config_defaults()[name])
     shape = FAMILIES[name](fields, sequence)
     fields.check(source)
     if fields.assumed and note is not None:

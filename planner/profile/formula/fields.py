@@ -1,4 +1,4 @@
-"""Read the values of a config.json by key; collect missing and wrong keys, to report all of them in one error."""
+"""Read the values of a config.json by key, and report all missing and wrong keys in one error."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,8 @@ _LARGEST = 2**32
 class ConfigReader:
     """Reader of a config.json, with the defaults of its family.
 
-    A default replaces a key that is absent. It does not replace null, for which callers derive a value from other keys,
-    as transformers does.
+    A default replaces only a key that is absent. For null, callers derive a value from other keys, as transformers
+    does.
     """
 
     def __init__(self, content: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -23,10 +23,10 @@ class ConfigReader:
         """Keys of sizes that the file leaves out, with the defaults that were used."""
 
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
-        """Return an integer that may be stored under one of several equivalent keys.
+        """Return the integer of a key, which may have several equivalent names.
 
-        If no key is present, return the family's default or else `default`. If there is no default either, or the value
-        is wrong, return a placeholder, and let `check` raise an error.
+        Without a key, return the family's default or else `default`. If there is no default, or the value is wrong,
+        return a placeholder; `check` then raises an error.
 
         Args:
             names: Equivalent keys, in order of precedence.
@@ -53,7 +53,7 @@ class ConfigReader:
         return 1 if default is None else default
 
     def check_multiple(self, name: str, value: int, of: str, divisor: int) -> None:
-        """Record an error for `check` unless `value` (of key `name`) is a multiple of `divisor` (of key `of`).
+        """Record an error for `check` if `value` is no multiple of `divisor`.
 
         Args:
             name: Key of the value.
@@ -69,7 +69,7 @@ class ConfigReader:
         return bool(self._value(name, default))
 
     def text(self, name: str, default: str) -> str:
-        """Return the text of a key; `default` for null and for a missing key without a default in the family."""
+        """Return the text of a key; `default` for null, or for a missing key without family default."""
         return str(self._value(name, default) or default)
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -83,12 +83,12 @@ class ConfigReader:
         return float(value) if isinstance(value, int | float) else 0.0
 
     def texts(self, name: str, count: int) -> tuple[str, ...]:
-        """Return the list of texts of a key; empty if the key is missing or the list does not have `count` items."""
+        """Return the list of `count` texts of a key; empty if the key is missing or the count differs."""
         value = self._content.get(name)
         return tuple(map(str, value)) if isinstance(value, list) and len(value) == count else ()
 
     def check(self, source: str) -> None:
-        """Check that no key that was read before is missing or wrong.
+        """Raise an error if a key that was read is missing or wrong.
 
         Args:
             source: Name of the file, for the message.

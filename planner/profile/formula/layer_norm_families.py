@@ -11,7 +11,7 @@ MOST_LAYERS: Final = 10_000
 
 
 def gpt2_shape(fields: ConfigReader, sequence: int) -> Transformer:
-    """Return the shape of GPT-2, which has learned positions, biases and dropout."""
+    """Return the shape of GPT-2, with learned positions, biases and dropout."""
     layers = fields.integer("n_layer", "num_hidden_layers", most=MOST_LAYERS)
     hidden = fields.integer("n_embd", "hidden_size")
     heads = fields.integer("n_head", "num_attention_heads")
@@ -42,7 +42,7 @@ def gpt2_shape(fields: ConfigReader, sequence: int) -> Transformer:
 
 
 def phi_shape(fields: ConfigReader, sequence: int) -> Transformer:
-    """Return the shape of Phi-1 or Phi-2, whose attention and feed-forward layer read the same normalized input."""
+    """Return the shape of Phi-1 or Phi-2, with attention and feed-forward layer in parallel."""
     attention = _plain_attention(fields, bias=True, normalized_keys=fields.flag("qk_layernorm"))
     attention = replace(attention, concatenated=True)
     feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu_new"), bias=True)
@@ -72,7 +72,7 @@ def gpt_neox_shape(fields: ConfigReader, sequence: int) -> Transformer:
 
 
 def falcon_shape(fields: ConfigReader, sequence: int) -> Transformer:
-    """Return the shape of Falcon, whose attention and feed-forward layer may read the same input in parallel."""
+    """Return the shape of Falcon, in which attention and feed-forward layer may be parallel."""
     hidden, bias = fields.integer("hidden_size"), fields.flag("bias")
     grouped = fields.flag("new_decoder_architecture")
     attention = _plain_attention(fields, bias=bias, joined=True, grouped=False)
@@ -134,7 +134,7 @@ def _with_layer_norms(fields: ConfigReader, sequence: int, block: Block, *, drop
 
 
 def head_dim(fields: ConfigReader, hidden: int, heads: int) -> int:
-    """Return the width of a head: the key `head_dim`, or else the model's width divided by the number of heads.
+    """Return the width of a head: `head_dim`, or the model's width divided by the number of heads.
 
     Args:
         fields: Reader of the configuration, which records an error if the width is no multiple.
@@ -155,6 +155,6 @@ def key_value_heads(fields: ConfigReader, heads: int) -> int:
 
 
 def num_saved_tensors(activation: str) -> int:
-    """Return the number of tensors that an activation function saves for backward, its result included."""
+    """Return the number of tensors that an activation function saves, with its result."""
     # `relu` saves only its result. Transformers computes `gelu_new` by eight operators, which save five tensors.
     return {"relu": 1, "gelu_new": 5}.get(activation, 2)

@@ -12,7 +12,7 @@ from planner.profile.formula.shapes import Attention, Block, Experts, FeedForwar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Division of a model's layers among devices, and kernels that run them."""
+    """Division of a model's layers among devices, and the kernels that run them."""
 
     tensor_parallel: int = 1
     """Number of devices that share each layer (t)."""
@@ -34,7 +34,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementBytes:
-    """Bytes of one element of an activation, and bytes per parameter for weights, gradients and optimizer."""
+    """Bytes per element of activations, and bytes per parameter of weights, gradients and optimizer."""
 
     activation: int
     """Bytes of an element of an activation (e)."""
@@ -50,7 +50,10 @@ class ElementBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """Costs of a layer on one of the t devices, for one sample. A micro-batch takes b times as many FLOP and bytes."""
+    """Costs of a layer for one sample, on one of the t devices that share it.
+
+    A micro-batch of b samples takes b times as many FLOP and bytes.
+    """
 
     name: str
     modules: tuple[str, ...] = ()
@@ -83,7 +86,7 @@ _TORCHTITAN = {"embedding": "tok_embeddings", "block": "layers.", "mtp": "mtp.la
 def layer_costs(shape: Transformer, execution: Execution, widths: ElementBytes) -> Iterator[LayerCosts]:
     """Yield the costs of the embedding, the blocks and the head.
 
-    The layers of a decoder from a config.json get the names that torchtitan uses, so that plans can be emitted for it.
+    Layers of a decoder from a config.json have torchtitan's names, so that plans can be emitted for torchtitan.
 
     Args:
         shape: Shape of the model.
@@ -179,12 +182,15 @@ class _Layers:
             weight_held_bytes=self._held_bytes(linears),
             transient_bytes=scores if again else 0.0,
             # There is one sum per normalized input. The attention and the feed-forward layer of Phi share one.
-            collectives=block.reads if self.sums else 0,
-            collective_bytes=self._summed_bytes(block.reads),
+            collectives=block.num_inputs if self.sums else 0,
+            collective_bytes=self._summed_bytes(block.num_inputs),
         )
 
     def _product_flops(self, linear: MatrixProduct) -> float:
-        """Return the FLOP of a product on one device; if weights are not split, each device multiplies all tokens."""
+        """Return the FLOP of a matrix product on one device.
+
+        If the weights are not split, each device computes the product for all tokens.
+        """
         is_divided = linear.split != "none" or self.execution.sequence_parallel
         flops = 2 * self.shape.sequence * linear.uses * linear.inputs * sum(linear.outputs)
         return flops / self.t if is_divided else flops
@@ -230,9 +236,9 @@ class _Layers:
         return min(window or self.shape.sequence, self.shape.sequence)
 
     def _norm_bytes(self, block: Block, linears: list[MatrixProduct]) -> float:
-        """Return the bytes per channel that normalizations keep: inputs, normalized inputs, results and their copies.
+        """Return the bytes per channel that normalizations save for backward.
 
-        The block's output is counted here. Its input is not, because it is the output of the previous layer.
+        The block's output is counted here. Its input is counted as the output of the previous layer.
         """
         router = isinstance(block.feed_forward, Experts) and block.feed_forward.wide_router and self.keeps_copies
         states = 1 if block.parallel else block.norms
@@ -240,7 +246,7 @@ class _Layers:
         before = (4 if router else 0) + copies + (states * self.residual if self.keeps_states else 0)
         if not self.is_autocast:
             # States that no normalization reads are kept for the products.
-            results = block.reads
+            results = block.num_inputs
         else:
             # Autocast converts the result once for each weight that reads it.
             readers = (each for each in linears if each.split != "inputs" and each.copies == 1)
@@ -280,7 +286,7 @@ class _Layers:
 
     def _attention_bytes(self, attention: Attention) -> float:
         by_head = attention.latent or attention.repeated or self._is_eager(attention)
-        groups = attention.heads if by_head else attention.groups(self.t)
+        groups = attention.heads if by_head else attention.total_key_value_heads(self.t)
         rotated = (attention.heads + groups) * attention.key_dim
         values = groups * attention.value_dim
         if attention.latent is not None:
@@ -294,7 +300,7 @@ class _Layers:
         return kept + (rotated * self._inner_norm_bytes() if attention.normalized_keys else 0)
 
     def _latent_bytes(self, attention: Attention) -> float:
-        """Return the bytes per token that latent attention keeps for the norms of its latent vectors.
+        """Return the bytes per token that latent attention saves for the norms of its latent vectors.
 
         Each device has whole latent vectors of its tokens; sequence parallelism divides the tokens.
         """
@@ -318,7 +324,7 @@ class _Layers:
         return self.residual * uses * (gated * layer.width + 2 * self.shape.hidden) + self.e * shared
 
     def _held_bytes(self, linears: list[MatrixProduct]) -> float:
-        """Return the bytes that are kept from I to W: inputs of the products and gradients of their results."""
+        """Return the bytes of product inputs and result gradients that are kept from pass I to pass W."""
         whole = split = 0.0
         for linear in linears:
             ends = {"inputs": linear.inputs * linear.uses, "outputs": sum(linear.outputs) * linear.uses}

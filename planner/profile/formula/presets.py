@@ -7,14 +7,17 @@ from typing import Any
 
 
 @cache
-def presets() -> dict[str, dict[str, Any]]:
-    """Return, by name of the model, the keys of its public config.json that formulas read."""
+def model_presets() -> dict[str, dict[str, Any]]:
+    """Return the config.json of well-known models by name, with the keys that formulas read."""
     return _content("presets.json")
 
 
 @cache
-def defaults() -> dict[str, dict[str, Any]]:
-    """Return, by `model_type`, the defaults of transformers for missing keys, without those that are 0 or false."""
+def config_defaults() -> dict[str, dict[str, Any]]:
+    """Return the defaults of transformers for missing keys, by `model_type`.
+
+    Defaults that are 0 or false are left out.
+    """
     return _content("defaults.json")
 
 

@@ -1,6 +1,7 @@
-"""Define the shape of a transformer: blocks of attention and a feed-forward layer or experts; blocks may differ.
+"""Define the shape of a transformer: blocks of attention and a feed-forward layer or experts.
 
-Every block gives a list of matrix products (`MatrixProduct`), from which its parameters, FLOP and bytes follow.
+Every block gives a list of matrix products (`MatrixProduct`), from which its parameters, FLOP and bytes follow. Blocks
+may differ.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixProduct:
-    """Products of each token with one or several weight matrices, which multiply the same input."""
+    """Product of each token's vector with one or several weight matrices."""
 
     inputs: int
     outputs: tuple[int, ...]
@@ -24,7 +25,7 @@ class MatrixProduct:
     """Number of experts that multiply each token; 1 if there are no experts."""
 
     def parameters(self, devices: int = 1) -> int:
-        """Return the number of parameters on each of the `devices` devices that share the layer."""
+        """Return the number of parameters on each of `devices` devices that share the layer."""
         weights = self.copies * self.inputs * sum(self.outputs)
         biases = self.copies * sum(self.outputs) if self.bias else 0
         if self.split == "none":
@@ -47,7 +48,7 @@ class LatentRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Attention; heads share keys and values in groups (arXiv:2305.13245) if there are fewer key-value heads."""
+    """Attention layer, with grouped queries (arXiv:2305.13245) if there are fewer key-value heads."""
 
     heads: int
     key_value_heads: int
@@ -81,23 +82,26 @@ class Attention:
     """Number of tokens to which each token attends; 0 for all tokens."""
     latent: LatentRanks | None = None
 
-    def groups(self, devices: int) -> int:
-        """Return the number of key-value heads on all devices together; each device has at least one, or a copy."""
+    def total_key_value_heads(self, devices: int) -> int:
+        """Return the number of key-value heads on all devices, with copies.
+
+        Each device has at least one.
+        """
         return max(self.key_value_heads, devices)
 
     @property
     def norm_channels(self) -> int:
-        """Number of channels of the normalizations inside attention."""
+        """Number of channels of the normalizations in attention."""
         if self.latent is not None:
             return self.latent.query_rank + self.latent.key_value_rank
         heads = self.heads + self.key_value_heads if self.whole_key_norms else 2
         return heads * self.key_dim if self.normalized_keys else 0
 
     def matrix_products(self, hidden: int, devices: int) -> Iterator[MatrixProduct]:
-        """Yield the matrix products with weights; `hidden` is the width of the model."""
+        """Yield the matrix products with weights, for a model of width `hidden` on `devices` devices."""
         queries = self.heads * self.key_dim
         if self.latent is None:
-            keys, values = (self.groups(devices) * width for width in (self.key_dim, self.value_dim))
+            keys, values = (self.total_key_value_heads(devices) * width for width in (self.key_dim, self.value_dim))
             outputs = (queries + keys + values,) if self.joined else (queries, keys, values)
             yield MatrixProduct(inputs=hidden, outputs=outputs, bias=self.qkv_bias)
         else:
@@ -114,7 +118,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
-    """Feed-forward layer; if `gated`, with a gate as in arXiv:2002.05202."""
+    """Feed-forward layer, with a gate (arXiv:2002.05202) if `gated`."""
 
     width: int
     gated: bool = True
@@ -129,7 +133,7 @@ class FeedForward:
     """True if the input of the last product is converted to float32; autocast then converts it back."""
 
     def matrix_products(self, hidden: int) -> Iterator[MatrixProduct]:
-        """Yield the matrix products with weights; `hidden` is the width of the model."""
+        """Yield the matrix products with weights, for a model of width `hidden`."""
         outputs = (self.width,) * (2 if self.gated else 1)
         yield MatrixProduct(inputs=hidden, outputs=(sum(outputs),) if self.joined else outputs, bias=self.bias)
         yield MatrixProduct(inputs=self.width, outputs=(hidden,), bias=self.bias, split="inputs")
@@ -137,7 +141,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Mixture of experts: gated feed-forward layers of which each token uses some."""
+    """Mixture of experts: gated feed-forward layers, of which each token uses some."""
 
     count: int
     top_k: int
@@ -200,13 +204,16 @@ class Block:
     """Number of other parameters, such as relative positions and attention sinks."""
 
     @property
-    def reads(self) -> int:
-        """Number of different inputs of attention and feed-forward layer: normalization results, or 2 without norms."""
+    def num_inputs(self) -> int:
+        """Number of different inputs of attention and feed-forward layer.
+
+        The inputs are results of normalizations. Without normalizations, there are two.
+        """
         return self.norms or 2
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Attention layers of the block: one, or two in a decoder of an encoder-decoder model."""
+        """Attention layers of the block: one, or two if it has cross-attention."""
         return (self.attention,) if self.cross_attention is None else (self.attention, self.cross_attention)
 
     def matrix_products(self, hidden: int, devices: int = 1, capacity: float = 1.0) -> Iterator[MatrixProduct]:
@@ -244,7 +251,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """Shape of a transformer: everything that determines its parameters, FLOP and bytes."""
+    """Shape of a transformer, which determines its parameters, FLOP and bytes."""
 
     family: str = "transformer"
     """Name of the formula: `model_type` of a config.json, or `transformer`."""
@@ -307,7 +314,7 @@ class Transformer:
 def gpt_shape(
     *, layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, feed_forward: int, tied: bool = False
 ) -> Transformer:
-    """Return the shape of a decoder like GPT-2 and GPT-3, with learned positions, biases and dropout.
+    """Return the shape of a GPT-2 or GPT-3, with learned positions, biases and dropout.
 
     Args:
         layers: Number of blocks.
@@ -336,5 +343,5 @@ def gpt_shape(
 
 
 def with_mtp(shape: Transformer, count: int) -> Transformer:
-    """Return a copy of `shape` with `count` additional blocks for multi-token prediction."""
+    """Return `shape` with `count` more blocks, for multi-token prediction."""
     return replace(shape, blocks=shape.blocks + (replace(shape.blocks[-1], kind="mtp"),) * count)

@@ -14,7 +14,7 @@ from planner.core import extras
 from planner.core.errors import MissingPackageError, PlannerError, UsageError
 from planner.core.values.profile import Profile
 from planner.profile.formula.families import shape_from_config
-from planner.profile.formula.presets import presets
+from planner.profile.formula.presets import model_presets
 from tests.support.cli import call, environment
 from tests.support.house import ROOT
 
@@ -57,9 +57,9 @@ def test_published_models_have_their_published_number_of_parameters(name: str) -
     assert preset.model.settings["preset"] == name
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", model_presets())
 def test_presets_have_the_number_of_parameters_in_their_name(name: str) -> None:
-    parameters = shape_from_config(presets()[name], 128, source=name).parameters
+    parameters = shape_from_config(model_presets()[name], 128, source=name).parameters
     sizes = {"gpt2-xl": 1.5, "phi-4": 14.7, "deepseek-v2": 236, "deepseek-v3": 671, "mixtral-8x7b": 46.7}
     sizes |= {"mixtral-8x22b": 141}
     spelled = next((part for part in name.split("-") if part.endswith("b") and part[0].isdigit()), "0b")
@@ -242,7 +242,7 @@ def test_formula_by_name_equals_its_configuration(tmp_path: Path) -> None:
         (SMALL, {"expert_parallel": 2}, "does not divide 0 experts"),
         (ROUTED, {"expert_parallel": 3}, "does not divide 8 experts"),
         (ROUTED, {"capacity": "much"}, "`--capacity much`"),
-        (presets()["t5-11b"], {"mtp_layers": 1}, "an encoder-decoder has no multi-token prediction"),
+        (model_presets()["t5-11b"], {"mtp_layers": 1}, "an encoder-decoder has no multi-token prediction"),
         (SMALL, {"preset": "llama-3-8b"}, "takes no model"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_subclass_that_only_adds_a_constructor_is_flattened() -> None:
     ("model", "told"),
     [
         (nn.Linear(8, 8), "the model is a Linear"),
-        (CallsTwice(nn.Linear(8, 8)), "the model is a Twice"),
+        (CallsTwice(nn.Linear(8, 8)), "the model is a CallsTwice"),
         (nn.ModuleList([nn.Linear(8, 8)]), "the model is a ModuleList"),
         (nn.Sequential(), "empty nn.Sequential"),
         (nn.Sequential(nn.Sequential(), nn.Sequential()), None),

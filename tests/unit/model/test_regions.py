@@ -150,7 +150,7 @@ def test_results_inside_an_autograd_function_are_not_cut() -> None:
             return value
 
     blocks = Without(lambda block, value: apply(block, value, *block.parameters()))
-    with pytest.raises(ModelError, match=r"function Own calls modules.*`use_reentrant=False`"):
+    with pytest.raises(ModelError, match=r"function RecomputingFunction calls modules.*`use_reentrant=False`"):
         chain_of(blocks, values)
 
 

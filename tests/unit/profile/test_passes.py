@@ -173,7 +173,7 @@ def test_parameters_returned_by_a_layer_are_not_overwritten() -> None:
     assert torch.equal(layer.weight, weight)
     behind = make_layer_inputs(unit_input(traced(*LARGE)))
     behind.gradients.append(layer.weight.detach())
-    LayerOutputs([traced(*LARGE) * 1], own_storages_of(unit)).fill(behind)
+    LayerOutputs([traced(*LARGE) * 1], own_storages_of(unit)).create_gradients(behind)
     assert torch.equal(layer.weight, weight)
 
 
@@ -194,8 +194,8 @@ def test_output_gradients_are_ones_in_the_memory_of_the_next_layer() -> None:
     behind.gradients.extend([None, left])
     leaves = [traced(*LARGE), traced(*LARGE)]
     way_out = LayerOutputs([leaves[0] * 1, leaves[1].view_as(leaves[1]), 3, torch.zeros(2)], frozenset())
-    way_out.fill(behind)
-    way_out.fill(None)  # there is nothing left to do
+    way_out.create_gradients(behind)
+    way_out.create_gradients(None)  # there is nothing left to do
     address = left.data_ptr()
     del left, behind
     assert way_out.end is not None

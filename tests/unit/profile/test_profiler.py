@@ -545,7 +545,7 @@ def test_units_get_the_inputs_and_targets_of_the_model() -> None:
     assert first.targets is None
     assert last.targets.tolist() == [0, 1]
     assert [unit.loss_fn is not None for unit in units] == [False] * 5 + [True]
-    fresh = last.new_leaves()[0]
+    fresh = last.new_leaf_copies()[0]
     assert fresh.data_ptr() != last.values[0].data_ptr()
     assert fresh.requires_grad
 

@@ -306,7 +306,7 @@ def test_partial_profiles_of_something_else_are_not_used(
     partial = change(interrupt_profile(loaded, 6))
     warnings: list[str] = []
     kept = Measurements(header=interrupt_profile(loaded, 0))
-    kept.take_over(partial, warnings.append)
+    kept.add_earlier(partial, warnings.append)
     assert kept.memory == {}
     assert len(warnings) == 1
     assert f"({named} changed): starting over" in warnings[0]
