@@ -42,17 +42,17 @@ class Chain:
 
     @property
     def trained(self) -> FloatArray:
-        """1 where a layer is trained, 0 where it is frozen."""
+        """1 for each trained layer, 0 for each frozen one."""
         return np.ones(self.num_layers) if self.trains is None else self.trains
 
     @property
     def pair_us(self) -> FloatArray:
-        """Forward + backward of one sample: what other planners balance."""
+        """Forward + backward of one sample, which other planners balance."""
         pair: FloatArray = self.forward_us + self.backward_us
         return pair
 
     def profile(self, sizes: Sequence[int], *, exact: bool) -> Profile:
-        """The chain as `gpipe-plan profile` would write it, with exact memory records or without."""
+        """Return the chain as `gpipe-plan profile` would write it, with or without exact memory records."""
         device = Device(kind="cpu", name="synthetic")
         return Profile(device=device, micro_batch_sizes=tuple(sizes), layers=tuple(self._layers(sizes, exact=exact)))
 
@@ -93,9 +93,9 @@ def _record(size: int, received: int, output: int, saved: int, parameters: int) 
 
 
 def transformer(num_layers: int) -> Chain:
-    """The GPipe paper's Transformer: embedding in the first layer, head in the last; 83.9 B parameters at L = 1663.
+    """Return the GPipe paper's Transformer, with 83.9 B parameters at L = 1663; the last layer is the head.
 
-    Width 2048, feed-forward 8192, 32,000 words, 1024 tokens a sample, float32. Times as if at 50 TFLOP/s.
+    Width 2048, feed-forward 8192, 32,000 words, 1024 tokens per sample, float32. Times are those of 50 TFLOP/s.
     """
     boundary = 1024 * 2048 * 4
     words = np.zeros(num_layers)
@@ -114,7 +114,7 @@ def transformer(num_layers: int) -> Chain:
 
 
 def uneven(num_layers: int) -> Chain:
-    """Log-normal times and sizes, B/F between 1.2 and 2.8, as of a network that somebody searched for."""
+    """Return log-normal times and sizes, with B/F between 1.2 and 2.8, as of a searched network."""
     rng = np.random.default_rng(num_layers)
     return _random(f"uneven, L = {num_layers}", num_layers, rng, fixed_us=20.0)
 
@@ -123,7 +123,7 @@ CHAINS = {"even": transformer, "uneven": uneven}
 
 
 def random_chain(seed: int) -> Chain:
-    """24 to 48 layers like those of `uneven`."""
+    """Return 24 to 48 layers like those of `uneven`."""
     rng = np.random.default_rng(seed)
     return _random(f"random {seed}", int(rng.integers(24, 49)), rng)
 
@@ -164,7 +164,7 @@ def vgg_16() -> Chain:
 
 
 def _vgg_sizes() -> Iterator[tuple[int, int, int]]:
-    """Parameters, saved bytes and output bytes of a sample, layer by layer."""
+    """Yield parameters, saved bytes and output bytes of a sample by layer."""
     channels, pixels = 3, 224 * 224
     for group, width in zip((2, 2, 3, 3, 3), (64, 128, 256, 512, 512), strict=True):
         for _ in range(group):
@@ -218,7 +218,7 @@ def amoebanet_d() -> Chain:
 
 
 def launch_bound(fixed_us: float) -> Chain:
-    """24 equal layers with a fixed cost per micro-batch, which makes small micro-batches dear."""
+    """Return 24 equal layers with a fixed cost per micro-batch, which makes small micro-batches expensive."""
     nothing = np.zeros(24)
     return Chain(
         name="launch-bound",
@@ -232,7 +232,7 @@ def launch_bound(fixed_us: float) -> Chain:
 
 
 def frozen_backbone() -> Chain:
-    """64 equal layers, of which the first 40 are frozen: they have no backward and keep nothing."""
+    """Return 64 equal layers, of which the first 40 are frozen: they have no backward and save nothing."""
     trains = np.repeat([0.0, 1.0], [40, 24])
     return Chain(
         name="frozen backbone",
@@ -246,10 +246,10 @@ def frozen_backbone() -> Chain:
 
 
 def tight_cap(chain: Chain, num_devices: int, batch: int) -> int:
-    """A cap under which some stages must recompute and a plan exists, without asking the solver for it.
+    """Return a memory limit with which some stages must recompute and a plan exists, without the solver.
 
-    95 % of what a stage holds in the even case without recomputation, GPipe keeping the whole batch's activations;
-    then, for uneven layers, the most that one layer needs where it recomputes.
+    The limit is 95 % of what an even stage holds without recomputation under GPipe. For uneven layers it is at least
+    the largest need of a single recomputed layer.
     """
     weights = chain.parameters * (2 + chain.optimizer_share)
     even = float((weights + batch * chain.saved).sum()) / num_devices

@@ -148,17 +148,17 @@ class Case:
 
     @property
     def chunks(self) -> int:
-        """Stages of a device."""
+        """Number of stages per device."""
         return 2 if SCHEDULES[self.schedule].is_chunked else 1
 
     @property
     def forward_us(self) -> list[float]:
-        """What the forward of every stage takes."""
+        """Forward time of every stage."""
         shares = (1.0,) if self.is_even else UNEVEN
         return [UNIT_US / self.chunks * shares[k % len(shares)] for k in range(self.num_devices * self.chunks)]
 
     def step_us(self, constant_us: float = 0.0) -> float:
-        """Simulated, which under GPipe is the closed form."""
+        """Return the simulated step, which under GPipe is the closed form."""
         stages = [
             StageTimes(
                 forward_us=time_us + constant_us,
@@ -177,7 +177,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Median step times of one case, and of the same steps the median of their ratio."""
+    """Median step times of one case, and the median ratio of pairs of steps."""
 
     ours_us: float
     bare_us: float | None
@@ -187,7 +187,7 @@ class Measured:
 
 
 def main() -> None:
-    """Measures all cases, and prints the tables."""
+    """Measure all cases, and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="K = 4 and M = 4, 8 alone")
     parser.add_argument("--peers", metavar="PYTHON", help="one that has torch and torchgpipe")
@@ -221,7 +221,7 @@ def _cases(num_devices: int, counts: Sequence[int]) -> Iterator[Case]:
 
 
 def _order(cases: Sequence[Case], found: Sequence[Measured], constants_us: dict[ScheduleName, float]) -> str:
-    """Whether of two schedules the one predicted to be faster was, where predictions differ by more than the error."""
+    """Return a sentence on the error, and on pairs of schedules that were measured in another order than predicted."""
     error = max(
         abs(one.ours_us / case.step_us(constants_us[case.schedule]) - 1) for case, one in zip(cases, found, strict=True)
     )
@@ -239,7 +239,7 @@ def _order(cases: Sequence[Case], found: Sequence[Measured], constants_us: dict[
 
 
 def _constants_us(cases: Sequence[Case], found: Sequence[Measured]) -> dict[ScheduleName, float]:
-    """What every forward and backward takes beyond its sleep, by schedule."""
+    """Return the time of forwards and backwards beyond their sleep, by schedule."""
     constants = {}
     # The last even one has the most micro-batches.
     for case, measured in zip(cases, found, strict=True):
@@ -296,12 +296,12 @@ def _work() -> None:
 
 
 def _compare(balance: str, case: Case) -> Measured:
-    """One step of each in turn; the first ones do not count."""
+    """Measure steps of both in turn, without the first ones."""
     sys.path.insert(0, str(Path.cwd()))
     from model import peak_bytes  # type: ignore[import-not-found] # noqa: PLC0415 - written just now
 
     pipeline = Pipeline(balance)
-    _let_halves_sleep(pipeline)
+    _sleep_in_w(pipeline)
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     (batch,) = pipeline.batches(1)
 
@@ -326,8 +326,8 @@ def _compare(balance: str, case: Case) -> Measured:
     )
 
 
-def _let_halves_sleep(pipeline: Pipeline) -> None:
-    """Gradients of weights sleep where they are computed: with the rest of the backward, or later."""
+def _sleep_in_w(pipeline: Pipeline) -> None:
+    """Let weight gradients sleep in their own pass, with the rest of the backward or later."""
     layer = next(layer for layer in pipeline.modules[0].modules() if hasattr(layer, "seconds"))
     state = type(layer).forward.__globals__  # type: ignore[attr-defined]
 
@@ -357,7 +357,7 @@ def _timed_us(step: Any) -> float:
 
 
 class _Bare:
-    """The loop that somebody would write who uses torch's engine as it is."""
+    """Training loop with torch's engine."""
 
     def __init__(self, model: nn.Module, case: Case) -> None:
         rank = dist.get_rank()
@@ -414,7 +414,7 @@ for case in json.loads(sys.argv[2]):
 
 
 def _peer_steps(python: str, cases: Sequence[Case]) -> list[tuple[float, int] | None]:
-    """Time and memory of torchgpipe's, which knows GPipe alone; its "devices" are threads."""
+    """Return time and memory of torchgpipe, which runs GPipe only; its "devices" are threads."""
     mine = [case for case in cases if case.schedule == "gpipe"]
     described = [
         asdict(case) | {"seconds": _balance(case).model.settings["seconds"], "steps": 1 + STEPS // 2} for case in mine

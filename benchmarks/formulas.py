@@ -106,7 +106,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Relative differences of the formula from the layers, the largest of all sizes."""
+    """Largest relative differences of the formula from the layers over all sizes."""
 
     family: str
     precision: str

@@ -100,7 +100,7 @@ ROWS = {
 
 
 def planned(row: Row) -> Iterator[str]:
-    """Table lines: once under the chip's cap, once, if that does not do, with as much memory as it takes."""
+    """Yield table lines: one with the chip's memory limit, and if no plan fits, one with the memory that it needs."""
     loaded = load_model(str(MODELS / f"{row.model}.py"), settings=row.settings, optimizer="rmsprop")
     options = ProfilerOptions(micro_batch_sizes=row.sizes, device=f"tpu:{row.chip}")
     profile = profile_model(in_precision(loaded, "bf16" if row.dtype == "bf16" else ""), options)
@@ -132,7 +132,7 @@ def _line(row: Row, cap: str, recompute: str, parameters: int, plan: Plan | None
 
 
 def main() -> None:
-    """Prints the table of the models named on the command line."""
+    """Print the table of the models named on the command line."""
     told = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     print(f"# The GPipe paper's table 1, planned\n\nMade by `{shlex.join(['python', *sys.argv])}`: {told}.\n")
     print(

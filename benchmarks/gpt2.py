@@ -11,7 +11,7 @@ VOCABULARY = 50257
 
 
 def build_model(layers: int = 12, width: int = 768, heads: int = 12, tokens: int = 128) -> nn.Module:
-    """Without dropout, so that steps can be compared."""
+    """Return GPT-2 without dropout, so that steps can be compared."""
     import transformers  # noqa: PLC0415 - it takes seconds
 
     transformers.logging.set_verbosity_error()
@@ -29,6 +29,6 @@ def build_model(layers: int = 12, width: int = 768, heads: int = 12, tokens: int
 
 
 def example_batch(batch_size: int, tokens: int = 128) -> tuple[dict[str, Tensor], Tensor]:
-    """Words, which are their own labels: the model returns its own loss."""
+    """Return words, which are also the labels: the model returns its own loss."""
     words = torch.randint(0, VOCABULARY, (batch_size, tokens))
     return {"input_ids": words, "labels": words.clone()}, words

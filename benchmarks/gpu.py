@@ -39,7 +39,7 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, how large on a GPU, and how small where it is only tried out."""
+    """A model, its size on a GPU, and its size in a trial run."""
 
     path: str
     settings: dict[str, object]
@@ -68,7 +68,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One stage, alone."""
+    """Figures of one stage that runs alone."""
 
     peak_bytes: int
     forward_us: float
@@ -76,7 +76,7 @@ class Measured:
 
 
 def main() -> None:
-    """Prints the table of every model that was asked for."""
+    """Print the table of every requested model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
@@ -110,7 +110,7 @@ def _rows(name: str, subject: Subject, device: torch.device, mem: int, *, small:
     chain = build_structure(loaded)
     shape = f"{len(plan.stages)} stages, M = {plan.micro_batches}, b = {plan.micro_batch_size}"
     for stage in plan.stages:
-        measured = _alone(loaded, chain, plan, stage, device)
+        measured = _measure_alone(loaded, chain, plan, stage, device)
         errors = (
             stage.memory.total / measured.peak_bytes - 1,
             stage.forward_us / measured.forward_us - 1,
@@ -131,8 +131,8 @@ def _rows(name: str, subject: Subject, device: torch.device, mem: int, *, small:
         )
 
 
-def _alone(loaded: LoadedModel, chain: Chain, plan: Plan, stage: Stage, device: torch.device) -> Measured:
-    """One stage through steps of GPipe; the times are those of the fastest."""
+def _measure_alone(loaded: LoadedModel, chain: Chain, plan: Plan, stage: Stage, device: torch.device) -> Measured:
+    """Run one stage through steps of GPipe; return the times of the fastest step."""
     first = sum(plan.balance[: stage.index])
     end = first + plan.balance[stage.index]
     size, count = plan.micro_batch_size, plan.micro_batches

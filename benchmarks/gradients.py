@@ -46,7 +46,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("never", "except-last", "always")
 
 
 class Way(NamedTuple):
-    """How models are run."""
+    """Schedule, stages and recomputation of runs."""
 
     devices: int
     schedule: ScheduleName
@@ -55,7 +55,7 @@ class Way(NamedTuple):
 
 
 def main() -> None:
-    """Prints one of the tables."""
+    """Print one of the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--halves", action="store_true", help="schedules whose backwards run in halves")
     given = parser.parse_args()
@@ -97,7 +97,7 @@ def _in_halves(*, micro_batches: int) -> Iterator[Way]:
 
 
 def _worst(bases: dict[str, Case], ways: Iterable[Way]) -> dict[str, dict[Way, tuple[float, float, float]]]:
-    """By model and way: differences of the loss, of all gradients and of buffers."""
+    """Return the differences of the loss, of all gradients and of buffers by model and run."""
     layers = {name: _num_layers(case) for name, case in bases.items()}
     worst: dict[str, dict[Way, tuple[float, float, float]]] = {name: {} for name in bases}
     for way in ways:

@@ -1,4 +1,4 @@
-"""Random local search that starts from a plan and knows nothing but the cost model."""
+"""Random local search that starts from a plan and uses only the cost model."""
 
 import random
 import time

@@ -57,7 +57,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What is measured of each of some models."""
+    """Measurements of a group of models."""
 
     title: str
     subjects: tuple[Subject, ...]
@@ -144,17 +144,17 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to the truth."""
+        """Relative error of the prediction."""
         return self.predicted_bytes / self.measured_bytes - 1
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is as promised."""
+        """True if the error is within the promise."""
         return PROMISED.allows_peak(predicted=self.predicted_bytes, measured=self.measured_bytes)
 
 
 def main() -> None:
-    """Measures all models, and prints the tables."""
+    """Measure all models, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", metavar="MODEL.py", help="measure these instead")
     parser.add_argument("--kinds", action="store_true", help="kinds whose memory is hard to predict")
@@ -194,7 +194,7 @@ def _measure(table: Table, subjects: Sequence[Subject], proof_budget: str) -> No
 
 
 class _NotMeasuredError(Exception):
-    """The reason has been told on stderr."""
+    """A model could not be measured; the reason is on stderr."""
 
 
 def _measured(table: Table, subject: Subject, dtype: str, folder: Path, proof_budget: str) -> Iterator[Row]:
@@ -236,7 +236,7 @@ def _measured(table: Table, subject: Subject, dtype: str, folder: Path, proof_bu
 
 
 def _run_all(folder: Path, count: int, num_devices: int) -> list[list[int]]:
-    """Peaks of every stage, for each of the plans in the folders 0..count - 1."""
+    """Return the peaks of every stage, for each of the plans in the folders 0..count - 1."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_devices)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", _WORKER: str(count)}
     done = subprocess.run(
@@ -253,7 +253,7 @@ _WORKER = "GPIPE_PLAN_MEMORY_CASES"
 
 
 def _work() -> None:
-    """What one of the processes does."""
+    """Run one of the processes."""
     dist.init_process_group("gloo")
     peaks = [_peaks_of(f"{n}/balance.yaml") for n in range(int(os.environ[_WORKER]))]
     if dist.get_rank() == 0:
@@ -262,7 +262,7 @@ def _work() -> None:
 
 
 def _peaks_of(balance: str) -> list[int]:
-    """Of every stage, on rank 0; else empty."""
+    """Return the peaks of every stage on rank 0, and nothing on other ranks."""
     # What is left of the run before must go now: the recorder would count it as released by this one.
     gc.collect()
     pipeline = Pipeline(balance)

@@ -63,10 +63,9 @@ def _transformers(name: str, config: str, **settings: Any) -> Callable[[], nn.Mo
 
 
 class Penalized(small.Residual):
-    """Returns the sum of all absolute weights too, so that the last stage reads parameters of all others."""
+    """Also returns the sum of all absolute weights, so that the last stage reads parameters of all others."""
 
     def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(b, tokens) to (b, 10) and a number."""
         return super().forward(words), 1e-6 * torch.stack([p.abs().sum() for p in self.parameters()]).sum()
 
 
@@ -85,7 +84,6 @@ class SharedTowers(nn.Module):
         )
 
     def forward(self, pictures: Tensor) -> list[Tensor]:
-        """Classes and boxes of every level."""
         value = self.stem(pictures)
         levels = []
         for layer in self.body:
@@ -216,17 +214,17 @@ KINDS: dict[str, Kind] = {
 
 
 def build_model(name: str = "lstm") -> nn.Module:
-    """One of `KINDS`."""
+    """Return one of `KINDS`."""
     return KINDS[name][0]()
 
 
 def example_batch(batch_size: int, name: str = "lstm") -> tuple[Any, Tensor]:
-    """Inputs; what the loss needs beside the output is among them."""
+    """Return inputs, which include what the loss needs besides the output."""
     return KINDS[name][1](batch_size), torch.zeros(batch_size)
 
 
 def loss_fn(output: Any, _target: Tensor) -> Tensor:
-    """The model's own, where it has one; else a mean of squares, over all that it returns."""
+    """Return the model's own loss if it has one, else a mean of squares over all outputs."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

@@ -61,7 +61,7 @@ class Compared:
 
     @property
     def kind(self) -> str:
-        """What came of it."""
+        """Result's kind."""
         if self.failure:
             return "failed"
         if self.refusal:
@@ -71,7 +71,7 @@ class Compared:
 
     @property
     def cells(self) -> dict[str, str]:
-        """By column."""
+        """Cells by column."""
         # In one line, whatever torch says.
         said = " ".join((self.failure or self.refusal).split()).replace("|", "\\|")
         what = f"{self.kind}: {said}" if said else ""
@@ -91,7 +91,7 @@ class Compared:
 
 
 def main() -> None:
-    """One row per model."""
+    """Print one row per model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=list(REAL_MODELS), metavar="NAME", help="only this one")
     names = parser.parse_args().model or list(REAL_MODELS)
@@ -124,7 +124,7 @@ def _print_head(names: Sequence[str]) -> None:
 
 
 def _printed(name: str) -> str:
-    """What came of a model, after its row."""
+    """Print a model's row, and return its kind."""
     print(name, file=sys.stderr, flush=True)
     compared = _compared(REAL_MODELS[name])
     print(f"| {name} | {' | '.join(compared.cells.values())} |", flush=True)
@@ -146,7 +146,7 @@ def _compared(real: RealModel) -> Compared:
 
 
 def _with(row: Compared, real: RealModel, granularity: Granularity) -> Compared:
-    """`row` and what there is to say of one more granularity."""
+    """Return `row` with the results of one more granularity."""
     torch.manual_seed(0)
     begin = time.process_time()
     whole = Whole.of(real, granularity)
@@ -188,7 +188,7 @@ def _guarded(loaded: LoadedModel) -> str:
 
 
 def _worst(*differences: Differences | None) -> Differences:
-    """The largest of each."""
+    """Return the largest difference of each kind."""
     some = [d for d in differences if d is not None]
     return replace(
         some[0],

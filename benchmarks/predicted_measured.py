@@ -42,7 +42,7 @@ ROUNDS = 3
 
 
 def main() -> None:
-    """Runs every case and prints its row."""
+    """Run every case and print its row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--schedules", action="store_true", help="every schedule")
     given = parser.parse_args()
@@ -72,7 +72,7 @@ def _print_recomputation() -> None:
 
 
 def _round() -> dict[tuple[str, str], tuple[Plan, RunReport]]:
-    """By model and recomputation."""
+    """Return plans and reports by model and recomputation."""
     runs = {}
     for model, balance in CASES.items():
         _quietly("profile", str(SAMPLES / f"{model}.py"))
@@ -109,7 +109,7 @@ def _print_schedules() -> None:
 
 
 def _order(times: list[tuple[float, float]]) -> str:
-    """Whether of two schedules the one predicted to be faster was, where the prediction knows it."""
+    """Return a sentence on the error, and on pairs of schedules that were measured in another order than predicted."""
     error = statistics.median(abs(measured / predicted - 1) for predicted, measured in times)
     pairs = [(a, b) for a, b in combinations(times, 2) if abs(a[0] / b[0] - 1) > error]
     swapped = sum((a[0] < b[0]) != (a[1] < b[1]) for a, b in pairs)

@@ -22,7 +22,7 @@ _WIDTH = 125
 
 
 def main() -> None:
-    """Prints the page."""
+    """Print the page."""
     print("# Published runs on real accelerators\n")
     say(
         """Made by `python -m benchmarks.published`. Nothing here was run by us: figures are those that others
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def say(text: str, *, first: str = "", rest: str = "") -> None:
-    """A paragraph, filled to the width of the page; no line begins with a percent sign."""
+    """Print a paragraph, filled to the width of the page; no line begins with a percent sign."""
     options = {"break_long_words": False, "break_on_hyphens": False}
     plain = " ".join(text.split()).replace(" %", "\0%")
     filled = textwrap.fill(plain, _WIDTH, initial_indent=first, subsequent_indent=rest, **options)
@@ -60,7 +60,7 @@ def say(text: str, *, first: str = "", rest: str = "") -> None:
 
 
 def table(header: str, lines: Iterable[Sequence[str]]) -> None:
-    """A Markdown table; columns whose title ends with `:` hold numbers."""
+    """Print a Markdown table; columns whose title ends with `:` hold numbers."""
     titles = [title.strip() for title in header.split("|")]
     print("| " + " | ".join(title.removesuffix(":") for title in titles) + " |")
     print("|" + "|".join("---:" if title.endswith(":") else "---" for title in titles) + "|")
@@ -70,19 +70,19 @@ def table(header: str, lines: Iterable[Sequence[str]]) -> None:
 
 
 def percent(share: float) -> str:
-    """A signed share: `-1.5 %`; a zero has no sign."""
+    """Return a signed share: `-1.5 %`; a zero has no sign."""
     text = f"{100 * share:+.1f} %"
     return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text
 
 
 def span(rows: Iterable[Row]) -> str:
-    """The smallest and the largest error."""
+    """Return the smallest and the largest error."""
     errors = sorted(row.error for row in rows)
     return f"{percent(errors[0])} to {percent(errors[-1])}"
 
 
 def cells(row: Row, digits: int = 3) -> list[str]:
-    """Name, measured, predicted, difference."""
+    """Return name, measured, predicted and difference."""
     return [*row.name, f"{row.measured:.{digits}f}", f"{row.predicted:.{digits}f}", percent(row.error)]
 
 
@@ -244,7 +244,7 @@ def _memory() -> None:
 
 
 def _reserved() -> str:
-    """By how much more the allocator had reserved than was allocated, at least and at most."""
+    """Return the smallest and largest surplus of reserved over allocated memory."""
     lines = runs.read("gpt-8xa100")
     shares = sorted(float(line["reserved_mib"]) / float(line["allocated_mib"]) - 1 for line in lines)
     return f"{100 * shares[0]:.0f} % to {100 * shares[-1]:.0f} %"

@@ -1,4 +1,4 @@
-"""Published runs on A100, H100 and GB200, and what formula profiles say of them: memory, and steps of another chip.
+"""Published runs on A100, H100 and GB200, predicted by formula profiles: memory, and steps on another chip.
 
 As in `benchmarks.published_runs`, each function is a generator of rows.
 """
@@ -23,7 +23,7 @@ _TERA = 1e12
 
 
 def golden_state_rows() -> Iterator[Row]:
-    """Bytes of parameters, gradients and optimizer state on the last device, in GB, if the number of GPUs is known."""
+    """Yield GB of parameters, gradients and optimizer state on the last device, if the number of GPUs is known."""
     for line in read("megatron-golden"):
         if line["replicas"]:
             memory = _last_device(line)
@@ -32,14 +32,14 @@ def golden_state_rows() -> Iterator[Row]:
 
 
 def golden_activation_rows() -> Iterator[Row]:
-    """Bytes of micro-batches in flight on the last device, in GB; measured: what the peak has above the state."""
+    """Yield bytes of micro-batches in flight on the last device, in GB; measured: the peak without the state."""
     for line in read("megatron-golden"):
         above = float(line["peak_gb"]) - float(line["state_gb"])
         yield Row(name=_golden(line), measured=above, predicted=_last_device(line).in_flight / 1e9)
 
 
 def golden_peak_rows() -> Iterator[Row]:
-    """Peak of the last device, in GB, with the state as measured where the number of GPUs is not known."""
+    """Yield peaks of the last device, in GB; the state is as measured if the number of GPUs is unknown."""
     for line in read("megatron-golden"):
         memory = _last_device(line)
         state = memory.parameters + memory.gradients + memory.optimizer
@@ -49,9 +49,9 @@ def golden_peak_rows() -> Iterator[Row]:
 
 
 def other_chip_rows() -> Iterator[Row]:
-    """Steps of GPT 7B on one chip from its rate on another one, in seconds.
+    """Yield steps of GPT 7B on one chip by its rate on another one, in seconds.
 
-    How many times as fast the other chip is follows from the other run of this model.
+    The ratio of the chips' speeds is taken from the other run of this model.
     """
     by_width: dict[str, dict[str, float]] = {}
     for line in read("megatron-golden"):
@@ -88,7 +88,7 @@ def _golden_shape(line: dict[str, str]) -> Transformer:
 
 
 def golden_profile(line: dict[str, str]) -> Profile:
-    """Half-precision parameters; gradients, master copies and moments in float32."""
+    """Return a profile with half-precision parameters; gradients, master copies and moments in float32."""
     experts = line["model"] != "GPT 7B"
     execution = Execution(
         tensor_parallel=int(line["tensor_parallel"]),
@@ -101,7 +101,7 @@ def golden_profile(line: dict[str, str]) -> Profile:
 
 
 def golden_cut(line: dict[str, str]) -> Partition:
-    """Equally many blocks on each stage."""
+    """Return equally many blocks on each stage."""
     replicas, samples = int(line["replicas"] or 1), int(line["samples"])
     # Where the number of GPUs is not known there are more micro-batches than can be in flight, in any case.
     micro_batches = int(line["batch"]) // replicas // samples if line["replicas"] else 64
@@ -124,7 +124,7 @@ def _last_device(line: dict[str, str]) -> StageMemory:
 
 
 def profile(shape: Transformer, execution: Execution, widths: ElementBytes, *, samples: int) -> Profile:
-    """A formula profile at 1 TFLOP/s."""
+    """Return a formula profile at 1 TFLOP/s."""
     return transformer_profile(
         shape,
         execution,
@@ -139,7 +139,7 @@ def profile(shape: Transformer, execution: Execution, widths: ElementBytes, *, s
 
 
 def even_cut(blocks: int, devices: int, chunks: int, micro_batches: int) -> Partition:
-    """Equally many blocks on each stage; what is left over goes to the first stages."""
+    """Return equally many blocks on each stage; the first stages get the remaining ones."""
     num = devices * chunks
     balance = [blocks // num + (k < blocks % num) for k in range(num)]
     balance[0] += 1

@@ -1,4 +1,4 @@
-"""Published runs on real accelerators, and what formula profiles (`profile --from-formula`) say of them.
+"""Published runs on real accelerators, predicted by formula profiles (`profile --from-formula`).
 
 As in `benchmarks.published_runs`, each function is a generator of rows.
 """
@@ -30,18 +30,18 @@ MEGATRON_FP16 = "2,2,12"
 
 @cache
 def formula(**shape: Any) -> Profile:
-    """A transformer by the published formulas, with 1 TFLOP/s unless another rate is told."""
+    """Return a transformer by the published formulas, with 1 TFLOP/s unless another rate is given."""
     return api.profile(from_formula="transformer", **{"dtype": "bf16", "rate": "1TFLOP/s", "batch_sizes": 1, **shape})
 
 
 def gpt(line: dict[str, str], vocabulary: int) -> Profile:
-    """The GPT of a line that tells layers, heads, width and tokens."""
+    """Return the GPT of a line that states layers, heads, width and tokens."""
     shape = {name: int(line[name]) for name in ("layers", "heads", "hidden")}
     return formula(**shape, sequence=int(line["tokens"]), vocabulary=vocabulary, state_bytes=MEGATRON_FP16)
 
 
 def vocabulary_memory_rows(schedule: ScheduleName = "1f1b", *, most_devices: int = 32) -> Iterator[Row]:
-    """Peaks in GiB, by the formulas."""
+    """Yield peaks in GiB, by the formulas."""
     for line in read("vocabulary-memory"):
         if line["schedule"] != schedule or int(line["devices"]) > most_devices:
             continue
@@ -51,7 +51,7 @@ def vocabulary_memory_rows(schedule: ScheduleName = "1f1b", *, most_devices: int
 
 
 def vocabulary_step_rows() -> Iterator[Row]:
-    """Iterations in seconds, by the formulas at the rate that each model sustained in its first setting."""
+    """Yield iterations in seconds, by the formulas at the rate that each model sustained in its first setting."""
     by_model: dict[str, list[Row]] = {}
     for line in read("vocabulary-memory"):
         if line["schedule"] != "1f1b":
@@ -68,7 +68,7 @@ def vocabulary_step_rows() -> Iterator[Row]:
 
 
 def vocabulary_cut(line: dict[str, str]) -> Partition:
-    """Equally many blocks on each stage."""
+    """Return equally many blocks on each stage."""
     devices, schedule = int(line["devices"]), line["schedule"]
     chunks = 2 if schedule == "v-half" else 1
     stages = devices * chunks
@@ -96,7 +96,7 @@ def zero_bubble_profile(line: dict[str, str]) -> Profile:
 
 
 def zero_bubble_memory_rows() -> Iterator[Row]:
-    """Peaks in GB (10^9 bytes), by the formulas; attention keeps its scores."""
+    """Yield peaks in GB (10^9 bytes), by the formulas; attention saves its scores."""
     lines = {line["model"]: line for line in read("zero-bubble")}
     for line in lines.values():
         devices, layers = int(line["devices"]), int(line["layers"])
@@ -115,7 +115,7 @@ def zero_bubble_memory_rows() -> Iterator[Row]:
 
 
 def recomputation_forecast_rows() -> Iterator[Row]:
-    """Iterations in seconds with everything recomputed, by the formulas at the rate that the other run sustained."""
+    """Yield iterations in seconds with full recomputation, by the formulas at the rate of the other run."""
     for line in read("recomputation")[1:]:
         profile = recomputation_profile(line, line["tensor_parallel"])
         never, always = (predicted_s(profile, recomputation_cut(line, each)) for each in ("never", "always"))

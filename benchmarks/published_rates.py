@@ -81,26 +81,26 @@ class Run:
 
 
 def reached() -> tuple[Run, ...]:
-    """All runs whose number of GPUs is known."""
+    """Return all runs whose number of GPUs is known."""
     runs = (*_vocabulary(), *_zero_bubble(), *_recomputation(), *_bloom(), *_golden(), *_nemo())
     return tuple(sorted(runs, key=lambda run: (list(CHIPS).index(run.chip), run.experts)))
 
 
 def medians() -> dict[tuple[str, bool], float]:
-    """The rate in TFLOP/s on each chip, with and without experts."""
+    """Return the rate in TFLOP/s on each chip, with and without experts."""
     runs = reached()
     return {(run.chip, run.experts): _median(each for each in runs if _is_alike(each, run)) for run in runs}
 
 
 def rate_rows() -> Iterator[Row]:
-    """Steps predicted at the rate of the other runs of the same kind."""
+    """Yield steps predicted at the rate of the other runs of the same kind."""
     runs = reached()
     for run in runs:
         yield _at_rate_of(run, [each for each in runs if _is_alike(each, run) and each is not run])
 
 
 def given_rate_rows() -> Iterator[Row]:
-    """Steps predicted at the rate of the other runs of the same kind and source, as of a user who gives `--rate`."""
+    """Yield steps predicted at the rate of the other runs of the same kind and source, as with `--rate`."""
     runs = reached()
     for run in runs:
         same = [each for each in runs if _is_alike(each, run) and each.source == run.source and each is not run]

@@ -34,18 +34,18 @@ class Row:
 
     @property
     def error(self) -> float:
-        """By which share the prediction is too high."""
+        """Share by which the prediction is too high."""
         return self.predicted / self.measured - 1
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """The lines of a table in `data/published`."""
+    """Return the lines of a table in `data/published`."""
     with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def numbers(text: str) -> list[float]:
-    """Numbers with blanks between them."""
+    """Return numbers separated by blanks."""
     return [float(number) for number in text.split()]
 
 
@@ -59,7 +59,7 @@ def chain(
     halves_us: Sequence[tuple[float, float]] = (),
     update_us: float = 0.0,
 ) -> Profile:
-    """A chain of layers with these times, which keep nothing; `halves_us` are those of I and W."""
+    """Return a chain of layers with these times, which save nothing; `halves_us` are those of I and W."""
     layers = [
         LayerProfile(
             name=f"layer_{n}",
@@ -86,7 +86,7 @@ def partition(
     recompute: Recompute = "never",
     replicas: int = 1,
 ) -> Partition:
-    """Cuts that somebody made."""
+    """Return cuts chosen by the authors of a run."""
     return Partition(
         schedule=schedule,
         micro_batches=micro_batches,
@@ -98,22 +98,22 @@ def partition(
 
 
 def cluster(cut: Partition, **more: Any) -> Cluster:
-    """As many devices as the cuts need, without a cap."""
+    """Return as many devices as the cuts need, without a memory limit."""
     return Cluster(memory_bytes=(UNLIMITED,) * (cut.num_devices * cut.replicas), **more)
 
 
 def predicted_s(profile: Profile, cut: Partition, **more: Any) -> float:
-    """Seconds of a step."""
+    """Return the seconds of a step."""
     return Evaluation(costs_at(profile, profile.micro_batch_sizes[0]), cut, cluster(cut, **more)).step_us / 1e6
 
 
 def stages(profile: Profile, cut: Partition) -> tuple[Stage, ...]:
-    """The stages with their memory."""
+    """Return the stages with their memory."""
     return Evaluation(costs_at(profile, profile.micro_batch_sizes[0]), cut, cluster(cut)).stages
 
 
 def peaks_bytes(profile: Profile, cut: Partition) -> list[int]:
-    """The peak of every device."""
+    """Return the peak of every device."""
     totals = [0] * cut.num_devices
     for stage in stages(profile, cut):
         totals[cut.device_of(stage.index)] += stage.memory.total
@@ -124,7 +124,7 @@ def peaks_bytes(profile: Profile, cut: Partition) -> list[int]:
 
 
 def a100_rows() -> Iterator[Row]:
-    """Iterations in seconds, from the times of each stage in the same run; nothing fitted."""
+    """Yield iterations in seconds, from the times of each stage in the same run; nothing is fitted."""
     for line in read("gpt-8xa100"):
         profile = chain(numbers(line["forward_us"]), numbers(line["backward_us"]))
         predicted = predicted_s(profile, partition([1] * 8, 128))
@@ -133,7 +133,7 @@ def a100_rows() -> Iterator[Row]:
 
 
 def layers_of(line: dict[str, str]) -> Profile:
-    """Embedding, 32 blocks and head with times as they follow from stages of 4 blocks each."""
+    """Return embedding, 32 blocks and head with times that follow from stages of 4 blocks each."""
     times = []
     for stages in (numbers(line["forward_us"]), numbers(line["backward_us"])):
         block = sum(stages[1:7]) / 6 / 4
@@ -142,13 +142,13 @@ def layers_of(line: dict[str, str]) -> Profile:
 
 
 def _with_ends(layers_per_stage: str) -> list[int]:
-    """The balance with the embedding on the first stage and the head on the last one."""
+    """Return the balance with the embedding on the first stage and the head on the last one."""
     first, *middle, last = (int(count) for count in layers_per_stage.split())
     return [first + 1, *middle, last + 1]
 
 
 def forecast_rows() -> Iterator[Row]:
-    """Iterations in seconds of the plan cut by hand, from the times of the even one."""
+    """Yield iterations in seconds of the plan cut by hand, from the times of the even one."""
     lines = read("gpt-8xa100")
     for even, by_hand in zip(lines[::2], lines[1::2], strict=True):
         predicted = predicted_s(layers_of(even), partition(_with_ends(by_hand["layers_per_stage"]), 128))
@@ -166,12 +166,12 @@ class Cuts:
 
     @property
     def gain(self) -> float:
-        """By which share the solver's step is shorter."""
+        """Share by which the solver's step is shorter."""
         return 1 - self.solved.predicted.step_us / 1e6 / self.authors_s
 
 
 def cut_rows() -> Iterator[Cuts]:
-    """The best cut of the same layers under the same schedule, beside the one made by hand."""
+    """Yield the best cut of the same layers under the same schedule, and the one made by hand."""
     lines = read("gpt-8xa100")
     for even, by_hand in zip(lines[::2], lines[1::2], strict=True):
         profile, authors = layers_of(even), _with_ends(by_hand["layers_per_stage"])
@@ -192,7 +192,7 @@ def cut_rows() -> Iterator[Cuts]:
 
 
 def _gh200() -> Any:
-    """The profile and the runs of `gh200.json`."""
+    """Return the profile and the runs of `gh200.json`."""
     return json.loads((DATA / "gh200.json").read_text(encoding="utf-8"))
 
 
@@ -217,7 +217,7 @@ def _opt_s(run: dict[str, Any], crossing_us: float) -> float:
 
 @cache
 def gh200_crossing_us() -> float:
-    """The one number fitted: how long a crossing keeps a stage busy, so that the first run is as measured."""
+    """Return the only fitted number: the time of a transfer with which the first run is as measured."""
     run = _gh200()["runs"][0]
     short, long = 1.0, 1e6
     while long / short > 1.0001:
@@ -227,7 +227,7 @@ def gh200_crossing_us() -> float:
 
 
 def gh200_rows() -> Iterator[Row]:
-    """Iterations in seconds."""
+    """Yield iterations in seconds."""
     for run in _gh200()["runs"]:
         name = (run["plan"], str(run["replicas"]), str(run["micro_batches"]))
         yield Row(name=name, measured=run["measured_s"], predicted=_opt_s(run, gh200_crossing_us()))
@@ -241,7 +241,7 @@ SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved", "zb1p": "zb-h1"}
 
 
 def zero_bubble_rows() -> Iterator[Row]:
-    """Steps in seconds, from the times of F, I, W and of transfers; the last but one column of the name is M."""
+    """Yield steps in seconds, from the times of F, I, W and of transfers; the last but one column of the name is M."""
     for line in read("zero-bubble"):
         devices, micro_batches = int(line["devices"]), int(line["micro_batches"])
         for theirs, ours in SCHEDULES.items():
@@ -253,7 +253,7 @@ def zero_bubble_rows() -> Iterator[Row]:
 
 
 def searched_rows() -> Iterator[Row]:
-    """Steps in seconds under schedules that are searched as ZB-2p is: each device may hold 2 K micro-batches."""
+    """Yield steps in seconds under schedules searched like ZB-2p: each device may hold 2 K micro-batches."""
     for line in read("zero-bubble"):
         devices, micro_batches = int(line["devices"]), int(line["micro_batches"])
         # 32 of 34 + 5as/h bytes of an element of sbh are kept from I to W.
@@ -273,7 +273,7 @@ def searched_rows() -> Iterator[Row]:
 
 
 def _stages_of(line: dict[str, str], chunks: int, *, saved_bytes: int = 0, weight_held_bytes: int = 0) -> Profile:
-    """A layer for each of `chunks` stages on each device."""
+    """Return a layer for each of `chunks` stages on each device."""
     f, i, w = (1e3 * float(line[f"{name}_ms"]) / chunks for name in ("forward", "input", "weight"))
     num = int(line["devices"]) * chunks
     profile = chain([f] * num, [i + w] * num, halves_us=[(i, w)] * num)
@@ -291,7 +291,7 @@ def _zero_bubble_row(line: dict[str, str], theirs: str, predicted: float) -> Row
 
 
 def scaled(rows: Sequence[Row], by: Row) -> list[Row]:
-    """The rows with one number fitted: computing takes as much longer as `by` says."""
+    """Return the rows with one fitted number: computing takes `by` times as long."""
     factor = by.measured / by.predicted
     return [replace(row, predicted=row.predicted * factor) for row in rows]
 
@@ -304,7 +304,7 @@ LAYER_22B_MS = {"forward": 7.7, "backward": 11.9, "everything": 27.2, "selective
 
 
 def recomputation_rows() -> Iterator[Row]:
-    """One layer in milliseconds, and the iteration of the 22B model in seconds."""
+    """Yield one layer in milliseconds, and the iteration of the 22B model in seconds."""
     profile = chain([1e3 * LAYER_22B_MS["forward"]], [1e3 * LAYER_22B_MS["backward"]])
     layer_ms = 1e3 * predicted_s(profile, partition([1], 1, schedule="gpipe", recompute="always"))
     yield Row(name=("one layer, everything recomputed",), measured=LAYER_22B_MS["everything"], predicted=layer_ms)
@@ -326,7 +326,7 @@ def recomputation_rows() -> Iterator[Row]:
 
 
 def even_stage_rows() -> Iterator[Row]:
-    """How many times as fast as on the devices of the first columns; layers are taken to be cut evenly."""
+    """Yield speed-ups over the devices of the first columns; layers are assumed to be cut evenly."""
     for line in read("even-stages"):
         base_s, other_s = (_even_s(int(line[f"{of}devices"]), int(line[f"{of}micro_batches"])) for of in ("of_", ""))
         name = (line["source"], line["model"], line["of_devices"], line["devices"], line["micro_batches"])
@@ -334,7 +334,7 @@ def even_stage_rows() -> Iterator[Row]:
 
 
 def _even_s(devices: int, micro_batches: int) -> float:
-    """A GPipe step of a model of 240 equal layers, everything recomputed, B = 2F, whatever M the same mini-batch."""
+    """Return a GPipe step of 240 equal layers with full recomputation, B = 2F and a fixed mini-batch."""
     profile = chain([1e6 / micro_batches] * 240, [2e6 / micro_batches] * 240)
     cut = partition([240 // devices] * devices, micro_batches, schedule="gpipe", recompute="always")
     return predicted_s(profile, cut)

@@ -51,11 +51,11 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 def build_model(name: str = "gpt2", frozen: int = 0) -> nn.Module:
-    """One of `MODELS`; without dropout, so that steps can be compared.
+    """Return one of `MODELS` without dropout, so that steps can be compared.
 
     Args:
-        name: Which.
-        frozen: How many of its first blocks are not trained, nor what lies in front of them.
+        name: Name of the model.
+        frozen: Number of first blocks that are not trained, like all layers before them.
     """
     import transformers  # noqa: PLC0415 - it takes seconds
 
@@ -71,7 +71,7 @@ def build_model(name: str = "gpt2", frozen: int = 0) -> nn.Module:
 
 
 def example_batch(batch_size: int, name: str = "gpt2") -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs with labels: the models return their own loss."""
+    """Return inputs with labels: the models return their own loss."""
     if MODELS[name][2] == "vision":
         labels = torch.randint(0, 2, (batch_size,))
         return {"pixel_values": torch.randn(batch_size, 3, PIXELS, PIXELS), "labels": labels}, labels

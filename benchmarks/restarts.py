@@ -89,7 +89,7 @@ The run was started again, and went on after so many steps: {begun_damaged}.\
 
 @dataclass(frozen=True)
 class _Ends:
-    """What all ranks of a run had at their end."""
+    """Final parameters and losses of all ranks of a run."""
 
     begun: int
     losses: tuple[float, ...]
@@ -103,7 +103,7 @@ class _Ends:
         return cls(ends[0]["begun"], tuple(losses), tensors)
 
     def goes_on(self, whole: "_Ends") -> bool:
-        """Return True if this run has the end of an undisturbed one, to the bit."""
+        """Return True if this run ends like an undisturbed one, bit for bit."""
         return (self.losses, self.tensors) == (whole.losses[self.begun :], whole.tensors)
 
     def is_close(self, whole: "_Ends") -> bool:
@@ -267,7 +267,7 @@ def _other_plans(folder: Path) -> _Row:
 
 
 def _smaller_plan(folder: Path, draw: random.Random) -> _Row:
-    """Kill one of three ranks, and go on with two: a family of plans for three and two devices."""
+    """Kill one of three ranks, and continue with two: a plan for three and two devices."""
     whole = _whole(folder / "three-whole", _THREE)
     equal, runs = 0, 5
     for number in range(runs):
@@ -287,7 +287,7 @@ def _smaller_plan(folder: Path, draw: random.Random) -> _Row:
 
 
 def _lost_node() -> _Row:
-    """Lose one of two nodes with its launcher, which comes back: the test of that, several times."""
+    """Run the test of a lost and returning node several times."""
     test = "tests/functional/test_two_nodes.py::test_a_lost_node_rejoins_the_run"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "nightly", "-p", "no:cacheprovider", test]
     done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False) for _ in range(_LOST_NODES)]

@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def _in_process(job: Job, folder: Path, rank: int) -> tuple[list[str], float]:
-    """Return what `Job.read` finds in a process of its own."""
+    """Return the result of `Job.read` in a new process."""
     reads, writes = os.pipe()
     process = os.fork()
     if process == 0:

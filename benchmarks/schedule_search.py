@@ -59,7 +59,7 @@ class Question:
         return self.devices * (1, 2, 4)[self.seed % 3]
 
     def profile(self) -> Profile:
-        """A chain with layers that are alike, or log-normal."""
+        """Return a chain with equal or log-normal layers."""
         rng = np.random.default_rng(self.seed)
         stages = self.devices * self.chunks
         num = int(rng.integers(max(10, stages + 2), max(12, min(48, 4 * stages)) + 1))
@@ -85,7 +85,7 @@ class Question:
         return Profile(device=Device(kind="cpu", name="synthetic"), micro_batch_sizes=(1,), layers=layers)
 
     def request(self, profile: Profile) -> Request:
-        """What is asked of the solver."""
+        """Return the request to the solver."""
         inputs = replace(
             inputs_of(self.devices, self.micro_batches, UNLIMITED), schedule=self.schedule, chunks=self.chunks
         )
@@ -115,7 +115,7 @@ class Question:
 
 
 class Found(NamedTuple):
-    """What the solver gave."""
+    """The solver's plan."""
 
     step_us: float
     bound_us: float
@@ -123,7 +123,7 @@ class Found(NamedTuple):
 
 
 def main() -> None:
-    """Prints a table for each schedule and kind of caps, and what they come to."""
+    """Print a table for each schedule and kind of limit, and their summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chains", type=int, default=60, help="random chains for each table")
     parser.add_argument("--random", type=float, default=10.0, help="process seconds of random search for a case")
@@ -177,7 +177,7 @@ def _solved(profile: Profile, request: Request) -> Found:
 
 
 def random_search(profile: Profile, request: Request, seconds: float) -> float:
-    """The fastest step that random changes find within some seconds, in microseconds; infinite where nothing fits."""
+    """Return the fastest step, in microseconds, that random changes find in some seconds; infinite if nothing fits."""
     case = cases_of(profile, request)[0]
     rng = np.random.default_rng(0)
     evaluator = Evaluator(case, case.num_devices)
@@ -190,7 +190,7 @@ def random_search(profile: Profile, request: Request, seconds: float) -> float:
 
 
 def _climbs(evaluator: Evaluator, rng: np.random.Generator) -> Iterator[float]:
-    """The fastest step so far of climbs that begin at random."""
+    """Yield the fastest step so far of random climbs."""
     num, stages = evaluator.case.costs.num_layers, evaluator.num_stages
     while True:
         share = np.cumsum(rng.uniform(0.5, 1.5, stages))

@@ -52,7 +52,7 @@ _BEFORE = ("gpipe", "1f1b", "interleaved")
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--devices", type=int, nargs="*", default=[4, 8, 16], help="K of the second table")
     parser.add_argument("--rows", type=int, default=len(_PUBLISHED), help="rows of the first table")

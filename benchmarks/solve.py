@@ -58,7 +58,7 @@ SPECIAL = (
 
 
 def main() -> None:
-    """Prints the parts that were asked for."""
+    """Print the requested parts."""
     parts: dict[str, Callable[[argparse.Namespace], None]] = {
         "solver": _solver, "command": _command, "peers": _peers, "shapes": _shapes,
     }  # fmt: skip
@@ -184,7 +184,7 @@ def _wall_s(command: Sequence[str]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """A peer's plan beside ours."""
+    """A peer's plan compared with ours."""
 
     ratio: float | None
     """Its step time over ours; None: it runs out of memory."""
@@ -194,7 +194,7 @@ class _Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setting:
-    """One question that all planners get."""
+    """One request to all planners."""
 
     chain: Chain
     devices: int
@@ -205,7 +205,7 @@ class _Setting:
         return 4 * self.devices
 
     def verdicts(self, peers: Sequence[Peer]) -> list[_Verdict]:
-        """Ours first, which is 1 by definition."""
+        """Return our plan first, whose ratio is 1 by definition."""
         profile = self.chain.profile((1,), exact=False)
         costs = costs_at(profile, 1)
         cap = UNLIMITED

@@ -1,7 +1,7 @@
-"""One run of the solver by itself: a process on one core, with a limit on its time and memory.
+"""One run of the solver in a process on one core, with a limit on its time and memory.
 
-`benchmarks/solve.py` starts this file with a case as JSON; it prints the outcome as JSON. Building the profile and
-imports are not part of the time.
+`benchmarks/solve.py` starts this file with a case as JSON; it prints the outcome as JSON. The time does not include
+imports and building the profile.
 """
 
 import json
@@ -34,7 +34,7 @@ _REPEATS, _ENOUGH_S = 5, 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One question to the solver."""
+    """One request to the solver."""
 
     chain: str
     """A key of `CHAINS`."""
@@ -55,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a case."""
+    """Result of a case."""
 
     problem: str = ""
     """Why there is no time: over a limit, no plan, an error."""
@@ -71,18 +71,18 @@ class Outcome:
     """Of a plan that was not proven optimal."""
 
     def cell(self) -> str:
-        """Time and memory for a table."""
+        """Return time and memory for a table."""
         unproven = "" if self.gap is None else f", gap {self.gap:.2%}"
         return self.problem or f"{seconds(self.seconds)}, {self.rss_bytes / 2**20:.0f} MiB{unproven}"
 
 
 def seconds(value: float) -> str:
-    """A time with three digits: `23.4 ms`, `1.23 s`."""
+    """Return a time with three digits: `23.4 ms`, `1.23 s`."""
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
 def run_case(case: Case) -> Outcome:
-    """Runs `case` in a process of its own."""
+    """Run `case` in a new process."""
     command = [sys.executable, str(Path(__file__)), json.dumps(asdict(case))]
     done = subprocess.run(command, env={**os.environ, **ONE_CORE}, capture_output=True, text=True, check=False)
     if done.returncode == -signal.SIGALRM:
@@ -94,7 +94,7 @@ def run_case(case: Case) -> Outcome:
 
 
 def inputs_of(num_devices: int, batch: int, memory_bytes: int = UNLIMITED) -> Inputs:
-    """What `gpipe-plan solve --devices --batch --mem` asks, links costing nothing."""
+    """Return the inputs of `gpipe-plan solve --devices --batch --mem`, with links that cost nothing."""
     return Inputs(
         profile=ProfileReference(path="profile.yaml", digest="sha256:0"),
         devices=num_devices,
@@ -104,7 +104,7 @@ def inputs_of(num_devices: int, batch: int, memory_bytes: int = UNLIMITED) -> In
 
 
 def request_of(case: Case) -> tuple[Profile, Request]:
-    """The profile and the question."""
+    """Return the profile and the request."""
     chain = CHAINS[case.chain](case.layers)
     sizes = [2**n for n in range(case.batch.bit_length())]
     cap = tight_cap(chain, case.devices, case.batch) if case.tight else UNLIMITED
@@ -140,7 +140,10 @@ def _main() -> None:
 
 
 def _timed(call: Callable[[], Plan], limit_s: int) -> tuple[list[float], Plan]:
-    """Times of a few calls, of a single one if it takes long. A call beyond the limit ends the process (SIGALRM)."""
+    """Return the times of a few calls, or of a single one if it takes long.
+
+    A call beyond the limit ends the process (SIGALRM).
+    """
     times: list[float] = []
     while True:
         signal.alarm(limit_s)

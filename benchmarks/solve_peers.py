@@ -42,7 +42,7 @@ class Peer:
 
 
 def installed_peers() -> tuple[list[Peer], list[str]]:
-    """The planners that can be imported here, and the names of the packages that cannot."""
+    """Return the planners that can be imported here, and the names of the packages that cannot."""
     peers, missing = [], []
     torchgpipe, deepspeed = _imported("torchgpipe.balance.blockpartition"), _imported("deepspeed.runtime.utils")
     if torchgpipe is None:
@@ -114,7 +114,7 @@ MIN_MAX = Peer(name="exact min-max of F+B", balances=_min_max)
 
 
 def judge(costs: ChainCosts, balance: Balance, *, micro_batches: int, cap_bytes: int) -> float | None:
-    """Simulated step time of these cuts in microseconds; None where a stage does not fit with any recomputation."""
+    """Return the simulated step time of these cuts in microseconds, or None if a stage never fits."""
     balance = tuple(length for length in balance if length)  # an empty stage is no stage
     recompute = []
     for first, end in pairwise(np.cumsum([0, *balance]).tolist()):
@@ -133,7 +133,7 @@ def _stage_bytes(costs: ChainCosts, first: int, end: int, micro_batches: int, re
 
 
 def smallest_cap(costs: ChainCosts, num_devices: int, *, micro_batches: int) -> int:
-    """Smallest cap under which some plan of at most K stages fits."""
+    """Return the smallest memory limit with which some plan of at most K stages fits."""
     num, firsts = costs.num_layers, np.arange(costs.num_layers)
     need = np.full((num + 1, num + 1), np.inf)
     moments = stage_peak_points(GPIPE, micro_batches=micro_batches)
@@ -143,7 +143,7 @@ def smallest_cap(costs: ChainCosts, num_devices: int, *, micro_batches: int) -> 
 
 
 def _evenest(need: NDArray[np.float64], num_stages: int, *, last: bool) -> tuple[float, Balance]:
-    """Smallest possible largest of `need[i, j]` over stages i..j-1; of equal cuts the leftmost, or the rightmost."""
+    """Return the smallest possible maximum of `need[i, j]` over stages i..j-1, with the leftmost or rightmost cuts."""
     num = need.shape[0] - 1
     need = np.where(np.tri(num + 1, dtype=bool), np.inf, need)
     best = np.where(np.arange(num + 1) == 0, -np.inf, np.inf)

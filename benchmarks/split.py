@@ -37,7 +37,7 @@ MEBIBYTE = 2**20
 
 
 class Blocks(nn.Module):
-    """GPT-2's, one behind the other."""
+    """Blocks of GPT-2."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Blocks(nn.Module):
 
 
 def transformer() -> nn.Module:
-    """Layers of torch's own."""
+    """Return layers of torch."""
     layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True, norm_first=True)
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
 
 def perceptron() -> nn.Module:
-    """Layers with a ReLU behind each."""
+    """Return layers with a ReLU after each."""
     return nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(1024, 1024), nn.ReLU())))
 
 
@@ -75,7 +75,7 @@ STAGES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class Times(NamedTuple):
-    """Seconds."""
+    """Times in seconds."""
 
     forward: float
     first: float
@@ -85,12 +85,12 @@ class Times(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """All of it."""
+        """Time of the whole backward."""
         return self.first + self.second
 
 
 class Bytes(NamedTuple):
-    """Of activations and gradients of activations."""
+    """Bytes of activations and their gradients."""
 
     after_forward: int
     after_first: int
@@ -99,7 +99,7 @@ class Bytes(NamedTuple):
 
 @dataclass(kw_only=True)
 class Stage:
-    """One stage and a way to run it."""
+    """One stage with whole backwards."""
 
     module: nn.Module
     shape: tuple[int, ...]
@@ -109,37 +109,37 @@ class Stage:
     x: Tensor | None = None
     output: Tensor | None = None
 
-    def let_go(self) -> None:
-        """Nobody needs input and output any more; the input's gradient has been sent."""
+    def release(self) -> None:
+        """Release input and output; the input's gradient has been sent."""
         self.x = self.output = None
 
     def forward(self) -> None:
-        """F: keeps input and output."""
+        """Run F; keep input and output."""
         torch.manual_seed(0)
         self.x = torch.randn(self.shape).requires_grad_()
         self.output = self.run(self.x)
 
     def gradient(self) -> Tensor:
-        """That of the output: what the stage behind sends."""
+        """Return the output's gradient, which the next stage sends."""
         assert self.output is not None
         return torch.full_like(self.output, 0.01)
 
     def run(self, x: Tensor) -> Any:
-        """The output, as whole backwards want it."""
+        """Return the output, for whole backwards."""
         again = {"use_reentrant": True, "preserve_rng_state": False}
         return checkpoint(self.module, x, **again) if self.recomputes else self.module(x)
 
     def first(self) -> None:
-        """B, with the gradient that came."""
+        """Run B."""
         assert self.output is not None
         torch.autograd.backward([self.output], [self.gradient()])
-        self.let_go()
+        self.release()
 
     def second(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: B is complete."""
 
     def timed(self) -> Times:
-        """One run."""
+        """Return the times of one run."""
         marks = [time.process_time()]
         for work in (self.forward, self.first, self.second):
             work()
@@ -147,7 +147,7 @@ class Stage:
         return Times(*(end - begin for begin, end in pairwise(marks)))
 
     def held(self) -> Bytes:
-        """What another run holds."""
+        """Return the bytes that another run holds."""
         forward, first, second = (CpuMeter().measure(work) for work in (self.forward, self.first, self.second))
         between = forward.end_bytes + first.end_bytes
         peak = max(forward.end_bytes + first.peak_bytes, between + second.peak_bytes)
@@ -156,59 +156,59 @@ class Stage:
 
 @dataclass(kw_only=True)
 class Split(Stage):
-    """By the executor."""
+    """A stage with the executor's split backward."""
 
     split: SplitBackward = field(default_factory=SplitBackward)
     put_off: DeferredUses = field(default_factory=list)
 
     def run(self, x: Tensor) -> Any:
-        """In the mode that sees weights."""
+        """Return the output, with the executor's recording of weights."""
         with self.split.splitting():
             return super().run(x)
 
     def first(self) -> None:
-        """I."""
+        """Run I."""
         assert self.output is not None
         self.put_off = self.split.backward_input([self.output], [self.gradient()])
-        self.let_go()
+        self.release()
 
     def second(self) -> None:
-        """W."""
+        """Run W."""
         self.split.backward_weight(self.put_off)
 
 
 @dataclass(kw_only=True)
 class TorchSplit(Stage):
-    """By `torch.distributed.pipelining`."""
+    """A stage with the split backward of `torch.distributed.pipelining`."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, x: Tensor) -> Any:
-        """With the checkpoint that it can split."""
+        """Return the output, with a checkpoint that torch can split."""
         return checkpoint(self.module, x, use_reentrant=False) if self.recomputes else self.module(x)
 
     def first(self) -> None:
-        """I."""
+        """Run I."""
         assert self.output is not None
         weights = self.module.parameters()
         _, self.groups = stage_backward_input([self.output], [self.gradient()], [self.x], weights)
-        self.let_go()
+        self.release()
 
     def second(self) -> None:
-        """W."""
+        """Run W."""
         stage_backward_weight(self.module.parameters(), self.groups)
         self.groups = []
 
 
 class Row(NamedTuple):
-    """What one kind of run took and held."""
+    """Times and bytes of one kind of run."""
 
     times: Times
     held: Bytes
 
 
 def rows_of(build: Callable[[], nn.Module], shape: tuple[int, ...], *, recomputes: bool) -> list[Row]:
-    """Whole, in the executor's parts, in torch's."""
+    """Return rows of whole backwards, the executor's split, and torch's."""
     torch.manual_seed(0)
     module, few = build(), FEW_ROUNDS if recomputes else ROUNDS
     stages = [
@@ -227,7 +227,7 @@ def rows_of(build: Callable[[], nn.Module], shape: tuple[int, ...], *, recompute
 
 
 def lines(name: str, *, recomputes: bool, rows: Sequence[Row]) -> Iterator[str]:
-    """One for each way to split."""
+    """Yield one line for each way to split."""
     whole, *others = rows
     for way, row in zip(("ours", "torch's"), others, strict=True):
         cells = (
@@ -245,7 +245,7 @@ def lines(name: str, *, recomputes: bool, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     torch.set_num_threads(1)
     keep_freed_memory()
     print("# A backward in two parts\n")
@@ -266,7 +266,7 @@ def main() -> None:
 
 
 def span(ratios: Sequence[float]) -> str:
-    """From the smallest to the largest, and the median."""
+    """Return the smallest, largest and median ratio."""
     return f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
 
 

@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 def seconds(arguments: Sequence[str], folder: str) -> float:
-    """How long one process computed."""
+    """Return the CPU time of one process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(Path(folder, "compiled"))}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     process = subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment, stdout=subprocess.DEVNULL)
@@ -45,7 +45,7 @@ def seconds(arguments: Sequence[str], folder: str) -> float:
 
 
 def main() -> None:
-    """Measures, and prints a table."""
+    """Measure all commands, and print a table."""
     parser = argparse.ArgumentParser(description="Start-up of short commands.")
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds

@@ -70,7 +70,7 @@ class CountingStore:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the ranks did from the event on."""
+    """Operations of the ranks after the event."""
 
     operations_per_s: float
     """The most in any second."""
@@ -82,7 +82,7 @@ class Measured:
 
 
 class Simulation:
-    """All ranks of a job, and what happens to them."""
+    """All ranks of a job, and an event."""
 
     def __init__(self, scenario: str, ranks: int, folder: Path) -> None:
         self._scenario, self._ranks = scenario, ranks
@@ -95,7 +95,7 @@ class Simulation:
         self._processes = [self._forked(rank) for rank in range(ranks)]
 
     def run(self) -> Measured:
-        """Let all ranks begin, have something happen, and count."""
+        """Start all ranks, trigger the event, and count."""
         while self._counts[16 * self._ranks :].count(1) < self._ranks:
             time.sleep(SAMPLE_S)
         time.sleep(20.0 if self._scenario == "waiting" else 5.0)

@@ -65,7 +65,7 @@ BATCH = 8
 
 
 def main() -> None:
-    """Prints the table that the command line names."""
+    """Print the table that the command line names."""
     torch.set_num_threads(1)
     (asked,) = sys.argv[1:]
     print("# Times of layers and of whole steps\n" if asked == "layers" else "# Two profiles, two plans\n")
@@ -100,7 +100,7 @@ def _sums(models: dict[str, LoadedModel]) -> None:
 
 
 def _typical(loaded: LoadedModel, size: int) -> tuple[list[float], list[float]]:
-    """Forward, backward, optimizer in microseconds: of all layers, and of the whole model."""
+    """Return forward, backward and optimizer in microseconds, of all layers and of the whole model."""
     rounds = [(_of_layers(loaded, size), _of_model(loaded, size)) for _ in range(ROUNDS)]
     layers, whole = ([typical_us(times) for times in zip(*side, strict=True)] for side in zip(*rounds, strict=True))
     return layers, whole

@@ -10,7 +10,7 @@ in their place, and `--lowest` the lowest of all that pyproject.toml allows: the
 is kept there, so that a row can be measured in parts (`--only`); `--write` puts the row in the page, where cells
 that were not run stay what they are. A column is
 
-    a road      gradients of short trainings on two processes beside those of the same micro-batches in one: the largest
+    a workflow  gradients of short trainings on two processes beside those of the same micro-batches in one: the largest
                 relative difference of any model, of all gradients together
     memory      peaks of two processes, predicted from a profile that is made there, beside the allocator's
     tests       what pytest says of some files
@@ -34,20 +34,20 @@ from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/measurements/torch-versions.md"
-ROADS = ("GPipe", "1F1B", "interleaved", "halves", "recompute")
+WORKFLOWS = ("GPipe", "1F1B", "interleaved", "halves", "recompute")
 TESTS = {
     "training": ("tests/functional/test_training.py", "tests/functional/test_split_training.py"),
     "model": ("tests/unit/model",),
     "profile": ("tests/unit/profile",),
     "executor": ("tests/unit/executor",),
 }
-COLUMNS = (*ROADS, "memory", *TESTS)
+COLUMNS = (*WORKFLOWS, "memory", *TESTS)
 CLOSEST = 1e-5
-"""What a road's gradients may differ by: what several stages share is added up in another order."""
+"""Largest relative difference of gradients: stages add gradients of tied parameters in another order."""
 
 
 def main() -> int:
-    """Measures, and prints the row."""
+    """Measure, and print the row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("torch", help="its release, such as 2.15.0")
     parser.add_argument("--with", dest="others", action="append", default=[], metavar="PACKAGE==VERSION")
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def measured(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-    """The cells of some columns, as they come."""
+    """Yield the cells of some columns as they are measured."""
     yield from inside(folder, [column for column in columns if column not in TESTS])  # versions, too
     for column in columns:
         if column in TESTS:
@@ -87,7 +87,7 @@ def measured(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
 
 
 def make_environment(folder: Path, torch: str, others: Sequence[str], *, is_lowest: bool) -> None:
-    """A virtual environment with this release, and everything that the package and its tests need."""
+    """Create a virtual environment with this release, and everything that the package and its tests need."""
     ready = folder / ".ready"
     if ready.exists():
         return
@@ -113,7 +113,7 @@ def make_environment(folder: Path, torch: str, others: Sequence[str], *, is_lowe
 
 
 def requirements(others: Sequence[str], *, is_lowest: bool) -> list[str]:
-    """What pyproject.toml asks for, but torch and what `others` says."""
+    """Return the requirements of pyproject.toml, except for torch and those in `others`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = [*project["dependencies"], *of_extra("test", project)]
     elsewhere = {"torch", *(name_of(other) for other in others)}
@@ -122,7 +122,7 @@ def requirements(others: Sequence[str], *, is_lowest: bool) -> list[str]:
 
 
 def of_extra(extra: str, project: Mapping[str, Any]) -> Iterator[str]:
-    """The requirements of an extra, and of those extras of the package itself that it names."""
+    """Yield the requirements of an extra, and of extras of the package itself that it names."""
     for requirement in project["optional-dependencies"][extra]:
         if name_of(requirement) == project["name"]:
             for named in re.findall(r"\w+", requirement.partition("[")[2]):
@@ -132,7 +132,7 @@ def of_extra(extra: str, project: Mapping[str, Any]) -> Iterator[str]:
 
 
 def name_of(requirement: str) -> str:
-    """The package's."""
+    """Return the package's name."""
     return re.split(r"[<>=!~ ;\[]", requirement, maxsplit=1)[0].lower()
 
 
@@ -140,7 +140,7 @@ def name_of(requirement: str) -> str:
 
 
 def passed(folder: Path, column: str) -> dict[str, str]:
-    """What pytest said of the files of a column."""
+    """Return pytest's summary of the files of a column."""
     print(f"{folder.name}: {column}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as place:
         report = Path(place, "report.xml")
@@ -160,15 +160,15 @@ def passed(folder: Path, column: str) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The processes' variables: one thread each, and this checkout."""
+    """Return the processes' variables: one thread each, and this checkout."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-# ---- roads and memory, which are run with the environment's own interpreter
+# ---- workflows and memory, which are run with the environment's own interpreter
 
 
 def inside(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-    """What `measure` says there."""
+    """Yield the output of `measure` in the environment."""
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import torch_versions as it; it.measure("
     command = [str(folder / "bin/python"), "-c", f"{code}{columns!r})"]
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as process:
@@ -177,7 +177,7 @@ def inside(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
 
 
 def measure(columns: Sequence[str]) -> None:
-    """Prints the versions that are there, and cells."""
+    """Print the installed versions, and cells."""
     import platform  # noqa: PLC0415 - here everything is imported by the interpreter that is tried
     from importlib.metadata import version  # noqa: PLC0415
 
@@ -187,11 +187,11 @@ def measure(columns: Sequence[str]) -> None:
     versions = {name: version(name) for name in ("numpy", "transformers")}
     print(json.dumps({"torch": torch.__version__, "python": platform.python_version(), **versions}), flush=True)
     for column in columns:
-        print(json.dumps({column: memory() if column == "memory" else road(column)}), flush=True)
+        print(json.dumps({column: memory() if column == "memory" else train_workflow(column)}), flush=True)
 
 
-def road(column: str) -> str:
-    """Trainings along one road, each beside the same micro-batches in one process."""
+def train_workflow(column: str) -> str:
+    """Return results of one workflow's trainings, each compared with the same micro-batches in one process."""
     from tests.support.training import run_cases  # noqa: PLC0415
 
     cases, results = list(cases_of(column)), []
@@ -207,13 +207,13 @@ def road(column: str) -> str:
 
 
 def cases_of(column: str) -> Iterator[Any]:
-    """A Transformer (also in bfloat16 under autocast), convolutions, tied and awkward layers; two processes."""
+    """Yield a Transformer (also in bfloat16 under autocast), convolutions, tied and awkward layers on two processes."""
     from planner.core.schedule import SCHEDULES  # noqa: PLC0415
     from tests.support.peaks import even  # noqa: PLC0415
     from tests.support.training import Case  # noqa: PLC0415
 
     schedules = {"GPipe": "gpipe", "1F1B": "1f1b", "interleaved": "interleaved"}
-    # What a road is made of: schedules and recomputations.
+    # Schedules and recomputation of each workflow.
     ways: dict[str, Sequence[tuple[Any, Any]]] = {
         **{title: [(name, "never")] for title, name in schedules.items()},
         "halves": [("zb-h1", "never"), ("interleaved-zb", "never"), ("zbv", "never")],
@@ -241,9 +241,9 @@ def cases_of(column: str) -> Iterator[Any]:
 
 
 def memory() -> str:
-    """Predicted peaks beside measured ones, of every device and plan.
+    """Return the errors of predicted peaks of every device and plan.
 
-    Where single layers are recomputed and backwards come in halves, the law is a bound: promised not to be too low.
+    For recomputation of single layers with split backward, the law is an upper bound.
     """
     from planner.core.cost.costs import costs_at  # noqa: PLC0415
     from planner.core.schedule import SCHEDULES  # noqa: PLC0415
@@ -291,7 +291,7 @@ def memory() -> str:
 
 
 def spread(pairs: Sequence[tuple[int, int]]) -> str:
-    """How far predictions lie below and above what is measured, at most."""
+    """Return the largest errors below and above the measurement."""
     errors = [predicted / measured - 1 for predicted, measured in pairs]
     return f"{min(errors):+.2%} to {max(errors):+.2%}"
 
@@ -300,14 +300,14 @@ def spread(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def row_of(row: dict[str, str]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     cells = {name: row.get(name, "not run") for name in ("torch", "python", "numpy", "transformers", *COLUMNS)}
     others = "Python {python}, numpy {numpy}, transformers {transformers}".format_map(cells)
     return f"| {' | '.join([cells['torch'], others, *(cells[name] for name in COLUMNS)])} |"
 
 
 def write(line: str) -> None:
-    """Puts a row in the page's table: those of its cells that were run, where there is one of the same versions."""
+    """Write a row into the page's table; cells that were not run keep their values if the versions are equal."""
     head = f"| torch | with | {' | '.join(COLUMNS)} |"
     before, begin, behind = PAGE.read_text(encoding="utf-8").partition(head)
     if not begin:

@@ -53,12 +53,12 @@ class Case:
 
     @property
     def named(self) -> str:
-        """As a table shows it."""
+        """Name for a table."""
         settings = ", ".join(f"{name}={value}" for name, value in self.settings.items())
         return f"`{self.model}.py` {settings} | {self.dtype} | {self.size}"
 
     def load(self) -> LoadedModel:
-        """The model file's."""
+        """Load the model file."""
         folder = HERE if (HERE / f"{self.model}.py").exists() else HERE.parent / "sample_models"
         loaded = load_model(str(folder / f"{self.model}.py"), settings=self.settings)
         return in_precision(loaded, "" if self.dtype == "fp32" else self.dtype)
@@ -120,12 +120,12 @@ CHOICES: tuple[Recompute, ...] = ("never", "always")
 
 
 def profile_of(loaded: LoadedModel, size: int) -> Profile:
-    """By its single layers."""
+    """Return the profile by single layers."""
     return profile_model(loaded, ProfilerOptions(micro_batch_sizes=(size,), device=f"tpu:{CHIP}"))
 
 
 def predicted_bytes(profile: Profile, recompute: Recompute, micro_batches: int) -> int:
-    """Of one stage that holds the model, without the optimizer's state."""
+    """Return the bytes of one stage with the whole model, without the optimizer's state."""
     (size,) = profile.micro_batch_sizes
     plan = api.solve(profile, devices=1, mem="1TB", batch=size * micro_batches, recompute=recompute, schedule="gpipe")
     memory = plan.stages[0].memory
@@ -133,7 +133,7 @@ def predicted_bytes(profile: Profile, recompute: Recompute, micro_batches: int) 
 
 
 def compiled_bytes(loaded: LoadedModel, size: int, recompute: Recompute, micro_batches: int) -> int:
-    """Of the same stage as one program."""
+    """Return the bytes of the same stage as one program."""
     # This module is imported before it is settled that no TPU is to be looked for.
     import jax  # noqa: PLC0415
 
@@ -165,7 +165,7 @@ def _total_bytes(memory: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A program of several stages, in bytes."""
+    """Bytes of a program of several stages."""
 
     fullest: int
     """The fullest stage by itself, as the plan has it."""
@@ -175,7 +175,7 @@ class Compared:
 
 
 def compare(profile: Profile, *, stages: int, micro_batches: int, recompute: Recompute) -> Compared:
-    """The plan of the evenest cuts, with its program as it trains; the model has a file."""
+    """Compare the plan with the evenest cuts with its training program; the model has a file."""
     (size,) = profile.micro_batch_sizes
     layers = len(profile.layers)
     cuts = [layers * (k + 1) // stages - layers * k // stages for k in range(stages)]
@@ -196,7 +196,7 @@ def compare(profile: Profile, *, stages: int, micro_batches: int, recompute: Rec
 
 
 def lines(cases: Sequence[Case], runs: Sequence[tuple[Recompute, int]]) -> Iterator[str]:
-    """Of the table of one stage."""
+    """Yield the lines of the table of one stage."""
     yield "| model | dtype | b | recompute | M | predicted, MB | compiled, MB | ratio |"
     yield "|---|---|---:|---|---:|---:|---:|---:|"
     for case in cases:
@@ -212,7 +212,7 @@ def lines(cases: Sequence[Case], runs: Sequence[tuple[Recompute, int]]) -> Itera
 
 
 def lines_of_several(cases: Sequence[Case]) -> Iterator[str]:
-    """Of the table of several stages."""
+    """Yield the lines of the table of several stages."""
     yield "| model | dtype | b | K | recompute | fullest stage, MB | predicted, MB | compiled, MB | ratio |"
     yield "|---|---|---:|---:|---|---:|---:|---:|---:|"
     for case in cases:
@@ -228,7 +228,7 @@ def lines_of_several(cases: Sequence[Case]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the table that is asked for."""
+    """Print the requested table."""
     expect_no_tpu()
     told = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     print(f"Made by `python benchmarks/tpu_composition.py {' '.join(sys.argv[1:])}` for TPU {CHIP}: {told}.\n")

@@ -25,7 +25,7 @@ class Patches(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron of four times the width, each behind a norm."""
+    """Attention and a perceptron of four times the width, each after a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Two, each behind a norm, and what came in."""
+    """Two convolutions, each after a norm, and a residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Head(nn.Module):
 
 
 def build_model(*, name: str = "vit", blocks: int = 6, width: int = 192) -> nn.Sequential:
-    """One of the two."""
+    """Return one of the two models."""
     if name == "vit":
         return nn.Sequential(Patches(width), *(Block(width, heads=width // 64) for _ in range(blocks)), Head(width, 1))
     stem = nn.Sequential(nn.Conv2d(3, width, 4, stride=4), nn.BatchNorm2d(width))
@@ -78,7 +78,7 @@ def build_model(*, name: str = "vit", blocks: int = 6, width: int = 192) -> nn.S
 
 
 def example_batch(size: int) -> tuple[Tensor, Tensor]:
-    """Noise."""
+    """Return noise."""
     return torch.randn(size, 3, IMAGE, IMAGE), torch.randint(CLASSES, (size,))
 
 

@@ -53,7 +53,7 @@ RUNS = 3
 
 
 def main() -> None:
-    """Runs every case and prints its row; with names as arguments only those."""
+    """Run every case and print its row; with names as arguments only those."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(CASES))
     asked = parser.parse_args()
@@ -127,7 +127,7 @@ def _one(found: Verification, what: str) -> ComparedFigure:
 
 
 def _in_the_middle(steps: int) -> tuple[Verification, list[float]]:
-    """Of a few runs of `plan.yaml` the one whose step is neither the shortest nor the longest, and all their steps."""
+    """Run `plan.yaml` a few times; return the run with the median step, and all steps."""
     runs = sorted((planner.verify(steps=steps) for _ in range(RUNS)), key=lambda run: _one(run, "step_us").measured)
     return runs[RUNS // 2], [_one(run, "step_us").measured for run in runs]
 
