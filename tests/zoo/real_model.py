@@ -1,4 +1,4 @@
-"""What an entry among the real models is, and how those of `transformers` and `timm` are made from a configuration."""
+"""The type of real models, and functions that make those of `transformers` and `timm`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ TOKENS = 12
 
 
 def loss_of(output: Any, _targets: Any = None) -> Tensor:
-    """The model's own loss, else a scalar that every number of the output has a part in."""
+    """Return the model's own loss, or a scalar with every element of the output."""
     own = getattr(output, "loss", None)
     if own is not None:
         loss: Tensor = own

@@ -1,4 +1,4 @@
-"""Models people know, tiny and with random weights: of `transformers`, of `timm`, and written by hand."""
+"""Known models, small and with random weights: of `transformers`, of `timm`, and written by hand."""
 
 from tests.zoo.more_media import MORE_MEDIA
 from tests.zoo.more_text import MORE_TEXT

@@ -13,7 +13,7 @@ __all__ = ["find_torchvision"]
 
 
 def find_torchvision() -> None:
-    """Puts the one that was set aside where imports look, if there is no other."""
+    """Make the torchvision that `make` has set aside importable, if there is no other."""
     aside = Path(sys.prefix, "aside")
     if find_spec("torchvision") is None and aside.is_dir():
         sys.path.append(str(aside))

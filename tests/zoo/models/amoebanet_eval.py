@@ -1,4 +1,4 @@
-"""AmoebaNet-D with batch normalisation in evaluation mode: then micro-batches do not change what is computed."""
+"""AmoebaNet-D with batch norm in evaluation mode, so that micro-batches do not change the results."""
 
 import importlib.util
 from pathlib import Path
@@ -19,7 +19,6 @@ build_optimizer = _sample.build_optimizer
 
 
 def build_model() -> nn.Module:
-    """The sample's model with half its cells, its batch norms frozen."""
     model: nn.Module = _sample.build_model(num_layers=3)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

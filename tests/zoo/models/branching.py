@@ -1,4 +1,4 @@
-"""No Sequential: skips, tied weights, a parameter of no module, an activation in place, a mask, keyword arguments."""
+"""A model with skips, tied weights, a parameter of its own, an in-place activation, a mask and keyword arguments."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ WIDTH, WORDS = 16, 32
 
 
 class Block(nn.Module):
-    """Attends to what the mask lets it see, with a bias that the first block makes for all of them."""
+    """Attends by the mask, with a bias that the first block computes for all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -16,15 +16,12 @@ class Block(nn.Module):
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, value: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The value has shape (batch, words, width)."""
         bias = value.mean(-1, keepdim=True) if bias is None else bias
         weights = torch.softmax(value @ value.transpose(1, 2) + mask, -1)
         return value + self.act(self.mix(weights @ self.norm(value))) + bias, bias
 
 
 class Branching(nn.Module):
-    """A small language model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
@@ -36,7 +33,6 @@ class Branching(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, words: Tensor, *, lengths: Tensor) -> Tensor:
-        """Logits of every word, behind the first token."""
         first = value = torch.cat([self.token.expand(len(words), -1, -1), self.words(words)], 1)
         seen = torch.arange(value.shape[1]) <= lengths[:, None]
         mask = torch.where(seen, 0.0, -1e9)[:, None, :]
@@ -47,16 +43,13 @@ class Branching(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """Without arguments."""
     return Branching()
 
 
 def example_batch(batch_size: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Words and how many of them there are."""
     words = torch.randint(WORDS, (batch_size, 7))
     return {"words": words, "lengths": torch.randint(2, 8, (batch_size,))}, words
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy, the mean over all words."""
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())

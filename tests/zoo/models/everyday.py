@@ -1,4 +1,4 @@
-"""What people train with: batch normalisation, dropout, activations in place, targets of which some are masked."""
+"""A usual model: batch norm, dropout, in-place activations, and masked targets."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ CLASSES, PLACES = 5, 4
 
 
 class Places(nn.Module):
-    """A classifier for each of some places."""
+    """A classifier for each position."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -20,13 +20,12 @@ class Places(nn.Module):
         self.linear = nn.Linear(width, CLASSES * PLACES)
 
     def forward(self, value: Tensor) -> Tensor:
-        """Logits of shape (b, places, classes)."""
         logits: Tensor = self.linear(self.dropout(self.norm(value.mean((2, 3)))))
         return logits.view(-1, PLACES, CLASSES)
 
 
 def build_model(dropout: float = 0.0, norm: str = "train", width: int = 8) -> nn.Sequential:
-    """Nine layers; with `norm` "eval" the batch normalisations are frozen."""
+    """Return nine layers; with `norm` "eval" the batch norms are frozen."""
     model = nn.Sequential(
         nn.Conv2d(3, width, 3),
         nn.BatchNorm2d(width, momentum=0.3),
@@ -45,7 +44,7 @@ def build_model(dropout: float = 0.0, norm: str = "train", width: int = 8) -> nn
 
 
 def example_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-    """Images that drift from their mean, and classes; many are masked, of the second and third sample all."""
+    """Return images with a drifting mean, and classes, many of them masked; all of the second and third sample."""
     images = torch.randn(batch_size, 3, 8, 8) + torch.linspace(0, 2, batch_size).view(-1, 1, 1, 1)
     classes = torch.randint(CLASSES, (batch_size, PLACES))
     classes[torch.rand(batch_size, PLACES) < 0.4] = -100
@@ -55,15 +54,13 @@ def example_batch(batch_size: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy, the mean over all that is not masked."""
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def loss_count(target: Tensor) -> Tensor:
-    """How many are not masked."""
     return (target != -100).sum()
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """With momentum, so that an earlier step tells on a later one."""
+    """Return SGD with momentum, so that an earlier step affects a later one."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)

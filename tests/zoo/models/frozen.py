@@ -1,4 +1,4 @@
-"""A perceptron of which some layers are frozen, as in fine-tuning; `width` samples of `width` numbers each."""
+"""A perceptron with frozen layers, as in fine-tuning."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ __all__ = ["build_model", "build_optimizer", "example_batch", "loss_fn"]
 
 
 def build_model(frozen: str = "", width: int = 16) -> nn.Sequential:
-    """Six blocks. `frozen`: their numbers, one digit each (`012` the first three; `h`: the head)."""
+    """Return six blocks; `frozen` lists their digits (`012` the first three; `h`: the head)."""
     blocks = [nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(6)]
     head = nn.Linear(width, 4)
     for digit in frozen:
@@ -27,15 +27,13 @@ class _Block(nn.Module):
 
 
 def example_batch(batch_size: int, width: int = 16) -> tuple[Tensor, Tensor]:
-    """Random numbers and classes."""
     return torch.randn(batch_size, width, width), torch.randint(4, (batch_size, width))
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy over all positions."""
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def build_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """With state of twice the parameters' size."""
+    """Return an optimizer with two numbers of state per parameter."""
     return torch.optim.AdamW(parameters, lr=1e-2)

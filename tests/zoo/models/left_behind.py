@@ -1,4 +1,4 @@
-"""A model as people write it, with losses in attributes, re-entrant checkpoints and its loss beside its logits."""
+"""A model with losses in attributes, reentrant checkpoints, and its own loss."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ WORDS, WIDTH = 50, 16
 
 
 class Experts(nn.Module):
-    """They note how evenly they are chosen."""
+    """Stores a loss of its routing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,27 +18,23 @@ class Experts(nn.Module):
         self.aux_loss: Tensor | None = None
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 6, WIDTH) to (b, 6, WIDTH)."""
         share = torch.softmax(self.router(value), -1)
         self.aux_loss = share.square().sum(-1).mean()
         return value + torch.tanh(self.expert(value)) * share[..., :1]
 
 
 class Block(nn.Module):
-    """It is computed again in backward."""
+    """Checkpoints itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 6, WIDTH) to (b, 6, WIDTH)."""
         return value + torch.tanh(self.linear(self.norm(value)))
 
 
 class Model(nn.Module):
-    """Words to the words behind them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
@@ -46,7 +42,6 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and the loss with that of the experts."""
         value: Any = self.embedding(words)
         for block in self.blocks:
             value = checkpoint(block, value, use_reentrant=True) if isinstance(block, Block) else block(value)
@@ -56,11 +51,10 @@ class Model(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """The model."""
     return Model()
 
 
 def example_batch(batch_size: int) -> tuple[Any, None]:
-    """The model makes its own loss."""
+    """Return words; the model computes its own loss."""
     words = torch.randint(WORDS, (batch_size, 7))
     return (words[:, :-1], words[:, 1:]), None

@@ -1,4 +1,4 @@
-"""Kinds of models whose memory was once predicted wrong, each small, and no `nn.Sequential` unless that matters."""
+"""Small models of kinds whose memory was once predicted wrong."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ WORDS, TOKENS, WIDTH = 1000, 16, 128
 
 
 class Recurrent(nn.Module):
-    """Words through layers of an LSTM and a GRU in turn; all of their weights together are most of the model."""
+    """LSTM and GRU layers with most of the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,6 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
-        """(b, tokens) to (b, tokens, words)."""
         value = self.words(words)
         for layer in self.layers:
             value, _ = layer(value)
@@ -41,7 +40,7 @@ class _Adapter(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A language model whose weights are frozen, the tied ones too; small matrices beside them are trained."""
+    """A frozen language model with small trained matrices."""
 
     def __init__(self, rank: int = 4) -> None:
         super().__init__()
@@ -51,7 +50,6 @@ class Adapted(nn.Module):
         self.head.weight = self.words.weight.requires_grad_(False)
 
     def forward(self, words: Tensor) -> Tensor:
-        """(b, tokens) to (b, tokens, words)."""
         value = self.words(words)
         for block in self.blocks:
             value = block(value)
@@ -60,7 +58,7 @@ class Adapted(nn.Module):
 
 
 class Dense(nn.Module):
-    """Images through many batch normalisations of many channels, as in a DenseNet."""
+    """Many batch norms of many channels, as in a DenseNet."""
 
     def __init__(self, growth: int = 32, layers: int = 24) -> None:
         super().__init__()
@@ -71,7 +69,6 @@ class Dense(nn.Module):
         self.head = nn.Linear(channels[-1], 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(b, 3, 4, 4) to (b, 10)."""
         value = self.first(images)
         for norm, convolution in zip(self.norms, self.convolutions, strict=False):
             value = torch.cat([value, convolution(functional.relu(norm(value)))], 1)
@@ -80,7 +77,7 @@ class Dense(nn.Module):
 
 
 class Table(nn.Module):
-    """Table of embeddings that is most of the model, and small layers after it."""
+    """An embedding table with most of the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +85,6 @@ class Table(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, words: Tensor) -> Tensor:
-        """(b, tokens) to (b, width)."""
         value = self.words(words)
         for layer in self.layers:
             value = torch.tanh(layer(value))
@@ -107,7 +103,7 @@ class _Block(nn.Module):
 
 
 class Towers(nn.Module):
-    """One encoder for two inputs, and blocks that are used several times."""
+    """One encoder for two inputs, and blocks that are called several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +112,6 @@ class Towers(nn.Module):
         self.head = nn.Linear(2 * WIDTH, 10)
 
     def forward(self, words: Tensor) -> Tensor:
-        """(b, tokens) to (b, 10)."""
         towers = []
         for part in words.chunk(2, 1):
             value = self.words(part)
@@ -137,7 +132,6 @@ class Residual(nn.Module):
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, words: Tensor) -> Tensor:
-        """(b, tokens) to (b, 10)."""
         value = self.words(words)
         for block in self.blocks:
             value = value + block(value)
@@ -162,7 +156,7 @@ class _Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Which expert a token goes through depends on its values."""
+    """Routes tokens to experts by their values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +165,6 @@ class Mixture(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
-        """(b, tokens) to (b, tokens, words)."""
         value = self.words(words)
         for layer in self.layers:
             value = layer(value)
@@ -189,7 +182,6 @@ class Repeated(nn.Module):
         self.head = nn.Linear(WIDTH, 512)
 
     def forward(self, words: Tensor) -> Tensor:
-        """(b, tokens) to (b, tokens, 512)."""
         value = self.words(words)
         for _ in range(6):
             value = self.block(value)
@@ -198,7 +190,7 @@ class Repeated(nn.Module):
 
 
 class Pruned(nn.Module):
-    """Layers that make their weight before each forward, and keep it in an attribute until the next one."""
+    """Layers that compute their weight before each forward, and keep it until the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +199,6 @@ class Pruned(nn.Module):
         self.head = nn.Linear(WIDTH, 16)
 
     def forward(self, words: Tensor) -> Tensor:
-        """(b, tokens) to (b, tokens, 16)."""
         value = self.words(words)
         for layer in self.layers:
             value = value + torch.tanh(layer(value))
@@ -216,7 +207,7 @@ class Pruned(nn.Module):
 
 
 class _Cell(nn.Module):
-    """Keeps its hidden state until the next forward, as a buffer, a tensor, or a tuple."""
+    """Keeps its hidden state as a buffer, a tensor or a tuple."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -237,7 +228,7 @@ class _Cell(nn.Module):
 
 
 class Carried(nn.Module):
-    """Cells that keep their hidden states, of all kinds, between blocks."""
+    """Cells with state, between blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +237,6 @@ class Carried(nn.Module):
         self.cells = nn.ModuleList(map(_Cell, kinds))
 
     def forward(self, words: Tensor) -> Tensor:
-        """(b, tokens) to (b, tokens, width)."""
         value = self.words(words)
         for cell in self.cells:
             value = cell(value)
@@ -261,7 +251,7 @@ def carried_in_a_row() -> nn.Sequential:
 
 
 class Compared(nn.Module):
-    """An autoencoder whose last layer compares the input with what is made of it."""
+    """An autoencoder whose last layer compares its input and output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +259,6 @@ class Compared(nn.Module):
         self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, tokens, width) to a number."""
         code = value
         for layer in self.encoder:
             code = torch.relu(layer(code))
@@ -295,7 +284,7 @@ class _WithUnusedHead(_Block):
 
 
 class Unused(nn.Module):
-    """Blocks that compute a head each, which nothing uses."""
+    """Blocks that compute an unused head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +292,6 @@ class Unused(nn.Module):
         self.blocks = nn.ModuleList(_WithUnusedHead() for _ in range(4))
 
     def forward(self, words: Tensor) -> Tensor:
-        """(b, tokens) to (b, tokens, width)."""
         value: Tensor = self.words(words)
         for block in self.blocks:
             value = block(value)
@@ -311,14 +299,11 @@ class Unused(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A few kilobytes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, value: Tensor) -> Tensor:
-        """(b, 8) to (b, 8)."""
         for layer in self.layers:
             value = torch.tanh(layer(value))
         return value
@@ -344,12 +329,10 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build_model(kind: str = "recurrent") -> nn.Module:
-    """One of `KINDS`."""
     return KINDS[kind]()
 
 
 def example_batch(batch_size: int, kind: str = "recurrent") -> tuple[Tensor, Tensor]:
-    """Random inputs for it; the loss needs no targets."""
     inputs = {
         "dense": lambda: torch.randn(batch_size, 3, 4, 4),
         "table": lambda: torch.randint(20 * WORDS, (batch_size, TOKENS)),
@@ -361,10 +344,9 @@ def example_batch(batch_size: int, kind: str = "recurrent") -> tuple[Tensor, Ten
 
 
 def loss_fn(output: Tensor, _target: Any) -> Tensor:
-    """Some scalar."""
     return output.square().mean()
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Return SGD, whose step keeps nothing."""
+    """Return SGD without state."""
     return torch.optim.SGD(parameters, lr=0.01)

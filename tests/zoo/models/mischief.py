@@ -1,11 +1,4 @@
-"""A small model in which one layer does harm, once: what, in which forward, and where is said by the environment.
-
-MISCHIEF="kill 7 2 mark" kills the process in the 8th forward of layer 2; afterwards the file `mark` exists, and nothing
-is done any more. Other harm: `hang`, `raise`, `memory`, `nan`, `full` (files can grow to 1 kB from now on), `term`
-(SIGTERM to the launcher), `lose` (kills the launcher, too, as where a machine is lost), `exit` and `leave` (`sys.exit`
-with 3 and with 0).
-`loss` and `data` in place of a layer: the loss function, the batches.
-"""
+"""A small model in which one layer fails once; the environment says how, in which forward, and on which rank."""
 
 import os
 import resource
@@ -24,7 +17,7 @@ calls = {"loss": 0, "data": 0}
 
 
 def mischief(where: str, count: int, value: Tensor) -> Tensor:
-    """Does it, if it is time."""
+    """Fail if it is time."""
     what, when, place, mark = os.environ.get("MISCHIEF", "no 0 - -").split()
     if (place, int(when)) != (where, count) or not _is_first(Path(mark)):
         return value
@@ -48,7 +41,7 @@ def mischief(where: str, count: int, value: Tensor) -> Tensor:
 
 
 def _is_first(mark: Path) -> bool:
-    """Whether no process was here before: every rank reads the batches, and two may come at one moment."""
+    """Return True in the first process; every rank reads the batches, maybe at the same time."""
     try:
         mark.touch(exist_ok=False)
     except FileExistsError:
@@ -57,7 +50,7 @@ def _is_first(mark: Path) -> bool:
 
 
 def _stop_launcher() -> None:
-    """Goes on when the launcher has passed the signal on, which takes it longer than ten steps on a busy machine."""
+    """Stop the launcher, and return when it has passed the signal on."""
     here: list[int] = []
     handler = signal.getsignal(signal.SIGTERM)
 
@@ -74,7 +67,7 @@ def _stop_launcher() -> None:
 
 
 class Layer(nn.Module):
-    """Linear, normalised, with dropout; counts its forwards on values."""
+    """Linear layer with norm and dropout that counts its forwards."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -85,37 +78,34 @@ class Layer(nn.Module):
         self.count = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """As above."""
         if not x.is_meta:
             x = mischief(str(self.number), self.count, x)
             self.count += 1
         return nn.functional.dropout(torch.relu(self.norm(self.linear(x))), self.dropout)
 
     def extra_repr(self) -> str:
-        """Nothing that changes."""
+        """Return a text that does not change."""
         return ""
 
 
 def build_model() -> nn.Sequential:
-    """Five layers; the last shares its weight with the first."""
+    """Return five layers; the last shares its weight with the first."""
     layers = [Layer(number) for number in range(5)]
     layers[4].linear.weight = layers[0].linear.weight
     return nn.Sequential(*layers)
 
 
 def example_batch(size: int) -> tuple[Tensor, Tensor]:
-    """Noise."""
     return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    """Squared error."""
     calls["loss"] += not output.is_meta
     return mischief("loss", calls["loss"] - 1, (output - target).square().mean())
 
 
 def train_batches(size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches in a new order each time: an epoch of four."""
+    """Return an epoch of four batches, in a new order each time."""
     data = torch.arange(4.0 * size * WIDTH).reshape(4 * size, WIDTH).sin()
     for rows in torch.randperm(4 * size).reshape(4, size):
         calls["data"] += 1
@@ -123,5 +113,4 @@ def train_batches(size: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def build_optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Adam, whose state matters."""
     return torch.optim.Adam(parameters, lr=0.01)

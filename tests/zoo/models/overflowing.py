@@ -1,8 +1,4 @@
-"""A perceptron that now and then overflows in float16 under a loss scale of 2^16: in its last layer, and nowhere else.
-
-A gradient of a parameter is a sum over all positions. Where the targets are large, the last layer's is above 65,504;
-what goes back to the layers in front is smaller by the last layer's small weights.
-"""
+"""A perceptron whose last layer sometimes overflows in float16 under a loss scale of 2^16."""
 
 from collections.abc import Iterable
 
@@ -15,7 +11,6 @@ WIDTH, POSITIONS = 16, 16
 
 
 def build_model() -> nn.Sequential:
-    """Three layers."""
     last = nn.Linear(WIDTH, 4)
     nn.init.normal_(last.weight, std=0.02)
     return nn.Sequential(_Bounded(), _Bounded(), last)
@@ -31,16 +26,15 @@ class _Bounded(nn.Module):
 
 
 def example_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-    """Noise; of ten batches one has large targets."""
+    """Return noise; one of ten batches has large targets."""
     targets = torch.randn(batch_size, POSITIONS, 4)
     return torch.randn(batch_size, POSITIONS, WIDTH), targets + (20.0 if torch.rand(()) < 0.1 else 0.0)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    """Squared error."""
     return (output.float() - target).square().mean()
 
 
 def build_optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """With state, and a decay that a skipped step must not apply."""
+    """Return an optimizer with state and weight decay, which a skipped step must not apply."""
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)

@@ -1,4 +1,4 @@
-"""One of the models of `tests/zoo/real_models.py`, in training mode: dropout and batch normalisation work."""
+"""A model of `tests/zoo/real_models.py` in training mode, with dropout and batch norm."""
 
 from typing import Any
 
@@ -10,17 +10,15 @@ from tests.zoo.real_models import REAL_MODELS, loss_of
 
 
 def build_model(name: str = "GPT-2") -> nn.Module:
-    """By its name there."""
     return REAL_MODELS[name].build().train()
 
 
 def example_batch(batch_size: int, name: str = "GPT-2") -> tuple[Any, Tensor]:
-    """Inputs with whatever the model calls them."""
     return REAL_MODELS[name].inputs(batch_size), torch.zeros(batch_size)
 
 
 def loss_fn(output: Any, _target: Any) -> Tensor:
-    """The model's own, where it has one; else means over the samples that every number has a part in."""
+    """Return the model's own loss if it has one, else a mean over samples with every element."""
     if getattr(output, "loss", None) is not None:
         return loss_of(output)
     values = [tensor.flatten(1) for tensor in tensors_in(output) if tensor.is_floating_point()]
@@ -29,5 +27,5 @@ def loss_fn(output: Any, _target: Any) -> Tensor:
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Plain gradient descent: its parameters show any wrong gradient."""
+    """Return SGD without momentum, which shows any wrong gradient."""
     return torch.optim.SGD(parameters, lr=0.01)

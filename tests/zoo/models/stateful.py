@@ -1,4 +1,4 @@
-"""Layers with state of their own, which every forward reads and changes, in each of the ways in which that is done."""
+"""Layers that read and change their own state in every forward, in several ways."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ WIDTH = 8
 
 
 class Codebook(nn.Module):
-    """A codebook that follows what is quantised, as vector-quantised autoencoders have it."""
+    """A codebook that follows the quantized values, as in vector-quantized autoencoders."""
 
     def __init__(self, width: int, codes: int) -> None:
         super().__init__()
@@ -21,7 +21,6 @@ class Codebook(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, value: Tensor) -> Tensor:
-        """The nearest codes, with the gradient of what they are near to."""
         value = self.linear(value)
         distances = torch.cdist(value.detach(), self.codes)
         chosen = distances.argmin(1)
@@ -35,7 +34,7 @@ class Codebook(nn.Module):
 
 
 class Follows(nn.Module):
-    """A mean that is assigned anew, a count, a queue that is written now and then, and a slow twin of the weight."""
+    """An assigned mean, a count, a queue that is written sometimes, and a slow copy of the weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,7 +48,6 @@ class Follows(nn.Module):
         self.plain = torch.zeros(())
 
     def forward(self, value: Tensor) -> Tensor:
-        """Depends on all of them."""
         result: Tensor = self.fast(value) + self.plain - self.mean + self.queue.mean(0) + 0.01 * self.steps
         result = result + 0.5 * self.slow(value.detach())
         self.slow.weight.data = 0.9 * self.slow.weight.data + 0.1 * self.fast.weight.data
@@ -62,7 +60,7 @@ class Follows(nn.Module):
 
 
 class Normed(nn.Module):
-    """Running statistics of single samples, on four places."""
+    """Running statistics of single samples."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,27 +68,25 @@ class Normed(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, value: Tensor) -> Tensor:
-        """Of the same shape."""
         normed: Tensor = self.linear(self.norm(value.unflatten(1, (-1, 4))).flatten(1))
         return torch.tanh(normed)
 
 
 class Blocks(nn.Module):
-    """The same blocks in a forward of its own, which counts too."""
+    """The same blocks in a module with its own forward, which counts as well."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, value: Tensor) -> Tensor:
-        """Of the same shape."""
         for block in self.blocks:
             value = block(value)
         return value
 
 
 def build_model(*, sequential: bool = True) -> nn.Module:
-    """Six layers, the first and the last without state."""
+    """Return six layers, the first and the last without state."""
     blocks = [
         nn.Linear(WIDTH, WIDTH),
         Follows(WIDTH),
@@ -103,11 +99,9 @@ def build_model(*, sequential: bool = True) -> nn.Module:
 
 
 def example_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-    """Vectors that drift, and others."""
     drift = torch.linspace(0, 2, batch_size)[:, None]
     return torch.randn(batch_size, WIDTH) + drift, torch.randn(batch_size, WIDTH)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error."""
     return nn.functional.mse_loss(output, target)

@@ -1,4 +1,4 @@
-"""Models written as users write them, each of a kind that is easily cut wrong; small enough to run in a second."""
+"""Models as users write them, each of a kind that is easily cut wrong, small enough to run in a second."""
 
 from tests.zoo.own_models.experts import EXPERTS
 from tests.zoo.own_models.generative import GENERATIVE

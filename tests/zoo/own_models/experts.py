@@ -1,4 +1,4 @@
-"""Mixtures of experts as people write them: losses left in attributes, loops over the experts that were hit."""
+"""Mixtures of experts: losses in attributes, and loops over the experts that were hit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["EXPERTS", "AuxLossMoE"]
 
 
 class Experts(nn.Module):
-    """Every expert sees every word, and the router weighs what they say; the balance is left in `aux_loss`."""
+    """Weights the outputs of all experts by the router, and stores a balance loss in `aux_loss`."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -24,7 +24,6 @@ class Experts(nn.Module):
         self.aux_loss: Any = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean of the two best."""
         probabilities = self.router(x).softmax(-1)
         weights, chosen = probabilities.topk(2, -1)
         load = F.one_hot(chosen, probabilities.shape[-1]).to(x.dtype).sum(-2).mean((0, 1))
@@ -43,14 +42,13 @@ class ExpertBlock(nn.Module):
         self.attn, self.moe = CausalSelfAttention(width, 4), moe
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised first."""
         x = x + self.attn(self.ln_1(x))
         y: Tensor = x + self.moe(self.ln_2(x))
         return y
 
 
 class AuxLossMoE(nn.Module):
-    """The model sums what its layers have left in `aux_loss`, when all of them have run."""
+    """Sums `aux_loss` of all layers at the end."""
 
     def __init__(self, width: int = 32, depth: int = 4, experts: int = 4, vocabulary: int = WORDS) -> None:
         super().__init__()
@@ -60,7 +58,6 @@ class AuxLossMoE(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, words: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Logits and loss."""
         x = self.embed(words)
         for block in self.blocks:
             x = block(x)
@@ -72,16 +69,15 @@ class AuxLossMoE(nn.Module):
 
 
 class ReturningBlock(ExpertBlock):
-    """One that hands its experts' loss on."""
+    """Returns the loss of its experts."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """What the block says, and that loss."""
         y = super().forward(x)
         return y, self.moe.aux_loss  # type: ignore[return-value]
 
 
 class ReturnedLossMoE(nn.Module):
-    """The same without attributes: the sum goes along the chain."""
+    """Passes the sum of losses along the chain."""
 
     def __init__(self, width: int = 32, depth: int = 4, experts: int = 4) -> None:
         super().__init__()
@@ -90,7 +86,6 @@ class ReturnedLossMoE(nn.Module):
         self.head = nn.Linear(width, WORDS)
 
     def forward(self, words: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Logits and loss."""
         x = self.embed(words)
         balance = torch.zeros(())
         for block in self.blocks:
@@ -101,7 +96,7 @@ class ReturnedLossMoE(nn.Module):
 
 
 class Hit(nn.Module):
-    """A loop over the experts that were hit: which are run, and on how many words, depends on the data."""
+    """Runs only the experts that were hit, on as many words as the data say."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -111,7 +106,6 @@ class Hit(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the best expert alone."""
         flat = x.flatten(0, 1)
         weights, chosen = self.router(flat).softmax(-1).max(-1)
         result = torch.zeros_like(flat)
@@ -122,8 +116,6 @@ class Hit(nn.Module):
 
 
 class RoutedMoE(nn.Module):
-    """A language model of such blocks."""
-
     def __init__(self, width: int = 32, depth: int = 4, experts: int = 4, vocabulary: int = WORDS) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
@@ -131,7 +123,6 @@ class RoutedMoE(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits."""
         x = self.embed(words)
         for block in self.blocks:
             x = block(x)
@@ -140,7 +131,7 @@ class RoutedMoE(nn.Module):
 
 
 class MultiGate(nn.Module):
-    """Several tasks share experts, each with a gate of its own (MMoE)."""
+    """Tasks that share experts, each with its own gate (MMoE)."""
 
     def __init__(self, width: int = 16, experts: int = 4, tasks: int = 3) -> None:
         super().__init__()
@@ -152,7 +143,6 @@ class MultiGate(nn.Module):
         )
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """A number for each task."""
         x = self.bottom(x)
         said = torch.stack([expert(x) for expert in self.experts], 1)
         gates = [gate(x).softmax(-1).unsqueeze(-1) for gate in self.gates]

@@ -1,4 +1,4 @@
-"""Generative models as people write them: codebooks that move by themselves, spectral norms, noise, flows."""
+"""Generative models: codebooks, spectral norms, noise and flows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,6 @@ class Discriminator(nn.Module):
         self.score = norm(nn.Linear(4 * width, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A score for each picture."""
         for layer in self.layers:
             x = F.leaky_relu(layer(x), 0.2)
         score: Tensor = self.score(x.mean((2, 3)))
@@ -37,7 +36,7 @@ class Discriminator(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Nearest codes, which follow what falls to them by exponential moving averages (van den Oord et al. 2017)."""
+    """Nearest codes, which follow their values by exponential moving averages (van den Oord et al. 2017)."""
 
     def __init__(self, codes: int, width: int, decay: float = 0.9) -> None:
         super().__init__()
@@ -51,7 +50,6 @@ class Codebook(nn.Module):
     embed_avg: Tensor
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes, with the gradient going straight through, and how far they are off."""
         flat = z.permute(0, 2, 3, 1).flatten(0, 2)
         codes = torch.cdist(flat, self.embed).argmin(1)
         quantized = F.embedding(codes, self.embed).view(z.shape[0], *z.shape[2:], -1).permute(0, 3, 1, 2)
@@ -65,7 +63,7 @@ class Codebook(nn.Module):
 
 
 class VQVAE(nn.Module):
-    """An autoencoder of pictures by codes, whose loss it returns."""
+    """A vector-quantized autoencoder that returns its loss."""
 
     def __init__(self, width: int = 12, codes: int = 16) -> None:
         super().__init__()
@@ -82,7 +80,6 @@ class VQVAE(nn.Module):
         )
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """The picture again, and the loss."""
         z = x
         for layer in self.encoder:
             z = F.relu(layer(z))
@@ -93,7 +90,7 @@ class VQVAE(nn.Module):
 
 
 class VAE(nn.Module):
-    """A variational autoencoder: noise between encoder and decoder, and a divergence that the loss adds."""
+    """A variational autoencoder, whose loss adds a divergence."""
 
     def __init__(self, width: int = 32, latent: int = 8) -> None:
         super().__init__()
@@ -103,22 +100,20 @@ class VAE(nn.Module):
         self.decoder = nn.Sequential(nn.Linear(latent, width), nn.ReLU(), nn.Linear(width, 3 * 16 * 16))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The picture again, mean and logarithm of the variance."""
         code = self.encoder(x)
         mean, log_variance = self.mean(code), self.log_variance(code)
         return self.decoder(self.sample(mean, log_variance)), mean, log_variance
 
 
 class Reparameterized(nn.Module):
-    """A normal sample, differentiable in both of its parameters."""
+    """A normal sample that is differentiable in both parameters."""
 
     def forward(self, mean: Tensor, log_variance: Tensor) -> Tensor:
-        """In evaluation, the mean."""
         return mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance) if self.training else mean
 
 
 class TimedBlock(nn.Module):
-    """A block of a diffusion network, which is told the time."""
+    """A block of a diffusion network with the time as input."""
 
     def __init__(self, inputs: int, outputs: int, width: int) -> None:
         super().__init__()
@@ -128,14 +123,13 @@ class TimedBlock(nn.Module):
         self.skip = nn.Conv2d(inputs, outputs, 1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """With a residual."""
         y = self.conv(F.silu(self.norm(x))) + self.time(F.silu(time))[:, :, None, None]
         z: Tensor = self.skip(x) + self.again(F.silu(y))
         return z
 
 
 class DiffusionUNet(nn.Module):
-    """The noise in a picture, as a diffusion model asks for it: skips, and the time for every block."""
+    """Predicts the noise in a picture, with skips, and the time for every block."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -148,7 +142,6 @@ class DiffusionUNet(nn.Module):
         self.leave = nn.Conv2d(width, 3, 3, 1, 1)
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        """As large as the picture."""
         angles = t[:, None] * self.frequencies
         time = self.time(torch.cat([angles.sin(), angles.cos()], 1))
         x = self.enter(x)
@@ -166,7 +159,7 @@ class DiffusionUNet(nn.Module):
 
 
 class Coupling(nn.Module):
-    """One half of the numbers, moved and stretched by what the other half says."""
+    """Moves and scales one half of the values by the other half."""
 
     def __init__(self, width: int, *, swapped: bool) -> None:
         super().__init__()
@@ -174,7 +167,6 @@ class Coupling(nn.Module):
         self.swapped = swapped
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The new numbers, and the logarithm of the determinant."""
         one, two = reversed(x.chunk(2, 1)) if self.swapped else x.chunk(2, 1)
         shift, stretch = self.net(one).chunk(2, 1)
         stretch = torch.tanh(stretch)
@@ -183,14 +175,13 @@ class Coupling(nn.Module):
 
 
 class Flow(nn.Module):
-    """RealNVP: the model sums the determinants of all layers."""
+    """RealNVP, which sums the determinants of all layers."""
 
     def __init__(self, width: int = 8, depth: int = 6) -> None:
         super().__init__()
         self.couplings = nn.ModuleList(Coupling(width, swapped=bool(n % 2)) for n in range(depth))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """The negative log-likelihood."""
         total = x.new_zeros(x.shape[0])
         for coupling in self.couplings:
             x, determinant = coupling(x)
@@ -199,7 +190,7 @@ class Flow(nn.Module):
 
 
 class Forgetting(torch.autograd.Function):
-    """Layers without a graph in forward, and again in backward: a checkpoint by hand, as in RevNets and Reformer."""
+    """Layers without a graph in forward, recomputed in backward, as in RevNets and Reformer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
@@ -222,7 +213,7 @@ class Forgetting(torch.autograd.Function):
 
 
 class Denoiser(nn.Module):
-    """Noise out of pictures, by layers of which no activation is kept."""
+    """Layers of which no activation is kept."""
 
     def __init__(self, width: int = 12, depth: int = 4) -> None:
         super().__init__()
@@ -231,7 +222,6 @@ class Denoiser(nn.Module):
         self.leave = nn.Conv2d(width, 3, 3, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As large as the picture."""
         hidden: Tensor = Forgetting.apply(self.enter(x), self.layers)  # type: ignore[no-untyped-call]
         noise: Tensor = self.leave(hidden)
         return noise

@@ -1,4 +1,4 @@
-"""Language models as people write them: checkpoints within, tied and frozen weights, recurrent layers, adapters."""
+"""Language models: checkpoints, tied and frozen weights, recurrent layers, and adapters."""
 
 import warnings
 from collections.abc import Callable
@@ -15,14 +15,11 @@ __all__ = ["LANGUAGE", "GRUTagger", "LSTMLanguage", "NanoGPT", "TopResidual", "l
 
 
 def sentences(batch: int, tokens: int = TOKENS, vocabulary: int = WORDS) -> tuple[Tensor, Tensor]:
-    """Words, and the words behind them."""
     words = torch.randint(2, vocabulary, (batch, tokens + 1))
     return words[:, :-1].clone(), words[:, 1:].clone()
 
 
 class CausalSelfAttention(nn.Module):
-    """All heads in one."""
-
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.c_attn = nn.Linear(width, 3 * width)
@@ -30,7 +27,6 @@ class CausalSelfAttention(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of earlier words only."""
         b, t, c = x.shape
         q, k, v = (each.view(b, t, self.heads, c // self.heads).transpose(1, 2) for each in self.c_attn(x).split(c, 2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -48,7 +44,6 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised first."""
         x = x + self.attn(self.ln_1(x))
         y: Tensor = x + self.mlp(self.ln_2(x))
         return y
@@ -88,7 +83,6 @@ class NanoGPT(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits, and the loss where targets are given."""
         x = self.transformer["wte"](idx) + self.transformer["wpe"](torch.arange(idx.shape[1], device=idx.device))
         for block in self.transformer["h"]:  # type: ignore[union-attr]
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
@@ -99,7 +93,7 @@ class NanoGPT(nn.Module):
 
 
 class LSTMLanguage(nn.Module):
-    """Several LSTM layers, each a module of its own, with dropout between; the decoder shares the embedding."""
+    """LSTM layers with dropout between them, and a decoder that shares the embedding."""
 
     def __init__(self, width: int = 24, layers: int = 4, vocabulary: int = WORDS) -> None:
         super().__init__()
@@ -110,7 +104,6 @@ class LSTMLanguage(nn.Module):
         self.decoder.weight = self.encoder.weight
 
     def forward(self, words: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Logits and loss."""
         x = self.encoder(words)
         for rnn in self.rnns:
             x, _ = rnn(x)
@@ -120,7 +113,7 @@ class LSTMLanguage(nn.Module):
 
 
 class GRUTagger(nn.Module):
-    """Bidirectional GRUs of two layers each, then a tag for every word."""
+    """Bidirectional GRUs of two layers each, and a tag for every word."""
 
     def __init__(self, width: int = 24, stacks: int = 2, vocabulary: int = WORDS, tags: int = 7) -> None:
         super().__init__()
@@ -132,7 +125,6 @@ class GRUTagger(nn.Module):
         self.tag = nn.Linear(2 * width, tags)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits of the tags."""
         x = self.embed(words)
         for gru, norm in zip(self.stacks, self.norms, strict=True):
             x = norm(gru(x)[0])
@@ -141,7 +133,7 @@ class GRUTagger(nn.Module):
 
 
 class Stateful(nn.Module):
-    """A stacked LSTM whose last state goes into a second one: an encoder and a decoder without attention."""
+    """A stacked LSTM that passes its last state to a second one: an encoder and a decoder without attention."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -151,7 +143,6 @@ class Stateful(nn.Module):
         self.out = nn.Linear(width, WORDS)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Logits of the target's words."""
         _, state = self.encoder(self.source(source))
         states, _ = self.decoder(self.target(target), state)
         logits: Tensor = self.out(states)
@@ -159,7 +150,7 @@ class Stateful(nn.Module):
 
 
 class Packed(nn.Module):
-    """Packs what is padded: how much there is depends on the lengths."""
+    """Packs padded sequences, so that sizes depend on the lengths."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -169,7 +160,6 @@ class Packed(nn.Module):
         self.out = nn.Linear(width, WORDS)
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        """Logits of every word, the padding's zero."""
         packed = nn.utils.rnn.pack_padded_sequence(self.embed(words), lengths, batch_first=True, enforce_sorted=False)
         packed, _ = self.one(packed)
         packed, _ = self.two(packed)
@@ -179,7 +169,7 @@ class Packed(nn.Module):
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer (transformers' `Conv1D`) and what is learnt beside it."""
+    """A frozen `Conv1D` of transformers with a trained low-rank update."""
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
@@ -189,13 +179,12 @@ class LoRA(nn.Module):
         nn.init.normal_(self.up.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both together."""
         y: Tensor = self.base(x) + 2.0 * self.up(self.down(x))
         return y
 
 
 def lora_gpt2(width: int = 32, depth: int = 4, vocabulary: int = WORDS, tokens: int = 64) -> nn.Module:
-    """GPT-2, frozen, its tied embedding included, with LoRA at `c_attn` and `c_proj`."""
+    """Return a frozen GPT-2 with LoRA at `c_attn` and `c_proj`."""
     import transformers
 
     config = transformers.GPT2Config(
@@ -228,7 +217,7 @@ def _gpt2_with_checkpoints(*, use_reentrant: bool) -> Callable[[], nn.Module]:
 
 
 class TopResidual(nn.Module):
-    """Residuals in the model's own forward, `x = x + block(x)`, as in many a file of one page."""
+    """Residuals in the model's own forward."""
 
     def __init__(self, width: int = 32, depth: int = 4, vocabulary: int = WORDS) -> None:
         super().__init__()
@@ -242,7 +231,6 @@ class TopResidual(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits."""
         x = self.embed(words) + self.position[:, : words.shape[1]]
         for n, (attention, feed) in enumerate(zip(self.attention, self.feed, strict=True)):
             x = x + attention(self.norms[2 * n](x))
@@ -252,7 +240,7 @@ class TopResidual(nn.Module):
 
 
 class SelectiveScan(nn.Module):
-    """The scan of Mamba, step by step."""
+    """Mamba's scan, step by step."""
 
     def __init__(self, width: int, state: int) -> None:
         super().__init__()
@@ -262,7 +250,6 @@ class SelectiveScan(nn.Module):
         self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """With a residual."""
         u = self.norm(x)
         size = self.A_log.shape[1]
         delta, b, c = self.project(u).split([1, size, size], dim=-1)
@@ -288,7 +275,6 @@ class MambaLike(nn.Module):
         self.norm_f = nn.LayerNorm(width)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits."""
         x = self.embedding(words)
         for layer in self.layers:
             x = layer(x)
@@ -296,7 +282,7 @@ class MambaLike(nn.Module):
 
 
 class SequenceFirst(nn.Module):
-    """torch's own encoder layers, in their own order: words first, then samples."""
+    """Encoder layers of torch in their own order: words first, then samples."""
 
     def __init__(self, width: int = 32, depth: int = 4) -> None:
         super().__init__()
@@ -307,7 +293,6 @@ class SequenceFirst(nn.Module):
         self.head = nn.Linear(width, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits (samples, words, vocabulary)."""
         x = self.embed(words.t())
         mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1])
         for layer in self.layers:
@@ -317,13 +302,13 @@ class SequenceFirst(nn.Module):
 
 
 def _second(output: Any, _targets: Any = None) -> Tensor:
-    """The loss that nanoGPT returns behind its logits."""
+    """Return the loss, nanoGPT's second output."""
     loss: Tensor = output[1]
     return loss
 
 
 def _entry(output: Any, _targets: Any = None) -> Tensor:
-    """The loss in a dictionary."""
+    """Return the loss of a dictionary."""
     loss: Tensor = output["loss"]
     return loss
 

@@ -1,4 +1,4 @@
-"""Recommendation as people write it: embeddings, towers for users and things; and what is very small."""
+"""Recommendation models (embeddings, towers), and a very small model."""
 
 from typing import Any
 
@@ -14,17 +14,15 @@ _FIELDS, _ITEMS, _HISTORY = 4, 50, 6
 
 
 def clicks(batch: int, items: int = _ITEMS, fields: int = _FIELDS) -> tuple[Tensor, Tensor]:
-    """Numbers, and a category of every field."""
     return torch.randn(batch, 13), torch.randint(0, items, (batch, fields))
 
 
 def histories(batch: int, items: int = _ITEMS, length: int = _HISTORY) -> tuple[Tensor, Tensor]:
-    """What a user has looked at, and what is looked at next."""
     return torch.randint(0, items, (batch, length)), torch.randint(0, items, (batch, length))
 
 
 class DLRM(nn.Module):
-    """Facebook's (Naumov et al. 2019): numbers by a perceptron, categories by embeddings, then all pairs."""
+    """Numbers by a perceptron, categories by embeddings, then all pairs (Naumov et al. 2019)."""
 
     def __init__(self, width: int = 16, items: int = _ITEMS, fields: int = _FIELDS) -> None:
         super().__init__()
@@ -39,7 +37,6 @@ class DLRM(nn.Module):
     pairs: Tensor
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
-        """A logit of each sample."""
         x = self.bottom(numbers)
         vectors = [table(categories[:, n : n + 1]) for n, table in enumerate(self.tables)]
         together = torch.stack([x, *vectors], 1)
@@ -49,7 +46,7 @@ class DLRM(nn.Module):
 
 
 class SharedTowers(nn.Module):
-    """Users and things by the same encoder, and a loss against all others in the batch."""
+    """Users and items by the same encoder, with a loss against the rest of the batch."""
 
     def __init__(self, width: int = 24, items: int = _ITEMS, depth: int = 3) -> None:
         super().__init__()
@@ -61,21 +58,19 @@ class SharedTowers(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(2.0))
 
     def encode(self, words: Tensor) -> Tensor:
-        """One vector for each sequence."""
         x = self.embed(words)
         for layer in self.encoder:
             x = layer(x)
         return x.mean(1)
 
     def forward(self, history: Tensor, items: Tensor) -> dict[str, Tensor]:
-        """The contrastive loss."""
         users, things = self.user(self.encode(history)), self.item(self.encode(items))
         logits = F.normalize(users, dim=1) @ F.normalize(things, dim=1).t() * self.temperature.exp()
         return {"logits": logits, "loss": F.cross_entropy(logits, torch.arange(len(logits)))}
 
 
 class DeepFM(nn.Module):
-    """Factorised pairs beside a deep network, on the same embeddings."""
+    """Factorized pairs and a deep network on the same embeddings."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -87,7 +82,6 @@ class DeepFM(nn.Module):
         )  # fmt: skip
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
-        """A logit of each sample."""
         rows = categories + torch.arange(_FIELDS) * _ITEMS
         vectors = self.embed(rows)
         pairs = 0.5 * (vectors.sum(1).square() - vectors.square().sum(1)).sum(1, keepdim=True)
@@ -96,7 +90,6 @@ class DeepFM(nn.Module):
 
 
 def tiny_mlp(width: int = 16, depth: int = 4) -> nn.Module:
-    """A perceptron of a few kilobytes."""
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(nn.Linear(8, width), *layers, nn.Linear(width, 2))
 

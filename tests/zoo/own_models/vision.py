@@ -1,4 +1,4 @@
-"""Networks for pictures as people write them: detection, segmentation, heads on the way, what layers leave behind."""
+"""Vision models: detection, segmentation, auxiliary heads, and tensors in attributes."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,26 +15,22 @@ __all__ = ["DETR", "FCOS", "VISION_MODELS", "UNet", "frozen_backbone"]
 
 
 def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
-    """Convolution, batch normalisation, rectifier."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
     )
 
 
 class Bottleneck(nn.Module):
-    """A residual block."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.one, self.two = conv(width, width), nn.Conv2d(width, width, 3, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the same shape."""
         return F.relu(x + self.two(self.one(x)))
 
 
 class FeaturePyramid(nn.Module):
-    """Laterals and what comes down from above (Lin et al. 2017)."""
+    """Lateral and top-down connections (Lin et al. 2017)."""
 
     def __init__(self, widths: Sequence[int], width: int) -> None:
         super().__init__()
@@ -42,7 +38,6 @@ class FeaturePyramid(nn.Module):
         self.outputs = nn.ModuleList(nn.Conv2d(width, width, 3, 1, 1) for _ in widths)
 
     def forward(self, levels: Sequence[Tensor]) -> list[Tensor]:
-        """As many levels, all of one width."""
         sides = [lateral(level) for lateral, level in zip(self.laterals, levels, strict=True)]
         for n in range(len(sides) - 1, 0, -1):
             sides[n - 1] = sides[n - 1] + F.interpolate(sides[n], size=sides[n - 1].shape[-2:])
@@ -50,7 +45,7 @@ class FeaturePyramid(nn.Module):
 
 
 class FCOS(nn.Module):
-    """A detector without anchors (Tian et al. 2019): one head for all levels, and a learnt scale for each."""
+    """A detector without anchors (Tian et al. 2019): one head for all levels, with a learned scale for each."""
 
     def __init__(self, width: int = 16, classes: int = 5, levels: int = 3, depth: int = 2) -> None:
         super().__init__()
@@ -67,7 +62,6 @@ class FCOS(nn.Module):
         self.scales = nn.ParameterList(nn.Parameter(torch.full((1,), 1.0 + 0.1 * n)) for n in range(levels))
 
     def forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Classes, distances to the four sides and centres, by level."""
         x = self.stem(x)
         features = []
         for stage in self.body:
@@ -83,7 +77,7 @@ class FCOS(nn.Module):
 
 
 class ScaledHeads(nn.Module):
-    """A single-shot detector (SSD): a head behind every block, times a scale, in the model's forward."""
+    """A single-shot detector (SSD): a head after every block, scaled in the model's forward."""
 
     def __init__(self, width: int = 12, levels: int = 4) -> None:
         super().__init__()
@@ -93,7 +87,6 @@ class ScaledHeads(nn.Module):
         self.scales = nn.ParameterList(nn.Parameter(torch.tensor(0.5 + 0.3 * n)) for n in range(levels))
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Boxes of every level."""
         x = self.stem(x)
         outputs = []
         for block, box, scale in zip(self.blocks, self.boxes, self.scales, strict=True):
@@ -103,7 +96,7 @@ class ScaledHeads(nn.Module):
 
 
 class AuxiliaryHeads(nn.Module):
-    """GoogLeNet's idea: classifiers on the way, here times a learnt temperature."""
+    """Auxiliary classifiers with a learned temperature, as in GoogLeNet."""
 
     def __init__(self, width: int = 16, depth: int = 6, classes: int = 7) -> None:
         super().__init__()
@@ -114,7 +107,6 @@ class AuxiliaryHeads(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """Logits of every head; the last one has no temperature."""
         x = self.stem(x)
         logits: dict[str, Tensor] = {}
         for n, block in enumerate(self.blocks):
@@ -125,7 +117,7 @@ class AuxiliaryHeads(nn.Module):
 
 
 class DETR(nn.Module):
-    """Boxes by a transformer from learnt queries, with the same heads behind every decoder layer."""
+    """Boxes by a transformer from learned queries, with the same heads after every decoder layer."""
 
     def __init__(self, width: int = 32, depth: int = 3, queries: int = 6, classes: int = 5) -> None:
         super().__init__()
@@ -138,7 +130,6 @@ class DETR(nn.Module):
         self.linear_class, self.linear_box = nn.Linear(width, classes), nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> list[dict[str, Tensor]]:
-        """Of every decoder layer."""
         features = self.backbone(x)
         b, _, h, w = features.shape
         where = torch.cat(
@@ -156,7 +147,7 @@ class DETR(nn.Module):
 
 
 class FPNSegmentation(nn.Module):
-    """A pyramid whose levels are all brought to one size and summed."""
+    """Sums all levels of a pyramid at one size."""
 
     def __init__(self, width: int = 12, classes: int = 4) -> None:
         super().__init__()
@@ -166,7 +157,6 @@ class FPNSegmentation(nn.Module):
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of every pixel."""
         size, levels = x.shape[-2:], []
         for down in self.down:
             x = down(x)
@@ -177,7 +167,7 @@ class FPNSegmentation(nn.Module):
 
 
 class UNet(nn.Module):
-    """Skips from every level to the one that mirrors it."""
+    """Skips from every level to its mirror."""
 
     def __init__(self, width: int = 8, depth: int = 3, classes: int = 2) -> None:
         super().__init__()
@@ -190,7 +180,6 @@ class UNet(nn.Module):
         self.last = nn.Conv2d(width, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of every pixel."""
         x = self.first(x)
         skips = [x]
         for down in self.downs:
@@ -204,14 +193,13 @@ class UNet(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: of some samples the branch is dropped."""
+    """Stochastic depth: drops the branch of some samples."""
 
     def __init__(self, branch: nn.Module, rate: float) -> None:
         super().__init__()
         self.branch, self.rate = branch, rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """The kept branches count for more."""
         if not self.training:
             y: Tensor = x + self.branch(x)
             return y
@@ -221,7 +209,7 @@ class DropPath(nn.Module):
 
 
 class SkippedByChance(nn.Module):
-    """Stochastic depth as it is first written: a block is skipped where a random number is small."""
+    """Stochastic depth that skips whole blocks at random."""
 
     def __init__(self, width: int = 12, depth: int = 4) -> None:
         super().__init__()
@@ -230,7 +218,6 @@ class SkippedByChance(nn.Module):
         self.head = nn.Linear(width, 7)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
         x = self.stem(x)
         for block in self.blocks:
             if not self.training or torch.rand(1) > 0.5:
@@ -240,7 +227,7 @@ class SkippedByChance(nn.Module):
 
 
 class Grid(nn.Module):
-    """Patches; it leaves behind how many rows and columns there are."""
+    """Patches; stores the numbers of rows and columns."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -248,14 +235,13 @@ class Grid(nn.Module):
         self.hw = (0, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As words."""
         x = self.project(x)
         self.hw = (x.shape[2], x.shape[3])
         return x.flatten(2).transpose(1, 2)
 
 
 class SideAttribute(nn.Module):
-    """A transformer of patches whose last layer reads what the first has left in an attribute."""
+    """A transformer whose last layer reads an attribute of the first."""
 
     def __init__(self, width: int = 32, depth: int = 4) -> None:
         super().__init__()
@@ -266,7 +252,6 @@ class SideAttribute(nn.Module):
         self.decode = nn.Conv2d(width, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A value for every patch."""
         x = self.grid(x)
         for block in self.blocks:
             x = block(x)
@@ -275,8 +260,8 @@ class SideAttribute(nn.Module):
         return pixels
 
 
-class Stylised(nn.Module):
-    """Style transfer: instance normalisation that keeps running statistics."""
+class Stylized(nn.Module):
+    """Style transfer with instance norms that keep running statistics."""
 
     def __init__(self, width: int = 12, depth: int = 4) -> None:
         super().__init__()
@@ -292,7 +277,6 @@ class Stylised(nn.Module):
         self.leave = nn.Conv2d(width, 3, 3, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Another picture."""
         x = self.enter(x)
         for block in self.blocks:
             x = block(x)
@@ -300,7 +284,7 @@ class Stylised(nn.Module):
 
 
 class Siamese(nn.Module):
-    """One encoder for two pictures, and how far they are apart."""
+    """One encoder for two pictures, and their distance."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -309,14 +293,13 @@ class Siamese(nn.Module):
         self.compare = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
 
     def forward(self, one: Tensor, two: Tensor) -> Tensor:
-        """A number for each pair."""
         codes = [self.project(self.encoder(each).mean((2, 3))) for each in (one, two)]
         score: Tensor = self.compare((codes[0] - codes[1]).abs())
         return score
 
 
 def frozen_backbone(width: int = 16, depth: int = 4) -> nn.Module:
-    """A network of residual blocks of which the first are frozen and in evaluation mode; the rest is trained."""
+    """Return a network whose first residual blocks are frozen and in evaluation mode."""
     model = nn.Sequential(conv(3, width, 2), *(Bottleneck(width) for _ in range(depth)))
     model.eval().requires_grad_(False)
     head = nn.Sequential(Bottleneck(width), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 7))
@@ -324,20 +307,17 @@ def frozen_backbone(width: int = 16, depth: int = 4) -> nn.Module:
 
 
 class Backboned(nn.Module):
-    """A backbone, and a head that is trained."""
-
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
         self.backbone, self.head = backbone, head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
         logits: Tensor = self.head(self.backbone(x))
         return logits
 
 
 def weight_normed(norm: Callable[[nn.Module], Any], width: int = 12, depth: int = 4) -> nn.Module:
-    """Dilated convolutions (WaveNet, Glow), the weights of which are a direction and a length."""
+    """Return dilated convolutions with weight norm."""
     layers = [nn.Conv2d(3, width, 3, 2, 1), *(nn.Conv2d(width, width, 3, 1, 1) for _ in range(depth))]
     head = nn.Conv2d(width, 3, 1)
     with warnings.catch_warnings():
@@ -348,7 +328,7 @@ def weight_normed(norm: Callable[[nn.Module], Any], width: int = 12, depth: int 
 
 
 def stochastic_depth(width: int = 12, depth: int = 5) -> nn.Module:
-    """A residual network whose branches are dropped at a rising rate."""
+    """Return a residual network whose branches are dropped at a rising rate."""
     blocks = [DropPath(nn.Sequential(conv(width, width), nn.Conv2d(width, width, 1)), 0.1 * n) for n in range(depth)]
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 7))
     return Backboned(nn.Sequential(conv(3, width, 2), *blocks), head)
@@ -372,7 +352,7 @@ VISION_MODELS: dict[str, RealModel] = {
     "Stochastic depth": _picture(stochastic_depth),
     "Blocks skipped by chance": _picture(SkippedByChance, refusal="took another path"),
     "Side attribute": _picture(SideAttribute),
-    "InstanceNorm, running statistics": _picture(Stylised),
+    "InstanceNorm, running statistics": _picture(Stylized),
     "Frozen backbone": _picture(frozen_backbone),
     "weight_norm": _picture(lambda: weight_normed(nn.utils.weight_norm)),
     "weight_norm, parametrized": _picture(lambda: weight_normed(nn.utils.parametrizations.weight_norm)),

@@ -1,8 +1,4 @@
-"""Models as users write them, which nothing in this project was prepared for: texts of model files, by kind.
-
-Each kind is a module with `MODELS`: by name, the text of a model file without `PRELUDE`, which comes before it and
-whose `example_batch`, `loss_fn` and `build_optimizer` the text may define anew.
-"""
+"""Texts of model files as users write them, by kind; this project was not prepared for them."""
 
 from dataclasses import dataclass
 from pathlib import Path
