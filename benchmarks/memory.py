@@ -222,7 +222,7 @@ def _measured(table: Table, subject: Subject, dtype: str, folder: Path, proof_bu
         plans.append((schedule, recompute, read_plan(plan)))
     for n, peaks in enumerate(_run_all(folder, len(plans), num_devices)):
         schedule, recompute, made = plans[n]
-        for device, predicted in enumerate(made.device_bytes()):
+        for device, predicted in enumerate(made.peak_bytes_by_device()):
             yield Row(
                 model=subject.name,
                 dtype=dtype,

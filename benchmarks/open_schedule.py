@@ -93,7 +93,7 @@ def limit_bytes(profile: Profile, inputs: Inputs, which: str) -> int:
     plan, _ = answer(profile, inputs, "1f1b")
     if plan is None or which == "none":
         return UNLIMITED
-    low, high = 1, max(plan.device_bytes())
+    low, high = 1, max(plan.peak_bytes_by_device())
     while which == "tight" and high > 1.01 * low:
         middle = (low + high) // 2
         fits = answer(profile, _limited(inputs, middle), "1f1b")[0] is not None

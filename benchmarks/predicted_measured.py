@@ -144,7 +144,7 @@ def _difference(plan: Plan, report: RunReport) -> float:
 def _cells(plan: Plan, report: RunReport) -> Iterator[str]:
     yield from (f"{plan.predicted.step_us / 1e3:.1f} ms", f"{_measured_us(report) / 1e3:.1f} ms")
     yield f"{_difference(plan, report):+.1%}"
-    predicted = plan.device_bytes()
+    predicted = plan.peak_bytes_by_device()
     measured = [report.stages[plan.chunks_of(device)[0].index].peak_bytes for device in range(plan.num_devices)]
     yield ", ".join(f"{size / 2**20:.2f}" for size in predicted) + " MiB"
     yield ", ".join(f"{size / 2**20:.2f}" for size in measured) + " MiB"

@@ -120,7 +120,7 @@ def _even_row(devices: int, micro_batches: int, names: Sequence[str]) -> str:
     free = replace(
         inputs_of(devices, micro_batches), memory_bytes=(UNLIMITED,) * devices, schedule="1f1b", chunks=0, replicas=1
     )
-    needed = max(solve(profile, Request(inputs=free, micro_batches=micro_batches)).device_bytes())
+    needed = max(solve(profile, Request(inputs=free, micro_batches=micro_batches)).peak_bytes_by_device())
     asked = replace(free, memory_bytes=(needed,) * devices)
     least_us = 3 * 1000.0 * 8 * micro_batches
     before = min(filter(None, (_solved(profile, asked, micro_batches, name) for name in _BEFORE)), key=_step_us)

@@ -81,6 +81,6 @@ def _compared(file: File | Plan, index: int) -> ComparedPlan:
     plan, place = plan_of(file)
     now, recomputed = _recomputed_from_profile(plan, lambda: profile_for(plan, place).profile)
     limits = (now.stages[d].memory_bytes for d in range(now.num_devices))
-    fits = all(need <= limit for need, limit in zip(now.device_bytes(), limits, strict=True))
+    fits = all(need <= limit for need, limit in zip(now.peak_bytes_by_device(), limits, strict=True))
     called = f"plan {index + 1}" if isinstance(file, Plan) else place
     return ComparedPlan(path=called, recomputed=recomputed, fits=fits, plan=now)

@@ -16,7 +16,7 @@ from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, schedules_for
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.limits import MOST_BATCH, truncate
-from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName, limit_of
+from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName, memory_limit_of_device
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.units import parse_us
@@ -94,7 +94,7 @@ def _inputs(
         profile=reference,
         model_digest=profile.model.digest,
         devices=num_devices,
-        memory_bytes=tuple(limit_of(limit, headroom) for limit in limits),
+        memory_bytes=tuple(memory_limit_of_device(limit, headroom) for limit in limits),
         speeds=texts.speeds(options.speed, num_devices) if options.speed is not None else (),
         batch=texts.parse_number("--batch", batch, "sample", MOST_BATCH),
         link=Link() if links else executor.link if options.link is None else texts.link(options.link),

@@ -252,8 +252,8 @@ def _fits(case: Case) -> bool:
     return _least_excess_bytes(case, width, case.limits_bytes) <= 0
 
 
-def _least_stage_bytes(case: Case, width: int, level: int) -> FloatArray:
-    need = case.memory(width, level).smallest()
+def _least_stage_bytes(case: Case, width: int, num_later: int) -> FloatArray:
+    need = case.memory(width, num_later).smallest()
     ends = np.arange(case.costs.num_layers + 1)[:, None]
     return np.where(case.rules.forbids(ends + np.arange(-width, 0), ends), np.inf, need)
 
@@ -310,7 +310,7 @@ def _reason(request: Request, case: Case) -> str:
 
 
 def _mem_option(inputs: Inputs, limit_bytes: float) -> str:
-    return bytes_option(inputs.device_bytes(int(limit_bytes)))
+    return bytes_option(inputs.device_memory_for_limit(int(limit_bytes)))
 
 
 def _limits_text(inputs: Inputs) -> str:

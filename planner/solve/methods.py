@@ -13,7 +13,7 @@ from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
 from planner.core.values.plan import ScheduleName
 from planner.solve.answer import Answer, PlanSearch
 from planner.solve.chain.gpipe import search_gpipe
-from planner.solve.chain.quick import shape_of
+from planner.solve.chain.quick import width_replicas_and_m
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.request import Request
 from planner.solve.space.any_order import least_us_in_any_order
@@ -214,7 +214,7 @@ def search_cases(
     # If the schedule is `auto`, GPipe comes before all others, because its best plan is found and proven quickly.
     ordered = sorted(cases, key=estimate_sort_key if is_open else bound_sort_key)
     if ranks:
-        ordered.sort(key=lambda case: (estimate_sort_key(case)[0], ranks.get(shape_of(case), inf)))
+        ordered.sort(key=lambda case: (estimate_sort_key(case)[0], ranks.get(width_replicas_and_m(case), inf)))
     for n, case in enumerate(ordered):
         upper_us = results.upper_us
         least_us = least_case_us(case, upper_us)

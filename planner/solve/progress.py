@@ -33,7 +33,7 @@ _FEW_BLOCKS = 8
 """Largest number of batches that a search with limited effort simulates to prove the best partition optimal."""
 
 
-class Effort:
+class SimulationBudget:
     """Number of actions that a search has simulated, and its limit; a batch of partitions counts as one partition.
 
     Args:
@@ -76,7 +76,7 @@ class Progress:
     """State of a search over one case."""
 
     case: Case
-    effort: Effort
+    budget: SimulationBudget
     deadline: Deadline
     upper_us: float
     """Step time of the best partition; before one is found, the step time to beat."""
@@ -101,7 +101,7 @@ class Progress:
             choices: Recomputation of each stage, shape (N, S).
             layers_us: Forward time of the single layers that each stage recomputes, see `Evaluator.step_us`.
         """
-        self.effort.spent += -(-len(cuts) // BLOCK) * evaluator.num_actions
+        self.budget.spent += -(-len(cuts) // BLOCK) * evaluator.num_actions
         return evaluator.step_us(cuts, choices, layers_us)
 
     def simulate_fitting(self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, fits: BoolArray) -> FloatArray:
@@ -144,7 +144,7 @@ def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
     """
-    progress = Progress(case=case, effort=Effort(deadline.most_actions), deadline=deadline, upper_us=upper_us)
+    progress = Progress(case=case, budget=SimulationBudget(deadline.most_actions), deadline=deadline, upper_us=upper_us)
     try:
         search(progress)
     except OutOfTimeError:
@@ -153,4 +153,4 @@ def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us
         progress.leave_out(max(progress.rest_us, case.bound_us))
     bound_us = min(progress.bound_us, progress.upper_us)
     step_us = inf if progress.best is None else progress.upper_us
-    return Answer(case, progress.best, step_us, bound_us, "simulated", progress.effort.spent)
+    return Answer(case, progress.best, step_us, bound_us, "simulated", progress.budget.spent)

@@ -14,7 +14,7 @@ from planner.core.values.profile import Profile
 from planner.solve.answer import SAME, Answer
 from planner.solve.cases import cases_of, check_request
 from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, tie_broken
-from planner.solve.chain.quick import quick_answers, shape_of, without_bubble_us
+from planner.solve.chain.quick import quick_answers, width_replicas_and_m, without_bubble_us
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.methods import (
     MOST_ACTIONS_OF_SEARCH,
@@ -232,7 +232,7 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     is_open = request.inputs.schedule == "auto" and request.actions is not None
     quick = quick_answers(cases, deadline, upper_us=upper_us) if is_open else []
     found = min(quick, key=lambda answer: answer.step_us, default=None)
-    ranks = {shape_of(answer.case): without_bubble_us(answer) for answer in quick}
+    ranks = {width_replicas_and_m(answer.case): without_bubble_us(answer) for answer in quick}
     upper_us = upper_us if found is None else min(upper_us, found.step_us)
     effort = request.actions // _FIRST_EFFORT if is_open and request.actions else request.actions
     cheaper = replace(request, actions=effort)
@@ -264,15 +264,15 @@ def _improved_schedules(
         own_first = {**ranks, shape: 0.0}
         return search_cases(own, named, deadline, upper_us=upper_us, ranks=own_first, budget={name: effort})
 
-    shape = shape_of(best.case)
-    alike = [case for case in cases if shape_of(case) == shape and has_linear_program(case.schedule)]
+    shape = width_replicas_and_m(best.case)
+    alike = [case for case in cases if width_replicas_and_m(case) == shape and has_linear_program(case.schedule)]
     for name in dict.fromkeys(case.schedule.name for case in alike):
         own = [case for case in alike if case.schedule.name == name]
         again = search(name, own, best.step_us * NEARBY, actions // _SHORT_EFFORT)
         answers = _faster_answers(answers, again.answers)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
     for name in dict.fromkeys([*_nearest_schedules(answers.values()), SEARCHED.name]):
-        own = [case for case in cases if case.schedule.name == name and shape_of(case)[:2] == shape[:2]]
+        own = [case for case in cases if case.schedule.name == name and width_replicas_and_m(case)[:2] == shape[:2]]
         effort = actions // _ORDERS_EFFORT if name == SEARCHED.name else actions
         again = search(name, own, best.step_us, effort)
         best, answers = again.best or best, _faster_answers(answers, again.answers)

@@ -191,8 +191,8 @@ def _program_parts(
     forward, backward = s.peaks.forward, s.peaks.backward
     if recompute == "never":
         at_once = _RESHAPED * programs.reshaped[stage]
-        forward = nothing + (costs.levels.forward[stage] + at_once).max()
-        backward = nothing + (costs.levels.backward[stage] - programs.reshaped[stage] + at_once).max()
+        forward = nothing + (costs.memory.forward[stage] + at_once).max()
+        backward = nothing + (costs.memory.backward[stage] - programs.reshaped[stage] + at_once).max()
     elif not keeps:
         backward = s.memory_model.straight
     running = kept + forward, backward

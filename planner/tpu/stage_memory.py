@@ -113,8 +113,8 @@ class CompiledStageMemory:
             # Copies of weights (`narrowed`) are not added: not all activations wait for a slot at the same time, and
             # the copies fit into the memory of the rest.
             making = s.peaks.forward + self.padding + (s.saved + self.waiting if loops else 0.0)
-            forward = running_part(kept_bytes, making, s.message, saved=1 + loops, level=FORWARD)
-            backward = running_part(kept_bytes, s.peaks.backward + around, transfer, saved=1, level=BACKWARD)
+            forward = running_part(kept_bytes, making, s.message, saved=1 + loops, peak=FORWARD)
+            backward = running_part(kept_bytes, s.peaks.backward + around, transfer, saved=1, peak=BACKWARD)
         kept = PartSize({"in_flight": np.maximum(kept_bytes, edges)}) if recompute == "except-last" else held
         running = {**dict.fromkeys(FORWARDS, forward), **dict.fromkeys(BACKWARDS, backward)}
         return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running)
@@ -127,7 +127,7 @@ def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     return replace(
         plain,
         boundaries=replace(plain.boundaries, input=received),
-        memory_model=_layer_memory(programs, plain.levels.saved),
+        memory_model=_layer_memory(programs, plain.memory.saved),
         target=float(programs[-1].target_bytes),
     )
 

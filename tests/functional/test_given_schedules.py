@@ -50,7 +50,7 @@ def test_a_named_schedule_from_a_file_gives_the_same_plan(here: Path, name: str)
     assert (given.num_devices, given.micro_batches, given.chunks) == (DEVICES, MICRO_BATCHES, CHUNKS[name])
     assert given.placement == named.placement
     assert given.predicted.step_us == pytest.approx(named.predicted.step_us, rel=1e-12)
-    assert given.device_bytes() == pytest.approx(named.device_bytes(), rel=1e-6)
+    assert given.peak_bytes_by_device() == pytest.approx(named.peak_bytes_by_device(), rel=1e-6)
     assert solved(Path("mine.csv")).predicted.step_us <= given.predicted.step_us * (1 + 1e-12)
     assert planner.check("plan.yaml").fits
     assert planner.emit("plan.yaml", engine="csv", output="out")[0].read_text() == Path("mine.csv").read_text()
@@ -184,7 +184,7 @@ def test_check_judges_an_edited_action_order(
 
 def test_check_counts_memory_of_the_edited_order(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = solved(table("zb-h1"), output="plan.yaml", balance=(4, 4), recompute="never")
-    cap = max(plan.device_bytes())
+    cap = max(plan.peak_bytes_by_device())
     text = Path("plan.yaml").read_text()
     first = "0F0 0F1 0F2 0F3 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3"
     assert plan.order[0] in text

@@ -255,7 +255,7 @@ def figures_of(plan: Plan) -> dict[str, Any]:
         "recompute": [stage.recompute for stage in plan.stages],
         "forward_us": [stage.forward_us for stage in plan.stages],
         "backward_us": [stage.backward_us for stage in plan.stages],
-        "bytes": list(plan.device_bytes()),
+        "bytes": list(plan.peak_bytes_by_device()),
         "items": [
             {name: sum(dict(stage.memory.items())[name] for stage in stages) for name, _ in StageMemory().items()}
             for stages in plan.by_device()

@@ -102,17 +102,17 @@ class Boundaries:
     """Bytes of the gradients of `input`; tensors without a gradient do not count."""
     output_gradient: FloatArray
     unsaved_output: FloatArray
-    """Part of `output` that is not in `MemoryLevels.saved`; a stage that ends with the layer stores it in addition."""
+    """Part of `output` that is not in `LayerMemory.saved`; a stage that ends with the layer stores it in addition."""
     unkept_input: FloatArray
-    """Part of `input` that no layer saves. `MemoryLevels.forward` includes this part."""
+    """Part of `input` that no layer saves. `LayerMemory.forward` includes this part."""
     input_alive: FloatArray
-    """Part of `input` that is included in `MemoryLevels.no_grad`."""
+    """Part of `input` that is included in `LayerMemory.no_grad`."""
     copied_input: FloatArray
     """Bytes that a stage beginning with the layer copies, because its layers would write into the received input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MemoryLevels:
+class LayerMemory:
     """Memory that a micro-batch saves in each layer, and its highest memory (level) while the layer runs.
 
     A level is counted from the memory before this micro-batch, in a stage that begins with layer 0. For a stage that
@@ -149,7 +149,7 @@ class MemoryLevels:
 class SplitBackwardCosts:
     """Costs of a split backward: I is the input-gradient pass, W the weight-gradient pass.
 
-    Levels are counted as in `MemoryLevels`. Levels of I include what later layers store for W. Levels of W include what
+    Levels are counted as in `LayerMemory`. Levels of I include what later layers store for W. Levels of W include what
     earlier layers store for W.
     """
 
@@ -245,7 +245,7 @@ class ChainCosts:
     boundaries: Boundaries
     target: float
     """Bytes that the loss reads in addition to the output, such as targets."""
-    levels: MemoryLevels
+    memory: LayerMemory
     compute_split_backward: Callable[[], SplitBackwardCosts]
     """Function that computes `split_backward` on first use, because few schedules split backwards."""
     is_split_backward_assumed: bool

@@ -83,7 +83,7 @@ class CostTable:
         weighted = [(self._at(n), weight) for n, weight in self._weights(micro_batch_size, extrapolate=extrapolate)]
         blended = {
             name: _blend([(getattr(costs, name), weight) for costs, weight in weighted])
-            for name in ("gradients", "boundaries", "levels", "memory_model")
+            for name in ("gradients", "boundaries", "memory", "memory_model")
         }
         forward_us, backward_us = self.times_at(micro_batch_size, extrapolate=extrapolate)
         return ChainCosts(

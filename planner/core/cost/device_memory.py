@@ -23,7 +23,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import StageLevels
+from planner.core.cost.layer_memory import SavedAndPeaks
 from planner.core.cost.memory import window_of_stage
 from planner.core.cost.parts import PartSize, shared_parts_of
 from planner.core.cost.peak_points import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
@@ -86,18 +86,18 @@ class ChunkMemoryFunction(NamedTuple):
     rest: FloatArray
     saved: IntArray
     """Number of times that S is included in each part."""
-    level: IntArray
+    peak: IntArray
     """For each part, index of the field of `LayerPeaks` that is added as highest memory of the action; -1 for none."""
 
-    def parts(self, saved: FloatArray | float, levels: FloatArray) -> FloatArray:
+    def parts(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
         """Return the bytes of each of `PARTS`, shape (..., parts).
 
         Args:
             saved: Saved bytes S, shape (..., 1).
-            levels: Highest memory of each kind of action (fields of `LayerPeaks`), then a 0 for parts that no
+            peaks: Highest memory of each kind of action (fields of `LayerPeaks`), then a 0 for parts that no
                 action determines; shape (..., 4).
         """
-        parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + levels[..., self.level]
+        parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
         return parts
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemoryFunction":
@@ -170,7 +170,7 @@ def chunk_memory_function(
 ) -> ChunkMemoryFunction:
     """Return the memory of a chunk as a function of its recomputed layers.
 
-    With saved bytes and peaks from `planner.core.cost.layer_memory.StageLayers.levels`, the function returns the parts
+    With saved bytes and peaks from `planner.core.cost.layer_memory.StageLayers.memory`, the function returns the parts
     of `chunk_memory(..., recompute="layers")`.
 
     Args:
@@ -187,7 +187,7 @@ def chunk_memory_function(
         costs, np.array([first]), slice(first, end), micro_batches=micro_batches, splits_backward=splits_backward
     )
     none, much = (
-        shared_parts_of(with_recomputed_layers(stages, StageLevels(saved, 0.0, 0.0, 0.0)), "layers")
+        shared_parts_of(with_recomputed_layers(stages, SavedAndPeaks(saved, 0.0, 0.0, 0.0)), "layers")
         for saved in (0.0, _MUCH)
     )
     totals = none.totals(stages.shape)[:, 0, -1]
@@ -199,7 +199,7 @@ def chunk_memory_function(
         # For large S, the second function is the larger one.
         rest=much.totals(stages.shape)[1:, 0, -1] - saved * _MUCH,
         saved=saved,
-        level=np.array([-1 if size.level is None else size.level for size in sizes]),
+        peak=np.array([-1 if size.peak is None else size.peak for size in sizes]),
     )
 
 

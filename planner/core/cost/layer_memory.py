@@ -70,7 +70,7 @@ Bytes = TypeVar("Bytes", float, FloatArray)
 """Bytes of one stage, or an array for several stages or choices of recomputed layers."""
 
 
-class StageLevels(NamedTuple, Generic[Bytes]):
+class SavedAndPeaks(NamedTuple, Generic[Bytes]):
     """Bytes that a micro-batch saves in a stage with single recomputed layers, and highest memory during its passes."""
 
     saved: Bytes
@@ -139,16 +139,16 @@ class StageLayers:
             passed=_passed(costs, unkept, first, end) * (copied[0] > 0),
         )
 
-    def levels(self, recomputed: Collection[int]) -> StageLevels[float]:
+    def saved_and_peaks(self, recomputed: Collection[int]) -> SavedAndPeaks[float]:
         """Return saved bytes and peaks of the stage if the layers `recomputed` (indices in the chain) are recomputed.
 
         Complexity: O(end - first).
         """
         is_recomputed = np.zeros((1, self.end - self.first), dtype=np.bool_)
         is_recomputed[0, [n - self.first for n in recomputed]] = True
-        return StageLevels(*(float(each[0]) for each in self.many_levels(is_recomputed)))
+        return SavedAndPeaks(*(float(each[0]) for each in self.saved_and_peaks_by_choice(is_recomputed)))
 
-    def many_levels(self, recomputed: BoolArray) -> StageLevels[FloatArray]:
+    def saved_and_peaks_by_choice(self, recomputed: BoolArray) -> SavedAndPeaks[FloatArray]:
         """Return saved bytes and peaks of the stage for N choices of recomputed layers at once.
 
         Args:
@@ -177,7 +177,7 @@ class StageLayers:
             ]
         # The engine stores the output of the last layer.
         leaving = np.sum([size for _, size in pending], axis=0) if pending else np.zeros(num)
-        return StageLevels(held + leaving + self.passed[-1], *highest)
+        return SavedAndPeaks(held + leaving + self.passed[-1], *highest)
 
 
 def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
@@ -187,7 +187,7 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
         Two arrays of shape (L,), in bytes. The first array is for a layer that begins a stage. For other layers, use
         the second array: if such a layer is recomputed, the stage must store its input, even if no layer saves it.
     """
-    dropped = np.rint(costs.levels.internal) + _sum_by_maker(costs, costs.storages.kept_by_maker)
+    dropped = np.rint(costs.memory.internal) + _sum_by_maker(costs, costs.storages.kept_by_maker)
     # Only storages with one reader count, because another reader may save a storage already.
     own = (costs.storages.maker >= 0) & (costs.storages.until == costs.storages.maker + 1)
     sizes = np.where(own, np.rint(costs.storages.kept_by_nobody), 0.0)
@@ -195,7 +195,7 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     return dropped, np.maximum(dropped - kept, 0.0)
 
 
-def least_levels(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[FloatArray, LayerPeaks]:
+def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[FloatArray, LayerPeaks]:
     """Return saved bytes and peaks of stages, for lower bounds that hold for any choice of recomputed layers.
 
     To get a lower bound of the saved bytes, subtract the `most_savings` of all recomputed layers. To get a lower bound
@@ -248,8 +248,8 @@ def least_levels(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[Floa
 
     return saved, LayerPeaks(
         highest(saved_before + forward),
-        highest_backward(first_backward, through, costs.levels.end_twice_first, "first") + output,
-        np.maximum(highest_backward(backward, casts[1:], costs.levels.end_twice, "later"), at_end - passing.all)
+        highest_backward(first_backward, through, costs.memory.end_twice_first, "first") + output,
+        np.maximum(highest_backward(backward, casts[1:], costs.memory.end_twice, "later"), at_end - passing.all)
         + output,
     )
 
@@ -271,11 +271,11 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     later = np.stack([own_copy + backward, copied + np.maximum(recomputing, backward)]) + sums_after(casts)
     later += waiting_in(costs, "later", first, end)
     later += own_output - counted_twice
-    later[KEEP, -1] -= np.rint(costs.levels.end_twice[end - 1])
+    later[KEEP, -1] -= np.rint(costs.memory.end_twice[end - 1])
     sooner = np.stack([own_copy + first_backward, copied + np.maximum(recomputing, first_backward)])
     sooner += sums_after(gradients)
     sooner += own_output - counted_twice + waiting_in(costs, "first", first, end)
-    sooner[KEEP, -1] -= np.rint(costs.levels.end_twice_first[end - 1])
+    sooner[KEEP, -1] -= np.rint(costs.memory.end_twice_first[end - 1])
     if casts.any():
         # At the end of the backward, the stage holds nothing except a copy of its input.
         at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + own_output
@@ -297,39 +297,39 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
     return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
 
-def recomputed_levels(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
+def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     """Return the highest memory of each layer's backward, if the first micro-batch is recomputed under autocast.
 
     Gradients of autocast copies then wait until the backward of the stage ends. Gradients of parameters without a copy
     exist from the backward of their layer.
 
     Returns:
-        Two arrays of shape (L,) in bytes. The first array is the highest memory, counted as in `MemoryLevels.backward`.
+        Two arrays of shape (L,) in bytes. The first array is the highest memory, counted as in `LayerMemory.backward`.
         It includes the gradients of both kinds of this and later layers of the chain. The second array has the bytes of
         these gradients, summed from layer 0 to each layer.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
-    level = costs.levels.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()
+    level = costs.memory.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()
     return level, np.cumsum(costs.state.casts + uncopied)
 
 
 def _transients(costs: ChainCosts, stage: slice) -> LayerPeaks:
     kept = _peaks_with_and_without_grad(costs)[0].backward[stage]
-    rows = np.stack([kept, kept + np.rint(np.maximum(costs.levels.saved, costs.boundaries.output))[stage]])
+    rows = np.stack([kept, kept + np.rint(np.maximum(costs.memory.saved, costs.boundaries.output))[stage]])
     return LayerPeaks(rows, rows, rows)
 
 
 def _peaks_with_and_without_grad(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
     if not costs.exact:
-        transient = np.rint(np.maximum(costs.levels.forward, costs.levels.backward))
+        transient = np.rint(np.maximum(costs.memory.forward, costs.memory.backward))
         return LayerPeaks(transient, transient, transient), transient
-    held = sums_before(costs.levels.saved)[:-1]
+    held = sums_before(costs.memory.saved)[:-1]
     gradients, casts = sums_before(costs.gradients), sums_before(costs.state.casts)
     peaks = (
-        costs.levels.forward - held - costs.boundaries.unkept_input,
-        costs.levels.first_backward - held + gradients[1:] - gradients[-1],
-        costs.levels.backward - held + casts[1:] - casts[-1],
-        costs.levels.no_grad - costs.boundaries.input_alive,
+        costs.memory.forward - held - costs.boundaries.unkept_input,
+        costs.memory.first_backward - held + gradients[1:] - gradients[-1],
+        costs.memory.backward - held + casts[1:] - casts[-1],
+        costs.memory.no_grad - costs.boundaries.input_alive,
     )
     # Interpolation raises negative values to 0, one by one, so that differences may be negative.
     forward, first_backward, backward, no_grad = (np.rint(np.maximum(peak, 0.0)) for peak in peaks)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import StageLayers, StageLevels
+from planner.core.cost.layer_memory import SavedAndPeaks, StageLayers
 from planner.core.cost.parts import Parts, parts_of
 from planner.core.cost.passing import is_simple
 from planner.core.cost.peak_points import PartsAtPoint, PeakPoints
@@ -151,7 +151,7 @@ def window_of_stage(
     stages = stages_in(costs, np.array([first]), layers, micro_batches=micro_batches, splits_backward=splits_backward)
     if recompute == "layers":
         every = StageLayers.of(costs, first, end)
-        return with_recomputed_layers(stages, every.levels(frozenset(recomputed))), recompute
+        return with_recomputed_layers(stages, every.saved_and_peaks(frozenset(recomputed))), recompute
     # If no layer up to the stage's end is trained, there is no backward, and the executor recomputes nothing.
     return stages, "never" if stages.forward_only[0, -1] else recompute
 
@@ -201,16 +201,16 @@ def _peaks(stages: Stages, points: PeakPoints, recompute: Recompute) -> FloatArr
 
 
 class StageMemoryFunction(NamedTuple):
-    """Memory of many stages at one point in the step, as a function of their `StageLevels`, in bytes.
+    """Memory of many stages at one point in the step, as a function of their `SavedAndPeaks`, in bytes.
 
-    Memory is `fixed + weight * StageLevels.saved`, plus the peak of `StageLevels` that `level` selects.
+    Memory is `fixed + weight * SavedAndPeaks.saved`, plus the peak of `SavedAndPeaks` that `peak` selects.
     """
 
     fixed: FloatArray
     """Bytes that do not depend on recomputed layers, such as parameters, optimizer state, buffers and the mini-batch;
     shape (firsts, stop - firsts[0])."""
     weight: int
-    level: int | None
+    peak: int | None
     """Position in `LayerPeaks` of the peak that is added; None if none is added."""
 
 
@@ -230,13 +230,13 @@ def stage_memory_functions(
         the first layer are undefined.
     """
     stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=points.micro_batches)
-    empty = with_recomputed_layers(stages, StageLevels(0.0, 0.0, 0.0, 0.0))
+    empty = with_recomputed_layers(stages, SavedAndPeaks(0.0, 0.0, 0.0, 0.0))
     parts = parts_of(empty, "layers", in_flight=points.in_flight)
     return tuple(_linear_memory(parts, point, stages.shape) for point in parts.peak_points(points))
 
 
 def _linear_memory(parts: Parts, point: PartsAtPoint, shape: tuple[int, int]) -> StageMemoryFunction:
     sizes = [(parts.sizes[name], count) for name, count in point if name in parts.sizes]
-    levels = [size.level for size, _ in sizes if size.level is not None]
+    peaks = [size.peak for size, _ in sizes if size.peak is not None]
     fixed = np.broadcast_to(np.asarray(sum(parts.at(point).values())), shape)
-    return StageMemoryFunction(fixed, sum(count * size.saved for size, count in sizes), levels[0] if levels else None)
+    return StageMemoryFunction(fixed, sum(count * size.saved for size, count in sizes), peaks[0] if peaks else None)

@@ -55,7 +55,7 @@ class PartSize:
     items: Mapping[Item, FloatArray]
     saved: int = 0
     """Number of times that the saved bytes of a micro-batch (S) are included, if stages recompute single layers."""
-    level: int | None = None
+    peak: int | None = None
     """If stages recompute single layers: index of the field of `LayerPeaks` that is included; None for no peak."""
 
     @property
@@ -150,9 +150,9 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
     A, E = I + S + R, I + O + J
     gradient = s.output_gradient
     held, kept = PartSize({"in_flight": A}, saved=1), PartSize({"in_flight": A})
-    forward = last_forward = running_part(I + D, s.peaks.forward, level=FORWARD)
+    forward = last_forward = running_part(I + D, s.peaks.forward, peak=FORWARD)
     first = _making_gradients(s, I + D, s.peaks.first_backward)
-    backward = last_backward = running_part(I + D, s.peaks.backward, gradient, level=BACKWARD)
+    backward = last_backward = running_part(I + D, s.peaks.backward, gradient, peak=BACKWARD)
     if recompute in ("except-last", "always"):
         held = PartSize({"in_flight": E})
         forward = running_part(I, s.peaks.no_grad + J + D)
@@ -189,7 +189,7 @@ def _exact_split_backward(
     gradient = s.output_gradient
     first, every = split_backward.first_input, split_backward.input
     first_input = _making_gradients(s, I + D, first, most=split_backward.gradients)
-    each_input = last_input = running_part(I + D, every, gradient, level=BACKWARD)
+    each_input = last_input = running_part(I + D, every, gradient, peak=BACKWARD)
     if recompute in ("except-last", "always"):
         recomputing = s.peaks.forward + J
         first_input = _making_gradients(s, I + O, np.maximum(recomputing, first) + D, most=split_backward.gradients)
@@ -214,17 +214,17 @@ def _exact_split_backward(
     return parts
 
 
-def _making_gradients(s: Stages, in_flight: FloatArray, level: FloatArray, most: FloatArray | None = None) -> PartSize:
+def _making_gradients(s: Stages, in_flight: FloatArray, peak: FloatArray, most: FloatArray | None = None) -> PartSize:
     # Not all gradients exist at the peak of the first backward. At most the bytes of the level are listed as gradients.
-    gradients = np.minimum(s.gradients if most is None else most, level)
-    size = running_part(in_flight, level - gradients, s.output_gradient, level=FIRST_BACKWARD)
+    gradients = np.minimum(s.gradients if most is None else most, peak)
+    size = running_part(in_flight, peak - gradients, s.output_gradient, peak=FIRST_BACKWARD)
     return replace(size, items={**size.items, "gradients": gradients})
 
 
 def _message(s: Stages, in_flight: FloatArray) -> PartSize:
     transfer = s.output_gradient + s.message
     if s.micro_batches > 1:
-        return running_part(in_flight, s.peaks.message, transfer, level=BACKWARD)
+        return running_part(in_flight, s.peaks.message, transfer, peak=BACKWARD)
     first = _making_gradients(s, in_flight, s.peaks.first_message)
     return replace(first, items={**first.items, "transfer": transfer})
 
@@ -236,7 +236,7 @@ def _additive(s: Stages, recompute: Recompute) -> Parts:
     # Gradients of autocast copies exist until the end of a backward.
     working = s.peaks.transient + s.casts + (0.0 if keeps else s.saved)
     transfer = s.sent_output + s.input_gradient
-    every = running_part(held.items["in_flight"], working, transfer, saved=int(keeps), level=BACKWARD)
+    every = running_part(held.items["in_flight"], working, transfer, saved=int(keeps), peak=BACKWARD)
     running = dict.fromkeys((*FORWARDS, *BACKWARDS), every)
     if s.message.any():
         running["message"] = replace(every, items={**every.items, "transfer": transfer + s.message})
@@ -260,7 +260,7 @@ def running_part(
     transfer: FloatArray | None = None,
     *,
     saved: int = 0,
-    level: int | None = None,
+    peak: int | None = None,
 ) -> PartSize:
     """Return the size of the part that exists while an action of a micro-batch runs.
 
@@ -269,10 +269,10 @@ def running_part(
         working: Bytes of temporary tensors.
         transfer: Bytes of transfer buffers, if any.
         saved: Number of times that saved bytes are included, as in `PartSize`.
-        level: Position in `LayerPeaks` of the peak that is included, as in `PartSize`.
+        peak: Position in `LayerPeaks` of the peak that is included, as in `PartSize`.
     """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
-    return PartSize(items if transfer is None else {**items, "transfer": transfer}, saved, level)
+    return PartSize(items if transfer is None else {**items, "transfer": transfer}, saved, peak)
 
 
 def all_parts(

@@ -76,7 +76,7 @@ class RelayedTensors:
 
         Args:
             tops: Highest memory of the backward of each of `layers`.
-            end_twice: Bytes of `tops` that would count twice if a stage ends with the layer (`MemoryLevels.end_twice`).
+            end_twice: Bytes of `tops` that would count twice if a stage ends with the layer (`LayerMemory.end_twice`).
             backward: Backward of the first or of a later micro-batch, to include waiting gradients of shared
                 parameters; None to leave these gradients out.
         """

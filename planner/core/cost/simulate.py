@@ -24,8 +24,8 @@ from planner.core.cost.linear import Linear
 from planner.core.schedule import (
     KINDS,
     Action,
-    Flow,
     Letter,
+    MessageKind,
     devices_of,
     execution_order,
     receiving_stage,
@@ -124,7 +124,7 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
 
     def note(step: _Step, is_send: bool, start_us: float, end_us: float) -> None:  # noqa: FBT001 - called by one
         event = Event(
-            kind=f"send {KINDS[step.kind].flow}" if is_send else step.kind,
+            kind=f"send {KINDS[step.kind].message_kind}" if is_send else step.kind,
             stage=step.stage,
             device=step.device,
             micro_batch=step.micro_batch,
@@ -257,8 +257,8 @@ class _Step(NamedTuple):
     micro_batch: int
     is_last: bool
     """True for actions of the last micro-batch."""
-    flow: Flow | None
-    source: tuple[Flow, int, int] | None
+    message_kind: MessageKind | None
+    source: tuple[MessageKind, int, int] | None
     """Message that the action waits for: type of message, sending stage and micro-batch."""
     received_over: int
     """Boundary over which the action receives, as the index of the stage before the boundary; -1 without a transfer."""
@@ -292,7 +292,7 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
     targets = {(kind, s): other_device(s, receiving_stage(kind, s, num_stages)) for kind, s in every}
     steps = []
     for action in execution_order(actions):
-        stage, flow = action.stage, KINDS[action.kind].flow
+        stage, message_kind = action.stage, KINDS[action.kind].message_kind
         source, target = sources[action.kind, stage], targets[action.kind, stage]
         step = _Step(
             kind=action.kind,
@@ -300,8 +300,8 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
             device=devices[stage],
             micro_batch=action.micro_batch,
             is_last=action.micro_batch == last_micro_batch,
-            flow=flow,
-            source=None if source is None or flow is None else (flow, source, action.micro_batch),
+            message_kind=message_kind,
+            source=None if source is None or message_kind is None else (message_kind, source, action.micro_batch),
             received_over=-1 if source is None else min(stage, source),
             sent_over=-1 if target is None else min(stage, target),
             link=(devices[stage], -1 if target is None else devices[target]),
@@ -338,7 +338,7 @@ def _compute_clocks(
     stage_ends = [begin] * len(times.sends)
     begins: list[Clock | None] = [None] * num_devices
     link_free: dict[tuple[int, int], Clock] = {}
-    arrived: dict[tuple[Flow, int, int], Clock] = {}
+    arrived: dict[tuple[MessageKind, int, int], Clock] = {}
     # If no transfer takes time, transfers never wait for each other.
     takes_time = any(_takes_time(send) for send in times.sends[:-1])
     for step in steps:
@@ -353,14 +353,14 @@ def _compute_clocks(
         end = device_free[step.device] = stage_ends[step.stage] = start + durations[step.kind][step.stage]
         if note is not None:
             note(step, False, start, end)
-        if step.sent_over < 0 or step.flow is None:
+        if step.sent_over < 0 or step.message_kind is None:
             continue
         if takes_time and not times.blocking[step.sent_over]:
             sent = later_of(end, link_free.get(step.link, begin))
             end = link_free[step.link] = sent + times.sends[step.sent_over]
             if note is not None and _takes_time(times.sends[step.sent_over]):
                 note(step, True, sent, end)
-        arrived[step.flow, step.stage, step.micro_batch] = end
+        arrived[step.message_kind, step.stage, step.micro_batch] = end
     return DeviceSpans([begin if first is None else first for first in begins], device_free, stage_ends)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from planner.core.cost.arrays import BoolArray, FloatArray
 from planner.core.cost.chain_costs import (
     Boundaries,
+    LayerMemory,
     LayerMemoryModel,
-    MemoryLevels,
     SplitBackwardCosts,
     sums_after,
     sums_before,
@@ -31,7 +31,7 @@ class SizeCosts:
 
     gradients: FloatArray
     boundaries: Boundaries
-    levels: MemoryLevels
+    memory: LayerMemory
     split_backward: Callable[[], SplitBackwardCosts]
     """Function that computes the costs of a split backward; called on first use, since few schedules split
     backwards."""
@@ -63,7 +63,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
             input_alive=nothing,
             copied_input=nothing,
         ),
-        levels=MemoryLevels(
+        memory=LayerMemory(
             saved=saved,
             # Again, assume that `saved` includes as much of the output as possible.
             internal=np.maximum(saved - output, 0.0),
@@ -99,7 +99,7 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     return SizeCosts(
         gradients=gradients,
         boundaries=boundaries,
-        levels=_exact_levels(layers, details, boundaries, saved=saved, gradients=gradients, at_end=at_end),
+        memory=_exact_levels(layers, details, boundaries, saved=saved, gradients=gradients, at_end=at_end),
         split_backward=cache(
             partial(_exact_split_backward, layers, n, saved=saved, gradients=gradients, at_end=at_end)
         ),
@@ -137,7 +137,7 @@ def _exact_levels(
     saved: FloatArray,
     gradients: FloatArray,
     at_end: FloatArray,
-) -> MemoryLevels:
+) -> LayerMemory:
     held = sums_before(saved)[:-1]
     gradients_through = np.cumsum(gradients)
     casts_through = np.cumsum(_per_layer(layers, lambda layer: layer.cast_bytes))
@@ -153,7 +153,7 @@ def _exact_levels(
 
     first_backward = peaks(lambda detail: detail.first_backward_peak_bytes)
     backward = peaks(lambda detail: detail.backward_peak_bytes)
-    return MemoryLevels(
+    return LayerMemory(
         saved=saved,
         internal=peaks(lambda detail: detail.internal_bytes),
         forward=held + boundaries.unkept_input + peaks(lambda detail: detail.forward_peak_bytes),

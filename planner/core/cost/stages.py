@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageMemoryModel, bytes_field, sums_after, sums_before
-from planner.core.cost.layer_memory import StageLevels, cast_gradient_peaks, recomputed_levels
+from planner.core.cost.layer_memory import SavedAndPeaks, cast_gradient_peaks, recomputed_backward_peaks
 from planner.core.cost.passing import NoRelayedTensors, RelayedTensors
 from planner.core.cost.waiting import Backward
 from planner.core.cost.weight_backward import weight_peaks
@@ -135,7 +135,7 @@ def stages_in(
     return replace(stages, split_backward=window.split_backward(stages)) if splits_backward else stages
 
 
-def with_recomputed_layers(stages: Stages, levels: StageLevels[Any]) -> Stages:
+def with_recomputed_layers(stages: Stages, levels: SavedAndPeaks[Any]) -> Stages:
     """Return the stages in whole bytes, with saved bytes and peaks from `levels` of stages with recomputed layers."""
 
     def of_all(size: FloatArray | float) -> FloatArray:
@@ -207,7 +207,7 @@ class StageWindow:
             self.columns = np.arange(costs.num_layers)[columns]
             self.last = self.columns[None, :]
             self.passing = RelayedTensors(costs, firsts, self.columns)
-        self.saved_before = sums_before(costs.levels.saved)[firsts][:, None]
+        self.saved_before = sums_before(costs.memory.saved)[firsts][:, None]
 
     def stages(self, micro_batches: int) -> Stages:
         """Return the stages of the window, see `stages_in`."""
@@ -222,13 +222,13 @@ class StageWindow:
         crossing = np.where(is_last, 0.0, output)
         gets_gradient = ~(forward_only | is_last)
         sends_gradient = costs.has_backward[self.firsts - 1] & (self.firsts > 0)
-        saved = self.sums(costs.levels.saved) + unsaved - passing.unkept + copied_input
+        saved = self.sums(costs.memory.saved) + unsaved - passing.unkept + copied_input
         # Replicas sum zeros for parameters without a gradient.
         gradients = self._sums_with_ties(costs.gradients, "gradients") + self.sums(
             costs.state.idle * (costs.bucket_bytes > 0)
         )
         always = {item: self._sums_with_ties(getattr(state, item), item) for item in ALWAYS}
-        always["buffers"] = always["buffers"] + self.sums(costs.levels.attributes)
+        always["buffers"] = always["buffers"] + self.sums(costs.memory.attributes)
         batch = np.where(self.first == 0, edge.input[0], 0.0) + np.where(is_last, costs.target, 0.0)
         return Stages(
             micro_batches=micro_batches,
@@ -239,7 +239,7 @@ class StageWindow:
             optimizer_peak=self._optimizer_peak(),
             casts=self._sums_with_ties(state.casts, "casts"),
             rewritten=self.sums(state.rewritten),
-            renewed=self.sums(costs.levels.renewed),
+            renewed=self.sums(costs.memory.renewed),
             # The first stage reads slices of the mini-batch, which the caller of the engine stores for the whole step.
             data=micro_batches * batch,
             input=received,
@@ -328,7 +328,7 @@ class StageWindow:
         return self.highest(np.maximum(state.optimizer_peak[self.columns], boundary))
 
     def _peaks(self, output: FloatArray, gradients: FloatArray) -> StagePeaks:
-        costs, levels, edge, columns = self.costs, self.costs.levels, self.costs.boundaries, self.columns
+        costs, levels, edge, columns = self.costs, self.costs.memory, self.costs.boundaries, self.columns
         passing, casts = self.passing, self.costs.state.casts
         # Received tensors count as the stage's input, even if a later layer of the stage reads them.
         unkept = passing.received_input(passing.unkept, edge.unkept_input[columns])
@@ -352,7 +352,7 @@ class StageWindow:
         )
 
     def _transients(self) -> StagePeaks:
-        levels, columns = self.costs.levels, self.columns
+        levels, columns = self.costs.memory, self.columns
         forward, backward = self.highest(levels.forward[columns]), self.highest(levels.backward[columns])
         return StagePeaks(
             forward=forward,
@@ -374,13 +374,13 @@ class StageWindow:
         of parameters, which are twice as large. In a first backward without recomputation, it converts each one at
         once.
         """
-        costs, levels, columns = self.costs, self.costs.levels, self.columns
+        costs, levels, columns = self.costs, self.costs.memory, self.columns
         waiting = self.highest(cast_gradient_peaks(costs)[columns])
         casts = self.sums(costs.state.casts)
         own_output = output - self.passing.all
         at_end = np.where(casts > 0, waiting + casts + own_output, 0.0)
         # In a recomputed first backward, they wait as well, and gradients of parameters without a copy exist at once.
-        level, through = recomputed_levels(costs)
+        level, through = recomputed_backward_peaks(costs)
         highest = self._highest_backward(level, levels.end_twice) - through[-1] + through[self.last] + output
         recomputed = np.maximum(highest, self.sums(costs.gradients) + waiting / 2 + own_output)
         return np.maximum(backward, at_end), np.minimum(first_backward, recomputed)
@@ -394,7 +394,7 @@ class StageWindow:
         other
         stages, and under autocast, the highest memory of the whole backward is an upper bound.
         """
-        costs, levels = self.costs, self.costs.levels
+        costs, levels = self.costs, self.costs.memory
         if not costs.bucket_bytes or costs.state.casts.any():
             return first_backward, backward
         trained = np.flatnonzero(costs.gradients > 0)

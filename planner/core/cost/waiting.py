@@ -70,8 +70,8 @@ def waiting_rows(
 
 def staying_gradients(costs: ChainCosts) -> FloatArray:
     """Return the bytes by which the peak of each layer's backward grows if its gradients are not freed; shape (L,)."""
-    first = costs.levels.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
-    later = costs.levels.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
+    first = costs.memory.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
+    later = costs.memory.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))
     return staying
 

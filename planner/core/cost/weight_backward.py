@@ -39,7 +39,7 @@ def weight_peaks(window: "StageWindow", passing: RelayedTensors) -> tuple[FloatA
         window.costs.split_backward,
         window.costs.state.casts,
     )
-    levels, held_before = weight_levels(costs), sums_before(split_backward.held)[window.firsts][:, None]
+    levels, held_before = weight_backward_peaks(costs), sums_before(split_backward.held)[window.firsts][:, None]
     # Levels include gradients of all later layers of the chain.
     first = passing.highest_weight_backward(levels.first[columns], "first")
     first = first - sums_after(levels.waiting)[None, columns] - held_before
@@ -53,7 +53,7 @@ def weight_peaks(window: "StageWindow", passing: RelayedTensors) -> tuple[FloatA
     return np.maximum(first, at_end_of_first), np.maximum(later, at_end)
 
 
-class WeightLevels(NamedTuple):
+class WeightBackwardPeaks(NamedTuple):
     """Highest memory of W of each layer, with waiting gradients of autocast copies; arrays of shape (L,) in bytes."""
 
     first: FloatArray
@@ -65,7 +65,7 @@ class WeightLevels(NamedTuple):
     gradients of all copies."""
 
 
-def weight_levels(costs: ChainCosts) -> WeightLevels:
+def weight_backward_peaks(costs: ChainCosts) -> WeightBackwardPeaks:
     """Return the highest memory of W of each layer, for stages that end with the last layer of the chain."""
     split_backward, casts = costs.split_backward, costs.state.casts
     made = split_backward.weight_gradients
@@ -73,4 +73,4 @@ def weight_levels(costs: ChainCosts) -> WeightLevels:
     waiting = casts + np.maximum(made - 2 * casts, 0.0) if casts.any() else made
     # At the end of W, no tensors are stored for W.
     turning = np.maximum(split_backward.weight - sums_before(split_backward.held)[:-1] - sums_after(casts) - casts, 0.0)
-    return WeightLevels(split_backward.first_weight - sums_after(made) + sums_after(waiting), waiting, turning)
+    return WeightBackwardPeaks(split_backward.first_weight - sums_after(made) + sums_after(waiting), waiting, turning)

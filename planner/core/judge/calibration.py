@@ -82,7 +82,7 @@ def timed_steps_us(report: RunReport) -> tuple[float, ...]:
 
 def peak_bytes_of(plan: Plan) -> tuple[int, ...]:
     """Return the predicted allocator peak of every device in bytes, without the memory reserve."""
-    return tuple(need - plan.inputs.reserve_bytes for need in plan.device_bytes())
+    return tuple(need - plan.inputs.reserve_bytes for need in plan.peak_bytes_by_device())
 
 
 def _compute_ratio(plan: Plan, report: RunReport) -> float:

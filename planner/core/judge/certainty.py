@@ -120,14 +120,16 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
         step_us=range_us,
         peak_ratio=ratio,
         allocator_ratio=reserved,
-        device_bytes=() if ratio is None else tuple(_most_bytes(n, ratio * reserved) for n in plan.device_bytes()),
+        device_bytes=()
+        if ratio is None
+        else tuple(_most_bytes(n, ratio * reserved) for n in plan.peak_bytes_by_device()),
     )
 
 
 def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
     """Return `fits`, `tight` or `does not fit`. `tight`: the predicted peaks fit, but their upper bounds do not."""
     limits = [chunks[0].memory_bytes for chunks in plan.by_device()]
-    if any(need > limit for need, limit in zip(plan.device_bytes(), limits, strict=True)):
+    if any(need > limit for need, limit in zip(plan.peak_bytes_by_device(), limits, strict=True)):
         return "does not fit"
     return "tight" if certainty is not None and tight_devices(plan, certainty) else "fits"
 
@@ -136,7 +138,10 @@ def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
     """Yield a finding for each device whose predicted peak fits, while the upper bound of its error range does not."""
     chunks = plan.by_device()
     for device in tight_devices(plan, certainty):
-        most, limit = certainty.device_bytes[device], plan.inputs.device_bytes(chunks[device][0].memory_bytes)
+        most, limit = (
+            certainty.device_bytes[device],
+            plan.inputs.device_memory_for_limit(chunks[device][0].memory_bytes),
+        )
         message = (
             f"device {device} may need {format_bytes(most)}, {format_bytes(most - limit)} over its "
             f"{format_bytes(limit)}, if the prediction is as far off as earlier predictions"
@@ -147,11 +152,11 @@ def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
 
 def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
     """Return the devices whose predicted peak fits, while the upper bound of its error range exceeds their memory."""
-    devices = zip(plan.by_device(), plan.device_bytes(), certainty.device_bytes, strict=False)
+    devices = zip(plan.by_device(), plan.peak_bytes_by_device(), certainty.device_bytes, strict=False)
     return tuple(
         device
         for device, (chunks, need, most) in enumerate(devices)
-        if need <= chunks[0].memory_bytes and most > plan.inputs.device_bytes(chunks[0].memory_bytes)
+        if need <= chunks[0].memory_bytes and most > plan.inputs.device_memory_for_limit(chunks[0].memory_bytes)
     )
 
 

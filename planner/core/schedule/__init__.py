@@ -14,7 +14,7 @@ from planner.core.schedule.dualpipev import DualPipeV
 from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
 from planner.core.schedule.interleaved_zb import InterleavedZB
-from planner.core.schedule.kinds import KINDS, ActionKind, Flow, Label, Letter
+from planner.core.schedule.kinds import KINDS, ActionKind, Label, Letter, MessageKind
 from planner.core.schedule.listed import ListedSchedule, format_orders, parse_orders
 from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
 from planner.core.schedule.program import (
@@ -50,12 +50,12 @@ __all__ = [
     "Action",
     "ActionKind",
     "DeadlockError",
-    "Flow",
     "Instruction",
     "Label",
     "Letter",
     "ListedSchedule",
     "LoadBounds",
+    "MessageKind",
     "NeededMessage",
     "Schedule",
     "check_orders",

@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from planner.core.schedule.base import Action
-from planner.core.schedule.kinds import KINDS, Flow, Letter
+from planner.core.schedule.kinds import KINDS, Letter, MessageKind
 from planner.core.schedule.program import needed_message
 from planner.core.schedule.split_backward import VSchedule
 from planner.core.values.placement import stages_on
@@ -36,7 +36,7 @@ _HOLDS: Final[Mapping[Letter, int]] = {"F": 1, "I": 0, "W": -1}
 _Slots = dict[int, Action]
 """Action of a device in each unit of time."""
 
-_Message = tuple[Flow | None, int, int]
+_Message = tuple[MessageKind | None, int, int]
 """Direction, stage and micro-batch of a message between stages."""
 
 
@@ -160,9 +160,9 @@ class _Device:
 
 
 def _message_of(action: Action) -> _Message:
-    return KINDS[action.kind].flow, action.stage, action.micro_batch
+    return KINDS[action.kind].message_kind, action.stage, action.micro_batch
 
 
 def _message_for(action: Action, num_stages: int) -> _Message | None:
     need = needed_message(action.kind, action.stage, num_stages)
-    return None if need is None else (need.flow, need.stage, action.micro_batch)
+    return None if need is None else (need.message_kind, need.stage, action.micro_batch)

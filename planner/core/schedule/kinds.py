@@ -21,7 +21,7 @@ Letter = Literal["F", "B", "I", "W"]
 
 Label = Literal["forward", "backward", "input backward", "weight backward"]
 
-Flow = Literal["F", "B"]
+MessageKind = Literal["F", "B"]
 """Message between stages: activations (F), sent to the next stage, or gradients (B), sent to the previous stage."""
 
 
@@ -36,9 +36,9 @@ class ActionKind:
     direction: Literal[1, 0, -1]
     """Direction in which the action sends data: +1 to the next stage, -1 to the previous stage, 0 if it sends
     nothing."""
-    flow: Flow | None
+    message_kind: MessageKind | None
     """Type of message that the action sends and waits for; None if it exchanges nothing with other stages."""
-    follows: Flow | None
+    follows: MessageKind | None
     """Message of the same stage and micro-batch that the action needs if it receives none from another stage."""
     paper: tuple[str, ...]
     """Colors of the action's boxes in pictures, as hex, one per chunk in turn; readable on dark and light
@@ -57,7 +57,7 @@ FORWARD: Final = ActionKind(
     letter="F",
     label="forward",
     direction=1,
-    flow="F",
+    message_kind="F",
     follows=None,
     paper=("#2a6db0", "#1d7a68", "#6b4fa0", "#59636f"),
     ink="#fff",
@@ -68,7 +68,7 @@ BACKWARD: Final = ActionKind(
     letter="B",
     label="backward",
     direction=-1,
-    flow="B",
+    message_kind="B",
     follows="F",
     paper=("#f2a65a", "#e6cb5c", "#e7a3c4", "#bcc4cc"),
     ink="#2b1700",
@@ -82,7 +82,7 @@ INPUT_BACKWARD: Final = ActionKind(
     letter="I",
     label="input backward",
     direction=-1,
-    flow="B",
+    message_kind="B",
     follows="F",
     paper=("#cf4520", "#96588f", "#96602c", "#805a5a"),
     ink="#fff",
@@ -93,7 +93,7 @@ WEIGHT_BACKWARD: Final = ActionKind(
     letter="W",
     label="weight backward",
     direction=0,
-    flow=None,
+    message_kind=None,
     follows="B",
     paper=("#a9dbe6", "#d6d3b4", "#d0c4e8", "#e2e6ea"),
     ink="#10262b",

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from planner.core.schedule.base import Action
-from planner.core.schedule.kinds import KINDS, Flow, Letter
+from planner.core.schedule.kinds import KINDS, Letter, MessageKind
 
-_FLOWS: Final = {letter: kind.flow for letter, kind in KINDS.items()}
+_FLOWS: Final = {letter: kind.message_kind for letter, kind in KINDS.items()}
 
 
 class NeededMessage(NamedTuple):
     """Message that must exist before an action of the same micro-batch can start."""
 
-    flow: Flow
+    message_kind: MessageKind
     stage: int
 
 
@@ -86,9 +86,13 @@ def needed_message(kind: Letter, stage: int, num_stages: int) -> NeededMessage |
     Returns:
         The message and the stage that sends it; None for the first stage's forward.
     """
-    source, flow, follows = sending_stage(kind, stage, num_stages), KINDS[kind].flow, KINDS[kind].follows
-    if source is not None and flow is not None:
-        return NeededMessage(flow, source)
+    source, message_kind, follows = (
+        sending_stage(kind, stage, num_stages),
+        KINDS[kind].message_kind,
+        KINDS[kind].follows,
+    )
+    if source is not None and message_kind is not None:
+        return NeededMessage(message_kind, source)
     return None if follows is None else NeededMessage(follows, stage)
 
 
@@ -125,12 +129,12 @@ def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instru
     targets = {(kind, stage): receiving_stage(kind, stage, num_stages) for kind in KINDS for stage in range(num_stages)}
     rows: list[list[Instruction]] = [[] for _ in actions]
     for stage, kind, micro_batch in _in_turns(actions, devices):
-        device, flow, target = devices[stage], _FLOWS[kind], targets[kind, stage]
+        device, message_kind, target = devices[stage], _FLOWS[kind], targets[kind, stage]
         rows[device].append(Instruction("run", kind, micro_batch, stage))
-        if flow is None or target is None or devices[target] == device:
+        if message_kind is None or target is None or devices[target] == device:
             continue  # no stage needs it, or the device keeps it
-        rows[device].append(Instruction("send", flow, micro_batch, stage))
-        rows[devices[target]].append(Instruction("receive", flow, micro_batch, target))
+        rows[device].append(Instruction("send", message_kind, micro_batch, stage))
+        rows[devices[target]].append(Instruction("receive", message_kind, micro_batch, target))
     return tuple(map(tuple, rows))
 
 
@@ -150,7 +154,7 @@ def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
 def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> Iterator[Action]:
     num_stages = len(devices)
     needs = {(kind, s): needed_message(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
-    over: set[tuple[Flow | None, int, int]] = set()
+    over: set[tuple[MessageKind | None, int, int]] = set()
     position = [0] * len(actions)
     left = sum(map(len, actions))
     while left:

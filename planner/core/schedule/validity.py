@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.core.errors import UsageError
 from planner.core.schedule.base import Action
-from planner.core.schedule.kinds import KINDS, Flow
+from planner.core.schedule.kinds import KINDS, MessageKind
 from planner.core.schedule.program import DeadlockError, execution_order, needed_message
 
 _Position = tuple[int, int]
@@ -127,13 +127,15 @@ def _refuse_too_early(devices: Sequence[int], positions: dict[Action, _Position]
 def _needed_actions(action: Action, num_stages: int, positions: dict[Action, _Position]) -> Iterator[Action]:
     need = needed_message(action.kind, action.stage, num_stages)
     if need is not None:
-        yield _sending_action(need.flow, need.stage, action.micro_batch, positions)
+        yield _sending_action(need.message_kind, need.stage, action.micro_batch, positions)
     if KINDS[action.kind].follows == "F":
         yield Action(action.stage, "F", action.micro_batch)
 
 
-def _sending_action(flow: Flow, stage: int, micro_batch: int, positions: dict[Action, _Position]) -> Action:
-    makers = (Action(stage, letter, micro_batch) for letter, kind in KINDS.items() if kind.flow == flow)
+def _sending_action(
+    message_kind: MessageKind, stage: int, micro_batch: int, positions: dict[Action, _Position]
+) -> Action:
+    makers = (Action(stage, letter, micro_batch) for letter, kind in KINDS.items() if kind.message_kind == message_kind)
     return next(action for action in makers if action in positions)
 
 

@@ -151,7 +151,7 @@ def memory_options(inputs: Inputs, how: str) -> tuple[str, ...]:
     Returns:
         Options such as `--mem 8GB`.
     """
-    sizes = tuple(map(inputs.device_bytes, inputs.memory_bytes))
+    sizes = tuple(map(inputs.device_memory_for_limit, inputs.memory_bytes))
     limits = sizes[:1] if len(set(sizes)) == 1 else sizes
     free = (f"--headroom {100 * inputs.headroom:.12g}%",) if inputs.headroom or how == "estimated" else ()
     return (f"--mem {','.join(map(exact_bytes_option, limits))}", *free)

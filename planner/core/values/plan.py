@@ -108,10 +108,10 @@ class Inputs:
     price: float = field(default=0.0, metadata=LEFT_OUT)
     """Price of a GPU-hour, in any currency; 0 if it was not given."""
 
-    def device_bytes(self, limit_bytes: int) -> int:
-        """Return the smallest device memory that leaves `limit_bytes` after the headroom; inverse of `limit_of`."""
+    def device_memory_for_limit(self, limit_bytes: int) -> int:
+        """Return the smallest device memory, in bytes, of which `limit_bytes` remain after the headroom."""
         size = ceil(limit_bytes / (1 - self.headroom))
-        return size if limit_of(size, self.headroom) >= limit_bytes else size + 1
+        return size if memory_limit_of_device(size, self.headroom) >= limit_bytes else size + 1
 
     @property
     def are_devices_alike(self) -> bool:
@@ -143,8 +143,8 @@ class Inputs:
         return Cluster(**same, **groups)
 
 
-def limit_of(device_bytes: int, headroom: float) -> int:
-    """Return the memory limit of a device, in bytes, if the share `headroom` of its memory stays free."""
+def memory_limit_of_device(device_bytes: int, headroom: float) -> int:
+    """Return the memory limit of a device, in bytes: its memory without the share `headroom`, which stays free."""
     return int(device_bytes * (1 - headroom))
 
 
@@ -393,6 +393,6 @@ class Plan:
         """Return the stages of every device of one pipeline, in pipeline order."""
         return tuple(self.chunks_of(device) for device in range(self.num_devices))
 
-    def device_bytes(self) -> tuple[int, ...]:
+    def peak_bytes_by_device(self) -> tuple[int, ...]:
         """Return the peak memory of every device of one pipeline, in pipeline order."""
         return tuple(sum(stage.memory.total for stage in chunks) for chunks in self.by_device())

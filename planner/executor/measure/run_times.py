@@ -21,7 +21,7 @@ from operator import itemgetter
 from statistics import fmean, mean, median
 from typing import Final, Literal, NamedTuple, TypeVar
 
-from planner.core.schedule import KINDS, ActionKind, Flow, Label
+from planner.core.schedule import KINDS, ActionKind, Label, MessageKind
 from planner.core.schedule.kinds import WEIGHT_BACKWARD
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
@@ -129,15 +129,15 @@ def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
     for rank, row in rows.items():
         begin_ns = free_ns = begins_ns[rank]
         for span in row:
-            flow = _flow(span)
-            sender, ready_ns = ready.get((flow, _source_of(span.kind, span.stage), span.micro_batch), (rank, 0))
-            if sender != rank and flow is not None:
+            message_kind = _flow(span)
+            sender, ready_ns = ready.get((message_kind, _source_of(span.kind, span.stage), span.micro_batch), (rank, 0))
+            if sender != rank and message_kind is not None:
                 # Before its first action, a process sees the whole transfer. Separate windows do not include it.
                 free_ns = min(ready_ns, free_ns) if overlap and span is row[0] else free_ns
                 there_ns = min(max(ready_ns, free_ns), span.start_ns)
                 idle_ns[rank] += max(0, there_ns - max(free_ns, begin_ns))
                 crossing = there_ns, span.start_ns, ready_ns >= free_ns
-                direction = KINDS[flow].label
+                direction = KINDS[message_kind].label
                 transfers.append(Transfer(direction, span.stage, span.micro_batch, sender, rank, *crossing))
             elif free_ns > begin_ns:
                 overhead_ns.append(span.start_ns - free_ns)
@@ -319,8 +319,8 @@ def _window_ns(spans: Sequence[RunSpan]) -> int:
     return max((span.end_ns for span in spans), default=0) - min((span.start_ns for span in spans), default=0)
 
 
-def _flow(span: RunSpan) -> Flow | None:
-    return _KINDS[span.kind].flow
+def _flow(span: RunSpan) -> MessageKind | None:
+    return _KINDS[span.kind].message_kind
 
 
 def _source_of(kind: RunSpanKind, stage: int) -> int:

@@ -101,7 +101,10 @@ class StageLayout:
         """
         every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
         makes = [
-            self._message(None if (flow := KINDS[kind].flow) is None else NeededMessage(flow, s)) for kind, s in every
+            self._message(
+                None if (message_kind := KINDS[kind].message_kind) is None else NeededMessage(message_kind, s)
+            )
+            for kind, s in every
         ]
         return {
             "devices": self.devices,
@@ -114,7 +117,7 @@ class StageLayout:
         }
 
     def _message(self, need: NeededMessage | None) -> int:
-        return -1 if need is None else _FLOWS.index(need.flow) * self.num_stages + need.stage
+        return -1 if need is None else _FLOWS.index(need.message_kind) * self.num_stages + need.stage
 
     def _boundary(self, stage: int, neighbor: int | None) -> int:
         if neighbor is None or self.devices[neighbor] == self.devices[stage]:

@@ -36,7 +36,7 @@ def memory_over_time_parts(plan: Plan, step: Step, style: Style) -> list[Rendera
     called, limits = row_noun(plan.chunks), [chunks[0].memory_bytes for chunks in plan.by_device()]
     margin = len(f"{called} {plan.num_devices - 1} ")
     columns = style.columns - margin - BUBBLE_COLUMNS
-    needs = plan.device_bytes()
+    needs = plan.peak_bytes_by_device()
     title = heading("memory over the step")
     if all(need < limit * _ENOUGH_TO_SEE for need, limit in zip(needs, limits, strict=True)):
         title.append(f", up to the largest need ({format_bytes(max(needs))})", "not bold")

@@ -30,7 +30,7 @@ def comparison_table(comparison: Comparison) -> Table:
         column("samples", "samples/s", _per_s, "rate"),
         column("per_device", "per\ndevice", lambda row: _per_s(row) / row.plan.num_gpus, "rate", drop=5),
         column("bubble", "bubble", attrgetter("plan.predicted.bubble"), "percent", drop=4),
-        column("peak", "peak", lambda row: max(row.plan.device_bytes()), "bytes"),
+        column("peak", "peak", lambda row: max(row.plan.peak_bytes_by_device()), "bytes"),
         column("limit", "limit", lambda row: min(stage.memory_bytes for stage in row.plan.stages), "bytes", drop=6),
         column("against", "", lambda row: _against(row, first), "percent"),
     )
@@ -94,7 +94,7 @@ def sweep_table(sweep: Sweep) -> Table:
         column("samples", "samples/s", _planned(attrgetter("predicted.samples_per_s")), "rate"),
         column("per_device", "per\ndevice", lambda cell: cell.samples_per_device_s if cell.plan else None, "rate"),
         column("bubble", "bubble", _planned(attrgetter("predicted.bubble")), "percent", drop=4),
-        column("peak", "peak", _planned(lambda plan: max(plan.device_bytes())), "bytes", drop=3),
+        column("peak", "peak", _planned(lambda plan: max(plan.peak_bytes_by_device())), "bytes", drop=3),
         column("notes", "", _notes),
         group=len(sweep.memory_bytes),
     )

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.solve.chain.chain_dp import SLACKS, ChainCuts, LabelSearch, just_below
+from planner.solve.chain.chain_dp import SLACKS, ChainCuts, CutDynamicProgram, just_below
 from planner.solve.chain.recurrences import GPipeRecurrence
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
@@ -73,7 +73,7 @@ class BottleneckSearch:
         self.best_so_far: ChainCuts | None = None
         """Fastest partition found so far, available after `OutOfTimeError` as well."""
         self._problem, self._M, self._deadline = problem, micro_batches, deadline
-        self._whole = LabelSearch(problem, GPipeRecurrence(micro_batches), deadline=deadline)
+        self._whole = CutDynamicProgram(problem, GPipeRecurrence(micro_batches), deadline=deadline)
         self.bound_us = self._whole.root_bound_us()
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
@@ -108,7 +108,7 @@ class BottleneckSearch:
             self.bound_us = box.bound_us
             if box.number:
                 box = self._lower_upper_corner(box, self._upper_us(upper_us))
-                search = LabelSearch(
+                search = CutDynamicProgram(
                     self._problem.without_slower_stages(box.most),
                     GPipeRecurrence(self._M, box.least),
                     deadline=self._deadline,
@@ -125,7 +125,7 @@ class BottleneckSearch:
     def _upper_us(self, upper_us: float) -> float:
         return upper_us if self.best_so_far is None else min(upper_us, self.best_so_far.step_us)
 
-    def _search_box(self, box: _Box, search: LabelSearch, upper_us: float) -> list[_Box]:
+    def _search_box(self, box: _Box, search: CutDynamicProgram, upper_us: float) -> list[_Box]:
         if not box.bound_us < just_below(upper_us):
             return []
         box = self._lower_upper_corner(box, upper_us)
@@ -133,9 +133,9 @@ class BottleneckSearch:
         is_small = max(sides) <= _SMALLEST * max(box.most)
         # With two micro-batches the step hardly depends on the bottlenecks, so division does not help.
         can_split = self._M > 2 and not is_small and np.isfinite(upper_us)
-        most_labels = _MOST_LABELS if can_split else np.inf
+        most_plans = _MOST_LABELS if can_split else np.inf
         enough = _ENOUGH_LABELS * _GROWTH**box.depth
-        found = search.run(upper_us=upper_us, most_in_level=most_labels, enough_in_all=enough)
+        found = search.run(upper_us=upper_us, most_per_count=most_plans, enough_in_all=enough)
         if found is not None and (self.best_so_far is None or found.step_us < self.best_so_far.step_us):
             self.best_so_far = found
         if search.is_exhaustive:

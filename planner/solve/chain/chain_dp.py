@@ -55,7 +55,7 @@ class ChainCuts(NamedTuple):
     """Numbers by which the recurrence ranks partitions; smaller is better."""
 
 
-class _Level(NamedTuple):
+class _PartialPlans(NamedTuple):
     """Labels (partial plans) with equal numbers of stages. The last dimension of each array is the label."""
 
     first: IntArray
@@ -69,9 +69,9 @@ class _Level(NamedTuple):
     rank: FloatArray
     """Lower bounds of the rank of every complete plan that contains the label, shape (numbers to rank by, n)."""
 
-    def take(self, index: IndexArray) -> "_Level":
+    def take(self, index: IndexArray) -> "_PartialPlans":
         fields: list[Any] = [field.take(index, axis=-1) for field in self]
-        return _Level(*fields)
+        return _PartialPlans(*fields)
 
 
 class _StepToBeat(NamedTuple):
@@ -79,7 +79,7 @@ class _StepToBeat(NamedTuple):
     best_rank: tuple[float, ...] | None = None
 
 
-class LabelSearch:
+class CutDynamicProgram:
     """Search for the best cuts of one chain, with the recurrence of one schedule.
 
     Args:
@@ -118,7 +118,7 @@ class LabelSearch:
         if best is None:
             return self.run(upper_us=upper_us)
         # A run with few labels first lowers the step time that the exact run must beat.
-        best = self.run(upper_us=best.step_us, most_labels=_MORE_LABELS) or best
+        best = self.run(upper_us=best.step_us, most_plans=_MORE_LABELS) or best
         return self.run(upper_us=best.step_us) or best
 
     def find_first(self, bound_us: float, upper_us: float, slacks: Sequence[float]) -> ChainCuts | None:
@@ -133,7 +133,7 @@ class LabelSearch:
         """
         for slack in slacks:
             allowed_us = min(upper_us, bound_us * slack)
-            first = self.run(upper_us=allowed_us, most_labels=1) if bound_us < just_below(allowed_us) else None
+            first = self.run(upper_us=allowed_us, most_plans=1) if bound_us < just_below(allowed_us) else None
             if first is not None or allowed_us == upper_us:
                 return first
         return None
@@ -142,40 +142,40 @@ class LabelSearch:
         self,
         *,
         upper_us: float,
-        most_labels: int | None = None,
+        most_plans: int | None = None,
         best_rank: tuple[float, ...] | None = None,
-        most_in_level: float = np.inf,
+        most_per_count: float = np.inf,
         enough_in_all: float = 0,
     ) -> ChainCuts | None:
         """Return the best-ranked partition faster than `upper_us`; None if there is none.
 
         Args:
             upper_us: Step time to beat, in microseconds.
-            most_labels: Number of labels to keep of each first layer; None for all. With a limit, the result need not
+            most_plans: Number of labels to keep of each first layer; None for all. With a limit, the result need not
                 be the best partition.
             best_rank: Rank to beat, or None.
-            most_in_level: Limit on labels with the same number of stages. If this limit and `enough_in_all` are
+            most_per_count: Limit on labels with the same number of stages. If this limit and `enough_in_all` are
                 exceeded, the search ends early and sets `is_exhaustive` to False.
-            enough_in_all: Limit on all labels together, see `most_in_level`.
+            enough_in_all: Limit on all labels together, see `most_per_count`.
         """
         levels = [self._root()]
         best: ChainCuts | None = None
-        self.is_exhaustive = most_labels is None
+        self.is_exhaustive = most_plans is None
         in_all = 0
-        for level in range(self.problem.num_stages):
-            labels = self._next_level(levels[-1], level, _StepToBeat(upper_us, best_rank))
+        for num_later in range(self.problem.num_stages):
+            plans = self._next_level(levels[-1], num_later, _StepToBeat(upper_us, best_rank))
             # Finding the undominated labels takes longest, so hopeless levels are skipped.
-            is_hopeless = len(labels.first) > max(20 * most_in_level, enough_in_all)
+            is_hopeless = len(plans.first) > max(20 * most_per_count, enough_in_all)
             if not is_hopeless:
-                levels.append(self._reduced(labels, most_labels))
+                levels.append(self._reduced(plans, most_plans))
                 in_all += len(levels[-1].first)
-            if is_hopeless or (len(levels[-1].first) > most_in_level and in_all > enough_in_all):
+            if is_hopeless or (len(levels[-1].first) > most_per_count and in_all > enough_in_all):
                 self.is_exhaustive = False
                 break
             rank, index = self._first_of_complete(levels[-1])
             if rank is not None and (best_rank is None or rank < best_rank):
                 best_rank = rank
-                best = ChainCuts(float(levels[-1].bound[index]), *self._trace(levels, level + 1, index), rank)
+                best = ChainCuts(float(levels[-1].bound[index]), *self._trace(levels, num_later + 1, index), rank)
                 # If ranks break ties between equal times, the time to beat does not change.
                 if self.recurrence.rank_is_time:
                     upper_us = best.step_us
@@ -189,25 +189,25 @@ class LabelSearch:
         levels = [self._root()]
         partitions: list[ChainCuts] = []
         are_all = True
-        for level in range(self.problem.num_stages):
-            labels = self._next_level(levels[-1], level, _StepToBeat(upper_us))
+        for num_later in range(self.problem.num_stages):
+            plans = self._next_level(levels[-1], num_later, _StepToBeat(upper_us))
             # Dominated labels are kept: a worse bound does not imply a worse simulated time.
-            if len(labels.first) > most:
-                labels, are_all = labels.take(np.argsort(labels.bound, kind="stable")[:most]), False
-            levels.append(labels)
+            if len(plans.first) > most:
+                plans, are_all = plans.take(np.argsort(plans.bound, kind="stable")[:most]), False
+            levels.append(plans)
             partitions += [
-                ChainCuts(float(labels.bound[n]), *self._trace(levels, level + 1, int(n)), ())
-                for n in np.flatnonzero(labels.first == 0)
+                ChainCuts(float(plans.bound[n]), *self._trace(levels, num_later + 1, int(n)), ())
+                for n in np.flatnonzero(plans.first == 0)
             ]
         return partitions, are_all
 
-    def _first_of_complete(self, labels: "_Level") -> tuple[tuple[float, ...] | None, int]:
+    def _first_of_complete(self, plans: "_PartialPlans") -> tuple[tuple[float, ...] | None, int]:
         # Labels are sorted by first layer, so complete labels (first layer 0) come first.
-        if not len(labels.first) or labels.first[0] > 0:
+        if not len(plans.first) or plans.first[0] > 0:
             return None, -1
-        complete = int(np.searchsorted(labels.first, 1))
-        index = int(np.lexsort(tuple(labels.rank[::-1, :complete]))[0])
-        return tuple(labels.rank[:, index].tolist()), index
+        complete = int(np.searchsorted(plans.first, 1))
+        index = int(np.lexsort(tuple(plans.rank[::-1, :complete]))[0])
+        return tuple(plans.rank[:, index].tolist()), index
 
     # ---- bounds
 
@@ -224,43 +224,43 @@ class LabelSearch:
         largest = {
             name: np.maximum(least, self._least[name][-1][end])
             for name, least in earlier.least.items()
-            if self.recurrence.needs[name].join is np.maximum
+            if self.recurrence.needs[name].combine is np.maximum
         }
         return replace(earlier, least={**earlier.least, **largest})
 
     # ---- labels
 
-    def _root(self) -> _Level:
+    def _root(self) -> _PartialPlans:
         # A level with one empty label, which has no stage.
         nowhere, zero = np.array([-1]), np.zeros((1, 1))
         end = np.array([self.problem.num_layers])
-        return _Level(end, nowhere, nowhere.astype(np.int8), np.zeros((self.recurrence.size, 1)), zero[0], zero)
+        return _PartialPlans(end, nowhere, nowhere.astype(np.int8), np.zeros((self.recurrence.size, 1)), zero[0], zero)
 
-    def _next_level(self, labels: _Level, level: int, target: _StepToBeat) -> _Level:
-        parts = [self._extended(labels, block, level, target) for block in self._blocks(labels)]
+    def _next_level(self, plans: _PartialPlans, num_later: int, target: _StepToBeat) -> _PartialPlans:
+        parts = [self._extended(plans, block, num_later, target) for block in self._blocks(plans)]
         # All labels are complete.
         if not parts:
-            return labels.take(np.empty(0, dtype=np.intp))
+            return plans.take(np.empty(0, dtype=np.intp))
         if len(parts) == 1:
             return parts[0]
-        return _Level(*(np.concatenate(fields, axis=-1) for fields in zip(*parts, strict=True)))
+        return _PartialPlans(*(np.concatenate(fields, axis=-1) for fields in zip(*parts, strict=True)))
 
-    def _blocks(self, labels: _Level) -> Iterator[IndexArray]:
+    def _blocks(self, plans: _PartialPlans) -> Iterator[IndexArray]:
         # A label that begins at layer 0 is complete.
-        open_ = np.flatnonzero(labels.first > 0)
+        open_ = np.flatnonzero(plans.first > 0)
         size = max(1, MOST_CANDIDATES // self.problem.width)
         for start in range(0, len(open_), size):
             self._deadline.check()
             yield open_[start : start + size]
 
-    def _extended(self, labels: _Level, block: IndexArray, level: int, target: _StepToBeat) -> _Level:
-        stages_left = self.problem.num_stages - level - 1
-        stages, row = self._previous_stages(level, labels.first[block])
+    def _extended(self, plans: _PartialPlans, block: IndexArray, num_later: int, target: _StepToBeat) -> _PartialPlans:
+        stages_left = self.problem.num_stages - num_later - 1
+        stages, row = self._previous_stages(num_later, plans.first[block])
         # Skip first layers that the remaining stages cannot reach.
         some = np.isfinite(next(iter(self._least.values()))[stages_left])
         variant, label, column = np.nonzero(np.isfinite(stages.forward[:, row]) & some[stages.first[:, row]])
         at, parent = stages.select(variant, row[label], column), block[label]
-        numbers = self.recurrence.extend(tuple(labels.numbers.take(parent, axis=1)), at, level)
+        numbers = self.recurrence.extend(tuple(plans.numbers.take(parent, axis=1)), at, num_later)
         earlier = self._earlier_layers(at.first, stages_left)
         bound = self.recurrence.bound_us(numbers, earlier)
         rank = np.stack(self.recurrence.rank_bound(numbers, earlier, bound))
@@ -272,34 +272,38 @@ class LabelSearch:
         # Bounds use the numbers as they are. In kept labels the numbers are raised, so that more labels are dominated.
         whole = self._raise_to_chain_bounds(self._earlier_layers(first, stages_left))
         raised = np.stack(self.recurrence.raise_to_bounds(tuple(number.take(kept) for number in numbers), whole))
-        return _Level(first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1))
+        return _PartialPlans(
+            first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1)
+        )
 
-    def _previous_stages(self, level: int, first: IntArray) -> tuple[StageArrays, IntArray]:
+    def _previous_stages(self, num_later: int, first: IntArray) -> tuple[StageArrays, IntArray]:
         if self.prefixes.shared_stages is not None:
             return self.prefixes.shared_stages, first
         # Labels with the same first layer have the same previous stages, which are computed once.
         is_end = np.zeros(self.problem.num_layers + 1, dtype=bool)
         is_end[first] = True
-        return self.prefixes.stages(level, np.flatnonzero(is_end)), (np.cumsum(is_end) - 1)[first]
+        return self.prefixes.stages(num_later, np.flatnonzero(is_end)), (np.cumsum(is_end) - 1)[first]
 
-    def _reduced(self, labels: _Level, most_labels: int | None) -> _Level:
-        if len(labels.first) == 1:
-            return labels
+    def _reduced(self, plans: _PartialPlans, most_plans: int | None) -> _PartialPlans:
+        if len(plans.first) == 1:
+            return plans
         # If only a few labels are kept, keep those with the smallest bounds.
-        keys = (*labels.rank, *labels.numbers) if most_labels is None else (labels.bound, *labels.rank)
-        # In this order, no label is dominated by a later label, as `undominated_labels` requires.
-        labels = labels.take(np.lexsort((*keys[::-1], labels.first)))
-        return labels.take(undominated_labels(labels.first, labels.numbers, most_labels))
+        keys = (*plans.rank, *plans.numbers) if most_plans is None else (plans.bound, *plans.rank)
+        # In this order, no label is dominated by a later label, as `undominated_partial_plans` requires.
+        plans = plans.take(np.lexsort((*keys[::-1], plans.first)))
+        return plans.take(undominated_partial_plans(plans.first, plans.numbers, most_plans))
 
-    def _trace(self, levels: list[_Level], level: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _trace(
+        self, levels: list[_PartialPlans], num_later: int, index: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         # Go from the first stage back to the empty label, whose first layer is L.
         cuts, choices = [], []
-        while level >= 0:
-            cuts.append(int(levels[level].first[index]))
-            if level:
-                choices.append(int(levels[level].choice[index]))
-            index = int(levels[level].parent[index])
-            level -= 1
+        while num_later >= 0:
+            cuts.append(int(levels[num_later].first[index]))
+            if num_later:
+                choices.append(int(levels[num_later].choice[index]))
+            index = int(levels[num_later].parent[index])
+            num_later -= 1
         return tuple(cuts), tuple(choices)
 
 
@@ -316,7 +320,7 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
     return before
 
 
-def undominated_labels(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
+def undominated_partial_plans(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
     """Return the indices of labels that no other label of the same group dominates.
 
     A label dominates another one if none of its numbers is larger.

@@ -7,7 +7,7 @@ import numpy as np
 
 from planner.solve.answer import Answer
 from planner.solve.chain.bottlenecks import BottleneckSearch
-from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
+from planner.solve.chain.chain_dp import ChainCuts, CutDynamicProgram
 from planner.solve.chain.recurrences import GPipeRecurrence, TieBreakRecurrence
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.space.case import Case
@@ -152,7 +152,7 @@ def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> Cha
     width = max_stage_layers(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=max(case.limits_bytes))
     lowest: ChainCuts | None = None
     for count in _stage_counts(case):
-        search = LabelSearch(
+        search = CutDynamicProgram(
             case.problem(count, width=width, every_choice=True),
             TieBreakRecurrence(recurrence, "peak"),
             deadline=deadline,
@@ -164,16 +164,18 @@ def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> Cha
     for count in _stage_counts(case):
         problem = case.problem(count, width=width, most_bytes=lowest.rank[0])
         best = _first_by_rank(
-            LabelSearch(problem, TieBreakRecurrence(recurrence, "moved", "squares"), deadline=deadline), upper_us, best
+            CutDynamicProgram(problem, TieBreakRecurrence(recurrence, "moved", "squares"), deadline=deadline),
+            upper_us,
+            best,
         )
     return best or lowest
 
 
-def _first_by_rank(search: LabelSearch, upper_us: float, best: ChainCuts | None) -> ChainCuts | None:
+def _first_by_rank(search: CutDynamicProgram, upper_us: float, best: ChainCuts | None) -> ChainCuts | None:
     # A good first plan rules out most others by their rank.
     size = search.problem.num_layers * search.problem.num_stages
-    for most_labels in (_FEW_LABELS, None) if size <= _MOST_TO_TELL_APART else (_FEW_LABELS,):
+    for most_plans in (_FEW_LABELS, None) if size <= _MOST_TO_TELL_APART else (_FEW_LABELS,):
         rank = best.rank if best is not None else None
-        first = search.run(upper_us=upper_us, most_labels=most_labels, best_rank=rank, most_in_level=_MOST_TIED_LABELS)
+        first = search.run(upper_us=upper_us, most_plans=most_plans, best_rank=rank, most_per_count=_MOST_TIED_LABELS)
         best = first or best
     return best

@@ -18,7 +18,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.solve.answer import SAME, Answer
-from planner.solve.chain.chain_dp import LabelSearch
+from planner.solve.chain.chain_dp import CutDynamicProgram
 from planner.solve.chain.gpipe import TableWidth
 from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from planner.solve.deadline import NEVER, Deadline
@@ -57,29 +57,29 @@ def _search_all(progress: Progress) -> None:
 
 
 def _search_stages(progress: Progress, num_stages: int) -> bool:
-    case, effort = progress.case, progress.effort
+    case, budget = progress.case, progress.budget
     recurrence = OneForwardOneBackwardRecurrence(case.micro_batches)
     evaluator = Evaluator(case, num_stages)
     table_width = TableWidth(case)
     # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
     while table_width.widen(progress.upper_us):
         cells = num_stages * (case.costs.num_layers + 1) * table_width.width
-        if not effort.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
+        if not budget.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
             progress.leave_out(max(progress.case.least_us(num_stages), case.bound_us))
             return False
         problem = case.problem(num_stages, width=table_width.width, exact=True)
-        search = LabelSearch(problem, recurrence, deadline=progress.deadline)
+        search = CutDynamicProgram(problem, recurrence, deadline=progress.deadline)
         least = search.find_best(upper_us=progress.upper_us)
         if least is None:
             continue
-        effort.spent += (_ORDER if effort.is_bounded else _FIRST_ORDER) * evaluator.num_actions
+        budget.spent += (_ORDER if budget.is_bounded else _FIRST_ORDER) * evaluator.num_actions
         # Start with three partitions: the dynamic program's, one with the evenest work, one with the evenest backward.
         for start in {
             least.cuts,
             search.prefixes.cuts_with_smallest_maximum("work"),
             search.prefixes.cuts_with_smallest_maximum("backward"),
         } - {None}:
-            if effort.left > 0 or progress.best is None:
+            if budget.left > 0 or progress.best is None:
                 _improve_cuts(progress, evaluator, problem, np.array([start]))
         is_open = least.step_us < progress.upper_us * (1 - 1e-9)
         if is_open and not _simulate_below(progress, evaluator, search):
@@ -87,8 +87,8 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
     return True
 
 
-def _simulate_below(progress: Progress, evaluator: Evaluator, search: LabelSearch) -> bool:
-    most = progress.effort.affordable_partitions(evaluator)
+def _simulate_below(progress: Progress, evaluator: Evaluator, search: CutDynamicProgram) -> bool:
+    most = progress.budget.affordable_partitions(evaluator)
     if not most:
         return False
     partitions, are_all = search.partitions_below(progress.upper_us, most)
@@ -103,7 +103,7 @@ def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProble
     for _ in range(_ROUNDS):
         step_us = _simulate_fitting(progress, evaluator, cuts, _fastest_fitting_choices(problem, cuts))
         at = int(np.argmin(step_us)) if len(step_us) else 0
-        if not len(step_us) or not step_us[at] < before_us * (1 - SAME) or progress.effort.left <= 0:
+        if not len(step_us) or not step_us[at] < before_us * (1 - SAME) or progress.budget.left <= 0:
             return
         before_us, current = float(step_us[at]), cuts[at]
         # A round of simulation is slow, so check the time limit before it.

@@ -35,7 +35,7 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
     answers: list[Answer] = []
     for case in sorted(
         (case for case in cases if case.schedule.is_one_forward_one_backward),
-        key=lambda case: (case.bound_us, *shape_of(case)),
+        key=lambda case: (case.bound_us, *width_replicas_and_m(case)),
     ):
         near_us = _FAR * min((answer.step_us for answer in answers), default=inf)
         if case.bound_us >= min(near_us, upper_us):
@@ -50,7 +50,7 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
     return answers
 
 
-def shape_of(case: Case) -> tuple[int, int, int]:
+def width_replicas_and_m(case: Case) -> tuple[int, int, int]:
     """Return the tensor-parallel width, the number of replicas and M of a case."""
     return case.cluster.tensor_parallel, case.replicas, case.micro_batches
 

@@ -56,7 +56,7 @@ from planner.core.cost.stage_time import extended_tail_us
 from planner.solve.space.prefixes import BoundKind
 from planner.solve.space.problem import Bottlenecks, StageArrays
 
-Label = tuple[FloatArray, ...]
+PlanNumbers = tuple[FloatArray, ...]
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
 """Numbers x, a and d of a label."""
 _Machine = tuple[FloatArray, FloatArray, FloatArray]
@@ -100,29 +100,29 @@ class Recurrence(Protocol):
     needs: dict[str, BoundKind]
     """Lower bounds of earlier layers that the recurrence uses, by name."""
 
-    def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
+    def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
         """Return the labels of partial plans with one more stage.
 
         Args:
-            label: Numbers of the partial plans without the stage, shape (n, 1).
+            numbers: Numbers of the partial plans without the stage, shape (n, 1).
             stages: Stages to add.
-            level: Number of later stages.
+            num_later: Number of later stages.
 
         Returns:
             Numbers of the partial plans with the stage, in the shape of `stages`.
         """
 
-    def raise_to_bounds(self, label: Label, earlier: EarlierLayers) -> Label:
+    def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
         """Return the labels with their numbers raised to values that every complete plan reaches."""
 
-    def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
+    def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of all plans that contain a label; exact for complete labels."""
 
-    def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:
+    def rank_bound(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:
         """Return lower bounds of the numbers by which plans that contain a label are ranked; exact if complete.
 
         Args:
-            label: The labels.
+            numbers: The labels.
             earlier: Lower bounds for the layers before each label.
             bound_us: Lower bounds of the step time, from the method `bound_us`.
         """
@@ -154,16 +154,16 @@ class GPipeRecurrence:
     def _least_bottlenecks(self, earlier: EarlierLayers) -> tuple[FloatArray | float, FloatArray | float]:
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
-    def extend(self, label: Label, stages: StageArrays, level: int) -> Label:  # noqa: ARG002 - GPipe's stages are all alike
+    def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:  # noqa: ARG002 - GPipe's stages are all alike
         """Add the link to the next stage, then the stage, as machines of a flow shop; return the new labels."""
-        f, x, a, d, u = label
+        f, x, a, d, u = numbers
         F, C = stages.forward, stages.link
         x, a, d = self._add_machine((x, a, d), (C, C, C))
         x, a, d = self._add_machine((x, a, d), (F, stages.backward, stages.last_backward))
         return np.maximum(np.maximum(f, C), F), x, a, d, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
-    def _add_machine(self, label: _Passed, machine: _Machine) -> _Passed:
-        (x, a, d), (F, p, q) = label, machine
+    def _add_machine(self, numbers: _Passed, machine: _Machine) -> _Passed:
+        (x, a, d), (F, p, q) = numbers, machine
         # A single flow shop models both directions, because forward times only add up.
         x, a, d = np.maximum(x, p), a + F + p, d + F
         # The last micro-batch continues at once, or waits until the slowest machine has finished the others.
@@ -171,16 +171,16 @@ class GPipeRecurrence:
             d = np.maximum(d, a + (self._M - 2) * x)
         return x, a, d + q
 
-    def raise_to_bounds(self, label: Label, earlier: EarlierLayers) -> Label:
+    def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
         """Raise the largest forward and backward times to lower bounds that every complete plan reaches."""
-        f, x, a, d, u = label
+        f, x, a, d, u = numbers
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
         return f, x, a, d, _raised_tail(u, earlier)
 
-    def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
+    def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time, from the labels' numbers and lower bounds for earlier layers."""
-        f, x, a, d, u = label
+        f, x, a, d, u = numbers
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
         if self._M == 1:
@@ -192,7 +192,7 @@ class GPipeRecurrence:
             d = np.maximum(d + earlier.work_us, a + earlier.least["passes"] + _times(self._M - 2, x))
         return d + _times(self._M - 1, f) + np.where(earlier.exist, earlier.own_us, u)
 
-    def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
+    def rank_bound(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is all
         return (bound_us,)
 
 
@@ -211,10 +211,10 @@ class OneForwardOneBackwardRecurrence:
 
         self.needs = {**_needs("backward"), "work": BoundKind(np.maximum, work)}
 
-    def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
+    def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
         """Add a stage; the new g is the longest of the four paths in the module's docstring."""
-        g, s, r, u = label
-        M, w = self._M, min(self._M, level + 1)
+        g, s, r, u = numbers
+        M, w = self._M, min(self._M, num_later + 1)
         F, C, q = stages.forward, stages.link, stages.last_backward
         # A single micro-batch is the last one.
         B = stages.backward if M > 1 else q
@@ -231,21 +231,21 @@ class OneForwardOneBackwardRecurrence:
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
         return g, s, r, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
-    def raise_to_bounds(self, label: Label, earlier: EarlierLayers) -> Label:
+    def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
         """Raise the time u of optimizer steps only, because every difference in g, s and r changes the step time."""
-        g, s, r, u = label
+        g, s, r, u = numbers
         return g, s, r, _raised_tail(u, earlier)
 
-    def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
+    def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         """Return the longest of three paths: g plus earlier work; all work of an earlier stage; a round trip."""
-        g, s, _, u = label
+        g, s, _, u = numbers
         bound: FloatArray = np.maximum(
             np.maximum(g + earlier.work_us, earlier.least["work"]),
             s + earlier.work_us + _times(self._M - 1, earlier.least["backward"]),
         )
         return bound + np.where(earlier.exist, earlier.own_us, u)
 
-    def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
+    def rank_bound(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is all
         """Return the lower bound of the step time: plans are ranked by nothing else."""
         return (bound_us,)
 
@@ -277,27 +277,27 @@ class TieBreakRecurrence:
         self.size = recurrence.size + len(ranks)
         self.needs = {**recurrence.needs, **self._ranks}
 
-    def _ranked(self, label: Label) -> Iterator[tuple[str, BoundKind, FloatArray]]:
-        for (name, need), number in zip(self._ranks.items(), label[self._recurrence.size :], strict=True):
+    def _ranked(self, numbers: PlanNumbers) -> Iterator[tuple[str, BoundKind, FloatArray]]:
+        for (name, need), number in zip(self._ranks.items(), numbers[self._recurrence.size :], strict=True):
             yield name, need, number
 
-    def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
+    def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
         """Add a stage: each tie-breaking number becomes its maximum or sum with the value of the stage."""
-        more = [need.join(number, need.stage_values(stages)) for _, need, number in self._ranked(label)]
-        return *self._recurrence.extend(label[: self._recurrence.size], stages, level), *more
+        more = [need.combine(number, need.stage_values(stages)) for _, need, number in self._ranked(numbers)]
+        return *self._recurrence.extend(numbers[: self._recurrence.size], stages, num_later), *more
 
-    def raise_to_bounds(self, label: Label, earlier: EarlierLayers) -> Label:
+    def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
         """Raise tie-breaking numbers that are maxima to lower bounds of earlier layers; sums stay as they are."""
         more = [
-            np.maximum(number, earlier.least[name]) if need.join is np.maximum else number
-            for name, need, number in self._ranked(label)
+            np.maximum(number, earlier.least[name]) if need.combine is np.maximum else number
+            for name, need, number in self._ranked(numbers)
         ]
-        return *self._recurrence.raise_to_bounds(label[: self._recurrence.size], earlier), *more
+        return *self._recurrence.raise_to_bounds(numbers[: self._recurrence.size], earlier), *more
 
-    def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
+    def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of all plans that contain a label; tie-breaking numbers are ignored."""
-        return self._recurrence.bound_us(label[: self._recurrence.size], earlier)
+        return self._recurrence.bound_us(numbers[: self._recurrence.size], earlier)
 
-    def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is equal
+    def rank_bound(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is equal
         """Return lower bounds of the tie-breaking numbers of all plans that contain a label."""
-        return tuple(need.join(number, earlier.least[name]) for name, need, number in self._ranked(label))
+        return tuple(need.combine(number, earlier.least[name]) for name, need, number in self._ranked(numbers))

@@ -45,7 +45,7 @@ class CutSearch(Descent[Candidate]):
             starts: Cuts to start from, each of shape (S+1,).
             most_actions: Limit on simulated actions.
         """
-        is_bounded = self.progress.effort.is_bounded
+        is_bounded = self.progress.budget.is_bounded
         self.descend(
             (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),
             most_actions,
@@ -71,7 +71,7 @@ class CutSearch(Descent[Candidate]):
             step_us = self.progress.simulate(self.evaluator, cuts, choices)
             picked = np.argsort(step_us, kind="stable")[:_MOST_PICKED]
         else:
-            self.progress.effort.spent += self.evaluator.num_actions
+            self.progress.budget.spent += self.evaluator.num_actions
             picked = np.argsort(self.evaluator.over_bytes(cuts, choices).sum(axis=1), kind="stable")[:_MOST_PICKED]
         cuts, choices = cuts[picked], choices[picked]
         changed = (cuts[:, :-1] != candidate.cuts[:-1]) | (cuts[:, 1:] != candidate.cuts[1:])
@@ -111,7 +111,7 @@ class CutSearch(Descent[Candidate]):
             is_open = np.full((1, self.evaluator.num_devices), True)
         if is_open is not None:
             choices = self._fitting.fit(cuts, choices, is_open)
-        self.progress.effort.spent += self.evaluator.num_actions + BATCH
+        self.progress.budget.spent += self.evaluator.num_actions + BATCH
         over = self.evaluator.over_bytes(cuts, choices).sum(axis=1)
         if over.min() > 0:
             at = int(over.argmin())

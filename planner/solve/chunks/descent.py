@@ -102,7 +102,7 @@ class Descent(ABC, Generic[CandidateT]):
     @property
     def is_over(self) -> bool:
         """Return True if the limit on simulated actions is reached."""
-        return self.progress.effort.spent >= self._ends or self.progress.effort.left <= 0
+        return self.progress.budget.spent >= self._ends or self.progress.budget.left <= 0
 
     def descend(
         self, starts: Iterable[CandidateT], most_actions: int, *, fruitless: int, promising: float = inf
@@ -115,7 +115,7 @@ class Descent(ABC, Generic[CandidateT]):
             fruitless: Number of restarts in a row without a better plan after which the descent ends.
             promising: Largest ratio of the result's step time to the search's best step time that allows a restart.
         """
-        self._ends = self.progress.effort.spent + most_actions
+        self._ends = self.progress.budget.spent + most_actions
         best: CandidateT | None = None
         # The best start comes first, because the effort may suffice for one descent only.
         for start in sorted(starts, key=lambda start: start.rank):

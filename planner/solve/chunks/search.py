@@ -29,7 +29,7 @@ from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram, approximate_num_constraints
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.progress import BLOCK, Effort, Progress, simulated_answer
+from planner.solve.progress import BLOCK, Progress, SimulationBudget, simulated_answer
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, PrefixBounds
@@ -82,9 +82,9 @@ def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEV
 
 
 def _search_all(progress: Progress) -> None:
-    effort = progress.effort
+    budget = progress.budget
     for evaluator, least_us in evaluators(progress):
-        effort.spent += (_ORDER + _PEAK_POINTS) * evaluator.num_actions if effort.is_bounded else 0
+        budget.spent += (_ORDER + _PEAK_POINTS) * evaluator.num_actions if budget.is_bounded else 0
         if not _simulate_all(progress, evaluator):
             progress.leave_out(_improve(progress, evaluator, least_us))
 
@@ -93,7 +93,7 @@ def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
     """Return the answer after a longer search from its partition; if that finds nothing better, return `answer`."""
     start = answer.partition
     assert start is not None
-    progress = Progress(case=answer.case, effort=Effort(None), deadline=deadline, upper_us=answer.step_us)
+    progress = Progress(case=answer.case, budget=SimulationBudget(None), deadline=deadline, upper_us=answer.step_us)
     with suppress(OutOfTimeError):
         search = CutSearch(progress, Evaluator(answer.case, start.num_devices))
         search.search_from(*cuts_and_choices(start), _MOST_FROM_BEST)
@@ -116,7 +116,7 @@ def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
             return
         evaluator = Evaluator(case, num_devices)
         cells = (case.costs.num_layers + 1) * evaluator.width * len(evaluator.allowed)
-        if not progress.effort.try_reserve((_ORDER + _PEAK_POINTS + 1) * evaluator.num_actions, cells // _CELLS):
+        if not progress.budget.try_reserve((_ORDER + _PEAK_POINTS + 1) * evaluator.num_actions, cells // _CELLS):
             progress.leave_out(least_us)
             return
         if evaluator.can_run:
@@ -126,7 +126,7 @@ def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
 
 def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
     fitting = RecomputeFitter(evaluator)
-    if evaluator.num_cuts > progress.effort.affordable_partitions(evaluator) or not fitting.is_exhaustive:
+    if evaluator.num_cuts > progress.budget.affordable_partitions(evaluator) or not fitting.is_exhaustive:
         return False
     for block in all_cuts(evaluator):
         # More recomputation is never faster, so the least recomputation gives a lower bound.
@@ -149,7 +149,7 @@ def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Recompu
     every_choices: list[IntArray] = []
     for one, over in zip(cuts, fitting.over_by_combination(cuts), strict=True):
         combinations = fitting.minimal_combinations(over)
-        if prod(map(len, combinations)) + len(every_cuts) > progress.effort.affordable_partitions(evaluator):
+        if prod(map(len, combinations)) + len(every_cuts) > progress.budget.affordable_partitions(evaluator):
             return False
         for combination in product(*combinations):
             choices = np.empty(evaluator.num_stages, dtype=np.int64)
@@ -176,14 +176,14 @@ def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
             yield wanted
 
 
-def search_effort(progress: Progress, evaluator: Evaluator) -> int:
+def actions_per_descent(progress: Progress, evaluator: Evaluator) -> int:
     """Return the number of actions that one descent may simulate."""
-    if not progress.effort.is_bounded:
+    if not progress.budget.is_bounded:
         return _MOST_OF_SEARCH_ALONE
     if evaluator.num_devices == evaluator.case.num_devices:
-        return min(_MOST_OF_SEARCH_ALONE, progress.effort.left // 2)
+        return min(_MOST_OF_SEARCH_ALONE, progress.budget.left // 2)
     # Plans that leave devices unused are rarely fast.
-    return min(_MOST_OF_SEARCH, progress.effort.left // _SHARE)
+    return min(_MOST_OF_SEARCH, progress.budget.left // _SHARE)
 
 
 def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float:
@@ -198,7 +198,7 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
     fewer = evaluator.num_devices - 1
     fewer_us = max(progress.case.least_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
-    CutSearch(progress, evaluator).search(starts, search_effort(progress, evaluator))
+    CutSearch(progress, evaluator).search(starts, actions_per_descent(progress, evaluator))
     return max(least_us, raised_bound_us(progress, evaluator, linear))
 
 
@@ -218,14 +218,14 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
         starts: Initial cuts, each of shape (S+1,). `starts[0]` decides at which points in the step memory is
             constrained.
     """
-    effort = progress.effort
+    budget = progress.budget
     size = approximate_num_constraints(evaluator)
     # The time grows approximately with the square of the size.
     actions = size * size // _ROWS_SQUARED
-    most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_BOUND_ALONE
+    most = min(_MOST_OF_BOUND, budget.left // _SHARE) if budget.is_bounded else _MOST_OF_BOUND_ALONE
     if evaluator.case.rules.balance is not None or actions > most or not starts or not is_installed("highspy"):
         return None
-    effort.spent += actions
+    budget.spent += actions
     scale_us = progress.upper_us if progress.upper_us < inf else evaluator.case.bound_us
     search = BranchAndBound(LinearProgram(evaluator, starts[0], scale_us=scale_us))
     limit_s = _bound_limit_s(progress)
@@ -242,7 +242,7 @@ def raised_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBoun
         linear: Lower bound from the evaluator's linear program, which branch and bound raises; if None, the result
             is 0.
     """
-    if linear is None or progress.effort.is_bounded:
+    if linear is None or progress.budget.is_bounded:
         return 0.0
     size = approximate_num_constraints(evaluator)
     most = min(_BRANCHED * size, _MOST_BRANCHED // size)

@@ -68,7 +68,7 @@ def cheapest_layers(
     points: PeakPoints,
     *,
     limit_bytes: float,
-    most_labels: int = 4096,
+    most_choices: int = 4096,
 ) -> LayerChoice | None:
     """Return the layers to recompute so that a stage fits in the least time; None if no choice fits.
 
@@ -80,16 +80,16 @@ def cheapest_layers(
         end: One past the last layer of the stage.
         points: Points in the step at which the memory of the stage's device may peak.
         limit_bytes: Memory limit without the reserve.
-        most_labels: Number of labels kept per layer. The result is exact if there are never more labels.
+        most_choices: Number of labels kept per layer. The result is exact if there are never more labels.
 
     Complexity: O((end - first) · labels); there are few labels if many layers are equal.
     """
     linear = stage_memory_functions(costs, np.array([first]), end, points)
     limits = [
-        MemoryLimit(limit_bytes - float(m.fixed[0, -1]), m.weight, -1 if m.level is None else m.level) for m in linear
+        MemoryLimit(limit_bytes - float(m.fixed[0, -1]), m.weight, -1 if m.peak is None else m.peak) for m in linear
     ]
     return cheapest_within(
-        StageLayers.of(costs, first, end), limits, costs.forward_us[first:end], most_labels=most_labels
+        StageLayers.of(costs, first, end), limits, costs.forward_us[first:end], most_choices=most_choices
     )
 
 
@@ -99,20 +99,20 @@ class MemoryLimit(NamedTuple):
     bytes: float
     weight: int
     """Number of micro-batches in flight."""
-    level: int
+    peak: int
     """Pass whose peak counts, as a position in `LayerPeaks`; negative if no layer of the stage runs."""
 
-    def room(self, level: FloatArray | float) -> FloatArray:
-        """Return how many bytes each micro-batch may save if the peak is `level` bytes; negative if nothing fits."""
+    def room(self, peak: FloatArray | float) -> FloatArray:
+        """Return how many bytes each micro-batch may save if the peak is `peak` bytes; negative if nothing fits."""
         # With weight 0, for example if M = 1, no complete micro-batch is in flight: only the peak counts.
         if self.weight == 0:
-            return np.where(np.less_equal(level, self.bytes), np.inf, -np.inf)
-        room: FloatArray = np.floor(np.subtract(self.bytes, level) / self.weight)
+            return np.where(np.less_equal(peak, self.bytes), np.inf, -np.inf)
+        room: FloatArray = np.floor(np.subtract(self.bytes, peak) / self.weight)
         return room
 
 
 def cheapest_within(
-    layers: StageLayers, limits: Sequence[MemoryLimit], times_us: FloatArray, *, most_labels: int = 4096
+    layers: StageLayers, limits: Sequence[MemoryLimit], times_us: FloatArray, *, most_choices: int = 4096
 ) -> LayerChoice | None:
     """Return the layers to recompute that keep all memory limits in the least time; None if no choice keeps them.
 
@@ -120,18 +120,18 @@ def cheapest_within(
         layers: Memory of the stage's layers.
         limits: Memory limits at the points in the step of the stage's device.
         times_us: Time to recompute each layer, shape (layers,).
-        most_labels: Number of labels kept per layer, as for `cheapest_layers`.
+        most_choices: Number of labels kept per layer, as for `cheapest_layers`.
     """
-    with_level = [limit for limit in limits if limit.level >= 0]
+    with_level = [limit for limit in limits if limit.peak >= 0]
     # If no layer of the stage runs, only the saved bytes count.
-    room = min((float(limit.room(0.0)) for limit in limits if limit.level < 0), default=np.inf)
+    room = min((float(limit.room(0.0)) for limit in limits if limit.peak < 0), default=np.inf)
     if room < 0:
         return None
     walk = _LayerDynamicProgram(layers, with_level, times_us, room)
     # Run with few labels first. If a dropped label might be faster, run with more labels and a better time to beat.
-    best, bound_us = walk.run(np.inf, min(_FEW_LABELS, most_labels))
+    best, bound_us = walk.run(np.inf, min(_FEW_LABELS, most_choices))
     if bound_us < (best.time if best else np.inf):
-        better, bound_us = walk.run(best.time if best else np.inf, most_labels)
+        better, bound_us = walk.run(best.time if best else np.inf, most_choices)
         best = better or best
     if best is None and bound_us < np.inf:
         # Labels that fit were dropped in favor of faster ones. If all times are 0, few labels remain.
@@ -258,8 +258,8 @@ class _LayerDynamicProgram:
         entering = (size + layers.passed[n], taken, taken)
         room = labels.room
         for limit in self.limits:
-            base = (labels.held + entering[limit.level]) * layers.stacked
-            room = np.minimum(room, limit.room(base + layers.peaks[limit.level][decision, n]))
+            base = (labels.held + entering[limit.peak]) * layers.stacked
+            room = np.minimum(room, limit.room(base + layers.peaks[limit.peak][decision, n]))
         return _Labels(
             labels.time + decision * self.times[n],
             labels.held + layers.held[decision, n] + taken,
@@ -275,11 +275,11 @@ class _LayerDynamicProgram:
         must_go = np.full_like(held, -np.inf)
         for limit in self.limits:
             # Later peaks limit the room as well. Labels that differ only above that limit become equal.
-            room = np.minimum(room, limit.room(held * stacked + self.lowest[limit.level][n]))
+            room = np.minimum(room, limit.room(held * stacked + self.lowest[limit.peak][n]))
             # Saving one byte less removes a byte per micro-batch in flight and, if peaks are stacked, one of the peak.
             if limit.weight + stacked > 0:
-                level = held * stacked + self.highest[limit.level][n]
-                over = (limit.weight * at_end + level - limit.bytes) / (limit.weight + stacked)
+                peak = held * stacked + self.highest[limit.peak][n]
+                over = (limit.weight * at_end + peak - limit.bytes) / (limit.weight + stacked)
                 must_go = np.maximum(must_go, over)
         must_go = np.maximum(must_go, at_end - room)
         # The knapsack has the least time in which later layers can save that many bytes less.
@@ -316,8 +316,8 @@ class _LayerDynamicProgram:
         return tuple(sorted(chosen))
 
     def _fits(self, recomputed: Collection[int]) -> bool:
-        saved, *levels = self.layers.levels(recomputed)
-        fits = (limit.weight * saved + levels[limit.level] <= limit.bytes for limit in self.limits)
+        saved, *levels = self.layers.saved_and_peaks(recomputed)
+        fits = (limit.weight * saved + levels[limit.peak] <= limit.bytes for limit in self.limits)
         return saved <= self.room and all(fits)
 
 

@@ -142,7 +142,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
     def pick_best(self, candidate: LayerCandidate, cuts: IntArray) -> LayerCandidate:
         """Rank moves with the same recomputed layers, choose the layers again for the best moves, return the best."""
         if candidate.over_bytes > 0:
-            self.progress.effort.spent += self.evaluator.num_actions
+            self.progress.budget.spent += self.evaluator.num_actions
             least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])
             order = np.argsort(self.evaluator.over_bytes(cuts, least).sum(axis=1), kind="stable")
         else:
@@ -206,8 +206,8 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             self.progress.deadline.check()
             before = self._devices.num_solved
             yield self._devices.recomputations(device, cuts)
-            self.progress.effort.spent += _SOLVED * (self._devices.num_solved - before)
+            self.progress.budget.spent += _SOLVED * (self._devices.num_solved - before)
 
     def _simulate(self, candidates: Sequence[LayerCandidate]) -> list[LayerCandidate]:
-        self.progress.effort.spent += BATCH
+        self.progress.budget.spent += BATCH
         return simulate_candidates(self.progress, self.evaluator, candidates)

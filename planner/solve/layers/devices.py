@@ -187,7 +187,7 @@ class _Chunk:
         self.whole: dict[int, _Option] = {}
         """Recomputations of the whole stage, by index into `CHOICES`."""
         self.weights = counts @ by_layers.saved
-        self.level = np.where(counts > 0, by_layers.level, -1).max(axis=1)
+        self.peak = np.where(counts > 0, by_layers.peak, -1).max(axis=1)
         self._by_layers, self._counts = by_layers, counts
         # Some of `PARTS` are the maximum of two linear functions. Where such a part exists, both functions are limited.
         is_flat = by_layers.least > by_layers.rest
@@ -201,7 +201,7 @@ class _Chunk:
         stage, subsets = self.stage, self.stage.subsets
         if subsets is None:
             return []
-        parts = self._by_layers.parts(subsets.saved[:, None], subsets.levels)
+        parts = self._by_layers.parts(subsets.saved[:, None], subsets.peaks)
         held_bytes = self._by_layers.always + parts @ self._counts.T
         return [
             *self.whole.values(),
@@ -213,7 +213,7 @@ class _Chunk:
         ]
 
     def with_layers(self, recomputed: tuple[int, ...]) -> _Option:
-        saved, *levels = self.stage.layers.levels(recomputed)
+        saved, *levels = self.stage.layers.saved_and_peaks(recomputed)
         layers_us = float(self.stage.times_us[np.array(recomputed, dtype=np.int64) - self.stage.layers.first].sum())
         held_bytes = self._by_layers.always + self._counts @ self._by_layers.parts(saved, np.array([*levels, 0.0]))
         return self._option(recomputed, layers_us, held_bytes)
@@ -243,9 +243,7 @@ class _Chunk:
         # Of limits that differ only in bytes, the smallest one counts.
         limits: dict[tuple[int, int], float] = {}
         for weights, fixed in self._lines:
-            for weight, level, limit in zip(
-                weights.tolist(), self.level.tolist(), (room - fixed).tolist(), strict=True
-            ):
+            for weight, level, limit in zip(weights.tolist(), self.peak.tolist(), (room - fixed).tolist(), strict=True):
                 key = round(weight), level
                 limits[key] = min(limits.get(key, inf), limit)
         return [MemoryLimit(limit, *key) for key, limit in limits.items()]
@@ -274,7 +272,7 @@ def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]
     """
     tables = [chunk.options for chunk in chunks]
     recompute_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
-    held_bytes: FloatArray = np.zeros((1, len(chunks[0].level)))
+    held_bytes: FloatArray = np.zeros((1, len(chunks[0].peak)))
     # Smallest memory of each chunk at each point in the step.
     least = [np.min([option.bytes for option in table], axis=0) if table else held_bytes[0] for table in tables]
     for n, table in enumerate(tables):
@@ -313,7 +311,7 @@ def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
         best: tuple[float, int, int] | None = None
         for place, (chunk, option) in enumerate(zip(chunks, options, strict=True)):
             stage = chunk.stage
-            counted = chunk.weights[moment] + (chunk.level[moment] >= 0) * stage.layers.stacked
+            counted = chunk.weights[moment] + (chunk.peak[moment] >= 0) * stage.layers.stacked
             left = stage.most_saved * counted
             left[np.array(option.recomputed, dtype=np.int64) - stage.layers.first] = 0.0
             if not left.any():

@@ -20,10 +20,10 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.answer import Answer
-from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
+from planner.solve.chain.chain_dp import ChainCuts, CutDynamicProgram
 from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, TableWidth, gpipe_searches
 from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
-from planner.solve.chunks.search import search_effort
+from planner.solve.chunks.search import actions_per_descent
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.layers.cut_search import CutAndLayerSearch, LayerCandidate, simulate_candidates
 from planner.solve.layers.devices import RecomputeSearch
@@ -121,13 +121,13 @@ class _StageCountSearch:
         self._cuts = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
 
     def run(self, initial: Partition | None) -> bool:
-        progress, effort, case = self._progress, self._progress.effort, self._case
+        progress, budget, case = self._progress, self._progress.budget, self._case
         table_width = TableWidth(case)
         # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
         while table_width.widen(progress.upper_us):
             cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * table_width.width
-            if not effort.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
-                self._cuts.search([], search_effort(progress, self._evaluator), initial)
+            if not budget.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
+                self._cuts.search([], actions_per_descent(progress, self._evaluator), initial)
                 progress.leave_out(max(progress.case.least_us(self._evaluator.num_stages), case.bound_us))
                 return False
             least, search = self._least(table_width.width)
@@ -141,15 +141,15 @@ class _StageCountSearch:
                     search.prefixes.cuts_with_smallest_maximum("backward"),
                 }
                 some = [np.array(start) for start in sorted(filter(None, starts)) if min(np.diff(start)) > 0]
-                self._cuts.search(some, search_effort(progress, self._evaluator), initial)
+                self._cuts.search(some, actions_per_descent(progress, self._evaluator), initial)
                 progress.leave_out(least.step_us)
         return True
 
-    def _least(self, width: int) -> tuple[ChainCuts | None, LabelSearch]:
+    def _least(self, width: int) -> tuple[ChainCuts | None, CutDynamicProgram]:
         least: ChainCuts | None = None
-        for _ in range(_FEW_ROUNDS if self._progress.effort.is_bounded else _ROUNDS):
+        for _ in range(_FEW_ROUNDS if self._progress.budget.is_bounded else _ROUNDS):
             problem = self._case.problem(self._evaluator.num_stages, width=width, exact=True)
-            search = LabelSearch(problem, self._recurrence, deadline=self._progress.deadline)
+            search = CutDynamicProgram(problem, self._recurrence, deadline=self._progress.deadline)
             least = search.find_best(upper_us=self._progress.upper_us)
             solved = self._layers.num_exact
             if least is None:
@@ -160,9 +160,9 @@ class _StageCountSearch:
                 break
         return least, search
 
-    def _simulate_below(self, search: LabelSearch) -> bool:
+    def _simulate_below(self, search: CutDynamicProgram) -> bool:
         progress = self._progress
-        most = progress.effort.affordable_partitions(self._evaluator)
+        most = progress.budget.affordable_partitions(self._evaluator)
         if not most:
             return False
         partitions, are_all = search.partitions_below(progress.upper_us, most)
@@ -172,7 +172,7 @@ class _StageCountSearch:
             for k, choice in enumerate(each.choices)
             if choice == LAYERS
         }
-        if len(to_solve) > (_FEW_SOLVED if progress.effort.is_bounded else _MOST_SOLVED):
+        if len(to_solve) > (_FEW_SOLVED if progress.budget.is_bounded else _MOST_SOLVED):
             return False
         for start in range(0, len(partitions), BLOCK):
             block = partitions[start : start + BLOCK]

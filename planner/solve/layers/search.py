@@ -15,10 +15,10 @@ from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.partition import Partition
 from planner.solve.answer import Answer
 from planner.solve.chunks.search import (
+    actions_per_descent,
     all_cuts,
     evaluators,
     raised_bound_us,
-    search_effort,
     solve_linear_program,
     start_cuts,
 )
@@ -94,7 +94,7 @@ def _choose_layers_under_order(progress: Progress, initial: Partition | None) ->
         return
     evaluator = Evaluator(progress.case, initial.num_devices).with_schedule(initial.schedule_object)
     CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator)).search(
-        [], search_effort(progress, evaluator), initial
+        [], actions_per_descent(progress, evaluator), initial
     )
 
 
@@ -109,18 +109,18 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
         starts = [linear.solution.cuts, *starts]
     if least_us >= progress.upper_us:
         return least_us
-    search.search(starts, search_effort(progress, evaluator), initial)
+    search.search(starts, actions_per_descent(progress, evaluator), initial)
     return max(least_us, raised_bound_us(progress, evaluator, linear))
 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator, search: CutAndLayerSearch) -> float:
-    effort = progress.effort
-    if evaluator.num_cuts > effort.affordable_partitions(evaluator):
+    budget = progress.budget
+    if evaluator.num_cuts > budget.affordable_partitions(evaluator):
         return 0.0
-    ends = effort.spent + max(0, effort.left) // _SHARE
+    ends = budget.spent + max(0, budget.left) // _SHARE
     step_us, cuts = _partitions_that_need_recomputation(progress, evaluator)
     for at in range(len(cuts)):
-        if step_us[at] >= progress.upper_us or effort.spent >= ends:
+        if step_us[at] >= progress.upper_us or budget.spent >= ends:
             break
         search.evaluate([cuts[at]])
     # No partition that needs recomputation is faster than the fastest one without it.

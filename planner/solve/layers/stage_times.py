@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import least_levels, most_savings
+from planner.core.cost.layer_memory import least_saved_and_peaks, most_savings
 from planner.core.cost.memory import stage_memory_functions
 from planner.core.cost.peak_points import PeakPoints
 from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_layers
@@ -110,13 +110,13 @@ def least_recompute_us(
     Complexity: O(firsts · (stop - firsts[0]) · number of different ratios of time to bytes, at most 64).
     """
     span = slice(int(firsts[0]), stop)
-    saved, levels = least_levels(costs, firsts, span)
+    saved, levels = least_saved_and_peaks(costs, firsts, span)
     must_go = np.full(saved.shape, -np.inf)
     for function in stage_memory_functions(costs, firsts, stop, points):
         over = function.fixed - limit_bytes
         shares = function.weight
-        if function.level is not None:
-            over = over + function.weight * saved + levels[function.level]
+        if function.peak is not None:
+            over = over + function.weight * saved + levels[function.peak]
             # With exact records, the peak includes saved bytes: saving a byte less before the peak also lowers it.
             shares += costs.exact
         must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))

@@ -27,7 +27,7 @@ class LayerSubsets(NamedTuple):
     """Time to recompute the layers of each subset, shape (N,)."""
     saved: FloatArray
     """Bytes that a micro-batch saves if the subset is recomputed, shape (N,)."""
-    levels: FloatArray
+    peaks: FloatArray
     """Peak memory by position in `LayerPeaks`, then 0 for points in the step when no layer runs; shape (N, 4)."""
 
     @classmethod
@@ -43,8 +43,8 @@ class LayerSubsets(NamedTuple):
         every[:, trained] = (np.arange(len(every))[:, None] >> np.arange(len(trained))) & 1
         recompute_us: FloatArray = every @ times_us
         order = np.lexsort((every.sum(axis=1), recompute_us))
-        saved, *levels = (each[order] for each in layers.many_levels(every))
-        numbers = np.stack([recompute_us[order], saved, *levels], axis=1)
+        saved, *peaks = (each[order] for each in layers.saved_and_peaks_by_choice(every))
+        numbers = np.stack([recompute_us[order], saved, *peaks], axis=1)
         best = _unbeaten(numbers)
         at_best = numbers[best]
         return cls(

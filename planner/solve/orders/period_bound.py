@@ -260,9 +260,9 @@ def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Itera
         yield _combine(stage_bounds, by_chunk)
 
 
-def _combine(stages: Sequence[_StageBounds], join: Callable[[Sequence[FloatArray]], FloatArray]) -> _StageBounds:
-    times = {of.name: join([getattr(each.times, of.name) for each in stages]) for of in fields(LeastTimes)}
-    sizes = {name: join([getattr(each, name) for each in stages]) for name in ("always", "held", "running", "inside")}
+def _combine(stages: Sequence[_StageBounds], merge: Callable[[Sequence[FloatArray]], FloatArray]) -> _StageBounds:
+    times = {of.name: merge([getattr(each.times, of.name) for each in stages]) for of in fields(LeastTimes)}
+    sizes = {name: merge([getattr(each, name) for each in stages]) for name in ("always", "held", "running", "inside")}
     return _StageBounds(times=LeastTimes(**times), own_us=stages[0].own_us, **sizes)
 
 

@@ -68,7 +68,7 @@ def _search_all(progress: Progress, start: Partition | None) -> None:
     trip_us = least_trip_us(case)
     for num_devices in range(case.num_devices, 0, -1):
         least_us = max(progress.case.least_us(num_devices), case.bound_us, trip_us)
-        if least_us >= progress.upper_us or progress.effort.left <= 0:
+        if least_us >= progress.upper_us or progress.budget.left <= 0:
             progress.leave_out(least_us)
             return
         evaluator = Evaluator(case, num_devices)
@@ -78,7 +78,7 @@ def _search_all(progress: Progress, start: Partition | None) -> None:
             progress.leave_out(least_us)
         elif evaluator.has_layers:
             _JointSearch(progress, evaluator).search()
-            of_all_us = least_of_all_cuts_us(evaluator, progress.upper_us, progress.effort.spent // _OF_BOUND)
+            of_all_us = least_of_all_cuts_us(evaluator, progress.upper_us, progress.budget.spent // _OF_BOUND)
             progress.leave_out(max(least_us, of_all_us))
 
 
@@ -124,7 +124,7 @@ class _JointSearch:
             cuts, choices = partition
             self._progress.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
             is_better, before_us = found.period_us < before_us * (1 - 1e-9), found.period_us
-            if not is_better or self._progress.effort.left <= 0:
+            if not is_better or self._progress.budget.left <= 0:
                 break
             better = self._improve_cuts(under_order, [partition[0]])
             if better is None:
@@ -134,8 +134,8 @@ class _JointSearch:
 
     def _improve_cuts(self, evaluator: Evaluator, starts: Sequence[IntArray]) -> CutsAndChoices | None:
         progress = self._progress
-        own = Progress(case=evaluator.case, effort=progress.effort, deadline=progress.deadline, upper_us=inf)
-        CutSearch(own, evaluator).search(starts, max(0, progress.effort.left) // _SHARE)
+        own = Progress(case=evaluator.case, budget=progress.budget, deadline=progress.deadline, upper_us=inf)
+        CutSearch(own, evaluator).search(starts, max(0, progress.budget.left) // _SHARE)
         if own.best is None:
             return None
         if own.upper_us < progress.upper_us * (1 - SAME):
@@ -143,7 +143,7 @@ class _JointSearch:
         return cuts_and_choices(own.best)
 
     def _find_order(self, partition: CutsAndChoices) -> SimulatedOrder | None:
-        evaluator, effort = self._evaluator, self._progress.effort
+        evaluator, budget = self._evaluator, self._progress.budget
         cuts, choices = partition[0][None], partition[1][None]
 
         def fits(rows: Rows) -> bool:
@@ -156,9 +156,9 @@ class _JointSearch:
             if is_whole and best is not None and split_costs_nothing(problem):
                 break
             search = OrderSearch(problem, fits, self._known_orders)
-            most = max(0, effort.left) // self._order_share
+            most = max(0, budget.left) // self._order_share
             found = search.search(most) if self._start is None else search.improve(self._start, most)
-            effort.spent += search.spent
+            budget.spent += search.spent
             if found is not None and (best is None or found.period_us < best.period_us):
                 best = found
         return best

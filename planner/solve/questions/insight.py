@@ -65,7 +65,7 @@ def point_of(plan: Plan) -> FrontierPoint:
         step_us=predicted.step_us,
         samples_per_s=predicted.samples_per_s,
         bubble=predicted.bubble,
-        peak_bytes=max(plan.device_bytes()),
+        peak_bytes=max(plan.peak_bytes_by_device()),
         recompute_share=predicted.recompute_share,
     )
 
@@ -82,7 +82,7 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
     """
     if request.actions is not None:
         request = replace(request, actions=request.actions // _DRAWS)  # all searches share the effort
-    free = [plan.stages[d].memory_bytes - need for d, need in enumerate(plan.device_bytes())]
+    free = [plan.stages[d].memory_bytes - need for d, need in enumerate(plan.peak_bytes_by_device())]
     tightest = int(np.argmin(free))
     return Insight(
         pace=_pace(profile, plan),

@@ -28,7 +28,7 @@ def what_would_fit(plan: Plan, profile: Profile, command: Callable[[Inputs], str
 
 
 def _more_memory(plan: Plan, profile: Profile) -> tuple[str, ...]:
-    most = max(plan.device_bytes())
+    most = max(plan.peak_bytes_by_device())
     tpu = profile.device.kind.startswith("tpu")
     cards = [card for card in accelerators_with(most) if card.name.startswith("tpu:") == tpu]
     # Plans of a few megabytes fit on every card, so naming one would not help.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from planner.core.cost.width import WidthTables, widths_of
 from planner.core.cost.workload import Workload, training_run, workload_of
 from planner.core.errors import InfeasibleError, SolverError
-from planner.core.values.plan import Plan, limit_of
+from planner.core.values.plan import Plan, memory_limit_of_device
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep, SweepCell
 from planner.solve.request import Request
@@ -78,7 +78,7 @@ def _cheapest(cells: Sequence[SweepCell]) -> int | None:
 
 
 def _question(request: Request, devices: int, limit: int, headroom: float) -> Request:
-    usable = (limit_of(limit, headroom),) * devices
+    usable = (memory_limit_of_device(limit, headroom),) * devices
     return replace(request, inputs=replace(request.inputs, devices=devices, memory_bytes=usable, headroom=headroom))
 
 
@@ -92,7 +92,11 @@ def _answer_of_larger(
         if isinstance(answer, InfeasibleError):
             return answer
         limit_bytes = inputs.memory_bytes[0]
-        if isinstance(answer, Plan) and answer.num_gpus <= inputs.devices and max(answer.device_bytes()) <= limit_bytes:
+        if (
+            isinstance(answer, Plan)
+            and answer.num_gpus <= inputs.devices
+            and max(answer.peak_bytes_by_device()) <= limit_bytes
+        ):
             stages = tuple(replace(stage, memory_bytes=limit_bytes) for stage in answer.stages)
             return replace(answer, inputs=inputs, stages=stages)
     return None

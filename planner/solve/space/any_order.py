@@ -60,7 +60,7 @@ def least_saved_bytes(costs: ChainCosts) -> FloatArray:
     The bound may be below the saved bytes. With exact memory records, the backward may occupy less memory than the
     forward saved, and a tensor that the stage received is not counted. Shape (L,).
     """
-    saved, levels = costs.levels.saved, costs.levels
+    saved, levels = costs.memory.saved, costs.memory
     if costs.exact:
         saved = np.minimum(levels.internal, levels.backward - levels.end_twice - (np.cumsum(saved) - saved))
     return np.where(costs.has_backward, np.maximum(saved, 0.0), 0.0)

@@ -176,13 +176,13 @@ class Case:
         share_us = max(float(pair_us.sum()) / sum(speeds[:num_stages]), float(pair_us.max()) / speeds[0])
         return self.micro_batches * share_us
 
-    def peak_points(self, level: int) -> PeakPoints:
-        """Return the points in the step at which the memory of a stage with `level` later stages may peak."""
-        return stage_peak_points(self.schedule, micro_batches=self.micro_batches, num_later=level)
+    def peak_points(self, num_later: int) -> PeakPoints:
+        """Return the points in the step at which the memory of a stage with `num_later` later stages may peak."""
+        return stage_peak_points(self.schedule, micro_batches=self.micro_batches, num_later=num_later)
 
-    def memory(self, width: int, level: int) -> MemoryTable:
-        """Return the peak memory of every stage of at most `width` layers that has `level` later stages."""
-        points = self.peak_points(level)
+    def memory(self, width: int, num_later: int) -> MemoryTable:
+        """Return the peak memory of every stage of at most `width` layers that has `num_later` later stages."""
+        points = self.peak_points(num_later)
         key = width, points.in_flight
         if key not in self._memory:
             wider = [table for (_, count), table in self._memory.items() if count == key[1] and table.width > width]
@@ -235,17 +235,17 @@ class Case:
             self.is_homogeneous
             and min(self.limits_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
         )
-        for level in range(num_stages):
-            device = 0 if self.is_homogeneous else num_stages - 1 - level
+        for num_later in range(num_stages):
+            device = 0 if self.is_homogeneous else num_stages - 1 - num_later
             limit = min(self.limits_bytes[device], most_bytes - self.cluster.reserve_bytes)
-            memory = hardest if easy else self.memory(width, level)
+            memory = hardest if easy else self.memory(width, num_later)
             key = (limit, self.cluster.speed(device), id(memory))
             if key not in variants:
                 # If every stage fits without recomputation, single layers need none either.
                 layers_us = (
                     None
                     if easy or not self.least_recompute_us
-                    else self.least_recompute_us(width, limit, self.peak_points(level))
+                    else self.least_recompute_us(width, limit, self.peak_points(num_later))
                 )
                 variants[key] = self._device_tables(
                     memory,
@@ -291,10 +291,10 @@ class Case:
             return (LinkTimes.of(link, self.sums),) * (num_stages + 1)
         behind = [
             LinkTimes.of(
-                self.cluster.link_after(num_stages - 1 - level, num_devices=num_stages, replicas=self.replicas),
+                self.cluster.link_after(num_stages - 1 - num_later, num_devices=num_stages, replicas=self.replicas),
                 self.sums,
             )
-            for level in range(1, num_stages)
+            for num_later in range(1, num_stages)
         ]
         return (nothing, *behind, nothing)
 

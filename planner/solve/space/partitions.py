@@ -19,7 +19,7 @@ from planner.core.cost.device_memory import (
     shared_bytes,
     subtract_shared,
 )
-from planner.core.cost.layer_memory import StageLevels, least_levels, most_savings
+from planner.core.cost.layer_memory import SavedAndPeaks, least_saved_and_peaks, most_savings
 from planner.core.cost.peak_points import PARTS, peak_part_counts
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import CHOICES, BusyTimes, SplitBackwardTimes, hidden_us, optimizer_tail_us
@@ -210,7 +210,7 @@ class Evaluator:
             without a stage; and upper bounds of the bytes that recomputing each layer saves, shape (L,).
         """
         costs, every = self.case.costs, self._any_by_layers
-        runs = bool((every.level[counts > 0] >= 0).any())
+        runs = bool((every.peak[counts > 0] >= 0).any())
         # While a layer runs, memory saved by other layers adds to its peak: saving a byte less also lowers the peak.
         times = float(counts @ every.saved) + runs * costs.exact
         return _sum_parts(self._parts_by_layers, counts), times * most_savings(costs)[0]
@@ -260,8 +260,8 @@ class Evaluator:
         parts = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)), np.inf)
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
-            saved, levels = least_levels(self.case.costs, firsts, slice(int(firsts[0]), stop))
-            stages = with_recomputed_layers(self._stages_in(firsts, stop), StageLevels(saved, *levels))
+            saved, levels = least_saved_and_peaks(self.case.costs, firsts, slice(int(firsts[0]), stop))
+            stages = with_recomputed_layers(self._stages_in(firsts, stop), SavedAndPeaks(saved, *levels))
             return list(chunk_totals(stages, "layers"))
 
         fill_stage_tables(list(np.moveaxis(parts, -1, 0)), block)
@@ -274,7 +274,7 @@ class Evaluator:
 
     @cached_property
     def _any_by_layers(self) -> ChunkMemoryFunction:
-        # Only the fields `saved` and `level` are read, which are equal for all stages.
+        # Only the fields `saved` and `peak` are read, which are equal for all stages.
         case = self.case
         return chunk_memory_function(
             case.costs,

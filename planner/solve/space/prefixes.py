@@ -22,7 +22,7 @@ _MOST_AT_ONCE = 1 << 18
 class BoundKind(NamedTuple):
     """Definition of a lower bound for the earlier layers: the value of a stage, and how values are combined."""
 
-    join: np.ufunc
+    combine: np.ufunc
     """Function that combines the values of a partition's stages: maximum or sum."""
     stage_values: Callable[[StageArrays], FloatArray]
     """Function that returns the value of each stage, for example its forward time."""
@@ -57,10 +57,10 @@ class PrefixBounds:
         cuts = [self._problem.num_layers]
         if not np.isfinite(least[self._problem.num_stages][cuts[0]]):
             return None
-        for level in range(self._problem.num_stages):
+        for num_later in range(self._problem.num_stages):
             end = cuts[-1]
-            stages = self._problem.stages(level, 0, np.array([end]))
-            before = least[self._problem.num_stages - level - 1][stages.first[0]]
+            stages = self._problem.stages(num_later, 0, np.array([end]))
+            before = least[self._problem.num_stages - num_later - 1][stages.first[0]]
             cuts.append(int(stages.first[0, np.argmin(np.maximum(before, self._needs[name].stage_values(stages)[0]))]))
         return tuple(cuts[::-1])
 
@@ -82,37 +82,37 @@ class PrefixBounds:
                 # Minima over the first axis are several times faster.
                 columns = {name: np.ascontiguousarray(row.T) for name, row in self._least_of_stages(levels).items()}
             ends = slice(max(0, num - (most - count) * width), min(num, count * width) + 1)
-            for name, (join, _) in self._needs.items():
+            for name, (combine, _) in self._needs.items():
                 before = least[name][-1]
                 in_front[width:] = before[:-1]
                 longer = np.full(num + 1, np.inf)
-                np.minimum.reduce(join(windows[:, ends], columns[name][:, ends]), axis=0, out=longer[ends])
+                np.minimum.reduce(combine(windows[:, ends], columns[name][:, ends]), axis=0, out=longer[ends])
                 least[name].append(longer if self._problem.exact else np.minimum(longer, before))
         return least
 
     def _least_of_stages(self, levels: Iterable[int]) -> dict[str, FloatArray]:
         least: dict[str, FloatArray] = {}
         # Equal devices share one table for all of their levels.
-        level_of = {id(self._problem.tables[level]): level for level in reversed(list(levels))}
-        for level in level_of.values():
-            for name, values in self._values_of_stages(level).items():
+        level_of = {id(self._problem.tables[num_later]): num_later for num_later in reversed(list(levels))}
+        for num_later in level_of.values():
+            for name, values in self._values_of_stages(num_later).items():
                 least[name] = np.minimum(least[name], values) if name in least else values
         return least
 
-    def _values_of_stages(self, level: int) -> dict[str, FloatArray]:
+    def _values_of_stages(self, num_later: int) -> dict[str, FloatArray]:
         if self.shared_stages is not None:
             return {name: need.stage_values(self.shared_stages).min(axis=0) for name, need in self._needs.items()}
         num, width = self._problem.num_layers + 1, self._problem.width
         values = {name: np.empty((num, width)) for name in self._needs}
-        size = max(1, MOST_CANDIDATES // width // len(self._problem.tables[level]))
+        size = max(1, MOST_CANDIDATES // width // len(self._problem.tables[num_later]))
         for start in range(0, num, size):
             ends = np.arange(start, min(start + size, num))
-            stages = self.stages(level, ends)
+            stages = self.stages(num_later, ends)
             for name, need in self._needs.items():
                 values[name][ends] = need.stage_values(stages).min(axis=0)
         return values
 
-    def stages(self, level: int, ends: IntArray) -> StageArrays:
-        """Return the stages that end at each of `ends` and have `level` later stages, from all tables of that level."""
-        variants = range(len(self._problem.tables[level]))
-        return StageArrays.of_variants([self._problem.stages(level, variant, ends) for variant in variants])
+    def stages(self, num_later: int, ends: IntArray) -> StageArrays:
+        """Return the stages that end at each of the cuts `ends` and have `num_later` later stages, from all tables."""
+        variants = range(len(self._problem.tables[num_later]))
+        return StageArrays.of_variants([self._problem.stages(num_later, variant, ends) for variant in variants])

@@ -174,15 +174,15 @@ class ChainProblem:
         narrowed = {id(variants): tuple(table.narrowed(width) for table in variants) for variants in self.tables}
         return replace(self, most=most, tables=tuple(narrowed[id(variants)] for variants in self.tables))
 
-    def stages(self, level: int, variant: int, ends: IntArray) -> StageArrays:
-        """Return the stages that end at each of `ends` and have `level` later stages.
+    def stages(self, num_later: int, variant: int, ends: IntArray) -> StageArrays:
+        """Return the stages that end at each of `ends` and have `num_later` later stages.
 
         Args:
-            level: Number of later stages.
+            num_later: Number of later stages.
             variant: Index into the device tables of the level.
             ends: Cuts at the ends of the stages, shape (n,).
         """
-        table, behind, before = self.tables[level][variant], self.links[level], self.links[level + 1]
+        table, behind, before = self.tables[num_later][variant], self.links[num_later], self.links[num_later + 1]
         end = ends[:, None]
         first = end + np.arange(-table.width, 0)
         choice = table.choice[ends]

@@ -70,7 +70,7 @@ def test_calibration_of_a_plan_with_chunks():
     evaluation = Evaluation.of(plan, profile)
     machine = slower(plan.inputs.cluster, compute=1.2, overhead_us=30.0, link=1.5)
     report = report_of(plan, replace(evaluation, cluster=machine))
-    whole = plan.device_bytes()
+    whole = plan.peak_bytes_by_device()
     stages = tuple(replace(run, peak_bytes=whole[run.index % 2]) for run in report.stages)
     found = verification_of(plan, profile, replace(report, stages=stages), TOLERANCE)
     assert [row.agrees for row in found.compared if row.what == "peak_bytes"] == [True, True]

@@ -135,7 +135,9 @@ def test_step_range_combines_rows_and_repeats():
     assert certainty.sampling == pytest.approx(0.1)
     step_us, seen = plan.predicted.step_us, STEPS["cpu"]
     assert certainty.step_us == pytest.approx((step_us * seen.least / 1.1, step_us * seen.most * 1.1), rel=1e-3)
-    assert certainty.device_bytes == tuple(-int(-need / 0.99 // 1) + SLACK_BYTES for need in plan.device_bytes())
+    assert certainty.device_bytes == tuple(
+        -int(-need / 0.99 // 1) + SLACK_BYTES for need in plan.peak_bytes_by_device()
+    )
     apart = replace(profile, layers=tuple(replace(layer, digest="") for layer in profile.layers))
     assert certainty_of(plan, apart).sampling == pytest.approx(0.1 / sqrt(2))
 

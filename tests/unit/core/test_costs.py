@@ -47,7 +47,7 @@ def test_costs_are_interpolated_between_profiled_sizes(size: int, *, exact: bool
     for name in found.keys() - {"names.", "ties.", "memory_model."}:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, atol=1e-9, err_msg=name)
     assert costs.forward_us.sum() > 0
-    assert costs.levels.saved.sum() > 0
+    assert costs.memory.saved.sum() > 0
 
 
 def test_profiled_sizes_are_not_interpolated() -> None:
@@ -58,7 +58,7 @@ def test_profiled_sizes_are_not_interpolated() -> None:
     for size, forward, saved in ((1, 0.1, 5), (2, 7.3, 6), (4, 5.9, 9)):
         costs = costs_at(profile, size)
         assert costs.forward_us.tolist() == [forward]
-        assert costs.levels.saved.tolist() == [saved]
+        assert costs.memory.saved.tolist() == [saved]
 
 
 def test_interpolation_uses_the_two_nearest_sizes() -> None:
@@ -94,7 +94,7 @@ def test_extrapolation_continues_the_line_of_the_nearest_two_sizes(size: int) ->
     slope = 2.0 if size < 2 else 4.0
     assert costs.forward_us.tolist() == [11 + slope * (size - 4)]
     assert costs.backward_us.tolist() == [2.0 * size]
-    assert costs.levels.saved.tolist() == [max(0.0, 10 + 5.0 * (size - 4))]
+    assert costs.memory.saved.tolist() == [max(0.0, 10 + 5.0 * (size - 4))]
 
 
 def test_extrapolation_is_never_negative() -> None:
@@ -132,7 +132,7 @@ def test_missing_fields_default_to_zero_and_gradients_to_the_parameters() -> Non
     """Profiles written by hand from published numbers have only the required fields."""
     costs = costs_at(chain(layer(parameter_bytes=40, forward_us=1.0, saved_bytes=9, output_bytes=9)), 1)
     assert (costs.gradients.tolist(), costs.state.parameters.tolist()) == ([40.0], [40.0])
-    state, levels = costs.state, costs.levels
+    state, levels = costs.state, costs.memory
     nothing = (
         state.optimizer,
         state.optimizer_peak,
@@ -159,9 +159,9 @@ def test_additive_records_use_peaks_as_transients() -> None:
     assert not costs.exact
     assert costs.boundaries.input.tolist() == [0, 30]
     assert costs.boundaries.output.tolist() == [30, 40]
-    assert costs.levels.saved.tolist() == [50, 25]
-    assert costs.levels.forward.tolist() == [7, 3]
-    assert costs.levels.backward.tolist() == [9, 1]
+    assert costs.memory.saved.tolist() == [50, 25]
+    assert costs.memory.forward.tolist() == [7, 3]
+    assert costs.memory.backward.tolist() == [9, 1]
     # b saves 25 bytes, so at least 15 of its 40 bytes of output are not among them.
     assert costs.boundaries.unsaved_output.tolist() == [0, 15]
 
@@ -183,7 +183,7 @@ def test_saved_storage_counts_at_the_layer_that_makes_it() -> None:
         layer("b", detail=record(internal=3, given=[tensor(100, kept=True)], made=[tensor(20)])),
     )
     costs = costs_at(profile, 1)
-    assert costs.levels.saved.tolist() == [107, 3]
+    assert costs.memory.saved.tolist() == [107, 3]
     assert costs.boundaries.unsaved_output.tolist() == [0, 20]
     assert (costs.boundaries.input.tolist(), costs.boundaries.output.tolist()) == ([5, 100], [100, 20])
 
@@ -196,7 +196,7 @@ def test_storage_that_crosses_two_boundaries_counts_once() -> None:
         layer("c", detail=record(internal=1, given=[tensor(100, kept=True)], made=[tensor(4)])),
     )
     costs = costs_at(profile, 1)
-    assert costs.levels.saved.tolist() == [107, 3, 1]
+    assert costs.memory.saved.tolist() == [107, 3, 1]
     assert costs.boundaries.unsaved_output.tolist() == [0, 0, 4]
     assert costs.boundaries.output.tolist() == [100, 100, 4]
 
@@ -208,7 +208,7 @@ def test_storage_that_no_layer_saves_is_unsaved_at_each_boundary() -> None:
         layer("c", detail=record(internal=1, given=[tensor(100)], made=[tensor(4)])),
     )
     costs = costs_at(profile, 1)
-    assert costs.levels.saved.tolist() == [7, 3, 1]
+    assert costs.memory.saved.tolist() == [7, 3, 1]
     assert costs.boundaries.unsaved_output.tolist() == [100, 100, 4]
 
 
@@ -229,7 +229,7 @@ def test_input_of_the_model_is_not_saved_by_layers() -> None:
         layer("a", detail=record(internal=7, given=[tensor(500, kept=True)], made=[tensor(500, alias=0, kept=True)]))
     )
     costs = costs_at(profile, 1)
-    assert costs.levels.saved.tolist() == [7]
+    assert costs.memory.saved.tolist() == [7]
     assert costs.boundaries.input.tolist() == [500]
 
 

@@ -31,7 +31,7 @@ def run() -> tuple[Balance, RunReport]:
     plan = solve(profile, Request(inputs=inputs, balance=(2,) * 6, micro_batches=6))
     (balance,) = emit_native(plan, profile, folder=".", profile_folder=".").plans
     report = report_of(plan, Evaluation.of(plan, profile))
-    whole = [need - 10**6 for need in plan.device_bytes()]
+    whole = [need - 10**6 for need in plan.peak_bytes_by_device()]
     stages = tuple(replace(s, peak_bytes=whole[min(s.index, 5 - s.index)]) for s in report.stages)
     return balance, replace(report, step_us=(plan.predicted.step_us,) * (2 + ENOUGH_STEPS), stages=stages)
 

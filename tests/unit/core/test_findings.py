@@ -171,7 +171,7 @@ def test_suggested_limit_and_cuts_fit() -> None:
     other = api.solve(
         profile, devices=3, mem="900kB", batch=4, schedule="gpipe", balance=cuts[1], micro_batches=cuts[2]
     )
-    assert max(other.device_bytes()) <= 900_000
+    assert max(other.peak_bytes_by_device()) <= 900_000
 
 
 def test_suggested_command_uses_all_checked_memory() -> None:
@@ -187,7 +187,7 @@ def test_suggested_cuts_of_chunks_work_as_options(schedule: str, chunks: str) ->
     profile = profile_of([10.0] * 12, [20.0] * 12, saved_bytes=100)
     plan = api.solve(profile, devices=2, mem=20_000, batch=8, schedule=schedule, chunks=chunks)
     assert plan.chunks > 1
-    cap = max(plan.device_bytes()) - 1
+    cap = max(plan.peak_bytes_by_device()) - 1
     _, advice = api.check(plan, profile=profile, mem=cap).would_fit
     told = re.search(
         r"cuts \[([\d, ]+)\] with M = (\d+), `--schedule (\w+) --chunks (\d)`, (\S+ \S+) per step .*: `(.*)`", advice
@@ -203,7 +203,7 @@ def test_suggested_cuts_of_chunks_work_as_options(schedule: str, chunks: str) ->
         schedule=told[3],
         chunks=told[4],
     )
-    assert max(other.device_bytes()) <= cap
+    assert max(other.peak_bytes_by_device()) <= cap
     assert format_us(other.predicted.step_us) == told[5]
     assert ("--chunks 2" in told[6]) == (chunks == "2")
 

@@ -452,8 +452,8 @@ def test_peaks_of_many_stages_equal_those_of_each(in_flight: int, *, is_exact: b
 def test_tensors_in_attributes_are_counted(m: int, recompute: Recompute, more: int) -> None:
     """A forward renews 4 of 20 bytes; waiting and recomputed micro-batches hold them."""
     costs = exact()
-    levels = dataclasses.replace(costs.levels, attributes=np.array([0.0, 20.0, 0.0]), renewed=np.array([0.0, 4.0, 0.0]))
-    with_attributes = dataclasses.replace(costs, levels=levels)
+    levels = dataclasses.replace(costs.memory, attributes=np.array([0.0, 20.0, 0.0]), renewed=np.array([0.0, 4.0, 0.0]))
+    with_attributes = dataclasses.replace(costs, memory=levels)
     plain = memory_of(costs, 1, 2, m=m, recompute=recompute).total
     assert memory_of(with_attributes, 1, 2, m=m, recompute=recompute).total == plain + more
 

@@ -10,7 +10,7 @@ import pytest
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_memory, chunk_memory_function
-from planner.core.cost.layer_memory import StageLayers, least_levels, most_savings
+from planner.core.cost.layer_memory import StageLayers, least_saved_and_peaks, most_savings
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory, stage_memory_functions
 from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
@@ -121,7 +121,7 @@ def activations(*, keeps_output: bool) -> ChainCosts:
 )
 def test_input_of_a_recomputed_layer_is_held(*, keeps_output: bool, recomputed: tuple[int, ...], saved: int) -> None:
     costs = activations(keeps_output=keeps_output)
-    assert StageLayers.of(costs, 0, 3).levels(recomputed).saved == saved
+    assert StageLayers.of(costs, 0, 3).saved_and_peaks(recomputed).saved == saved
     more = memory_of(costs, 0, 3, recomputed, m=9).total - memory_of(costs, 0, 3, recomputed, m=8).total
     assert more == saved + 10  # and the input of one micro-batch
 
@@ -136,7 +136,7 @@ def test_relayed_tensor_of_recomputed_layers_is_held_once(recomputed: tuple[int,
         layer("2", detail=record(given=[tensor(100)], made=[tensor(50)])),
         layer("3", detail=record(given=[tensor(50)], made=[tensor(4)])),
     ]
-    assert StageLayers.of(costs_at(chain(*layers), 1), 0, 4).levels(recomputed).saved == saved + 4
+    assert StageLayers.of(costs_at(chain(*layers), 1), 0, 4).saved_and_peaks(recomputed).saved == saved + 4
 
 
 def in_place() -> ChainCosts:
@@ -161,7 +161,7 @@ def test_recomputed_layer_saves_a_copy_of_an_input_that_is_written(
     first: int, recomputed: tuple[int, ...], saved: int
 ) -> None:
     """At the start of a stage, the received tensor is the saved one."""
-    assert StageLayers.of(in_place(), first, 4).levels(recomputed).saved == saved + 4
+    assert StageLayers.of(in_place(), first, 4).saved_and_peaks(recomputed).saved == saved + 4
 
 
 def additive() -> ChainCosts:
@@ -237,11 +237,11 @@ def test_linear_moments_equal_the_memory_model(*, is_exact: bool) -> None:
         for row, first in enumerate(firsts.tolist()):
             for end in range(first + 1, 7):
                 recomputed = [n for n in range(first, end) if rng.random() < 0.5]
-                saved, *levels = StageLayers.of(costs, first, end).levels(recomputed)
+                saved, *levels = StageLayers.of(costs, first, end).saved_and_peaks(recomputed)
                 totals = [
                     float(moment.fixed[row, end - 1])
                     + moment.weight * saved
-                    + (levels[moment.level] if moment.level is not None else 0)
+                    + (levels[moment.peak] if moment.peak is not None else 0)
                     for moment in moments
                 ]
                 memory = stage_memory(
@@ -256,16 +256,16 @@ def test_least_levels_are_at_most_those_of_any_choice(*, is_exact: bool) -> None
     for seed in range(8):
         costs = costs_at(random_profile(seed, 5, exact=is_exact, sizes=(1, 4)), 3)
         firsts, savings = np.array([1, 2]), most_savings(costs)
-        saved, levels = least_levels(costs, firsts, slice(1, 5))
+        saved, levels = least_saved_and_peaks(costs, firsts, slice(1, 5))
         for row, first in enumerate(firsts.tolist()):
             for end in range(first + 1, 6):
                 stage = StageLayers.of(costs, first, end)
-                assert stage.levels(()).saved == saved[row, end - 2]
-                assert stage.levels(()).backward == levels.backward[row, end - 2]
+                assert stage.saved_and_peaks(()).saved == saved[row, end - 2]
+                assert stage.saved_and_peaks(()).backward == levels.backward[row, end - 2]
                 for count in range(end - first + 1):
                     for recomputed in combinations(range(first, end), count):
                         spared = sum(savings[int(n > first)][n] for n in recomputed)
-                        found = stage.levels(recomputed)
+                        found = stage.saved_and_peaks(recomputed)
                         assert found.saved + spared >= saved[row, end - 2]
                         for level, least in zip(found[1:], levels, strict=True):
                             assert level + is_exact * spared >= least[row, end - 2]
@@ -291,5 +291,5 @@ def test_memory_of_a_chunk_as_function_of_recomputed_layers(*, is_exact: bool, i
                 costs, first, end, micro_batches=3, recompute="layers", recomputed=some, splits_backward=in_halves
             )
             assert chunk.always == alone.always.total
-            saved, *levels = layers.levels(some)
+            saved, *levels = layers.saved_and_peaks(some)
             assert chunk.parts(saved, np.array([*levels, 0.0])).tolist() == alone.parts.tolist()

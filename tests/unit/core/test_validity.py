@@ -50,7 +50,7 @@ def at_random(draw: random.Random, num_devices: int, chunks: int, micro_batches:
 def is_ready(action: Action, num_stages: int, over: set[object]) -> bool:
     """Return True if all dependencies are done; a backward also needs its own forward."""
     need = needed_message(action.kind, action.stage, num_stages)
-    waits = [] if need is None else [(need.flow, need.stage, action.micro_batch)]
+    waits = [] if need is None else [(need.message_kind, need.stage, action.micro_batch)]
     return set(waits) <= over
 
 

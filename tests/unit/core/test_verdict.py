@@ -87,7 +87,7 @@ def test_a_limit_within_the_error_range_is_tight() -> None:
     """GP103 is reported for devices whose largest expected peak exceeds their memory."""
     large = six_layers(parameter_bytes=10**8)
     plan = plan_of(large)
-    needs = plan.device_bytes()
+    needs = plan.peak_bytes_by_device()
     most = certainty_of(plan, large).device_bytes
     tight = judge(plan, large, profile_digest=DIGEST, memory_bytes=(most[0], needs[1], most[2]))
     assert tight.fits
@@ -300,7 +300,7 @@ def test_verdict_keeps_the_inputs_of_the_plan() -> None:
 def test_memory_of_v_chunks_is_added_up_by_device() -> None:
     inputs = replace(inputs_of(2, 4), schedule="zbv", chunks=2)
     plan = solve(six_layers(), Request(inputs=inputs, balance=(3, 1, 1, 1), micro_batches=4))
-    needs = plan.device_bytes()
+    needs = plan.peak_bytes_by_device()
     verdict = judge(plan, six_layers(), profile_digest=DIGEST, memory_bytes=needs)
     assert verdict.fits
     assert plan.stages[0].memory.total + plan.stages[2].memory.total != needs[0]

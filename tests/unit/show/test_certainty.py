@@ -43,7 +43,7 @@ def test_figures_have_the_digits_that_their_range_allows(step_us, range_us, step
 def test_peak_is_shown_with_its_upper_end():
     """It is that of the device nearest to its limit, rounded up."""
     planned = plan((1, 3, 2))
-    needs = [need / MIB for need in planned.device_bytes()]
+    needs = [need / MIB for need in planned.peak_bytes_by_device()]
     most = tuple(round((need * 1.01) * MIB) + 7 for need in needs)
     words = peak_words(planned, replace(OPEN, device_bytes=most))
     fullest = needs.index(max(needs))

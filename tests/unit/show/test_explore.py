@@ -175,7 +175,7 @@ def test_explorer_and_report_show_the_same_error_ranges(tmp_path: Path) -> None:
     planned = plan(of=profile())
     certainty = certainty_of(planned, profile())
     data = json.loads(page_data(asked(planned)).text)
-    peak = max(planned.device_bytes())
+    peak = max(planned.peak_bytes_by_device())
     figures = {"step_us": planned.predicted.step_us, "samples_per_s": planned.predicted.samples_per_s, "bytes": peak}
     _, step, _, per_s, memory = ranges_of(data, figures, tmp_path)
     assert step in step_words(planned, certainty)

@@ -37,7 +37,7 @@ def test_levels_after_the_end_are_omitted():
 def test_highest_level_is_the_peak(planned):
     step = step_of_sample(planned)
     held = memory_over_time(step, columns=100, end_us=step.end_us)
-    assert [max(levels) for levels in held] == pytest.approx(planned.device_bytes(), abs=8)
+    assert [max(levels) for levels in held] == pytest.approx(planned.peak_bytes_by_device(), abs=8)
 
 
 def test_memory_rows_have_the_scale_of_the_timeline():
@@ -45,14 +45,14 @@ def test_memory_rows_have_the_scale_of_the_timeline():
     text = whole_plan_text(planned, style(100))
     drawn = rows(text)
     assert len(drawn) == 3
-    shares = [f"{100 * need / (120 * MIB):.0f} %" for need in planned.device_bytes()]
+    shares = [f"{100 * need / (120 * MIB):.0f} %" for need in planned.peak_bytes_by_device()]
     assert [row.rsplit("  ", 1)[1].strip() for row in drawn] == shares
     assert all(re.fullmatch(r"[▁▂▃▄▅▆▇]{84} +\d+ %", row) for row in drawn)
 
 
 def test_memory_at_its_limit_fills_the_row():
     """If all needs are far below their limits, the largest need fills the row."""
-    need = max(in_a_v().device_bytes())
+    need = max(in_a_v().peak_bytes_by_device())
     assert "█" in "".join(rows(whole_plan_text(in_a_v(cap=need), style(100))))
     far = whole_plan_text(in_a_v(cap=100 * need), style(100))
     assert "up to the largest need" in far

@@ -164,7 +164,7 @@ def test_chunks_have_a_column_for_their_device():
     assert table[0].endswith(format_bytes(planned.stages[0].memory.total))
     text = plan_text(planned, events_of(planned), WIDE)
     assert "share" not in text
-    assert f"{format_bytes(planned.device_bytes()[1])} of  120 MiB" in text.replace("of 120", "of  120")
+    assert f"{format_bytes(planned.peak_bytes_by_device()[1])} of  120 MiB" in text.replace("of 120", "of  120")
     bars, timeline = text.split("memory per device")[1].split("timeline of one step")
     for section in (bars, timeline):
         assert [line[:8] for line in section.splitlines() if line.startswith("device ")][:3] == [

@@ -55,7 +55,7 @@ def test_peaks_of_chunks_are_compared_by_device():
     """An allocator counts all chunks of its device."""
     planned = interleaved()
     run = report(planned)
-    whole = [planned.device_bytes()[s.index % 3] for s in run.stages]
+    whole = [planned.peak_bytes_by_device()[s.index % 3] for s in run.stages]
     run = replace(run, stages=tuple(replace(s, peak_bytes=b) for s, b in zip(run.stages, whole, strict=True)))
     text = comparison_text(planned, run, WIDE)
     assert all(f"forward, stage {k} " in text for k in range(6))
@@ -116,7 +116,7 @@ def test_peaks_of_a_v_are_compared_by_device():
     planned = in_a_v()
     run = report(planned)
     peaks = [row for row in compared_figures(planned, run) if row.what == "peak_bytes"]
-    assert [row.predicted for row in peaks] == list(planned.device_bytes())
+    assert [row.predicted for row in peaks] == list(planned.peak_bytes_by_device())
     measured = [stage.peak_bytes for stage in run.stages]
     assert [row.measured for row in peaks] == [max(measured[d], measured[5 - d]) for d in range(3)]
 

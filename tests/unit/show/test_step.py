@@ -30,7 +30,7 @@ PLANS = [
 @pytest.mark.parametrize("planned", PLANS)
 def test_highest_memory_level_is_the_peak_of_the_plan(planned):
     step = step_of_sample(planned)
-    assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.device_bytes()
+    assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.peak_bytes_by_device()
 
 
 @pytest.mark.parametrize("planned", PLANS)
@@ -53,7 +53,7 @@ def test_highest_memory_level_with_exact_records_is_the_peak(seed, recompute, sc
         planned = plan(schedule=schedule, recompute=recompute, micro_batches=micro_batches, of=measured)
         evaluation = Evaluation.of(planned, measured)
         step = simulated_step(evaluation)
-        assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.device_bytes()
+        assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.peak_bytes_by_device()
         # Replicas' gradients in a message are there in the last backward, and may be more than was there before.
         evaluation = replace(evaluation, partition=replace(evaluation.partition, replicas=2))
         highest = [max(level.bytes for level in levels) for levels in simulated_step(evaluation).memory]

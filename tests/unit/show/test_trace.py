@@ -58,7 +58,7 @@ def test_highest_counter_is_the_peak(planned):
         if event["ph"] == "C":
             assert event["name"] == "memory"
             peaks[event["pid"]] = max(peaks[event["pid"]], event["args"]["bytes"])
-    assert tuple(peaks[device] for device in range(planned.num_devices)) == planned.device_bytes()
+    assert tuple(peaks[device] for device in range(planned.num_devices)) == planned.peak_bytes_by_device()
 
 
 @PLANS

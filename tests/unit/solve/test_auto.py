@@ -25,7 +25,7 @@ from planner.solve.cases import cases_of
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER
-from planner.solve.progress import Effort, Progress
+from planner.solve.progress import Progress, SimulationBudget
 from planner.solve.questions import insight
 from planner.solve.questions.faster import faster_schedule, plan_with_replicas
 from planner.solve.request import MOST_ACTIONS_OF_AUTO
@@ -299,4 +299,4 @@ def test_descent_starts_from_the_fastest_start() -> None:
 
 def progress(case: Case) -> Progress:
     """Return the state of a search without results."""
-    return Progress(case=case, effort=Effort(None), deadline=NEVER, upper_us=inf)
+    return Progress(case=case, budget=SimulationBudget(None), deadline=NEVER, upper_us=inf)

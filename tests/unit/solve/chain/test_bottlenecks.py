@@ -11,7 +11,7 @@ from planner.solve import Request
 from planner.solve.cases import cases_of
 from planner.solve.chain import bottlenecks
 from planner.solve.chain.bottlenecks import BottleneckSearch
-from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
+from planner.solve.chain.chain_dp import ChainCuts, CutDynamicProgram
 from planner.solve.chain.recurrences import GPipeRecurrence, TieBreakRecurrence
 from planner.solve.deadline import OutOfTimeError
 from planner.solve.space import prefixes
@@ -59,7 +59,7 @@ def _cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_box_search_equals_the_dynamic_program(seed: int, policy: RecomputePolicy, micro_batches: int) -> None:
     case = case_of(seed, policy, micro_batches=micro_batches)
     problem = case.problem(4, width=12)
-    alone = LabelSearch(problem, GPipeRecurrence(micro_batches)).run(upper_us=np.inf)
+    alone = CutDynamicProgram(problem, GPipeRecurrence(micro_batches)).run(upper_us=np.inf)
     search = BottleneckSearch(problem, micro_batches)
     best = search.find_best()
     assert (best is None) == (alone is None)
@@ -75,10 +75,10 @@ def test_stages_computed_level_by_level_give_the_same_labels(seed: int, monkeypa
     problem = case_of(seed).problem(4, width=12, every_choice=True)
     assert problem.is_uniform
     recurrence = TieBreakRecurrence(GPipeRecurrence(8), "peak", "moved")
-    at_once = LabelSearch(problem, recurrence).run(upper_us=np.inf)
+    at_once = CutDynamicProgram(problem, recurrence).run(upper_us=np.inf)
     assert at_once is not None
     monkeypatch.setattr(prefixes, "_MOST_AT_ONCE", 0)
-    assert LabelSearch(problem, recurrence).run(upper_us=np.inf) == at_once
+    assert CutDynamicProgram(problem, recurrence).run(upper_us=np.inf) == at_once
 
 
 @pytest.mark.slow
@@ -133,10 +133,10 @@ def test_the_limit_of_a_first_plan_is_raised_in_small_steps(monkeypatch: pytest.
     found = ChainCuts(1.08 * search.bound_us, (0, 12), (0,), ())
     limits_us = []
 
-    def run(_search: LabelSearch, *, upper_us: float, **_: object) -> ChainCuts | None:
+    def run(_search: CutDynamicProgram, *, upper_us: float, **_: object) -> ChainCuts | None:
         limits_us.append(upper_us)
         return found if upper_us > found.step_us else None
 
-    monkeypatch.setattr(LabelSearch, "run", run)
+    monkeypatch.setattr(CutDynamicProgram, "run", run)
     assert search.find_first() == found
     assert limits_us[-1] <= 1.1 * search.bound_us

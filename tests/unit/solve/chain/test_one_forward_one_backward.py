@@ -8,7 +8,7 @@ from planner.core.values.cluster import Link
 from planner.core.values.plan import RecomputePolicy
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
-from planner.solve.chain.chain_dp import LabelSearch
+from planner.solve.chain.chain_dp import CutDynamicProgram
 from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from tests.support.brute_force import Space
 from tests.support.chains import chain, layer, random_profile
@@ -47,7 +47,7 @@ def test_bound_under_1f1b_is_at_most_every_plan(seed: int, policy: RecomputePoli
                 for block in space.blocks
                 if (block.micro_batches, block.num_devices) == (case.micro_batches, count)
             ]
-            search = LabelSearch(case.problem(count, width=6, exact=True), recurrence)
+            search = CutDynamicProgram(case.problem(count, width=6, exact=True), recurrence)
             found = search.find_best()
             assert search.root_bound_us() <= min(times) * (1 + 1e-9)
             assert (found is None) == (min(times) == float("inf"))

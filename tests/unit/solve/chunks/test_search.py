@@ -27,7 +27,7 @@ from planner.solve.chunks.search import all_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import CutAndLayerSearch
 from planner.solve.layers.devices import RecomputeSearch
-from planner.solve.progress import Effort, Progress
+from planner.solve.progress import Progress, SimulationBudget
 from planner.solve.questions import insight
 from planner.solve.space.partitions import Evaluator
 from tests.support.chains import chain, heavy_chain, layer, random_profile
@@ -263,7 +263,7 @@ def test_bound_with_single_layers_is_at_most_every_plan(schedule: ScheduleName, 
     for cap in list(limits_of(loose))[:2]:
         evaluator = evaluator_of(schedule, seed, cap, recompute="layers")
         assert evaluator is not None
-        progress = Progress(case=evaluator.case, effort=Effort(None), deadline=NEVER, upper_us=np.inf)
+        progress = Progress(case=evaluator.case, budget=SimulationBudget(None), deadline=NEVER, upper_us=np.inf)
         search = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
         places = search.evaluate([cuts for block in all_cuts(evaluator) for cuts in block])
         best_us = min(place.step_us for place in places)

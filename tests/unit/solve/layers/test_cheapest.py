@@ -32,7 +32,7 @@ def total(costs: ChainCosts, first: int, end: int, counts: tuple[int, int], reco
 
 
 def cheapest(
-    costs: ChainCosts, first: int, end: int, counts: tuple[int, int], limit: float, *, most_labels: int = 4096
+    costs: ChainCosts, first: int, end: int, counts: tuple[int, int], limit: float, *, most_choices: int = 4096
 ) -> LayerChoice | None:
     """Return the cheapest layers to recompute."""
     return cheapest_layers(
@@ -41,7 +41,7 @@ def cheapest(
         end,
         moments_with(*counts),
         limit_bytes=limit,
-        most_labels=most_labels,
+        most_choices=most_choices,
     )
 
 
@@ -72,7 +72,7 @@ def test_cheapest_layers_equal_the_best_subset(seed: int, kind: str) -> None:
     for limit in limits(min(sizes.values()), sizes[()], rng):
         best = min((times[subset] for subset in subsets if sizes[subset] <= limit), default=None)
         found = cheapest(costs, first, end, counts, limit)
-        narrow = cheapest(costs, first, end, counts, limit, most_labels=3)
+        narrow = cheapest(costs, first, end, counts, limit, most_choices=3)
         bound = float(bounds(costs, [0, first] if first else [0], 7, counts, limit)[-1, end - 1])
         if best is None:
             assert found is narrow is None
@@ -115,7 +115,7 @@ def test_equal_layers_are_recomputed_as_few_as_possible(num_layers: int) -> None
     never, always = (total(costs, 0, num_layers, counts, tuple(range(n))) for n in (0, num_layers))
     for share in (0.2, 0.5, 0.8):
         limit = always + share * (never - always)
-        found = cheapest(costs, 0, num_layers, counts, limit, most_labels=256)
+        found = cheapest(costs, 0, num_layers, counts, limit, most_choices=256)
         assert found is not None
         assert found.is_exact
         assert total(costs, 0, num_layers, counts, found.recomputed) <= limit
@@ -147,7 +147,7 @@ def test_bound_is_true_if_labels_run_out() -> None:
         layers.append(layer(str(n), forward_us=size / 1000, saved_bytes=size, detail=detail))
     costs, counts = costs_at(chain(*layers), 1), (8, 8)
     limit = 0.4 * total(costs, 0, 60, counts, ())
-    found = cheapest(costs, 0, 60, counts, limit, most_labels=200)
+    found = cheapest(costs, 0, 60, counts, limit, most_choices=200)
     assert found is not None
     assert total(costs, 0, 60, counts, found.recomputed) <= limit
     assert not found.is_exact

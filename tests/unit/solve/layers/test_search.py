@@ -41,7 +41,7 @@ def test_recomputing_single_layers_is_at_least_as_fast_as_whole_stages(schedule:
     gains = []
     for seed, share in ((1, 0.85), (2, 0.7)):
         profile = heavy_chain(seed, 9)
-        cap = int(share * max(solved(profile, inputs_for(schedule, recompute="never")).device_bytes()))
+        cap = int(share * max(solved(profile, inputs_for(schedule, recompute="never")).peak_bytes_by_device()))
         inputs = inputs_for(schedule, recompute="auto", memory_bytes=(cap, cap))
         try:
             whole = solved(profile, inputs)
@@ -59,7 +59,7 @@ def test_recomputing_single_layers_is_at_least_as_fast_as_whole_stages(schedule:
 def test_recomputing_single_layers_fits_if_whole_stages_do_not(schedule: ScheduleName, share: float) -> None:
     """A stage that is recomputed as a whole holds all its activations in its backward."""
     profile = heavy_chain(int(schedule != "zbv"), 9)
-    cap = int(share * max(solved(profile, inputs_for(schedule, recompute="never")).device_bytes()))
+    cap = int(share * max(solved(profile, inputs_for(schedule, recompute="never")).peak_bytes_by_device()))
     inputs = inputs_for(schedule, recompute="auto", memory_bytes=(cap, cap))
     with pytest.raises(InfeasibleError):
         solved(profile, inputs)

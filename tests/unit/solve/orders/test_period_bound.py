@@ -66,7 +66,7 @@ def test_bound_is_at_most_every_plan_and_above_the_work(seed: int) -> None:
     """Memory limits require recomputation."""
     profile = random_profile(seed, 4, exact=seed % 2 == 0)
     free = inputs_of(2, M, link=Link(latency_us=3.0, bytes_per_s=1e6))
-    needed = solve(profile, Request(inputs=replace(free, schedule="gpipe"), micro_batches=M)).device_bytes()
+    needed = solve(profile, Request(inputs=replace(free, schedule="gpipe"), micro_batches=M)).peak_bytes_by_device()
     inputs = replace(free, memory_bytes=(round(0.9 * max(needed)),) * 2, schedule="search", chunks=1)
     best_us, work_us = fastest_us(profile, inputs)
     plan = solve(profile, Request(inputs=inputs, micro_batches=M))

@@ -48,7 +48,7 @@ def test_every_schedule_has_a_point_if_split_backwards_were_measured() -> None:
     assert set(names) >= set(SCHEDULES)
     (chosen,) = [point for point in points if point.schedule == plan.schedule]
     assert (chosen.step_us, chosen.bubble) == (plan.predicted.step_us, plan.predicted.bubble)
-    assert chosen.peak_bytes == max(plan.device_bytes())
+    assert chosen.peak_bytes == max(plan.peak_bytes_by_device())
     assert all(0 < point.peak_bytes <= CAP for point in points if point.fits)
     assert sum(point.fits for point in points) >= 5
 
