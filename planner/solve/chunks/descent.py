@@ -14,8 +14,9 @@ Partitions are compared by the bytes by which they exceed the memory limits, the
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import inf
 from typing import Generic, TypeVar
 
@@ -79,7 +80,7 @@ class Descent(ABC, Generic[CandidateT]):
         self.progress, self.evaluator = progress, evaluator
         # The seed is fixed, so that the same request always gets the same plan.
         self.random = random.Random(0)  # noqa: S311
-        self.moves = moves(evaluator.num_stages)[: None if evaluator.case.rules.balance is None else 0]
+        self.moves = moves(evaluator.chunks)[: None if evaluator.case.rules.balance is None else 0]
         self._ends = 0
 
     @abstractmethod
@@ -164,18 +165,22 @@ class Descent(ABC, Generic[CandidateT]):
         return some[self.evaluator.case.rules.allows(some)]
 
 
-def moves(num_stages: int) -> IntArray:
-    """Return moves of one cut or of several successive cuts, as numbers to add to the cuts; shape (moves, S+1)."""
+def moves(chunks: Sequence[Sequence[int]]) -> IntArray:
+    """Return moves of one cut or of several successive cuts, as numbers to add to the cuts; shape (moves, S+1).
+
+    Args:
+        chunks: Stages of each device.
+    """
+    num_stages = sum(map(len, chunks))
     lengths, length = list(range(1, min(_ALL_LENGTHS, num_stages - 1) + 1)), _ALL_LENGTHS
     while (length := length * 3 // 2) < num_stages:
         lengths.append(length)
-    every = [
-        (first, length, step)
-        for length in lengths
-        for first in range(1, num_stages - length + 1)
-        for step in (_SINGLE_STEPS if length == 1 else _STEPS)
-    ]
+    blocks = [(first, length) for length in lengths for first in range(1, num_stages - length + 1)]
+    # To move all cuts between two stages of a device moves layers from one to the other.
+    on_device = [(a + 1, b - a) for stages in chunks for a, b in combinations(sorted(stages), 2)]
+    blocks = list(dict.fromkeys([*blocks, *on_device]))
+    every = [(block, step) for block in blocks for step in (_SINGLE_STEPS if block[1] == 1 else _STEPS)]
     added = np.zeros((len(every), num_stages + 1), dtype=np.int64)
-    for row, (first, length, step) in enumerate(every):
+    for row, ((first, length), step) in enumerate(every):
         added[row, first : first + length] = step
     return added

@@ -199,11 +199,20 @@ def test_minimal_choices_are_those_that_fit_with_least_recomputation() -> None:
 
 def test_moves_shift_blocks_of_cuts() -> None:
     """Moves shift one cut by up to four layers and several by up to two."""
-    every = {tuple(row) for row in moves(4).tolist()}
+    added = moves([[stage] for stage in range(4)])
+    every = {tuple(row) for row in added.tolist()}
     assert {(0, 4, 0, 0, 0), (0, 1, 1, 0, 0), (0, 0, -2, -2, 0), (0, 1, 1, 1, 0)} <= every
-    assert len(every) == len(moves(4)) == 3 * 6 + 2 * 4 + 1 * 4
+    assert len(every) == len(added) == 3 * 6 + 2 * 4 + 1 * 4
     assert all(row[0] == row[-1] == 0 for row in every)
-    assert not len(moves(1))
+    assert not len(moves([[0]]))
+
+
+def test_moves_shift_layers_between_stages_of_a_device() -> None:
+    num_stages = 40
+    every = {tuple(row) for row in moves([(d, num_stages - 1 - d) for d in range(num_stages // 2)]).tolist()}
+    for first in range(num_stages // 2):
+        last = num_stages - 1 - first
+        assert tuple(int(first < cut <= last) for cut in range(num_stages + 1)) in every
 
 
 def test_linear_expressions_add_factors() -> None:
