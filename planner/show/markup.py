@@ -6,13 +6,16 @@ from planner.core.values.printable import escape_unprintable
 
 
 def escape_text(text: str) -> str:
-    """Return `text` escaped for content and quoted attributes; control and direction characters become codes."""
+    """Return `text` escaped for content and quoted attributes of HTML.
+
+    Control characters and characters that change the direction of text become codes.
+    """
     shown = escape_unprintable(text)
     return escape(shown, quote=True)
 
 
 def number(value: float, decimals: int = 2) -> str:
-    """Return a number for an SVG attribute, without trailing zeros, as `12.5` or `3`."""
+    """Return a number for an SVG attribute without trailing zeros, as `12.5` or `3`."""
     text = f"{value:.{decimals}f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text

@@ -1,4 +1,4 @@
-"""Results as small pieces of HTML for notebooks, without scripts and style sheets, for light and dark themes."""
+"""Results as small pieces of HTML for notebooks, without scripts and style sheets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -34,14 +34,14 @@ _TEXTS: Mapping[type, Callable[[Any, Style], str]] = {
 
 
 def result_html(value: Any) -> str:
-    """Return a result as HTML: a plan as a table, another result as the text that its command prints."""
+    """Return a result as HTML: a plan as a table, another result as its command's text."""
     if isinstance(value, Plan):
         return plan_html(value)
     return f'<pre style="white-space:pre">{escape(_TEXTS[type(value)](value, _PLAIN))}</pre>'
 
 
 def plan_html(plan: Plan) -> str:
-    """Return the plan's figures, and a table with a row per stage and a bar of the stage's memory."""
+    """Return a plan's figures, and a table with a row per stage and a bar of its memory."""
     view = stage_table(plan, brief=True).pick(*_COLUMNS)
     looks = [_TEXT if column.unit == "text" else _NUMBER for column in view.columns]
     header = "".join(f"<th {_TEXT}>{name}</th>" for name in (*_COLUMNS, ""))

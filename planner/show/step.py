@@ -59,7 +59,7 @@ class Span:
 
 
 class MemoryLevel(NamedTuple):
-    """Memory of a device, which stays the same from this level's start to the start of the next level."""
+    """Memory of a device from `start_us` to the start of the next level."""
 
     start_us: float
     bytes: int
@@ -67,7 +67,7 @@ class MemoryLevel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One training step of one pipeline, as spans and memory levels."""
+    """One training step of a pipeline, as spans and memory levels."""
 
     num_devices: int
     """Number of devices of the pipeline, K."""
@@ -82,7 +82,7 @@ class Step:
 
     @property
     def end_us(self) -> float:
-        """Time at which the last device ends, optimizer step included."""
+        """Time at which the last device ends, with the optimizer step."""
         return max((span.end_us for span in self.spans), default=0.0)
 
     @property
@@ -157,9 +157,9 @@ def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Memory
 
 
 class _StageBytes(NamedTuple):
-    """Memory of a stage in bytes, with one column per component of the plan, or one column for their total.
+    """Memory of a stage in bytes, in columns: one per component of the plan, or one for the total.
 
-    Each column is rounded on its own, as the plan's components are.
+    Each column is rounded on its own, like the plan's components.
     """
 
     always: FloatArray
@@ -217,10 +217,7 @@ class _DeviceBytes(NamedTuple):
 def _levels(computing: Sequence[Span], device_bytes: _DeviceBytes, peak: int) -> Iterator[MemoryLevel]:
     """Yield the memory levels of a device over the step, sorted by time.
 
-    Args:
-        computing: Spans of the device's actions, sorted by time.
-        device_bytes: Memory of the device at each action.
-        peak: Exact peak of the device; it limits the levels, because the sum of rounded chunks may exceed it.
+    No level exceeds `peak`, the exact peak: the sum of rounded chunks may be larger.
     """
     yield MemoryLevel(0.0, device_bytes.idle)
     ends = [*(after.start_us for _, after in pairwise(computing)), float("inf")]

@@ -15,13 +15,13 @@ from planner.show.step import BY_LABEL, Span, Step
 from planner.show.views.numbers import percent, row_noun, time_ticks
 from planner.show.views.spans import (
     BUBBLE_WORDS,
+    action_color_css,
+    box_text_css,
     bubbles_of,
-    ink_rules,
-    kind_rules,
-    legend_looks,
-    look_of,
+    legend_classes,
     micro_batch_text,
-    recompute_look,
+    recompute_style_class,
+    span_style_class,
 )
 
 _WIDTH = 1200.0
@@ -48,7 +48,7 @@ $inks
 @media (prefers-color-scheme:dark){.timeline rect.paper{fill:#14181f}.timeline text{fill:#e4e8ee}
 .timeline .axis line,.timeline .rule{stroke:#343c48}.timeline .s{color:#37c0ba}
 $inks}
-""").substitute(kinds=kind_rules(".timeline "), inks=ink_rules())
+""").substitute(kinds=action_color_css(".timeline "), inks=box_text_css())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +123,13 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
 
 
 def has_lanes(step: Step) -> bool:
-    """Return True if rows are high enough to draw sends at their edges."""
+    """Return True if rows are high enough for drawing sends at their edges."""
     return _row_height(step) >= 11
 
 
-def legend_kinds(step: Step) -> list[tuple[str, str]]:
-    """Return style class and label of everything that the picture shows."""
-    return legend_looks(step, has_lanes=has_lanes(step))
+def legend_entries(step: Step) -> list[tuple[str, str]]:
+    """Return the style class and label of everything in the picture."""
+    return legend_classes(step, has_lanes=has_lanes(step))
 
 
 def _row_height(step: Step) -> float:
@@ -200,7 +200,7 @@ def _boxes(frame: _Frame, spans: Sequence[Span]) -> Iterator[tuple[str, float, f
 
     x, count = frame.x, frame.step.num_devices
     computing = [s for s in spans if not s.kind.startswith("send")]
-    yield from lane("compute", ((look_of(s, count), x(s.start_us), x(s.end_us)) for s in computing))
+    yield from lane("compute", ((span_style_class(s, count), x(s.start_us), x(s.end_us)) for s in computing))
     again = (("again", x(s.start_us), x(s.start_us + s.recompute_us)) for s in computing if s.recompute_us > 0)
     yield from lane("compute", again)
     for kind in ("send backward", "send forward") if has_lanes(frame.step) else ():
@@ -244,7 +244,7 @@ def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
 
 
 def _legend_rows(step: Step) -> list[list[tuple[str, str]]]:
-    items = [*legend_kinds(step), ("", "blank: idle"), ("", f"at the right: {BUBBLE_WORDS}")]
+    items = [*legend_entries(step), ("", "blank: idle"), ("", f"at the right: {BUBBLE_WORDS}")]
     rows: list[list[tuple[str, str]]] = [[]]
     for item in items:
         if sum(map(_legend_width, [*rows[-1], item])) > _WIDTH - 2 * _RIGHT:
@@ -272,6 +272,6 @@ def _legend(frame: _Frame) -> str:
 
 def _sample(frame: _Frame, look: str, x: float, y: float) -> Iterator[str]:
     if look:
-        yield _rect(recompute_look(frame.step) if look == "again" else look, x=x, y=y, width=18, height=11)
+        yield _rect(recompute_style_class(frame.step) if look == "again" else look, x=x, y=y, width=18, height=11)
     if look == "again":
         yield f'<rect style="fill:url(#again)" x="{number(x)}" y="{number(y)}" width="18" height="11"/>'

@@ -1,4 +1,4 @@
-"""Interactive report: a page with adjustable cuts, M, schedule and memory limits, which updates all figures at once.
+"""Interactive report: a page with adjustable cuts, micro-batches, schedule and memory limits.
 
 Python writes the numbers (`planner.show.explore.data`): the memory of every stage, durations, and action orders with
 the dependencies and memory changes of each action. The scripts of the page only add these numbers and take maxima

@@ -1,4 +1,4 @@
-"""Columns of the page's tables, computed by the cost model: memory and times of stages, and times of transfers."""
+"""Columns of the page's tables: memory and times of stages, and times of transfers, from the cost model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple

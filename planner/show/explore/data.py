@@ -83,8 +83,8 @@ class _Chain:
 def page_data(request: ExplorerRequest) -> PageData:
     """Return the data of the interactive report.
 
-    For a long chain, the data has only stages near the initial cuts. If these are still too many, the page does not
-    offer the largest numbers of stages per device.
+    For a long chain, the data has only stages near the initial cuts. If there are too many even of these, the page does
+    not offer the largest numbers of stages per device.
     """
     chain, menu = _Chain.of(request), schedule_menu(request)
     nearby = _NearbyStages.of(chain, menu)
@@ -129,9 +129,10 @@ class _NearbyStages:
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
     def widths(self, most: int) -> dict[int, int]:
-        """Return for each number of stages by how many layers a cut may move, so that the page has `most` stages or so.
+        """Return for each number of stages by how many layers a cut may move.
 
-        Pipelines with the plan's number of stages get half of these stages. Other numbers of stages share the rest.
+        With these widths, the page has about `most` stages: half of them for the plan's number of stages, half for
+        other numbers.
         """
         num_layers, own = self.chain.one.num_layers, len(self.chain.request.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= most:
@@ -217,11 +218,10 @@ def _heights(times_us: FloatArray, costs: ChainCosts) -> list[int]:
 
 
 def _tie(tie: TiedParameters, *, is_exact: bool) -> list[object]:
-    """Return a tie (shared parameters) for the page's JSON data.
+    """Return tied parameters for the page's JSON data.
 
-    Returns:
-        The layer, the earlier layers that share its parameters (nearest first), and a flat list of triples: part,
-        component and shared bytes.
+    The result is a layer, the earlier layers that share its parameters (nearest first), and a flat list of triples:
+    part, component and shared bytes.
     """
     sizes = {
         (ALWAYS, "parameters"): tie.parameter_bytes,

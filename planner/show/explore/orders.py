@@ -1,4 +1,4 @@
-"""Action orders for the page: one text per device for each schedule, number of stages and number of micro-batches.
+"""Action orders for the page: a text per device for each schedule, number of stages and of micro-batches.
 
 Each character of a text stands for a row of a table that all texts share. The row has an action of the device, and the
 memory parts that the action adds and removes. The scripts of the page can therefore replay an order without an
@@ -34,7 +34,7 @@ EncodedOrder = tuple[str] | tuple[str, list[int]]
 def _character(number: int) -> str:
     """Return the character for a row of the table.
 
-    Characters are printable ASCII except quotes, `<` and backslashes, then all characters from U+00A1.
+    It is a printable ASCII character except quotes, `<` and backslash, or a character from U+00A1 on.
     """
     if number >= 90:
         return chr(161 + number - 90)
@@ -45,7 +45,7 @@ def _character(number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOrders:
-    """Action orders of all devices, for one schedule and fixed numbers of stages and micro-batches."""
+    """Action orders of all devices for one schedule, number of stages and number of micro-batches."""
 
     devices: tuple[EncodedOrder, ...]
     parts: frozenset[int]
@@ -54,7 +54,7 @@ class DeviceOrders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedSchedule:
-    """Schedule that the page offers, with its action orders that fit into the page."""
+    """Schedule that the page offers, with those of its action orders that fit into the page."""
 
     schedule: Schedule
     orders: Mapping[int, Mapping[int, DeviceOrders]]
@@ -77,7 +77,7 @@ class ScheduleMenu:
         return tuple(sorted({chunks for one in self.schedules for chunks in one.orders}))
 
     def without(self, chunks: int) -> "ScheduleMenu":
-        """Return the menu without the orders of `chunks` stages per device."""
+        """Return the menu without orders that have `chunks` stages per device."""
         left = [
             replace(one, orders={n: orders for n, orders in one.orders.items() if n != chunks})
             for one in self.schedules
@@ -88,7 +88,8 @@ class ScheduleMenu:
 def schedule_menu(request: ExplorerRequest) -> ScheduleMenu:
     """Return the schedules that can run on the plan's devices, with their action orders.
 
-    The plan's order comes first, then shorter orders before longer ones. Orders beyond `MOST_ACTIONS` are left out.
+    The plan's order comes first, then shorter orders before longer ones. After `MOST_ACTIONS` actions, orders are left
+    out.
     """
     plan = request.plan
     chosen = schedule_of(plan.schedule, plan.order), plan.chunks, plan.micro_batches

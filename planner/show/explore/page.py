@@ -6,8 +6,8 @@ from planner import __version__
 from planner.core.values.units import pluralize
 from planner.show.explore.data import PageData, page_data
 from planner.show.explore.request import ExplorerRequest
-from planner.show.html.assets import policy_for, read_asset, read_scripts, style_sheet
-from planner.show.html.parts import Section, legend, scroll, section_markup
+from planner.show.html.assets import content_security_policy, read_asset, read_scripts, style_sheet
+from planner.show.html.parts import Section, legend, scroll_box, section_markup
 from planner.show.html.timeline import live_canvas
 from planner.show.markup import element, escape_text
 from planner.show.views.memory import COMPONENTS, component_title
@@ -33,7 +33,7 @@ def explore_html(request: ExplorerRequest) -> str:
         lead=escape_text(
             "; ".join(filter(None, (profile.model.source, not_measured_warning(plan.inputs.profile.how), _BEGIN)))
         ),
-        policy=policy_for(script),
+        policy=content_security_policy(script),
         style=style_sheet() + read_asset("explore.css", __package__),
         script=script,
         data=data.text,
@@ -124,7 +124,7 @@ def _memory() -> Section:
         anchor="memory",
         title="Memory",
         lead="Predicted peak of every device by component; the line is its memory limit.",
-        body=scroll(element("div", class_="bars", id="bars"), "memory of every device")
+        body=scroll_box(element("div", class_="bars", id="bars"), "memory of every device")
         + element("div", legend((f"m-{kind}", component_title(kind)) for kind in COMPONENTS), id="items"),
     )
 
@@ -135,7 +135,7 @@ def _stages() -> Section:
         anchor="stages",
         title="Stages",
         lead="Times are for one micro-batch; backward includes recomputation. ◀ marks the slowest.",
-        body=scroll(element("div", table, class_="wide"), "stages"),
+        body=scroll_box(element("div", table, class_="wide"), "stages"),
     )
 
 

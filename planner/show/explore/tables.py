@@ -1,4 +1,4 @@
-"""Tables of numbers for the page. Equal columns are stored once, and so are equal rows."""
+"""Tables of numbers for the page. Equal columns, and equal rows, are stored once."""
 
 from typing import Any, Final
 
@@ -23,7 +23,10 @@ class NumberTable:
         self._columns: list[FloatArray] = []
 
     def add(self, values: FloatArray | float) -> int:
-        """Add a column, unless an equal one exists, and return its index; `ZERO` if all numbers are zero."""
+        """Add a column and return its index.
+
+        The index is that of an equal column if there is one, and `ZERO` for a column of zeros.
+        """
         column = _rounded(np.broadcast_to(np.asarray(values, float), self.num_rows))
         if not column.any():
             return ZERO

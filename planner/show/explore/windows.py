@@ -1,4 +1,4 @@
-"""Stages whose numbers the page has: all stages of a short chain, and stages near the initial cuts of a long chain."""
+"""Stages that the page has numbers of: all stages of a short chain, or those near the initial cuts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _FLOWS = ("F", "B")
 
 
 class StageRows(NamedTuple):
-    """Stages of layers first..end-1 on devices of a given speed; arrays of equal length, sorted."""
+    """Stages of layers first..end-1 on devices of a speed; sorted arrays of equal length."""
 
     speed: IntArray
     """Index into `DeviceGroup.speeds`."""
@@ -28,7 +28,7 @@ class StageRows(NamedTuple):
 
 
 class CutRows(NamedTuple):
-    """Cuts of the chain, each with a link that may carry its tensors; arrays of equal length, sorted."""
+    """Cuts of the chain, each with a link that may carry its tensors; sorted arrays of equal length."""
 
     link: IntArray
     """Index into `DeviceGroup.links`."""
@@ -50,7 +50,7 @@ class DeviceGroup:
         """Distinct links that the layouts use."""
         return tuple(self._links)
 
-    def link(self, device: int, neighbor: int) -> int:
+    def link_index(self, device: int, neighbor: int) -> int:
         """Return the index of the link between two devices; -1 if both are the same device."""
         if device == neighbor:
             return -1
@@ -60,7 +60,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """Layout of stages on the devices of a pipeline, with V stages on each of K devices."""
+    """Layout of stages on a pipeline's devices, with V stages on each of K devices."""
 
     placement: Placement
     devices: tuple[int, ...]
@@ -85,7 +85,7 @@ class StageLayout:
             placement=placement,
             devices=devices,
             speeds=tuple(pipeline.speed_of[device] for device in devices),
-            links=tuple(pipeline.link(*pair) for pair in pairwise(devices)),
+            links=tuple(pipeline.link_index(*pair) for pair in pairwise(devices)),
         )
 
     @property
@@ -94,10 +94,11 @@ class StageLayout:
         return len(self.devices)
 
     def json_data(self) -> dict[str, object]:
-        """Return the dependencies and messages of every action, indexed by 4 * stage + kind, for the page's JSON data.
+        """Return the dependencies and messages of every action, for the page's JSON data.
 
-        A message is encoded as flow * S + stage, with flow 0 for activations and 1 for gradients. A boundary is encoded
-        as the index of the stage before it. -1 stands for no message or boundary.
+        The action of a kind and a stage has the index 4 * stage + kind. A message is encoded as flow * S + stage, with
+        flow 0 for activations and 1 for gradients. A boundary is encoded as the index of the stage before it. -1 stands
+        for no message or boundary.
         """
         every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
         makes = [
@@ -126,7 +127,10 @@ class StageLayout:
 
 
 def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, for stages with nearly equal times and at least one layer each."""
+    """Return the number of layers of each stage for stages with nearly equal times.
+
+    Each stage has at least one layer.
+    """
     sums, num_layers = sums_before(costs.forward_us + costs.backward_us), costs.num_layers
     cuts = [0]
     for stage in range(1, num_stages):
@@ -139,7 +143,7 @@ def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
 def stages_near(
     layouts: Iterable[StageLayout], balances: Mapping[int, Sequence[int]], widths: Mapping[int, int]
 ) -> tuple[StageRows, CutRows]:
-    """Return all stages and cuts that are possible if each initial cut moves by a limited number of layers.
+    """Return all stages and cuts that result if each initial cut moves by a few layers.
 
     Args:
         layouts: Layouts of the page.
@@ -173,7 +177,7 @@ def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
 
 
 def run_length_encode(*columns: IntArray) -> list[int]:
-    """Return sorted rows in run-length form: in a run, the last number increases by 1, and all others are equal.
+    """Return sorted rows as runs, in which only the last number changes, by 1 from row to row.
 
     Args:
         columns: Columns of the rows.

@@ -13,7 +13,7 @@ _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
 def github_annotations(verdict: Verdict, plan_file: PlanFile) -> str:
-    """Return one workflow command per finding, then the verdict as a plain line for the log."""
+    """Return a workflow command per finding, then the verdict as a line for the log."""
     lines = [_command(finding, verdict, plan_file) for finding in verdict.findings]
     return "\n".join([*lines, f"{_data(printable(plan_file.path))}: {verdict_words(verdict)}"])
 

@@ -1,4 +1,7 @@
-"""Verdict as JUnit XML, which nearly every CI server shows. The plan and each stage are one test case each."""
+"""Verdict as JUnit XML, with a test case for the plan and one for each stage.
+
+Nearly every CI server shows this format.
+"""
 
 from collections.abc import Iterable
 from xml.etree import ElementTree as ET
@@ -14,7 +17,10 @@ _SUITE = "gpipe-plan check"
 
 
 def junit_xml(verdict: Verdict, plan_file: PlanFile) -> str:
-    """Return the verdict as one test suite. Findings that make `check` fail are failures, others are output."""
+    """Return the verdict as a test suite.
+
+    Findings that make `check` fail are failures. Other findings are output.
+    """
     cases = [_case("plan", _of_stage(verdict, None), verdict, plan_file)]
     for stage in verdict.plan.stages if verdict.plan is not None else ():
         name = f"stage {stage.index}: {stage.first} to {stage.last}"

@@ -19,7 +19,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 
 def verdict_markdown(verdict: Verdict, plan_file: PlanFile) -> str:
-    """Return the verdict, its findings, a table of the stages, and the difference from another plan if there is one."""
+    """Return the verdict, its findings, a table of the stages, and differences from another plan."""
     mark = "✅" if verdict.fits else "❌"
     parts = [f"### {mark} `{_code(plan_file.path)}`: {verdict_words(verdict)}"]
     for finding in verdict.findings:
@@ -48,7 +48,7 @@ def sweep_markdown(sweep: Sweep) -> str:
 
 
 def rules_markdown(rules: Sequence[Rule]) -> str:
-    """Return the text of the page `docs/findings.md`, which explains the findings."""
+    """Return the text of `docs/findings.md`, which explains the findings."""
     parts = [
         "# Findings of `gpipe-plan check`",
         "",

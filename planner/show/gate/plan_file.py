@@ -8,7 +8,7 @@ from planner.core.values.findings import Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """File of a plan, with the lines of its stages."""
+    """File of a plan, with the line of each stage."""
 
     path: str
     """Name of the file as the user gave it; `-` is standard input."""
@@ -21,16 +21,16 @@ class PlanFile:
         return self.path != "-"
 
     def line(self, finding: Finding) -> int:
-        """Return the line number of the stage that a finding is about, or 1."""
+        """Return the line number of the finding's stage, or 1."""
         if finding.stage is None or finding.stage >= len(self.stage_lines):
             return 1
         return self.stage_lines[finding.stage]
 
 
 def full_message(finding: Finding, verdict: Verdict) -> str:
-    """Return the finding's message, its hint, and changes with which the plan fits, one per line.
+    """Return a finding's message, its hint, and changes with which the plan fits, a line each.
 
-    Formats that have only one text for a finding use it.
+    Formats with one text per finding use it.
     """
     lines = [finding.message, finding.hint] if finding.hint else [finding.message]
     if finding.code == "GP101":

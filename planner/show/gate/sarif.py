@@ -15,7 +15,7 @@ SARIF_SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/o
 
 
 def sarif_log(verdict: Verdict, plan_file: PlanFile) -> str:
-    """Return the SARIF log of one `check`, with all rules and a result per finding."""
+    """Return the SARIF log of a `check`, with all rules and a result per finding."""
     driver = {"name": "gpipe-plan", "semanticVersion": __version__, "rules": [_rule(rule) for rule in RULES]}
     run = {
         "tool": {"driver": driver},

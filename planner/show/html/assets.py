@@ -1,4 +1,4 @@
-"""Common parts of pages: the style sheet, scripts, and a content security policy that allows only these scripts."""
+"""Common parts of pages: style sheet, scripts, and a content security policy that allows only these."""
 
 import base64
 import hashlib
@@ -7,18 +7,18 @@ from importlib import resources
 from string import Template
 
 from planner.core.schedule.kinds import BACKWARD, FORWARD
-from planner.show.views.spans import ink_rules, kind_rules
+from planner.show.views.spans import action_color_css, box_text_css
 
 
 @cache
 def style_sheet() -> str:
     """Return the style sheet of all pages, with the colors of the kinds of action."""
     colors = {"forward": FORWARD.paper[0], "backward": BACKWARD.paper[0]}
-    return Template(read_asset("report.css")).substitute(inks=ink_rules(), kinds=kind_rules(), **colors)
+    return Template(read_asset("report.css")).substitute(inks=box_text_css(), kinds=action_color_css(), **colors)
 
 
-def policy_for(script: str) -> str:
-    """Return the content security policy of a page, which blocks everything except its style and this script."""
+def content_security_policy(script: str) -> str:
+    """Return the content security policy of a page, which allows only its styles and `script`."""
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
 
@@ -31,5 +31,5 @@ def read_asset(name: str, package: str = __package__) -> str:
 
 @cache
 def read_scripts(*names: str) -> str:
-    """Return several script files of this package as one text, in the given order."""
+    """Return several script files of this package as one text."""
     return "\n".join(map(read_asset, names))

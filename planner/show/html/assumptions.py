@@ -7,13 +7,13 @@ from planner.core.values.cluster import Link
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.units import format_bytes, format_rate, format_us
-from planner.show.html.parts import Section, definitions
+from planner.show.html.parts import Section, definition_list
 from planner.show.views.certainty import accuracy_words
 from planner.show.views.numbers import percent
 
 
 def assumptions_section(plan: Plan, profile: Profile | None, certainty: Certainty | None) -> Section:
-    """Return the section.
+    """Return the section with a plan's assumptions.
 
     Args:
         plan: The plan.
@@ -35,7 +35,7 @@ def assumptions_section(plan: Plan, profile: Profile | None, certainty: Certaint
         ("memory limit", f"{least if least == most else f'{least} to {most}'}{spare}"),
         ("reserve of each device", format_bytes(inputs.reserve_bytes) if inputs.reserve_bytes else "none"),
     ]
-    return Section(anchor="assumptions", title="Assumptions", body=definitions(facts))
+    return Section(anchor="assumptions", title="Assumptions", body=definition_list(facts))
 
 
 def _origin(plan: Plan, profile: Profile | None) -> str:

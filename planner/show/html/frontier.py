@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, chart_point, chart_text, details, figure, line, values_table
+from planner.show.html.parts import Section, chart_figure, chart_line, chart_point, chart_text, details, values_table
 from planner.show.markup import element
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.plan import frontier_table, has_several_replicas
@@ -30,7 +30,7 @@ class _Figure:
 
 
 def frontier_section(plan: Plan) -> Section:
-    """Return charts and a table of the best plan for each M; the plan must have a frontier."""
+    """Return charts and a table of the best plan for each M. The plan must have a frontier."""
     points = plan.frontier
     several = has_several_replicas(plan)
     names = [f"{p.micro_batches}, R {p.replicas}" if several else str(p.micro_batches) for p in points]
@@ -62,12 +62,12 @@ def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str]
     def y(value: float) -> float:
         return 18 + (1 - value / top) * 110
 
-    parts = [line("axis", (0, 100), (128, 128))]
+    parts = [chart_line("axis", (0, 100), (128, 128))]
     if limit:
-        parts.append(line("limit", (0, 100), (y(limit), y(limit))))
+        parts.append(chart_line("limit", (0, 100), (y(limit), y(limit))))
         title += f" (dashed: limit {text(limit)})"
     fitting = [(x, y(of(p))) for x, p in zip(places, points, strict=True) if p.fits]
-    parts += [line("curve", *zip(begin, end, strict=True)) for begin, end in pairwise(fitting)]
+    parts += [chart_line("curve", *zip(begin, end, strict=True)) for begin, end in pairwise(fitting)]
     every = -(-len(points) // _MOST_LABELS)
     labelled = len(points) <= _FEW
     for n, (x, point) in enumerate(zip(places, points, strict=True)):
@@ -79,7 +79,7 @@ def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str]
             parts.append(chart_text(x, 124, "\u00d7", "middle", look="unfit", tip=tip))
         if n % every == 0 or chosen[n]:
             parts.append(chart_text(x, 145, names[n], "middle", look="chosen" if chosen[n] else None))
-    return figure(title, *parts, height=150.0, label=f"{title} over M")
+    return chart_figure(title, *parts, height=150.0, label=f"{title} over M")
 
 
 def _point(x: float, y: float, name: str, *, value: str, chosen: bool, labelled: bool) -> list[str]:

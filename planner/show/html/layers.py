@@ -8,7 +8,7 @@ from itertools import accumulate
 from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import format_bytes, format_us, pluralize
-from planner.show.html.parts import Section, details, figure, legend, line, note, scroll, values_table
+from planner.show.html.parts import Section, chart_figure, chart_line, details, legend, note, scroll_box, values_table
 from planner.show.markup import element, escape_text, number
 from planner.show.views.table import column, table
 
@@ -28,7 +28,7 @@ class _Part:
 
 
 def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
-    """Return charts of the layers' times and bytes, and a table of the numbers.
+    """Return charts and a table of the layers' times and bytes.
 
     Args:
         profile: Profile with the layers; if None, the section says that it is missing.
@@ -57,7 +57,7 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
     ]
     lead = f"One micro-batch of {sizes[n]}, {pluralize(len(profile.layers), 'layer')} from left to right"
     lead += "; dashed lines mark the starts of stages, with their numbers below." if cuts else "."
-    body = "".join(charts) + details("Every layer", scroll(_numbers(profile, n, cuts), "layers"))
+    body = "".join(charts) + details("Every layer", scroll_box(_numbers(profile, n, cuts), "layers"))
     return Section(anchor="layers", title="Layers", lead=lead, body=body)
 
 
@@ -75,13 +75,13 @@ def _chart(
 ) -> str:
     top = max((sum(part.of(layer) for part in parts) for layer in layers), default=0.0) or 1.0
     width = 100 / len(layers)
-    drawn = [line("axis", (0, 100), (_HEIGHT, _HEIGHT))]
+    drawn = [chart_line("axis", (0, 100), (_HEIGHT, _HEIGHT))]
     for place, layer in enumerate(layers):
         drawn.append(_layer(layer, parts, place * width, width, top=top, text=text))
     begin, every = 0, 1 if len(cuts) <= _FEW else 8 * -(-len(cuts) // 80)
     for stage, end in enumerate(cuts):
         if stage % every == 0 and stage:
-            drawn.append(line("cut", (begin * width, begin * width), (0.0, _HEIGHT + 4)))
+            drawn.append(chart_line("cut", (begin * width, begin * width), (0.0, _HEIGHT + 4)))
         if stage % every == 0:
             drawn.append(
                 element(
@@ -91,7 +91,7 @@ def _chart(
         begin = end
     caption, label = f"{title}: the largest layer takes {text(top)}", f"{title} of every layer"
     keys = legend((part.look, part.words) for part in parts)
-    return figure(caption, *drawn, height=_HEIGHT + 20, label=label, below=keys, look="layers")
+    return chart_figure(caption, *drawn, height=_HEIGHT + 20, label=label, below=keys, look="layers")
 
 
 def _layer(

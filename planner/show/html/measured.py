@@ -10,7 +10,16 @@ from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, bar, figure, html_table, layer_name_markup, legend, line, note
+from planner.show.html.parts import (
+    Section,
+    bar_part,
+    chart_figure,
+    chart_line,
+    html_table,
+    layer_name_markup,
+    legend,
+    note,
+)
 from planner.show.markup import element, escape_text
 from planner.show.views.measured import (
     HEADERS,
@@ -25,7 +34,7 @@ from planner.show.views.numbers import NOTHING, percent, row_noun
 
 
 def measured_section(plan: Plan, report: RunReport) -> Section:
-    """Return the comparison of predicted and measured step time, times of stages, and peak memory of devices."""
+    """Return the comparison of predicted and measured times and memory."""
     title = "Predicted and measured"
     if ran_other_stages(plan, report):
         body = note("The run had other stages than the plan, so stages cannot be compared.")
@@ -59,14 +68,14 @@ def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place
     most = max((max(f.predicted, f.measured) for f in figures if f.what != "step_us"), default=0.0) or 1.0
     for row in figures:
         full = (max(row.predicted, row.measured) or 1.0) if row.what == "step_us" else most
-        track = bar("t-predicted", 0, row.predicted / full) + bar("t-measured", 0, row.measured / full)
+        track = bar_part("t-predicted", 0, row.predicted / full) + bar_part("t-measured", 0, row.measured / full)
         measured = text(row.measured) if row.measured else NOTHING
         bars = element("div", track, class_="pair", aria_hidden="true")
         yield [escape_text(figure_label(row, place)), text(row.predicted), measured, difference_words(row), bars]
 
 
 def run_section(report: RunReport) -> Section:
-    """Return the section about a run: charts of losses and step times, and a table of the stages."""
+    """Return charts of a run's losses and step times, and a table of its stages."""
     charts = [
         _series("loss", report.losses, lambda value: f"{value:.4g}"),
         _series("step time", report.step_us, format_us),
@@ -99,6 +108,6 @@ def _series(title: str, values: Sequence[float], text: Callable[[float], str]) -
         for n, value in enumerate(values)
         if n % every == 0 and isfinite(value)
     ]
-    lines = [line("curve", *zip(begin, end, strict=True)) for begin, end in pairwise(points)]
+    lines = [chart_line("curve", *zip(begin, end, strict=True)) for begin, end in pairwise(points)]
     words = f"{title}: first {text(values[0])}, last {text(values[-1])}; from {text(low)} to {text(high)}"
-    return figure(words, *lines, height=106.0)
+    return chart_figure(words, *lines, height=106.0)

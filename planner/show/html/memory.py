@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, bar, legend, note, scroll
+from planner.show.html.parts import Section, bar_part, legend, note, scroll_box
 from planner.show.markup import element, number
 from planner.show.step import Step
 from planner.show.views.memory import DeviceMemory, component_title, device_memory, fullest_device, present_components
@@ -19,7 +19,7 @@ _COLUMNS = 480
 
 
 def memory_section(plan: Plan, step: Step | None) -> Section:
-    """Return a bar of the peak memory of each device, and the memory of each device over time if `step` is given."""
+    """Return a bar with the peak memory of each device, and its memory over time if `step` is given."""
     devices = device_memory(plan.by_device())
     most, limit = max(d.total_bytes for d in devices), max(d.limit_bytes for d in devices)
     full = max(1, most, limit if most * 4 >= limit else 0)
@@ -32,7 +32,7 @@ def memory_section(plan: Plan, step: Step | None) -> Section:
     if full < limit:
         lead += " The memory limits are beyond the right edge."
     bars = element("div", *rows, class_="bars many" if len(rows) > _MANY else "bars")
-    body = scroll(bars, "memory of every device") if len(rows) > _MANY else bars
+    body = scroll_box(bars, "memory of every device") if len(rows) > _MANY else bars
     body += legend((f"m-{kind}", component_title(kind)) for kind in present_components(devices))
     if step is not None and step.pipeline_us > 0:
         body += _over_time(devices, step, full)
@@ -44,7 +44,7 @@ def _over_time(devices: Sequence[DeviceMemory], step: Step, full: int) -> str:
     rows = [_held_row(device, levels, full) for device, levels in zip(devices, held, strict=True)]
     bars = element("div", *rows, class_="bars many" if len(rows) > _MANY else "bars held")
     words = f"Over the step, {format_us(step.pipeline_us)} from left to right; the line is the memory limit."
-    return note(words) + (scroll(bars, "memory over time") if len(rows) > _MANY else bars)
+    return note(words) + (scroll_box(bars, "memory over time") if len(rows) > _MANY else bars)
 
 
 def _held_row(device: DeviceMemory, levels: Sequence[int], full: int) -> str:
@@ -81,7 +81,7 @@ def _row(device: DeviceMemory, full: int) -> str:
             parts.append(element("i", named, class_=f"m-{kind}", style=place, title=f"{words} {format_bytes(size)}"))
         edge += size
     if limit <= full:
-        parts.append(bar("cap", limit / full, 0.0, f"limit {format_bytes(limit)}"))
+        parts.append(bar_part("cap", limit / full, 0.0, f"limit {format_bytes(limit)}"))
     words = f"{device.need_of_limit}, {device.share}{' ! over' if device.is_over else ''}"
     return element(
         "div",

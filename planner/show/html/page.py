@@ -10,13 +10,13 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.assets import policy_for, read_asset, read_scripts, style_sheet
+from planner.show.html.assets import content_security_policy, read_asset, read_scripts, style_sheet
 from planner.show.html.assumptions import assumptions_section
 from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
 from planner.show.html.memory import memory_section
-from planner.show.html.parts import Section, definitions, scroll, section_markup, values_table
+from planner.show.html.parts import Section, definition_list, scroll_box, section_markup, values_table
 from planner.show.html.schedules import schedules_section
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, escape_text
@@ -79,7 +79,7 @@ def profile_html(profile: Profile) -> str:
         ("saved", format_bytes(sum(layer.saved_bytes[n] for layer in layers))),
     )
     costs = [(name, text, f"micro-batch of {size}") for name, text in sums]
-    origin = Section(anchor="provenance", title="Provenance", body=definitions(_profile_facts(profile)))
+    origin = Section(anchor="provenance", title="Provenance", body=definition_list(_profile_facts(profile)))
     return _page(
         title=f"Profile of {profile.model.source or 'a chain of layers'}",
         lead=f"{device.kind} {device.name}, {not_measured_warning(device.how) or device.how}",
@@ -97,7 +97,7 @@ def run_html(report: RunReport) -> str:
         figures=[],
         sections=[
             run_section(report),
-            Section(anchor="provenance", title="Provenance", body=definitions(facts)),
+            Section(anchor="provenance", title="Provenance", body=definition_list(facts)),
         ],
     )
 
@@ -130,7 +130,7 @@ def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
 
 
 def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
-    """Add the origin of the numbers to the remark of each figure, unless it is `measured`.
+    """Add the origin of the numbers to each figure's remark, unless they were measured.
 
     Each figure has the remark, because readers may copy a single figure.
     """
@@ -155,7 +155,10 @@ def _stages(plan: Plan) -> Section:
     if plan.tensor_parallel > 1:
         lead += f" Each device is a group of {plan.tensor_parallel} GPUs that share its layers; memory is of one GPU."
     return Section(
-        anchor="stages", title="Stages", lead=lead, body=scroll(body, "stages") if len(plan.stages) > _MANY else body
+        anchor="stages",
+        title="Stages",
+        lead=lead,
+        body=scroll_box(body, "stages") if len(plan.stages) > _MANY else body,
     )
 
 
@@ -176,7 +179,7 @@ def _provenance(plan: Plan, profile: Profile | None, digest: str) -> Section:
         ("model digest", inputs.model_digest),
     ]
     facts += _profile_facts(profile) if profile else []
-    return Section(anchor="provenance", title="Provenance", body=definitions(facts))
+    return Section(anchor="provenance", title="Provenance", body=definition_list(facts))
 
 
 def _profile_facts(profile: Profile) -> list[tuple[str, str]]:
@@ -221,7 +224,7 @@ def _page(*, title: str, lead: str, figures: Sequence[_Figure], sections: Sequen
     return Template(read_asset("report.html.txt")).substitute(
         title=escape_text(title),
         lead=escape_text(lead),
-        policy=policy_for(script),
+        policy=content_security_policy(script),
         style=style_sheet(),
         script=script,
         data=data,

@@ -1,4 +1,4 @@
-"""Building blocks of the report's sections. They escape texts, but not arguments that are described as markup."""
+"""Building blocks of the report's sections. They escape all texts except arguments described as markup."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class Section:
 
 
 def layer_name_markup(name: str) -> str:
-    """Return the name of a layer, or of a range of layers, as markup that may be broken after dots."""
+    """Return a name of layers as markup with possible line breaks after dots."""
     return element("span", escape_text(name).replace(".", ".<wbr>"), class_="name")
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1, caption: str = "") -> str:
-    """Return a table; its first columns are texts, and the remaining columns are numbers.
+    """Return a table as markup: first columns with texts, then columns with numbers.
 
     Args:
         header: Titles of the columns.
@@ -46,7 +46,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: in
 
 
 def values_table(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None = None) -> str:
-    """Return a table of values as markup; names in columns `layer` and `layers` may be broken after dots.
+    """Return a table of values as markup.
 
     Args:
         shown: The table of values.
@@ -63,8 +63,8 @@ def _cells(column: Column, mark: str) -> list[str]:
     return [f"{escape_text(text)}{mark if row in column.marked else ''}" for row, text in enumerate(column.texts())]
 
 
-def scroll(content: str, label: str) -> str:
-    """Return a box of limited height that scrolls, also by keyboard; on paper it has its full height.
+def scroll_box(content: str, label: str) -> str:
+    """Return a box of limited height that scrolls, also by keyboard. On paper it has its full height.
 
     Args:
         content: Markup in the box.
@@ -73,14 +73,16 @@ def scroll(content: str, label: str) -> str:
     return element("div", content, class_="tall", tabindex="0", role="group", aria_label=label)
 
 
-def definitions(items: Iterable[tuple[str, str]]) -> str:
-    """Return a list of pairs of name and text; pairs with an empty text are left out."""
+def definition_list(items: Iterable[tuple[str, str]]) -> str:
+    """Return a list of names with texts. Names with empty texts are left out."""
     return element(
         "dl", *(element("div", element("dt", escape_text(k)), element("dd", escape_text(v))) for k, v in items if v)
     )
 
 
-def figure(caption: str, *drawn: str, height: float, label: str = "", below: str = "", look: str | None = None) -> str:
+def chart_figure(
+    caption: str, *drawn: str, height: float, label: str = "", below: str = "", look: str | None = None
+) -> str:
     """Return a picture with a caption.
 
     Args:
@@ -95,8 +97,8 @@ def figure(caption: str, *drawn: str, height: float, label: str = "", below: str
     return element("figure", element("figcaption", escape_text(caption)), picture, below, class_=look)
 
 
-def line(look: str, x: tuple[float, float], y: tuple[float, float]) -> str:
-    """Return a line of a picture.
+def chart_line(look: str, x: tuple[float, float], y: tuple[float, float]) -> str:
+    """Return a line of a chart.
 
     Args:
         look: Style class of the line.
@@ -123,7 +125,14 @@ def chart_text(x: float, y: float, text: str, anchor: str, *, look: str | None =
 
 
 def chart_point(x: float, y: float, tip: str, *, chosen: bool) -> str:
-    """Return a point of a chart, with a tooltip; the plan's own point (`chosen`) is a diamond, others are circles."""
+    """Return a point of a chart: a diamond if `chosen`, else a circle.
+
+    Args:
+        x: Horizontal position in percent of the width.
+        y: Vertical position in pixels.
+        tip: Tooltip.
+        chosen: True for the plan's own point.
+    """
     if chosen:
         return chart_text(x, y + 5, "◆", "middle", look="mark", tip=tip)
     return element("circle", element("title", escape_text(tip)), cx=f"{number(x)}%", cy=y, r=3.5)
@@ -135,12 +144,12 @@ def note(text: str) -> str:
 
 
 def details(summary: str, content: str) -> str:
-    """Return content that a click on its summary shows or hides; it is hidden at first."""
+    """Return content that a click on its summary shows or hides. At first it is hidden."""
     return element("details", element("summary", escape_text(summary)), content)
 
 
 def legend(items: Iterable[tuple[str, str]]) -> str:
-    """Return a legend: a colored sample and a label for each pair of style class and text."""
+    """Return a legend: a colored sample and a label for each pair (style class, label)."""
     return element(
         "ul",
         *(element("li", element("i", class_=f"key {look}"), escape_text(text)) for look, text in items),
@@ -148,7 +157,7 @@ def legend(items: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def bar(look: str, start: float, width: float, tip: str = "") -> str:
+def bar_part(look: str, start: float, width: float, tip: str = "") -> str:
     """Return a part of a horizontal bar.
 
     Args:

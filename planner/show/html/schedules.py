@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes
-from planner.show.html.parts import Section, chart_point, chart_text, figure, line, note, values_table
+from planner.show.html.parts import Section, chart_figure, chart_line, chart_point, chart_text, note, values_table
 from planner.show.views.numbers import percent
 from planner.show.views.plan import schedules_table, untried_words
 
@@ -17,7 +17,7 @@ _LINE = 13.0
 
 
 def schedules_section(plan: Plan) -> Section | None:
-    """Return the section that compares schedules; None if the plan has no such comparison."""
+    """Return the comparison of schedules; None if the plan has none."""
     points = [point for point in plan.schedules if point.fits]
     if not points:
         return None
@@ -41,11 +41,11 @@ def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
     def y(size: float) -> float:
         return _BOTTOM - size / top * (_BOTTOM - _TOP)
 
-    parts = [line("axis", (_LEFT, 100), (_BOTTOM, _BOTTOM)), line("axis", (_LEFT, _LEFT), (_TOP, _BOTTOM))]
+    parts = [chart_line("axis", (_LEFT, 100), (_BOTTOM, _BOTTOM)), chart_line("axis", (_LEFT, _LEFT), (_TOP, _BOTTOM))]
     parts += [chart_text(x(share), _BOTTOM + 15, percent(share), "middle") for share in (0.0, widest)]
     title = "bubble (right) and peak of the fullest device (up)"
     if limit <= top:
-        parts.append(line("limit", (_LEFT, 100), (y(limit), y(limit))))
+        parts.append(chart_line("limit", (_LEFT, 100), (y(limit), y(limit))))
         title += f"; dashed: memory limit {format_bytes(limit)}"
     written: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: -point.peak_bytes):
@@ -55,7 +55,7 @@ def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
         tip = f"{name}: bubble {percent(point.bubble)}, {format_bytes(point.peak_bytes)}"
         parts.append(chart_point(*point_at, tip, chosen=point.schedule == plan.schedule))
         parts.append(chart_text(point_at[0] + 1.2, name_at[1] + 4, name, "start"))
-    return figure(title, *parts, height=_BOTTOM + 22, label=f"{title} of {len(points)} schedules")
+    return chart_figure(title, *parts, height=_BOTTOM + 22, label=f"{title} of {len(points)} schedules")
 
 
 def _free(position: tuple[float, float], written: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Timeline of the report: SVG for paper and for browsers without scripts, and data that a script draws."""
+"""Timeline of the report: data that a script draws, and SVG for paper and browsers without scripts."""
 
 import json
 
@@ -9,16 +9,16 @@ from planner.core.values.units import format_us
 from planner.show.html.parts import Section, legend, note
 from planner.show.markup import element
 from planner.show.step import BY_LABEL, REDONE, Span, Step
-from planner.show.svg import has_lanes, legend_kinds, timeline_svg
+from planner.show.svg import has_lanes, legend_entries, timeline_svg
 from planner.show.views.numbers import layer_range, percent, row_noun
-from planner.show.views.spans import BUBBLE_WORDS, bubbles_of, recompute_look
+from planner.show.views.spans import BUBBLE_WORDS, bubbles_of, recompute_style_class
 
 _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
 """Kinds of spans; in the data for the script, a kind is encoded as its index in this list."""
 
 
 def timeline_section(plan: Plan, step: Step | None) -> Section:
-    """Return the timeline: a canvas with controls for the script, and a picture for browsers without scripts.
+    """Return the timeline: a canvas with controls, and a picture for browsers without scripts.
 
     Args:
         plan: The plan.
@@ -65,7 +65,7 @@ def live_canvas(label: str, **attributes: str) -> str:
 
 
 def kinds_data() -> dict[str, object]:
-    """Return properties of the kinds of spans, for a script: colors, letters, labels, and which may recompute."""
+    """Return properties of the kinds of spans: colors, letters, labels, and which may recompute."""
     return {
         "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
         "labels": ["optimizer step" if kind == "optimizer" else kind for kind in _KINDS],
@@ -86,12 +86,12 @@ def _lead(plan: Plan, step: Step) -> str:
 
 def _looks(step: Step) -> list[tuple[str, str]]:
     # Recomputation is drawn over its backward, so its sample in the legend has the backward's style class, too.
-    below = {"again": f"again {recompute_look(step)}"}
-    return [(below.get(look, look), words) for look, words in legend_kinds(step)]
+    below = {"again": f"again {recompute_style_class(step)}"}
+    return [(below.get(look, look), words) for look, words in legend_entries(step)]
 
 
 def timeline_data(plan: Plan, step: Step) -> str:
-    """Return the step as JSON that is safe inside a script element; times are in tenths of a microsecond."""
+    """Return a step as JSON for a script element. Times are in tenths of a microsecond."""
     rows: list[list[int]] = [[] for _ in range(step.num_devices)]
     free = [0] * step.num_devices
     sends = has_lanes(step)
@@ -122,12 +122,8 @@ def timeline_data(plan: Plan, step: Step) -> str:
 def _append(row: list[int], span: Span, step: Step, before: int) -> int:
     """Append a span to the data of its row and return its start, in tenths of a microsecond.
 
-    Args:
-        row: Data of the row. A span is four numbers: kind and chunk as one number, micro-batch, time from the previous
-            span's start to its own, and duration.
-        span: The span.
-        step: The step.
-        before: Start of the previous span in the row.
+    A span is four numbers: kind and chunk as one number, micro-batch, time since `before` (the previous span's start),
+    and duration.
     """
     start, end = round(span.start_us * 10), round(span.end_us * 10)
     code = _KINDS.index(span.kind) + len(_KINDS) * (span.stage // step.num_devices)

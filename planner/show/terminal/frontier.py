@@ -16,7 +16,10 @@ _FARTHEST = 4.0
 
 
 def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a table of the best plan for each M and number of replicas; nothing if the plan has no frontier."""
+    """Return a table of the best plan for each M and number of replicas.
+
+    Without a frontier in the plan, the list is empty.
+    """
     if not plan.frontier:
         return []
     several = has_several_replicas(plan)
@@ -32,7 +35,10 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
 
 
 def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a table of the best plan of each schedule; nothing if the plan has no such comparison."""
+    """Return a table of the best plan of each schedule.
+
+    Without such a comparison in the plan, the list is empty.
+    """
     if not plan.schedules:
         return []
     view = fit_columns(schedules_table(plan), style)

@@ -1,4 +1,4 @@
-"""Tables laid out by rich. They are separate from `rendering`, because output without tables does not need them."""
+"""Tables laid out by rich. Output without tables does not need to import this module."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class TextColumn:
 
 
 def facts_table(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
-    """Return a table without lines: names at the left, and texts at the right, which may have several lines.
+    """Return a table without lines: names on the left, texts on the right.
 
     Args:
         rows: Name and text of each row.
@@ -41,7 +41,7 @@ def facts_table(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
 
 
 def rich_table(columns: Sequence[TextColumn], rows: Iterable[Sequence[str | Text] | None]) -> Table:
-    """Return a table with a line below its header, and above its footer if it has one.
+    """Return a table with a line below its header, and one above its footer.
 
     Args:
         columns: Headers, footers and alignment of the columns.

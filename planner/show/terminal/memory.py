@@ -42,7 +42,7 @@ _ENOUGH_TO_SEE = 0.25
 
 
 def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[RenderableType]:
-    """Return a bar per device, stacked by component, with a mark at the device's memory limit.
+    """Return a bar per device, stacked by component, with a mark at the memory limit.
 
     If every device needs far less than the largest limit, the longest bar is the largest peak instead of the limit.
 

@@ -20,8 +20,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 def memory_over_time_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
     """Return the memory of each device over the step, as a row of bars per device.
 
-    A bar of full height is the device's memory limit. If no device needs a quarter of its limit, a bar of full height
-    is the largest peak.
+    A bar of full height is the device's memory limit, or the largest peak if no device needs a quarter of its limit.
 
     Args:
         plan: The plan.

@@ -37,7 +37,7 @@ def plan_text(
     step: Step | None = None,
     certainty: Certainty | None = None,
 ) -> str:
-    """Return a plan as text, with all of its sections.
+    """Return a plan as text with all sections.
 
     Args:
         plan: The plan.
@@ -135,7 +135,7 @@ _AS_FAST = 0.0005
 
 
 def insight_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return the explanation of a plan (`--explain`); nothing if the plan has none."""
+    """Return the explanation of a plan (`--explain`); an empty list without one."""
     insight = plan.insight
     if insight is None:
         return []

@@ -19,7 +19,10 @@ _LONGEST_BAR = 40
 
 
 def plans_text(comparison: Comparison, style: Style) -> str:
-    """Return a table of all plans, a chart of samples per second, and for two plans the differences of their stages."""
+    """Return a table of plans and a chart of samples per second.
+
+    For two plans, the differences of their stages follow.
+    """
     shown = terminal_table(fit_columns(comparison_table(comparison), style))
     parts: list[RenderableType] = [shown, BLANK, *_chart(comparison.plans, style)]
     notes = [row.path for row in comparison.plans if not row.recomputed]
@@ -45,7 +48,7 @@ def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
 
 
 def difference_parts(difference: Difference, style: Style) -> list[RenderableType]:
-    """Return a title and a table of the memory and time of each stage, in an earlier plan (before) and now."""
+    """Return a title and a table of each stage's memory and time in two plans."""
     title = heading(printable(f"against {difference.against}"))
     if not difference.recomputed:
         title.append(", whose numbers are as stored, because its profile is missing", "not bold")
@@ -59,7 +62,7 @@ _DARK_FROM = 3
 
 
 def sweep_text(sweep: Sweep, style: Style) -> str:
-    """Return a sweep as text: a table of its cells, a heat map, and the smallest, fastest and cheapest cluster."""
+    """Return a table of a sweep, a heat map, and the smallest, fastest and cheapest cluster."""
     cells = terminal_table(fit_columns(sweep_table(sweep), style))
     return render(style, cells, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_cluster_lines(sweep)))
 

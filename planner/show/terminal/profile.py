@@ -33,10 +33,10 @@ class _Figure:
 
 
 def profile_text(profile: Profile, style: Style) -> str:
-    """Return a profile as text: model, device and the costs of every layer at the largest micro-batch size.
+    """Return model, device and costs of every layer at the largest micro-batch size.
 
-    Successive layers with the same costs, of which one was measured, share a row, such as `block_0 … block_7 (8)`. The
-    row has the costs of one of these layers.
+    Successive equal layers, of which one was measured, share a row, such as `block_0 … block_7 (8)`. The row has the
+    costs of one layer.
     """
     title = printable(profile.model.source) or "profile"
     size = _largest(profile)
@@ -161,10 +161,10 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
 
 
 def _ties(profile: Profile) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield groups of layers that share parameters, each as a title and the names of the layers.
+    """Yield groups of layers that share parameters, each as a title and names of layers.
 
-    If all layers of a group share parameters with each other, they are yielded once. Otherwise each layer is yielded
-    with the layers that it shares parameters with.
+    A group in which all layers share parameters with each other is yielded once. Otherwise each layer is yielded with
+    the layers that share its parameters.
     """
     groups: dict[frozenset[str], list[LayerProfile]] = {}
     for layer in profile.layers:

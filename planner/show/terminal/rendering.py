@@ -1,4 +1,4 @@
-"""Conversion of rich's renderables to lines of text. Only this module uses rich's layout and colors.
+"""Conversion of rich's renderables to lines of text.
 
 Text from files (names of layers and devices, messages) must pass through `printable` first. Otherwise a terminal would
 obey escape codes in it.
@@ -25,7 +25,9 @@ def heading(text: str) -> Text:
 
 
 def wrap_items(items: Iterable[Text | str], style: Style, *, gap: str = "  ", indent: str = "") -> Text:
-    """Return items one after the other, on as few lines as possible; only items longer than a line are broken.
+    """Return items one after the other on as few lines as possible.
+
+    Only an item that is longer than a line is broken.
 
     Args:
         items: The items.
@@ -44,7 +46,7 @@ def wrap_items(items: Iterable[Text | str], style: Style, *, gap: str = "  ", in
 
 
 def render(style: Style, *parts: RenderableType) -> str:
-    """Return renderables as text without trailing blanks in its lines and without a line feed at its end."""
+    """Return renderables as text, without blanks at line ends and without a final line feed."""
     # The console only computes the layout. It gets width and height, so it does not query a terminal. Colors are added
     # below, because the console would interpret NO_COLOR, FORCE_COLOR and TERM itself, and `style` already does.
     console = Console(

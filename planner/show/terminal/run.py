@@ -43,7 +43,7 @@ _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_by
 
 
 def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
-    """Return the measurements of a run as text, compared with the plan's predictions if the plan is known.
+    """Return the measurements of a run as text, compared with its plan if that is known.
 
     Args:
         report: Report of the run.
@@ -65,7 +65,7 @@ def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
 
 
 def comparison_text(plan: Plan, report: RunReport, style: Style) -> str:
-    """Return a table of predicted and measured values: step time, times of stages, and peak memory of devices.
+    """Return a table of predicted and measured times and memory.
 
     Args:
         plan: The plan.
@@ -163,7 +163,7 @@ def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
 
 
 def verification_text(verification: Verification, style: Style) -> str:
-    """Return the result of `verify` as text: comparison with a verdict per figure, notes, calibration, and result."""
+    """Return the result of `verify`: a table with a verdict per figure, notes and calibration."""
     rows: list[_Row | None] = []
     for _, group in groupby(verification.compared, key=lambda row: row.what):
         # There is a gap before each quantity, except before the row after the step time, which is the bubble.

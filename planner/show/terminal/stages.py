@@ -22,7 +22,7 @@ _MOST_LINES = 3
 
 
 def stages_table(plan: Plan, style: Style) -> Table:
-    """Return a table of a plan's stages, with the slowest one marked.
+    """Return a table of a plan's stages, with the slowest stage marked.
 
     There is a column for the device if devices have several stages, or differ in speed or memory.
     """
@@ -40,7 +40,7 @@ def stages_table(plan: Plan, style: Style) -> Table:
 
 
 def recomputed_layers(stage: Stage, style: Style) -> Text:
-    """Return a text of at most a few lines that names the single layers that a stage recomputes."""
+    """Return a text of a few lines with the names of the layers that a stage recomputes."""
     names = _names(stage)
 
     def text(count: int) -> Text:

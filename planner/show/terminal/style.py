@@ -1,4 +1,4 @@
-"""Style of the output for a stream: its width, characters and colors."""
+"""Width, characters and colors of the output on a stream."""
 
 import os
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Style:
         return max(self.width, MIN_WIDTH)
 
     def has_room_for(self, columns: int) -> bool:
-        """Return True if a table of this width fits."""
+        """Return True if a table of `columns` characters fits."""
         return not self.wrap or self.columns >= columns
 
 

@@ -1,4 +1,4 @@
-"""Tables for the terminal, made from views: times of one kind share a unit, and only columns that fit are shown."""
+"""Tables for the terminal: times of one kind share a unit, and only columns that fit are shown."""
 
 from collections.abc import Mapping
 
@@ -32,7 +32,7 @@ def terminal_table(view: Table, marks: Mapping[str, tuple[str, str]] | None = No
 
 
 def fit_columns(view: Table, style: Style) -> Table:
-    """Return the table without its least important columns, so that the others fit into the width of the terminal."""
+    """Return the table without the least important columns, so that it fits into the terminal."""
     shown = view
     while not style.has_room_for(width_of(shown)) and any(column.drop for column in shown.columns):
         shown = shown.without(max(shown.columns, key=lambda column: column.drop).name)

@@ -42,7 +42,7 @@ BUBBLE_COLUMNS = len(" 17.9 %")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisScale:
-    """Scale of a time axis, which maps times from 0 to `total_us` to `columns` columns of text."""
+    """Scale of a time axis: times from 0 to `total_us` on `columns` columns of text."""
 
     total_us: float
     columns: int
@@ -53,13 +53,13 @@ class AxisScale:
         return floor(time_us * self.columns / self.total_us + 0.5)
 
     def room(self, duration_us: float) -> int:
-        """Return the number of columns that a box of this duration has at least, at any position."""
+        """Return the smallest number of columns that a box of this duration has."""
         return floor(duration_us * self.columns / self.total_us + 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineBox:
-    """Box of one action in a timeline, from column `start` to the column before `end`."""
+    """Box of one action, from column `start` to column `end - 1`."""
 
     kind: str
     """Letter of the kind of action."""
@@ -78,12 +78,12 @@ class TimelineBox:
 
     @property
     def short_name(self) -> str:
-        """Label of the box without its chunk, as `F3`."""
+        """Label of the box without its chunk, such as `F3`."""
         return f"{self.kind}{self.micro_batch}"
 
 
 def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> list[RenderableType]:
-    """Return the timeline of a step with time axis and legend; transfers are not shown.
+    """Return the timeline of a step with axis and legend, without transfers.
 
     Args:
         events: Simulated events of the step.
@@ -115,7 +115,7 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
 
 
 def boxes_of(events: Sequence[Event], device: int, scale: AxisScale, num_devices: int) -> list[TimelineBox]:
-    """Return the boxes of a device from left to right; they do not overlap.
+    """Return the boxes of a device from left to right, without overlaps.
 
     Args:
         events: Simulated events of the step.
@@ -139,7 +139,7 @@ def boxes_of(events: Sequence[Event], device: int, scale: AxisScale, num_devices
 
 
 def idle_share(events: Sequence[Event], num_devices: int) -> float:
-    """Return the share of all devices' time, up to the end of the last backward, in which they compute nothing."""
+    """Return the idle share of all devices' time, up to the end of the last backward."""
     busy_us = sum(event.end_us - event.start_us for event in events if event.kind in _BY_LETTER)
     total_us = max(event.end_us for event in events if event.kind in _BY_LETTER)
     return 1 - busy_us / (num_devices * total_us)

@@ -1,4 +1,4 @@
-"""Verdicts as text: findings, memory of the devices, and result. Also explanations of the rules behind findings."""
+"""Verdicts as text: findings, memory of the devices, and result; and explanations of rules."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,11 +21,7 @@ _COLORS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
 def verdict_text(verdict: Verdict, style: Style) -> str:
-    """Return a verdict as text.
-
-    The text has the findings with hints, changes with which the plan fits, differences from another plan, the
-    recomputed memory, and the result.
-    """
+    """Return a verdict as text: findings with hints, changes with which the plan fits, and memory."""
     parts: list[RenderableType] = []
     for finding in verdict.findings:
         parts += [*_finding(finding), BLANK]
@@ -49,7 +45,7 @@ def _finding(finding: Finding) -> Iterator[RenderableType]:
 
 
 def verdict_words(verdict: Verdict) -> str:
-    """Return a line that says if the plan fits, with the number of findings."""
+    """Return a line that says whether the plan fits, with the number of findings."""
     severities = [finding.severity for finding in verdict.findings]
     counts = [pluralize(severities.count(name), name) for name in ("error", "warning", "note") if name in severities]
     words = (verdict.memory or "fits") if verdict.fits else _refusal(verdict)
@@ -73,7 +69,7 @@ def _answer(verdict: Verdict) -> Text:
 
 
 def rules_text(rules: Sequence[Rule], style: Style) -> str:
-    """Return for each kind of finding its code, then its meaning, importance and remedy."""
+    """Return the code, meaning, importance and remedy of each kind of finding."""
     parts: list[RenderableType] = []
     for rule in rules:
         parts.append(heading(printable(f"{rule.code} ({rule.severity}): {rule.title}")))

@@ -16,8 +16,8 @@ from planner.show.views.numbers import percent, rate
 def step_words(plan: Plan, certainty: Certainty | None) -> str:
     """Return the step time with its range, as `530 ms (500 to 590)`.
 
-    The result is `about 530 ms` if no similar run was measured. If the prediction is outside the range, the range comes
-    first: `570 to 710 ms (390 predicted)`.
+    Without similar measured runs, it is `about 530 ms`. If the prediction is outside the range, the range comes first:
+    `570 to 710 ms (390 predicted)`.
     """
     step_us = plan.predicted.step_us
     if certainty is None or not step_us:
@@ -32,7 +32,7 @@ def step_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def rate_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return samples per second, with a range derived from the step time's range: `18.6 (15.4 to 19.0)`."""
+    """Return samples per second with their range, as `18.6 (15.4 to 19.0)`."""
     predicted = plan.predicted
     if certainty is None or not predicted.step_us:
         return rate(predicted.samples_per_s)
@@ -54,7 +54,7 @@ def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) ->
 
 
 def fit_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return in words if the plan fits its memory limits; `fits as predicted` if no similar peak was measured."""
+    """Return in words whether the plan fits; `fits as predicted` without similar measured peaks."""
     fit = memory_fit(plan, certainty)
     unknown = certainty is not None and not certainty.device_bytes
     return "fits as predicted" if unknown and fit == "fits" else fit
@@ -77,7 +77,7 @@ def amount_words(value: float, ratios: tuple[float, float] | None, unit: str = "
 
 
 def peak_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return the peak memory of the device nearest to its limit, with an upper bound, as `12.4 GiB (at most 13.0)`."""
+    """Return the peak memory of the fullest device with an upper bound, as `12.4 GiB (at most 13.0)`."""
     needs = device_memory(plan.by_device())
     nearest = fullest_device(needs)
     size_bytes = nearest.total_bytes
@@ -90,7 +90,7 @@ def peak_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def accuracy_words(certainty: Certainty) -> str:
-    """Return one line that says from which earlier predictions the error ranges come."""
+    """Return a line that says from which predictions the error ranges come."""
     words = [f"accuracy: {certainty.source}"]
     if certainty.step_ratio is None:
         words.append("no similar step was measured")
@@ -109,10 +109,15 @@ def accuracy_words(certainty: Certainty) -> str:
 
 
 def num_certain_decimals(low: float, high: float) -> int:
-    """Return the number of certain decimals of a number whose range is `low` to `high`; negative for tens, hundreds, ….
+    """Return the number of certain decimals of a number in a range.
 
-    The rule is from the Particle Data Group (Review of Particle Physics, Introduction, 5.3). Half of the range gets two
-    digits if its first three digits are at most 354, otherwise one digit. The number ends with the same decimal.
+    The result is negative for tens, hundreds, …. The rule is from the Particle Data Group (Review of Particle Physics,
+    Introduction, 5.3). Half of the range gets two digits if its first three digits are at most 354, otherwise one
+    digit. The number ends with the same decimal.
+
+    Args:
+        low: Lower end of the range.
+        high: Upper end of the range.
     """
     half = (high - low) / 2
     if half <= 0:

@@ -8,7 +8,7 @@ from planner.show.views.numbers import percent
 
 
 def throughput_words(plan: Plan, certainty: Certainty | None) -> list[str]:
-    """Return tokens per second and model FLOPs utilization as phrases; unknown figures are left out."""
+    """Return tokens per second and model FLOPs utilization; unknown figures are left out."""
     predicted = plan.predicted
     words = []
     if predicted.tokens_per_s:
@@ -25,7 +25,7 @@ def tokens_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
-    """Return the figures of the training run with their error ranges; nothing if no training run was requested."""
+    """Return the figures of the requested training run with error ranges, or an empty list."""
     if plan.training is None:
         return []
     return run_words(plan.training, plan.inputs, run_ratios(plan, certainty))
@@ -46,7 +46,7 @@ def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | No
 
 
 def length_words(inputs: Inputs) -> str:
-    """Return the length of the training run, as `1T tokens`; `1 step` if only a price was given."""
+    """Return the length of the training run, such as `1T tokens`; `1 step` with only a price."""
     if inputs.tokens:
         return f"{count_option(inputs.tokens)} tokens"
     return f"{count_option(inputs.samples)} samples" if inputs.samples else "1 step"
@@ -58,14 +58,14 @@ def hours_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
 
 
 def days_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
-    """Return the duration of a training run with its error range, in days; below two days in hours or seconds."""
+    """Return a training run's duration with its error range, in days, hours or seconds."""
     units = ((1.0, "days"), (24.0, "hours"), (86_400.0, "s"))
     factor, unit = next(of for of in units if run.days * of[0] >= 2 or of is units[-1])
     return amount_words(factor * run.days, ratios, unit)
 
 
 def run_ratios(plan: Plan, certainty: Certainty | None) -> tuple[float, float] | None:
-    """Return the smallest and largest ratio of measured to predicted step times; None if they are not known."""
+    """Return the smallest and largest ratio of measured to predicted step times, or None."""
     step_us = plan.predicted.step_us
     if certainty is None or certainty.step_us is None or not step_us:
         return None

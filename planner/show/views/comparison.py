@@ -15,7 +15,10 @@ from planner.show.views.table import Table, Value, column, table
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return a table of the plans. The last column compares speed with the first plan; OVER marks exceeded limits."""
+    """Return a table of plans, with their speed relative to the first plan.
+
+    OVER marks exceeded memory limits.
+    """
     first = comparison.plans[0]
     groups = any(row.plan.tensor_parallel > 1 for row in comparison.plans)
     width = [column("tensor_parallel", "GPUs per\nstage", attrgetter("plan.tensor_parallel"), "count", drop=7)]
@@ -37,7 +40,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def difference_table(change: Difference) -> Table:
-    """Return a table of the memory and time of each stage, before and now, with a last row for the whole step."""
+    """Return a table of each stage's memory and time in two plans; the last row is the whole step."""
     rows = [_Change(f"stage {s.index}", s.bytes_before, s.bytes, s.us_before, s.us) for s in change.stages]
     whole = _Change("step", change.peak_bytes_before, change.peak_bytes, change.step_us_before, change.step_us)
     return table(
@@ -83,7 +86,7 @@ _NONE = {"none": "does not fit", "unknown": "none found"}
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """Return a table with a row per cell (cluster size) of a sweep, grouped by the number of devices."""
+    """Return a table with a row per cluster size, grouped by number of devices."""
     return table(
         sweep.cells,
         column("devices", "devices", attrgetter("devices"), "count"),
@@ -101,7 +104,10 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def best_cluster_lines(sweep: Sweep) -> list[str]:
-    """Return lines about the smallest, the fastest and the cheapest cluster (with most samples/s per device)."""
+    """Return lines about the smallest, the fastest and the cheapest cluster.
+
+    The cheapest cluster has the most samples/s per device.
+    """
     if sweep.smallest is None:
         return ["this model fits on none of these clusters"]
     smallest = sweep.cells[sweep.smallest]

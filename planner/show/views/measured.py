@@ -1,4 +1,4 @@
-"""Measurements of a run by stage, and their comparison with the plan, as tables and texts for all renderers."""
+"""Measurements of a run, and their comparison with the plan, as tables and texts."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -30,7 +30,7 @@ _LABELS: Mapping[Quantity, str] = {
 
 
 def figure_label(row: ComparedFigure, place: str) -> str:
-    """Return the label of a compared figure, as `forward, stage 2`.
+    """Return the label of a compared figure, such as `forward, stage 2`.
 
     Args:
         row: The compared figure.
@@ -41,12 +41,12 @@ def figure_label(row: ComparedFigure, place: str) -> str:
 
 
 def difference_words(row: ComparedFigure) -> str:
-    """Return the difference of the measured from the predicted value in percent; `-` if nothing was measured."""
+    """Return the difference of measured from predicted value in percent; `-` without measurement."""
     return difference(row.predicted, row.measured) if row.measured else NOTHING
 
 
 def is_over(row: ComparedFigure, plan: Plan) -> bool:
-    """Return True for a measured peak that exceeds its device's memory limit, after the reserve is subtracted."""
+    """Return True for a measured peak above the device's memory limit minus its reserve."""
     if row.what != "peak_bytes" or row.index is None:
         return False
     chunks = plan.chunks_of(row.index)
@@ -55,13 +55,13 @@ def is_over(row: ComparedFigure, plan: Plan) -> bool:
 
 
 def ran_other_stages(plan: Plan, report: RunReport) -> bool:
-    """Return True if the run had other cuts than the plan, so that stages of equal index have other layers."""
+    """Return True if the run had other cuts than the plan."""
     cuts = [[(stage.first, stage.last) for stage in stages] for stages in (plan.stages, stage_runs(report))]
     return cuts[0] != cuts[1]
 
 
 def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
-    """Return the number of stages of a run in words, with the numbers of devices and replicas if they matter."""
+    """Return a run's number of stages in words, with devices and replicas if they matter."""
     replicas = len({stage.replica for stage in report.stages})
     stages = pluralize(len(report.stages) // max(1, replicas), "stage")
     if plan is not None and shares_peaks(plan, report):
@@ -70,7 +70,7 @@ def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
 
 
 def shares_peaks(plan: Plan, report: RunReport) -> bool:
-    """Return True if several stages of the run shared a device, whose peak memory was measured as a whole."""
+    """Return True if several stages shared a device, so that only their common peak was measured."""
     return plan.chunks > 1 and not ran_other_stages(plan, report)
 
 
@@ -78,13 +78,16 @@ OF_DEVICES = "peak memory is that of the whole device, equal for all stages on i
 
 
 def times_warning(report: RunReport) -> str:
-    """Return a warning if the processes of a run got too little CPU time for valid measurements."""
+    """Return a warning if a run's processes got too little CPU time; else an empty text."""
     waited = lack_of_cores(report)
     return f"times are too long: {waited}, because there were more processes than free cores" if waited else ""
 
 
 def run_table(report: RunReport) -> Table:
-    """Return a table with a row per stage and replica; transfer and idle times are per step, others per micro-batch."""
+    """Return a table of a run with a row per stage and replica.
+
+    Transfer and idle times are per step, other times per micro-batch.
+    """
     halves = (
         column("input_backward", "input\nbackward", attrgetter("backward_input_us"), "us", per="micro-batch"),
         column("weight_backward", "weight\nbackward", attrgetter("backward_weight_us"), "us", per="micro-batch"),

@@ -28,12 +28,12 @@ class DeviceMemory:
 
     @property
     def share(self) -> str:
-        """Needed memory in percent of the limit, as text."""
+        """Needed memory in percent of the limit."""
         return share_of_limit(self.total_bytes, self.limit_bytes)
 
     @property
     def need_of_limit(self) -> str:
-        """Needed memory and limit as text, as `12.4 GiB of 16.0 GiB`."""
+        """Needed memory and limit, as `12.4 GiB of 16.0 GiB`."""
         return f"{format_bytes(self.total_bytes)} of {format_bytes(self.limit_bytes)}"
 
 
@@ -62,7 +62,7 @@ def component_title(kind: str) -> str:
 
 
 def share_of_limit(need_bytes: int, limit_bytes: int) -> str:
-    """Return the needed memory in percent of the limit, as text; `-` without a limit."""
+    """Return the needed memory in percent of the limit; `-` without a limit."""
     return percent(need_bytes / limit_bytes, decimals=0) if limit_bytes else NOTHING
 
 

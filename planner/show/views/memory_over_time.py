@@ -1,4 +1,4 @@
-"""Memory of every device over a step: the highest memory in each of several equal intervals of time."""
+"""Memory of every device over a step, in equal intervals of time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,7 +8,7 @@ from planner.show.step import MemoryLevel, Step
 
 
 def memory_over_time(step: Step, *, columns: int, end_us: float) -> list[list[int]]:
-    """Return the highest memory of each device in each of several equal intervals of time.
+    """Return each device's highest memory in each of several equal intervals of time.
 
     Args:
         step: The step.

@@ -1,4 +1,4 @@
-"""Numbers as text for readers: times in one unit, time axes, percentages, differences, names of layers."""
+"""Numbers as text: times in one unit, time axes, percentages, differences, names of layers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeScale:
-    """Unit of time for a whole column, so that its numbers can be compared digit by digit."""
+    """Unit of time for all numbers of a column."""
 
     unit: str
     factor: float
@@ -19,14 +19,14 @@ class TimeScale:
 
     @classmethod
     def fitting(cls, times_us: Iterable[float]) -> "TimeScale":
-        """Return the unit and number of decimals that suit the largest of some times; usually milliseconds."""
+        """Return the unit and number of decimals for the largest of some times."""
         largest = max(times_us, default=0.0)
         unit, factor = ("us", 1.0) if largest < 1e3 else ("ms", 1e3) if largest < 1e7 else ("s", 1e6)
         decimals = next((d for d, limit in ((3, 10), (2, 100)) if largest / factor < limit), 1)
         return cls(unit=unit, factor=factor, decimals=1 if unit == "us" else decimals)
 
     def text(self, time_us: float) -> str:
-        """Return a time as a number in this unit, without the unit's name, which is in the column's header."""
+        """Return a time as a number in this unit, without the unit's name."""
         return f"{time_us / self.factor:.{self.decimals}f}"
 
 
@@ -37,14 +37,14 @@ def percent(share: float, *, decimals: int = 1) -> str:
 
 
 def rate(per_s: float) -> str:
-    """Return a rate per second as a number; a rate below 0.1, as of a very large model, has two significant digits."""
+    """Return a rate per second as text, with two significant digits below 0.1."""
     if 0 < per_s < 0.1:
         return f"{per_s:.{1 - floor(log10(per_s))}f}"
     return f"{per_s:,.{1 if per_s < 1000 else 0}f}"
 
 
 def difference(predicted: float, measured: float) -> str:
-    """Return the difference of `measured` from `predicted`, in percent of `predicted`, with its sign."""
+    """Return the signed difference of `measured` from `predicted`, in percent of `predicted`."""
     if not predicted:
         return NOTHING
     return f"{(measured - predicted) / predicted * 100:+.1f} %"
@@ -82,7 +82,7 @@ class Tick:
 
 
 def time_ticks(total_us: float, most: float) -> tuple[str, tuple[Tick, ...]]:
-    """Return the marks of a time axis: at most `most` + 1 round times from 0 to `total_us`, and their unit.
+    """Return the unit and the marks of a time axis: up to `most` + 1 round times.
 
     Args:
         total_us: End of the axis in microseconds, above 0.
@@ -108,17 +108,17 @@ _METHODS = {
 
 
 def method_name(method: str) -> str:
-    """Return the name of a solver's method in words; unknown methods, of other tools, keep their names."""
+    """Return a solver method's name in words; unknown methods keep their names."""
     return _METHODS.get(method, method)
 
 
 def row_noun(chunks: int) -> str:
-    """Return the noun for a table row that describes a device: `stage` if every device has one stage, else `device`."""
+    """Return the noun for a table row: `stage` if every device has one stage, else `device`."""
     return "stage" if chunks == 1 else "device"
 
 
 def not_measured_warning(how: str) -> str:
-    """Return a warning about numbers from a compiled or estimated profile; empty for a measured profile.
+    """Return a warning about numbers that were not measured; empty for a measured profile.
 
     Args:
         how: Origin of the profile's numbers: `measured`, `compiled` or `estimated`.

@@ -15,7 +15,7 @@ from planner.show.views.table import Column, Table, Value, column, table
 
 
 def headline(plan: Plan) -> str:
-    """Return schedule, number of stages and micro-batches in one line."""
+    """Return schedule, number of stages and number of micro-batches in one line."""
     by = " \u00d7 "
     shape = pluralize(plan.num_devices, "stage")
     if plan.chunks > 1:
@@ -30,7 +30,7 @@ def headline(plan: Plan) -> str:
 
 
 def shape_in_gpus(plan: Plan) -> str:
-    """Return the number of GPUs as a product of replicas, stages and GPUs per stage, in one line."""
+    """Return the number of GPUs as a product of replicas, stages and GPUs per stage."""
     groups = pluralize(plan.num_devices, "stage" if plan.chunks == 1 else "device")
     factors = [*([f"{plan.replicas} replicas"] if plan.replicas > 1 else []), groups, str(plan.tensor_parallel)]
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
@@ -48,7 +48,7 @@ def figure_words(plan: Plan, certainty: Certainty | None = None) -> tuple[str, s
 
 
 def ideal_bubble_words(plan: Plan) -> str:
-    """Return the bubble that equal stages would have, in words.
+    """Return in words the bubble that equal stages would have.
 
     The text is empty for schedules with a split backward, because their weight-gradient passes fill the bubble.
     """
@@ -58,7 +58,7 @@ def ideal_bubble_words(plan: Plan) -> str:
 
 
 def claim_words(plan: Plan) -> str:
-    """Return what the solver proved, as `no plan is faster`; empty for given cuts."""
+    """Return what the solver proved, such as `no plan is faster`; empty for given cuts."""
     solver, schedule = plan.solver, plan.inputs.schedule
     whole = "plan" if schedule == "auto" else f"{schedule_of(schedule).title} plan"
     if schedule != "auto" and not plan.inputs.chunks and _is_open_in_chunks(schedule_of(schedule)):
@@ -83,7 +83,7 @@ def has_unlike_devices(plan: Plan) -> bool:
 
 
 def stage_table(plan: Plan, *, brief: bool = False) -> Table:
-    """Return a table of the plan's stages; the slowest stage and shares above the limit are marked.
+    """Return a table of a plan's stages, with marks for the slowest stage and exceeded limits.
 
     Args:
         plan: The plan.
@@ -128,12 +128,12 @@ NO_PLAN = "no plan fits"
 
 
 def has_several_replicas(plan: Plan) -> bool:
-    """Return True if some point of the plan's frontier has several replicas."""
+    """Return True if a point of the plan's frontier has several replicas."""
     return any(point.replicas != 1 for point in plan.frontier)
 
 
 def frontier_table(plan: Plan) -> Table:
-    """Return a table of the plan's frontier: the best plan for each M and number of replicas.
+    """Return a table of the best plan for each M and number of replicas.
 
     If no plan fits, the row has only M, the number of replicas and the micro-batch size.
     """
@@ -159,7 +159,7 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def schedules_table(plan: Plan) -> Table:
-    """Return a table of the best plan of each schedule that was tried; the plan's own schedule is marked."""
+    """Return a table of the best plan of each schedule, with a mark for the plan's own."""
     points, limit = plan.schedules, max(plan.inputs.memory_bytes)
     marked = frozenset(n for n, point in enumerate(points) if point.schedule == plan.schedule)
     return table(
@@ -183,7 +183,7 @@ def _width_column(points: tuple[FrontierPoint, ...]) -> list[tuple[Column, Calla
 
 
 def untried_words(plan: Plan) -> str:
-    """Return a note on schedules with a split backward that were not tried; empty if all were tried."""
+    """Return a note on schedules with a split backward that were not tried; else an empty text."""
     tried = {point.schedule for point in plan.schedules}
     missing = [schedule.title for schedule in SPLITTING if schedule.name not in tried]
     if not missing:

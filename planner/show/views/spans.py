@@ -1,8 +1,8 @@
-"""Style classes of spans in pictures (their looks), and the labels of the legend.
+"""Style classes of the boxes in pictures of a step, and the labels of the legend.
 
-A look is a class of the style sheets. For actions it is the lower-case letter of the kind and the number of a hue; the
-hue distinguishes chunks (`f0`). `r` and `s` are transfers, `o` is the optimizer step, and `again` is recomputation,
-which is drawn over its backward.
+For an action, the class is the lower-case letter of its kind and the number of a hue, which distinguishes chunks
+(`f0`). `r` and `s` are transfers, `o` is the optimizer step, and `again` is recomputation, which is drawn over its
+backward.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ BUBBLE_WORDS: Final = "bubble, from a row's first box to its last"
 
 
 def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
-    """Return the share of a device's time, from its first action to its last, in which it is idle.
+    """Return the share of a device's time, from first to last action, in which it is idle.
 
     Args:
         busy_us: Start and end of each action, in microseconds.
@@ -43,14 +43,14 @@ def bubbles_of(step: Step) -> list[float]:
     return [bubble_of(spans) for spans in busy]
 
 
-def recompute_look(step: Step) -> str:
-    """Return the look of a backward that includes recomputation, for the legend; empty if nothing is recomputed."""
+def recompute_style_class(step: Step) -> str:
+    """Return the style class of a backward with recomputation; empty if nothing is recomputed."""
     recomputed = {span.kind for span in step.spans if span.recompute_us > 0}
     return next((_look(kind, 0) for label, kind in BY_LABEL.items() if label in recomputed), "")
 
 
-def look_of(span: Span, num_devices: int) -> str:
-    """Return the look (style class) of a span.
+def span_style_class(span: Span, num_devices: int) -> str:
+    """Return the style class of a span.
 
     Args:
         span: The span.
@@ -61,12 +61,12 @@ def look_of(span: Span, num_devices: int) -> str:
 
 
 def micro_batch_text(span: Span, step: Step) -> str:
-    """Return the micro-batch of a span as text: `3`, or `3.1` for chunk 1 if devices have several chunks."""
+    """Return a span's micro-batch as text: `3`, or `3.1` for chunk 1 if devices have several."""
     return f"{span.micro_batch}.{span.stage // step.num_devices}" if step.chunks > 1 else str(span.micro_batch)
 
 
-def legend_looks(step: Step, *, has_lanes: bool) -> list[tuple[str, str]]:
-    """Return the legend of a picture of a step, as looks (style classes) and labels.
+def legend_classes(step: Step, *, has_lanes: bool) -> list[tuple[str, str]]:
+    """Return the legend of a picture of a step, as pairs of style class and label.
 
     Args:
         step: The step.
@@ -91,8 +91,8 @@ def legend_looks(step: Step, *, has_lanes: bool) -> list[tuple[str, str]]:
     return looks
 
 
-def kind_rules(prefix: str = "") -> str:
-    """Return style rules for the colors of all looks of actions, one line per kind.
+def action_color_css(prefix: str = "") -> str:
+    """Return the CSS rules for the colors of actions, a line per kind.
 
     Args:
         prefix: Selector before each class.
@@ -103,8 +103,8 @@ def kind_rules(prefix: str = "") -> str:
     )
 
 
-def ink_rules() -> str:
-    """Return style rules for the color of text on the boxes of each kind of action."""
+def box_text_css() -> str:
+    """Return the CSS rules for the color of text on the boxes of actions."""
     return "".join(f".timeline .on-{kind.letter.lower()}{{fill:{kind.ink}}}" for kind in KINDS.values())
 
 

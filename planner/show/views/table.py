@@ -1,4 +1,4 @@
-"""Table of values with units. Each renderer chooses columns and draws marks in its own way."""
+"""Table of values with units, from which each renderer chooses columns and draws marks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ _TEXTS: Final[Mapping[Unit, Callable[[float], str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """Column of a table: its values with a title and a unit."""
+    """Column of a table: values with a title and a unit."""
 
     name: str
     """Name by which renderers select the column."""
@@ -48,14 +48,14 @@ class Column:
         return self.title.replace("\n", " ")
 
     def texts(self, scale: TimeScale | None = None) -> tuple[str, ...]:
-        """Return every value as text: with its unit, or as a number in the unit `scale` of the whole column."""
+        """Return every value as text: with its unit, or as a number in the unit `scale`."""
         text = _TEXTS[self.unit] if scale is None else scale.text
         return tuple(NOTHING if v is None else v if isinstance(v, str) else text(v) for v in self.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Table of values: columns of equal length."""
+    """Table of values."""
 
     columns: tuple[Column, ...]
     group: int = 0
@@ -74,11 +74,11 @@ class Table:
         return self.pick(*(column.name for column in self.columns if column.name not in names))
 
     def with_titles(self, **titles: str) -> "Table":
-        """Return the table with new titles for some columns, given by column name."""
+        """Return the table with new titles of some columns, by column name."""
         return replace(self, columns=tuple(replace(c, title=titles.get(c.name, c.title)) for c in self.columns))
 
     def with_texts(self, name: str, texts: Iterable[str], unit: Unit | None = None) -> "Table":
-        """Return the table with new texts in one column, and a new unit if one is given.
+        """Return the table with new texts, and perhaps a new unit, in one column.
 
         Args:
             name: Name of the column.
@@ -90,11 +90,11 @@ class Table:
         return replace(self, columns=tuple(changed))
 
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """Return the texts of every row; each value has its own unit."""
+        """Return the texts of every row, each value with its own unit."""
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
     def scales(self) -> Mapping[str, TimeScale]:
-        """Return for each value of `per` the unit of time of the columns that have this value."""
+        """Return the unit of time for each quantity `per` of the columns."""
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
@@ -112,7 +112,7 @@ def column(
     drop: int = 0,
     marked: frozenset[int] = frozenset(),
 ) -> tuple[Column, Callable[[Row], Value]]:
-    """Return the definition of a column, for the function `table`.
+    """Return a column without values, and the function that reads its values from rows.
 
     Args:
         name: Name of the column.
@@ -130,7 +130,7 @@ def column(
 
 
 def table(rows: Sequence[Row], *columns: tuple[Column, Callable[[Row], Value]], group: int = 0) -> Table:
-    """Return a table whose values are read from rows.
+    """Return a table with values read from rows.
 
     Args:
         rows: Objects to read values from, one per row of the table.

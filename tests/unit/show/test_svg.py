@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from planner.show.markup import escape_text, number
-from planner.show.svg import legend_kinds, timeline_svg
+from planner.show.svg import legend_entries, timeline_svg
 from tests.unit.show.samples import interleaved, plan, step_of_sample
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -56,9 +56,9 @@ def test_svg_boxes_are_numbered_if_there_is_room():
 
 
 def test_svg_legend_lists_only_drawn_kinds():
-    assert "again" not in dict(legend_kinds(step_of_sample(plan())))
-    assert "again" in dict(legend_kinds(step_of_sample(plan(recompute="always"))))
-    assert {"f1", "b1"} <= set(dict(legend_kinds(step_of_sample(interleaved()))))
+    assert "again" not in dict(legend_entries(step_of_sample(plan())))
+    assert "again" in dict(legend_entries(step_of_sample(plan(recompute="always"))))
+    assert {"f1", "b1"} <= set(dict(legend_entries(step_of_sample(interleaved()))))
 
 
 def test_svg_of_thousands_of_boxes_is_small():
