@@ -181,13 +181,13 @@ def _grows(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
 def _data_dependence(name: str, values: Sequence[int], shapes: Shapes) -> ModelError | None:
     if any(value not in shapes for value in values):
         return ModelError(
-            f'what crosses the boundary after "{name}" differs for another batch size',
+            f'the tensors sent after "{name}" differ for another batch size',
             hint="a pipeline needs the same tensors for every batch",
         )
     for shape, other in (shapes[value] for value in values):
         if not _grows(shape, other):
             return ModelError(
-                f'what crosses the boundary after "{name}" has shape {list(shape)} for {SIZES[0]} samples and '
+                f'a tensor sent after "{name}" has shape {list(shape)} for {SIZES[0]} samples and '
                 f"{list(other)} for {SIZES[1]}: it depends on the data",
                 hint="let shapes depend on the batch size alone: pad to a fixed length instead of using "
                 "`pack_padded_sequence`, masks or routing between modules",

@@ -94,8 +94,8 @@ class Outline:
         return (
             f'{parts} tensors cross the boundary after "{self.names[layer]}" only for the model\'s own code between '
             f"its modules, which makes {results} of them and does so again in the next stage (as "
-            "`x = torch.cat([x, block(x)])` does); do that at the end of a module's forward (`x = block(x)`), and its "
-            "result crosses instead"
+            "`x = torch.cat([x, block(x)])` does); do that at the end of a module's forward (`x = block(x)`), so that "
+            "only its result is sent"
         )
 
     def times(self, first: int, end: int) -> tuple[int, int]:
@@ -188,7 +188,7 @@ def outline_of(
     # These names are those before `uncut` removes cuts, because `uncut` refers to them.
     ends = [(cut, name) for cut, name in _named_cuts(recording, model, chosen) if name not in uncut]
     if uncut:
-        problems.append(f"the stages after {', '.join(uncut)} do not compute what the model does")
+        problems.append(f"the stages after {', '.join(uncut)} do not train as the model does")
     if not ends:
         why = f": {problems[0]}" if problems else ", it has a single layer with parameters"
         raise ModelError(

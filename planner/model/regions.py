@@ -44,7 +44,7 @@ class Region:
     def problem(self) -> str:
         """Reason why no cut can go through the region, for a message."""
         if not self.function:
-            return "that lies within a function that `torch.utils.checkpoint` runs again as a whole"
+            return "the cut is inside a function that `torch.utils.checkpoint` runs again as a whole"
         return (
             f"the autograd function {self.function} calls modules, whose results carry no gradient there "
             "(if it is for checkpointing, use `torch.utils.checkpoint` with `use_reentrant=False`)"
