@@ -265,15 +265,18 @@ class StageModule(nn.Module):
 
 
 def _with_graph(result: Any, anchor: Tensor) -> Any:
-    """Make at least one output depend on `anchor`, which is zero, if gradients are enabled.
+    """Return the outputs for checkpointing: none is a parameter, and at least one has a graph if gradients are enabled.
 
+    A parameter that a layer returns would become a result of the checkpoint, whose backward would then call itself.
     Layers that are skipped at random may leave all outputs without a graph, and checkpointing's backward would fail.
+    The anchor, which is zero, gives them one.
     """
     outputs = [result] if isinstance(result, Tensor) else list(result)
-    if not torch.is_grad_enabled() or any(output.requires_grad for output in outputs):
-        return result
-    place = next(n for n, output in enumerate(outputs) if output.is_floating_point())
-    outputs[place] = outputs[place] + anchor
+    if not torch.is_grad_enabled():
+        outputs = [output.detach() for output in outputs]
+    elif not any(output.requires_grad for output in outputs):
+        place = next(n for n, output in enumerate(outputs) if output.is_floating_point())
+        outputs[place] = outputs[place] + anchor
     return outputs[0] if isinstance(result, Tensor) else tuple(outputs)
 
 

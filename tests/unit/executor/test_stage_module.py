@@ -273,6 +273,25 @@ def test_layers_run_twice_if_the_plan_recomputes_them(recompute: Recompute, runs
         assert len(calls) == expected
 
 
+def test_a_recomputed_stage_may_return_a_parameter() -> None:
+    """The parameter must not become a result of the checkpoint, whose backward would call itself forever."""
+
+    class Embedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+            return value @ self.weight, self.weight
+
+    module = stage([Layer("0", Embedding())], torch.zeros(2, 8), recompute="always")
+    product, weight = module(torch.ones(2, 8))
+    (parameter,) = module.parameters()
+    assert parameter.is_leaf
+    (product.sum() + 3 * weight.sum()).backward()
+    assert torch.equal(parameter.grad, torch.full((8, 8), 5.0))
+
+
 def test_a_recomputed_stage_in_evaluation_has_no_graph() -> None:
     module = stage(chain_of(block().eval()).layers, torch.zeros(2, 8), recompute="always")
     with torch.no_grad():
