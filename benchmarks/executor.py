@@ -204,10 +204,10 @@ def main() -> None:
             _print_row(case, measured, constants_us[case.schedule], peer)
         ratios = [one.ratio for one in found if one.ratio is not None]
         notes.append(
-            f"K = {num_devices}: per micro-batch, stage and direction beyond the sleep "
+            f"K = {num_devices}: the executor's own time per micro-batch, stage and direction was "
             f"{', '.join(f'{time_us:.0f} us ({schedule})' for schedule, time_us in constants_us.items())}; "
-            f"the executor takes {statistics.median(ratios):.3f} of the bare loop's step (median; {max(ratios):.3f} at "
-            f"most). {_order(cases, found, constants_us)}"
+            f"a step took {statistics.median(ratios):.3f} times as long as that of the bare loop (median; "
+            f"{max(ratios):.3f} at most). {_order(cases, found, constants_us)}"
         )
     print("\n" + "\n".join(notes))
 
@@ -436,16 +436,11 @@ def _print_head() -> None:
     print(f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()} ({os.cpu_count()} cores), ", end="")
     print(f"torch {torch.__version__}, Python {platform.python_version()}; load average {os.getloadavg()[0]:.1f}.")
     print(
-        f"Layers that sleep {UNIT_US / 1e3:.0f} ms forward and in each half of the backward, one per stage; uneven: ",
-        end="",
-    )
-    print(
-        f"{', '.join(f'{share:g}' for share in UNEVEN)} of that, over and over. Medians of {STEPS} steps. "
-        "Where a device runs two stages, each is half as long."
-    )
-    print(
-        f"Peak memory: of all processes, in a step in which every layer keeps {KEPT >> 20} MiB per micro-batch, beyond "
-        "what they held before.\n"
+        f"Each stage is one layer that sleeps {UNIT_US / 1e3:.0f} ms in the forward, in the input-gradient pass and\n"
+        f"in the weight-gradient pass. *Uneven* stages sleep {', '.join(f'{share:g}' for share in UNEVEN)} times as\n"
+        f"long, in turn. If a device has two stages, each sleeps half as long. Times are medians of {STEPS} steps.\n"
+        "Peak memory is the sum over all processes, above the memory in use before the step, in a step in which every\n"
+        f"layer saves {KEPT >> 20} MiB per micro-batch.\n"
     )
     columns = ["K", "stages", "M", "schedule", "simulated", "with constant", "measured", "difference"]
     columns += ["bare torch", "ours / bare", "torchgpipe", "peak memory", "of torchgpipe"]

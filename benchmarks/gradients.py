@@ -64,15 +64,15 @@ def main() -> None:
     if given.halves:
         names = ("transformer_lm", "resnet", "GPT-2")
         bases = {name: replace(bases.get(name) or _real(name), micro_batches=8, batch=8) for name in names}
-        _head("## Backwards in halves", micro_batches=8)
+        _head("## Split backward", micro_batches=8)
         _print_by_schedule(_worst(bases, _in_halves(micro_batches=8)))
         return
     bases |= {name: _real(name) for name in _REAL}
     _head("# Gradients compared with the unpartitioned model", micro_batches=4)
     print(
-        "K = 2, 3, 4 under GPipe and 1F1B, two devices with two stages each under interleaved 1F1B; recompute `never`,"
+        "Schedules: GPipe and 1F1B with K = 2, 3, 4, and interleaved 1F1B with two stages on each of two devices.\n"
+        "Recomputation: `never`, `except-last`, `always`.\n"
     )
-    print("`except-last`, `always`.\n")
     worst = _worst(bases, _whole())
     print("| model | layers | runs | loss | gradients | buffers |\n|---|---:|---:|---:|---:|---:|")
     for name, rows in worst.items():
@@ -117,7 +117,7 @@ def _worst(bases: dict[str, Case], ways: Iterable[Way]) -> dict[str, dict[Way, t
 
 
 def _print_by_schedule(worst: dict[str, dict[Way, tuple[float, float, float]]]) -> None:
-    print("K = 2, 3, 4 where the schedule and the model can, recompute `never` and `always`.\n")
+    print("K = 2, 3, 4 if schedule and model allow it. Recomputation: `never`, `always`.\n")
     print("| schedule | model | runs | loss | gradients | buffers |\n|---|---|---:|---:|---:|---:|")
     for schedule, (model, rows) in product(SCHEDULES, worst.items()):
         every = [row for way, row in rows.items() if way.schedule == schedule]
@@ -134,9 +134,9 @@ def _head(title: str, *, micro_batches: int) -> None:
     print(f"{title}\n\n`{command}` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}, float32, M = {micro_batches}.")
     print(
-        "The largest relative differences after two steps, to the same micro-batches in one process: of the loss, of\n"
-        "all gradients (norm of the difference over the norm), of any buffer (running statistics of batch\n"
-        "normalisations)."
+        "Pipelines were compared with a single process that trains the same micro-batches, for two steps. The table\n"
+        "has the largest relative differences: of the loss, of all gradients (norm of the difference / norm), and of\n"
+        "any buffer (running statistics of batch normalization)."
     )
 
 

@@ -99,7 +99,7 @@ KINDS = (
     ),
 )
 USUAL = Table(
-    title="# Predicted peak memory beside the allocator's",
+    title="# Predicted and measured peak memory",
     subjects=MODELS,
     micro_batch_size=2,
     micro_batches=(1, 2, 4),
@@ -288,12 +288,13 @@ def _print_head(table: Table) -> None:
     print(f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}.")
     print(
-        f"Every device of {table.num_devices} ({' and '.join(table.schedules)}, as many layers each;\n"
-        f"fewer stages where there are fewer layers), micro-batches of {table.micro_batch_size} samples, "
-        f"M = {', '.join(map(str, table.micro_batches))}, where the schedule runs so few:\n"
-        "as many processes run the emitted pipeline. Errors of the prediction are relative to what the allocator\n"
-        f"counted in the second step; promised are {-PROMISED.memory_below:+.0%} to\n"
-        f"{PROMISED.memory_above:+.0%}, or {PROMISED.memory_slack_bytes >> 10} KiB.\n"
+        f"The emitted pipeline ran on {table.num_devices} processes (schedules: {', '.join(table.schedules)}), with\n"
+        "equally many layers per stage, or fewer stages if the model has fewer layers. Micro-batches have "
+        f"{table.micro_batch_size}\n"
+        f"samples; M is {', '.join(map(str, table.micro_batches))}, if the schedule allows it.\n"
+        "An error is (predicted - measured) / measured, for each device; the measured peak is the allocator's in the\n"
+        f"second step. Errors of {-PROMISED.memory_below:+.0%} to {PROMISED.memory_above:+.0%}, or at most "
+        f"{PROMISED.memory_slack_bytes >> 10} KiB, are within tolerance.\n"
     )
     print("| model | precision | schedule | recompute | rows | peaks | lowest | highest | median | outside |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -321,7 +322,7 @@ def _print_outside(rows: Sequence[Row]) -> None:
     errors = [row.error for row in rows]
     outside = [row for row in rows if not row.is_kept]
     print(f"All {len(rows)} rows: {min(errors):+.2%} to {max(errors):+.2%}, ", end="")
-    print(f"median of their sizes {statistics.median(map(abs, errors)):.2%}; {len(outside)} outside what is promised.")
+    print(f"median absolute error {statistics.median(map(abs, errors)):.2%}; {len(outside)} outside tolerance.")
     if outside:
         columns: dict[str, Callable[[Row], str]] = {
             **{

@@ -108,15 +108,17 @@ def _print_head(names: Sequence[str]) -> None:
     print(f"`python benchmarks/models.py` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
     print(f"transformers {version('transformers')}, timm {version('timm')}, Python {platform.python_version()}.")
     print(
-        f"{len(names)} small models with random weights, each cut into three stages of about as many layers and\n"
-        "into one stage per layer, coarse and fine, with two micro-batches in flight. The three coarse ones are\n"
-        "built apart, as their ranks build them. Tensors: how many cross the boundaries between layers (coarse),\n"
-        "fewest to most, integers that later layers read included. Loss, gradients and buffers: the largest error of\n"
-        "all these cuts, relative to the model in one piece; behind a slash, how many gradients there are, and how\n"
-        "many buffers a step changes. Recomputed: the largest error of all three where each of three stages is\n"
-        "recomputed. Check: what the equivalence check of `gpipe-plan profile` finds (coarse): cuts that are covered,\n"
-        "the largest relative error, CPU time of all its processes. CPU time: to find the layers (coarse), and for a\n"
-        "step of the model in one piece.\n"
+        f"{len(names)} small models with random weights. Each is cut into three stages of nearly equally many layers,\n"
+        "and into one stage per layer, with coarse and fine granularity and two micro-batches in flight. The three\n"
+        "coarse stages are built separately, as their ranks build them.\n\n"
+        "- *Tensors*: smallest and largest number of tensors at a boundary (coarse), including integers that later\n"
+        "  layers read.\n"
+        "- *Loss*, *gradients*, *buffers*: largest error of all these cuts, relative to the unpartitioned model.\n"
+        "  After a slash: number of gradients, and of buffers that a step changes.\n"
+        "- *Recomputed*: largest of these three errors if each of the three stages is recomputed.\n"
+        "- *Check*: result of the equivalence check of `gpipe-plan profile` (coarse): covered cuts, largest relative\n"
+        "  error, CPU time of all processes.\n"
+        "- *CPU time*: to find the layers (coarse), and for a step of the unpartitioned model.\n"
     )
     columns = Compared(family="", caveat="", failure="-").cells
     print(f"| model | {' | '.join(columns)} |")

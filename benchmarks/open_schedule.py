@@ -165,7 +165,7 @@ def main() -> None:
     print(f"`{command}` on {cpu_name()}, Python {platform.python_version()}; CPU seconds of one process.\n")
     print('"Fastest named" is the fastest answer to a request for one schedule.')
     print('"Difference" is positive if `auto` is slower.')
-    print('"Local" is what a random local search from the plan changes.\n')
+    print('"Local" is the change of the step by a random local search that starts from the plan.\n')
     print(
         "| chain | L | K | M | memory limit | schedule | `auto` (ms) | gap | gap, named | CPU s | fastest named | ms "
         "| difference | local |"

@@ -51,10 +51,10 @@ def main() -> None:
     command = shlex.join(["python", *sys.argv])
     print(f"`{command}` on {cpu_name()}, {os.cpu_count()} cores, ", end="")
     print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread per process.")
-    print("Differences are measured against predicted.", end="\n\n" if given.schedules else "\n")
+    print("A difference is (measured - predicted) / predicted.", end="\n\n" if given.schedules else "\n")
     if not given.schedules:
-        print(f"Profiles and runs were made in {ROUNDS} rounds, one after the other. Told is the round in the middle,")
-        print("by the difference of its step, and in brackets from where to where all lay.\n")
+        print(f"Profiles and runs were made in {ROUNDS} rounds, one after the other. A row shows the round with the")
+        print("median difference of the step, and in parentheses the range of all rounds.\n")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         _print_schedules() if given.schedules else _print_recomputation()

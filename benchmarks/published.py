@@ -25,13 +25,12 @@ def main() -> None:
     """Print the page."""
     print("# Published runs on real accelerators\n")
     say(
-        """Made by `python -m benchmarks.published`. Nothing here was run by us: figures are those that others
-        published, retyped with their sources in
-        [benchmarks/data/published](../../benchmarks/data/published/README.md); predictions are those of the laws
-        that `solve` and `check` use ([cost model](../cost-model.md)), from profiles written by hand out of the
-        same publications. *Difference* is predicted against measured: + is too slow, or too much memory (of
-        throughput: too fast). Rows that miss are here, too, and each section says why they do.
-        `tests/unit/test_published.py` holds every table to what came out."""
+        """Made by `python -m benchmarks.published`. We ran none of this. Measured figures are published by others,
+        and copied with their sources to [benchmarks/data/published](../../benchmarks/data/published/README.md).
+        Predictions are those of the [cost model](../cost-model.md), from profiles written by hand from the same
+        publications. *Difference* is (predicted - measured) / measured. + means that the predicted time is too
+        long, the predicted memory too large, or the predicted throughput too high. Each section gives the reason
+        for large differences. `tests/unit/test_published.py` fails if a difference changes."""
     )
     for section in (
         _a100,
@@ -90,10 +89,10 @@ def _a100() -> None:
     rows = list(runs.a100_rows())
     print("## GPT on 8 A100: nothing fitted\n")
     say(
-        f"""A GPT of 32 layers, 1F1B, 128 micro-batches of one sample of 2048 tokens ({VOCABULARY},
-        artifact). The profile has one layer per stage, with the forward and backward that the run itself recorded
-        for it. Difference: {span(rows)}. What is not predicted is what the record does not have: transfers, the
-        optimizer's step, the gradients' norm."""
+        f"""A GPT of 32 layers, 1F1B, 128 micro-batches of one sample of 2048 tokens ({VOCABULARY}, artifact). The
+        profile has one layer per stage, with the forward and backward times that the run recorded. Difference:
+        {span(rows)}. The record has no times of transfers, of the optimizer's step and of the gradient norm, so
+        the prediction lacks them."""
     )
     table("words | cut | measured, s: | predicted, s: | difference:", map(cells, rows))
 
@@ -102,17 +101,17 @@ def _forecasts() -> None:
     rows, cuts = list(runs.forecast_rows()), list(runs.cut_rows())
     print("## One plan from another plan's times\n")
     say(
-        f"""The authors moved layers off the last stage by hand. Its iteration as forecast from the times of the even
-        plan alone: a block is a quarter of the mean middle stage, what else the first and last stage take is
-        embedding and head. Difference: {span(rows)}. With 64k words the forecast is too fast, as the stage of
-        five blocks took 3.9 % longer than five quarters of one with four. Whoever expected the even plan's
-        iteration again would have been off by up to {percent(_largest_change(rows))}."""
+        f"""The authors moved layers off the last stage by hand. Here the step of their plan is predicted only from
+        times of the plan with equal stages: a block takes a quarter of a mean middle stage, and the rest of the
+        first and last stage is embedding and head. Difference: {span(rows)}. With 64k words the prediction is too
+        short: the measured stage of five blocks took 3.9 % longer than 5/4 of a stage of four. The step of the
+        equal plan itself differs from the measured step by up to {percent(_largest_change(rows))}."""
     )
     table("words | measured, s: | forecast, s: | difference:", map(cells, rows))
     say(
-        f"""The best cut by `gpipe-plan solve` of the same layers, under the same schedule and without caps, beside
-        the one made by hand, both predicted: up to {100 * max(c.gain for c in cuts):.1f} % shorter, never longer.
-        The first stage has the embedding, the last one the head."""
+        f"""`gpipe-plan solve` found cuts of the same layers, under the same schedule and without memory limits.
+        Predicted steps of these cuts are up to {100 * max(c.gain for c in cuts):.1f} % shorter than those of the
+        authors' cuts, and never longer. The first stage includes the embedding, the last one the head."""
     )
     header = "by hand | solved | by hand, s: | solved, s: | shorter by: | status"
     table(f"words | {header}", map(_cut_cells, cuts))
@@ -140,10 +139,10 @@ def _gh200() -> None:
     fitted, *rows = runs.gh200_rows()
     print("## OPT-350M on GH200: one number fitted\n")
     say(
-        f"""Layer times, plans and iterations of Sailor (SOSP 2025), micro-batches of 8 samples, 1F1B on two stages of
-        12 and 14 layers, tensor parallel 4 within each stage, replicas side by side whose sum of gradients took
-        what the record says. One number is fitted, on {fitted.name[0]}: a crossing keeps a stage busy for
-        {runs.gh200_crossing_us() / 1e3:.2f} ms. The others: {span(rows)}."""
+        f"""Layer times, plans and steps of Sailor (SOSP 2025): micro-batches of 8 samples, 1F1B on two stages of 12
+        and 14 layers, tensor parallelism with 4 GPUs in each stage, and replicas whose all-reduce takes the
+        recorded time. One number is fitted, on {fitted.name[0]}: a transfer keeps a stage busy for
+        {runs.gh200_crossing_us() / 1e3:.2f} ms. Difference of the other rows: {span(rows)}."""
     )
     table("plan | replicas | M | measured, s: | predicted, s: | difference:", map(cells, (fitted, *rows)))
 
@@ -158,18 +157,19 @@ def _halves() -> None:
         for row, again in zip(of_model, runs.scaled(of_model, of_model[0]), strict=True):
             fitted.setdefault(row.name[2], []).append(again)
             lines.append([*cells(row), percent(again.error)])
-    print("## Schedules with backwards in halves, on A100\n")
+    print("## Schedules with split backward, on A100\n")
     say(
-        f"""GPTs of 1.5 to 28 billion parameters, with F, I, W and transfers as profiled ({ZERO_BUBBLE}); steps follow
-        from the measured samples per GPU and second, which have two or three digits. With nothing fitted
-        predictions are too fast, {span(rows)}: the paper has one time for all stages, where the slowest one
-        counts, and none of the optimizer. *Fitted* takes from the 1F1B row with the smallest M of each model how
-        much longer computing takes; then 1F1B is at {span(fitted["1f1b"])}, ZB-1p (here as ZB-H1, whose bubbles
-        are the same in the paper) at {span(fitted["zb1p"])}, ZB-2p (here `--schedule search` where each device
-        may hold 2·K micro-batches) at {span(fitted["zb2p"])} (theirs need not wait for each other in the
-        optimizer's step, which is worth 8 % to them), interleaved 1F1B at {span(fitted["interleaved"])}. Of
-        interleaved 1F1B every layer is a chunk, and Megatron-LM's stages wait for its transfers, where the link
-        here overlaps: do not choose interleaving over halves for a few percent."""
+        f"""GPTs of 1.5 to 28 billion parameters, with the published times of F, I, W and transfers ({ZERO_BUBBLE}).
+        Measured steps follow from samples per GPU and second, which are published with two or three digits.
+        Without fitting, predictions are too short, {span(rows)}: the paper has one time for all stages, although
+        the slowest stage determines the step, and no time of the optimizer. *Fitted*: all compute times are
+        multiplied by a factor that follows from each model's 1F1B row with the smallest M. Differences are then
+        {span(fitted["1f1b"])} for 1F1B, {span(fitted["zb1p"])} for ZB-1p (predicted as ZB-H1, which has the same
+        bubbles in the paper), {span(fitted["zb2p"])} for ZB-2p (predicted by `--schedule search` with memory for
+        2·K micro-batches on each device), and {span(fitted["interleaved"])} for interleaved 1F1B. The paper's
+        ZB-2p does not synchronize devices in the optimizer's step, which saves it 8 %. Its interleaved 1F1B has
+        one layer per chunk, and Megatron-LM's stages wait for transfers, while the model assumes overlap. So a
+        predicted advantage of interleaved 1F1B of a few percent over split backwards is not reliable."""
     )
     table("model | M | schedule | measured, s: | predicted, s: | difference: | fitted:", lines)
 
@@ -182,17 +182,17 @@ def _recomputation() -> None:
     rows, forecasts = list(runs.recomputation_rows()), list(formulas.recomputation_forecast_rows())
     print("## Recomputation, on A100\n")
     say(
-        f"""Megatron-LM with tensor parallel 8 ({RECOMPUTATION}, tables 4 and 5). The law of recomputation, 2 F + B,
-        against the measured layer in ms; and the 22B model, which is no pipeline, from its layers, in s. The
-        second row misses embedding, head, loss and optimizer, which the record does not time; the third takes
-        them from the second. Selective recomputation within a layer is not planned here: such a layer is taken as
-        it was measured."""
+        f"""Megatron-LM with tensor parallelism on 8 GPUs ({RECOMPUTATION}, tables 4 and 5). The first row compares
+        the rule for recomputation, 2 F + B, with a measured layer, in ms. The other rows are the step of the 22B
+        model, which is not a pipeline, predicted from its layers, in s. The second row lacks embedding, head,
+        loss and optimizer, because the paper does not time them. The third row takes their time from the second.
+        Selective recomputation inside a layer is not planned here: such a layer has its measured time."""
     )
     table("what | measured: | predicted: | difference:", map(cells, rows))
     say(
-        f"""Pipelines of 8, 35 and 64 stages: iterations with everything recomputed, forecast by formula from those
-        without (selective, with sequence parallelism), which tell the rate that a device sustains. Difference:
-        {span(forecasts)}."""
+        f"""Pipelines of 8, 35 and 64 stages: steps with full recomputation, predicted by formula. The sustained rate
+        of a device follows from the runs without full recomputation (selective, with sequence parallelism).
+        Difference: {span(forecasts)}."""
     )
     table("model | sustained, TFLOP/s | measured, s: | forecast, s: | difference:", map(cells, forecasts))
 
@@ -203,11 +203,10 @@ def _even_stages() -> None:
     rest = [row for row in rows if row not in transformers]
     print("## Throughput over the number of devices\n")
     say(
-        f"""GPipe with everything recomputed ({GPIPE}, tables 2 and 3): how many times as fast as on
-        two devices. No layer times were published,
-        so stages are taken to be even. Transformers, whose stages can be: {span(transformers)}.
-        AmoebaNet: {span(rest)}, too fast: its layers differ, so its stages do (the paper says so as well), and on
-        P100 every transfer goes through the host."""
+        f"""GPipe with full recomputation ({GPIPE}, tables 2 and 3): throughput relative to that on two devices. No
+        layer times were published, so stages are assumed to be equal. Transformers can be cut into nearly equal
+        stages: {span(transformers)}. AmoebaNet: {span(rest)}, too high, because its layers differ and so do its
+        stages, as the paper says. On P100 every transfer also goes through the host."""
     )
     table("source | model | from K | to K | M | measured: | predicted: | difference:", (cells(row, 2) for row in rows))
 
@@ -217,28 +216,28 @@ def _memory() -> None:
     zero = list(formulas.zero_bubble_memory_rows())
     print("## Memory by formula\n")
     say(
-        f"""Peaks of the fullest device, from profiles of `gpipe-plan profile --from-formula transformer`: no number
-        of the runs is in them. {len(rows)} settings of {VOCABULARY}, table 5, "baseline" under 1F1B (`--dtype
-        bf16 --state-bytes 2,2,12`, attention fused): {span(rows)}. No row is too low, as without exact records
-        all that may be there at once is added up. In the excess are the gradient of the embedding, once more
-        before it is added to earlier ones (when it is there, its micro-batch's activations have gone), and masks
-        of dropout, 2 of 34sbh, which these runs did without."""
+        f"""Peaks of the fullest device, from profiles of `gpipe-plan profile --from-formula transformer`. No number
+        of the runs is used. {len(rows)} settings of {VOCABULARY}, table 5, "baseline" under 1F1B (`--dtype bf16
+        --state-bytes 2,2,12`, fused attention): {span(rows)}. No prediction is too low, because without exact
+        records everything that may exist at the same time is added up. The predictions include two things that
+        the runs do not have at the peak: a second gradient of the embedding, before it is added to the first one,
+        and masks of dropout (2 of 34sbh)."""
     )
     header = "measured, GiB: | predicted, GiB: | difference:"
     table(f"devices | tokens | words | {header}", (cells(row, 2) for row in rows))
     say(
-        f"""These are bytes that were allocated. On 8 devices, with 2048 tokens, PyTorch's allocator had reserved
-        {_reserved()} more, which no prediction has: leave it free (`--headroom`, `--reserve`)."""
+        f"""These are allocated bytes. On 8 devices, with 2048 tokens, PyTorch's allocator had reserved {_reserved()}
+        more, which predictions do not include. Keep this memory free (`--headroom`, `--reserve`)."""
     )
     say(
-        f"The same paper's table 6 under V-Half, where one device has both embedding and head: {span(halves)}. "
-        "The row above 5 % has the head's logits and its weight's gradient on top of all that is kept: a bound, too."
+        f"Table 6 of the same paper, under V-Half, where one device has both embedding and head: {span(halves)}. In "
+        "the row above 5 %, the prediction adds the head's logits and weight gradient to everything that is kept."
     )
     table(f"devices | tokens | words | {header}", (cells(row, 2) for row in halves))
     say(
-        f"""{ZERO_BUBBLE}, table 4 (`--keep-scores`): {span(zero)}. The paper gives whole GB, taken for 10^9 bytes
-        here (if they are GiB, predictions are 7 % lower), and no size of the vocabulary, taken for 50,304 words.
-        ZB-1p is searched for under 1F1B's limit; here it is ZB-H1."""
+        f"""{ZERO_BUBBLE}, table 4 (`--keep-scores`): {span(zero)}. The paper gives whole GB, read here as 10^9 bytes
+        (if they are GiB, predictions are 7 % lower). It does not give the size of the vocabulary, assumed here as
+        50,304 words. The paper searches ZB-1p under 1F1B's memory limit; here it is predicted as ZB-H1."""
     )
     table("model | schedule | measured, GB: | predicted, GB: | difference:", (cells(row, 1) for row in zero))
 
@@ -254,10 +253,11 @@ def _formula_times() -> None:
     rows = list(formulas.vocabulary_step_rows())
     print("## Time by formula\n")
     say(
-        f"""The same {len(rows)} settings under 1F1B: iterations as their utilisation tells them, and as the formulas
-        do. One number is fitted for each model, on its first row: the rate that a device sustains (`--rate`),
-        which grows with the model's width. The other vocabularies and lengths:
-        {span(row for row in rows if abs(row.error) > 1e-9)}."""
+        f"""The same {len(rows)} settings under 1F1B: measured steps follow from the published utilization. One
+        number is fitted for each model, on its first row: the rate that a device sustains (`--rate`), which grows
+        with the model's width. Difference of the other vocabularies and lengths: {
+            span(row for row in rows if abs(row.error) > 1e-9)
+        }."""
     )
     table("devices | tokens | words | measured, s: | predicted, s: | difference:", map(cells, rows))
 
@@ -269,22 +269,23 @@ def _golden_memory() -> None:
     pipelined = [row for row in activations if "8 chunks" in row.name[1]]
     print("## Memory of A100, H100 and GB200, by formula\n")
     say(
-        f"""Megatron-LM's own reference values: bytes that torch had allocated on the last pipeline rank, between steps
-        and at the peak, in GB (10^9 bytes). Parameters have 2 bytes, gradients 4, and the optimizer's 12 are divided
-        by the replicas. State, where the number of GPUs is stated: {span(state)}. What is missing are probably
-        buffers of the engine. It is not stated for Mixtral, whose peaks here take the state as measured."""
+        f"""Megatron-LM's own reference values: bytes that torch had allocated on the last pipeline rank, between
+        steps and at the peak, in GB (10^9 bytes). A parameter has 2 bytes, its gradient 4, and its optimizer
+        state 12, divided by the number of replicas. State between steps, where the number of GPUs is published:
+        {span(state)}. Predictions are too low, probably because the engine has buffers of its own. For Mixtral
+        the number of GPUs is not published, so its predicted peaks include the measured state."""
     )
     header = "model | layout | chip | measured, GB: | predicted, GB: | difference:"
     table(header, (cells(row, 2) for row in state))
     say(
-        f"""Predicted bytes of the micro-batches in flight, beside measured peak minus measured state. With 8 chunks
-        per device, where many micro-batches are in flight: {span(pipelined)}. Mixtral's run on A100, of an older
-        release, needed more than the one on H100. The others are too low, because the peak of one micro-batch in
-        flight has the transients of its layers as well, which the next table includes. Layers of Mixtral have kernels
-        that fuse RMS normalizations and gated activations."""
+        f"""Predicted bytes of the micro-batches in flight, compared with measured peak minus measured state. With 8
+        chunks per device, many micro-batches are in flight: {span(pipelined)}. Mixtral's run on A100 used an
+        older release, and needed more memory than the run on H100. The other predictions are too low, because the
+        measured peak of one micro-batch in flight includes temporary memory of layers. The next table includes
+        this memory. Mixtral's layers have kernels that fuse RMS normalizations and gated activations."""
     )
     table(header, (cells(row, 2) for row in activations))
-    say(f"Peaks, with transients: {span(peaks)}.")
+    say(f"Peaks, with temporary memory: {span(peaks)}.")
     table(header, (cells(row, 2) for row in peaks))
 
 
@@ -296,24 +297,25 @@ def _rates() -> None:
     tuned = [float(row.name[3]) for row in rows if row.name[0] == "H100" and row.name[2] == "DGX Cloud"]
     print("## Rates that were reached\n")
     say(
-        f"""The TFLOP/s of a GPU in half precision at which the predicted step takes as long as the measured one, for
-        every run of known layout. FLOP are those of the formulas, attention without a causal mask. Bubbles are
-        simulated, and sums of GPUs that share each layer take what the cost model says for the chip's NVLink. Other
-        communication lowers the rate. *Others* is the rate of the other runs of the same kind: the median of their
-        sources' medians, because runs of one source have engine and cluster in common. The difference is that of a
-        step predicted with it: {span(rows)}. The rates of all runs are the defaults of `profile --device estimate:…`
+        f"""For every run of known layout, the table has the rate of a GPU, in TFLOP/s in half precision, with which
+        the predicted step time equals the measured one. FLOP are those of the formulas, with attention without a
+        causal mask. Bubbles are simulated. All-reduces of tensor parallelism take the time that the cost model
+        predicts for the chip's NVLink. Other communication is not predicted, so it lowers the rate. *Others* is
+        the rate of the other runs of the same kind: the median over their sources of each source's median,
+        because runs of one source have engine and cluster in common. Difference: the step predicted at the rate
+        *others*, {span(rows)}. The rates of all runs are the defaults of `profile --device estimate:…`
         (`planner/core/values/sustained.py`), in TFLOP/s: {medians}."""
     )
     say(
-        f"""On H100, Megatron-LM as NVIDIA tuned it for these models reaches {min(tuned):.0f} to {max(tuned):.0f}
-        TFLOP/s, Automodel and runs with deterministic kernels 410 to 455. The default is that of the latter: if you
-        have the former, give `--rate 600TFLOP/s`."""
+        f"""On H100, Megatron-LM tuned by NVIDIA for these models sustains {min(tuned):.0f} to {max(tuned):.0f}
+        TFLOP/s. Automodel and runs with deterministic kernels sustain 410 to 455, which the default follows. If
+        your engine is tuned, give `--rate 600TFLOP/s`."""
     )
     say(
-        """Where a prediction misses by more than 15 %: BLOOM's runs with one sample have short kernels. GPT 1T is wider
-        than all other models. GPT 7B ran with deterministic kernels and few samples, which matters most on GB200. Runs
-        of DGX Cloud on H100 and GB200 are faster than all others. DeepSeek-V3 on 1024 GPUs and Kimi K2 exchange tokens
-        of their experts over more nodes, and Qwen3-30B over none."""
+        """Reasons for differences of more than 15 %: BLOOM's runs with one sample have short kernels. GPT 1T is
+        wider than all other models. GPT 7B ran with deterministic kernels and few samples, which matters most on
+        GB200. Runs of DGX Cloud on H100 and GB200 are faster than all others. DeepSeek-V3 on 1024 GPUs and Kimi
+        K2 exchange tokens of their experts over more nodes than the other models, and Qwen3-30B within one node."""
     )
     table(
         "kind | model | source | reached, TFLOP/s: | others, TFLOP/s: | difference:",
@@ -325,11 +327,11 @@ def _given_rates() -> None:
     rows = list(rates.given_rate_rows())
     print("## A rate that is given\n")
     say(
-        f"""`--rate` is usually what another model or layout reached with the same engine on the same cluster. Here
-        each run is predicted at the median of the other runs of its source, chip and kind: {span(rows)}. This is the
-        range of a prediction at a given rate. If the rate is that of the same model and layout, with other lengths or
-        vocabularies, the range is narrower ([above](#time-by-formula)). BLOOM's runs with one sample, models with
-        experts on H100, and the two layouts of GPT 7B on GB200 differ most."""
+        f"""`--rate` is usually the rate of another model or layout with the same engine on the same cluster. Here
+        each run is predicted at the median rate of the other runs of its source, chip and kind: {span(rows)}.
+        This is the range of a prediction at a given rate. If the rate is that of the same model and layout, with
+        other lengths or vocabularies, the range is narrower ([above](#time-by-formula)). BLOOM's runs with one
+        sample, models with experts on H100, and the two layouts of GPT 7B on GB200 differ most."""
     )
     table(
         "kind | model | source | reached, TFLOP/s: | same source, TFLOP/s: | difference:",
@@ -342,40 +344,39 @@ def _other_chips() -> None:
     between = [row for row in rows if "GB200" not in row.name]
     print("## Steps of another chip\n")
     say(
-        f"""GPT 7B of Megatron-LM's reference values on one chip, from its rate on another one. How many times as fast
-        the chip is follows from the run of the same model in the other layout. A100 and H100: {span(between)};
-        H100 and GB200: {span(row for row in rows if row not in between)}."""
+        f"""GPT 7B of Megatron-LM's reference values on one chip, predicted from its rate on another chip. The ratio
+        of the two chips follows from the run of the same model in the other layout. A100 and H100:
+        {span(between)}; H100 and GB200: {span(row for row in rows if row not in between)}."""
     )
     table("layout | from | to | measured, s: | predicted, s: | difference:", map(cells, rows))
 
 
 def _left_out() -> None:
-    print("## What has too little in it\n")
+    print("## Published figures that were not used\n")
     for text in (
         """torchtitan's tables have 1F1B and interleaved 1F1B of a 405B model on 512 H100, but neither the micro-batch
         size nor the number of chunks. Its runs of 8B and 70B models are on H100 with 500 W and 2.4 TB/s, which are
         other chips than those of the data sheet.""",
-        """Steps of Mixtral among Megatron-LM's reference values: the number of GPUs is not stated. Of the same layout,
-        8x22B takes 6.9 s on both A100 and H100, 8x7B with EP 8 3.7 s and 3.3 s, and with EP 4 22.2 s and 8.9 s. So
-        the first two are not bound by computing, or ran on different numbers of GPUs.""",
-        """Megatron-Bridge's tables on H100 are in 8-bit precision, except for GPT-OSS 120B, whose windows of attention
-        no formula here has.""",
+        """Steps of Mixtral among Megatron-LM's reference values: the number of GPUs is not published. With the same
+        layout, 8x22B takes 6.9 s on both A100 and H100. 8x7B takes 3.7 s and 3.3 s with EP 8, and 22.2 s and 8.9 s
+        with EP 4. So the first two are not limited by compute, or they ran on different numbers of GPUs.""",
+        """Megatron-Bridge's tables on H100 are in 8-bit precision, except for GPT-OSS 120B. No formula here covers
+        its windows of attention.""",
         """Two log lines of DGX Cloud show memory, but neither the bytes of a gradient nor buffers. If gradients have 2
         bytes, the formulas give 0.2 % less state for Llama 3 8B (TP 1, 8 GPUs) and 0.8 % less for Nemotron-4 15B (TP 2,
         64 GPUs), and peaks that are 6 % and 11 % lower.""",
-        """Memory of BLOOM's runs: not compared, because it is not stated what they count besides tensors. Formulas give
-        14 % to 31 % less.""",
-        f"""Megatron-LM's scaling tables ({MEGATRON}): one plan for each model, so that there is nothing to forecast.
-        Its formulas are those of `profile --from-formula`.""",
-        """Memory of the runs on GH200: all are of one cut, and neither what the engine holds of a parameter nor what
-        kernels take is told.""",
-        """Sailor's runs in micro-batches of one sample: 20 to 31 % off when layers are added up, as the launching of
-        kernels bounds layers that short (do not time them one by one). Its plans that mix kinds of devices: up to
-        49 % off. No table here has either.""",
+        """Memory of BLOOM's runs: it is not published which memory they count besides tensors. Formulas give 14 % to
+        31 % less.""",
+        f"""Megatron-LM's scaling tables ({MEGATRON}): one plan for each model, so no plan can be predicted from another
+        one. Their formulas are those of `profile --from-formula`.""",
+        """Memory of the runs on GH200: all runs have the same cut, and neither the engine's bytes per parameter nor the
+        memory of kernels is published.""",
+        """Sailor's runs in micro-batches of one sample: predictions are 20 to 31 % off, because kernel launches limit
+        such short layers, so times of single layers do not add up. Plans that mix kinds of devices: up to 49 % off.
+        No table here includes these runs.""",
         """Profiles of PipeDream and DAPPLE: plans with data parallelism in some stages only, asynchronous updates, or
         no iteration measured.""",
-        """The GPipe paper's rows with M = 1 and 4: batch sizes changed from row to row to fit memory, and are not
-        told.""",
+        """The GPipe paper's rows with M = 1 and 4: batch sizes differ between rows, and are not published.""",
     ):
         say(text, first="- ", rest="  ")
 

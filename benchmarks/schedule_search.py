@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=["interleaved", "zbv"])
     parser.add_argument("--caps", type=lambda text: text.split(","), default=["loose", "tight"])
     options = parser.parse_args()
-    print("# Plans of several chunks: gaps, and random search\n")
+    print("# Plans with several chunks: gaps, and random search\n")
     print(f"`{shlex.join(['python', *sys.argv])}` on {cpu_name()}, Python {platform.python_version()}.")
     for schedule in options.schedules:
         for caps in options.caps:

@@ -114,11 +114,12 @@ def _version(package: str) -> str:
 def _solver(options: argparse.Namespace) -> None:
     print("\n## Time of an answer\n")
     print(
-        f"`solve(profile, request)` for a batch of {BATCH} under GPipe, recomputation chosen per stage, caps that make "
-        f"some stages recompute, exact memory records at {BATCH.bit_length()} micro-batch sizes. One M is 4K; every M "
-        f"is the {BATCH.bit_length()} divisors of the batch. Even: the GPipe paper's Transformer; uneven: log-normal "
-        "times and sizes, B/F 1.2 to 2.8. Process time, the median of up to 5 answers, and the highest resident size "
-        "of the process, profile and interpreter included.\n"
+        f"Time of `solve(profile, request)` for a batch of {BATCH} under GPipe, with recomputation chosen per stage, "
+        "memory limits that make some stages recompute, and exact memory records at "
+        f"{BATCH.bit_length()} micro-batch sizes. *One M*: M = 4K. *Every M*: the {BATCH.bit_length()} divisors of the "
+        "batch. *Even*: the GPipe paper's Transformer. *Uneven*: log-normal times and sizes, with B/F from 1.2 to 2.8. "
+        "Times are process times, medians of up to 5 answers. Memory is the largest resident size of the process, "
+        "including profile and interpreter.\n"
     )
     print("| L | K | even, one M | even, every M | uneven, one M | uneven, every M |")
     print("|---|---|---|---|---|---|")
@@ -240,11 +241,12 @@ def _peers(_options: argparse.Namespace) -> None:
     peers, missing = installed_peers()
     peers = [*peers, MIN_MAX]
     print(
-        "Step time over ours, both by the event simulator, M = 4K. Every peer gets the same M, and per stage the "
-        "cheapest recomputation that fits; OOM: a stage does not fit with any. Caps: none, or tight, 1.1 times the "
-        "smallest under which a plan exists. torchgpipe's weights are times (`balance_by_time`) or bytes "
-        "(`balance_by_size`); DeepSpeed has no method by time, so its partition function is fed with F+B. The last "
-        "column is no package, but the best that a planner of F+B sums aims at.\n"
+        "The table has step times divided by those of our plans, all from the event simulator, with M = 4K. Each "
+        "stage of another planner's cuts gets the cheapest recomputation that fits. OOM: a stage does not fit with any "
+        "recomputation. Memory limits (caps): none, or tight, 1.1 times the smallest limit under which a plan exists. "
+        "torchgpipe balances times (`balance_by_time`) or bytes (`balance_by_size`). DeepSpeed has no method for "
+        "times, so *fed times* passes F+B to its partition function. The last column is not a package: it is the best "
+        "possible result of a planner that minimizes the largest F+B.\n"
     )
     for package in missing:
         print(f"{package}: not installed\n")
@@ -261,9 +263,9 @@ def _peers(_options: argparse.Namespace) -> None:
 
 def _random_chains(peers: Sequence[Peer]) -> None:
     print(
-        f"\n{RANDOM_CHAINS} random chains of 24 to 48 layers, log-normal times and sizes, B/F 1.2 to 2.8. Mean and max "
-        "are over a planner's plans that fit, under tight caps those of the easier chains. Ours is 1 by definition; "
-        "this script stops should another planner's plan be faster.\n"
+        f"\n{RANDOM_CHAINS} random chains of 24 to 48 layers with log-normal times and sizes, B/F from 1.2 to 2.8. "
+        "Mean and max are over a planner's plans that fit; under tight limits these are the easier chains. Our plans "
+        "have 1 by definition: the script stops if another planner's plan is faster.\n"
     )
     print("| K | caps | planner | mean | max | optimal | OOM | its own time, median |")
     print("|---|---|---|---|---|---|---|---|")
@@ -293,9 +295,13 @@ def _statistics(verdicts: Sequence[_Verdict]) -> str:
 
 
 def _shapes(_options: argparse.Namespace) -> None:
-    print("\n## Two shapes for which rules of thumb cost a lot\n")
-    print("Always the largest M, because (K-1)/(M+K-1) says so: 24 equal layers, F 0.2 ms and B 0.4 ms a sample, and a")
-    print("fixed cost of every layer's forward and backward per micro-batch. K = 8, a batch of 64.\n")
+    print("\n## Two models for which rules of thumb cost much time\n")
+    print(
+        "**Rule: use the largest M, because the bubble is (K-1)/(M+K-1).** 24 equal layers with F = 0.2 ms and B = 0.4"
+    )
+    print(
+        "ms per sample, and a fixed cost of every layer's forward and backward per micro-batch. K = 8, a batch of 64.\n"
+    )
     print("| fixed cost | M chosen | step with M = 64 over ours |")
     print("|---|---|---|")
     for fixed_us in (0.0, 100.0, 500.0, 2000.0):
@@ -303,10 +309,8 @@ def _shapes(_options: argparse.Namespace) -> None:
         chosen, largest = (solve(profile, Request(inputs=inputs_of(8, 64), micro_batches=m)) for m in (None, 64))
         ratio = largest.predicted.step_us / chosen.predicted.step_us
         print(f"| {fixed_us / 1e3:g} ms | {chosen.micro_batches} | {ratio:.3f} |")
-    print(
-        "\nBalancing F+B with a frozen backbone: 64 equal layers, the first 40 without backward, B = 2F in the others."
-    )
-    print("Step time over ours; no caps, M = 4K.\n")
+    print("\n**Rule: balance F+B, with a frozen backbone.** 64 equal layers: the first 40 have no backward, the others")
+    print("B = 2F. Step times divided by those of our plans, without memory limits, M = 4K.\n")
     peers = [*installed_peers()[0], MIN_MAX]
     print(f"| K | {' | '.join(peer.name for peer in peers)} |")
     print(f"|---|{'---|' * len(peers)}")

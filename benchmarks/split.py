@@ -248,11 +248,15 @@ def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    print("# A backward in two parts\n")
+    print("# Split backward\n")
     print(f"`python benchmarks/split.py` on {cpu_name()}, {os.cpu_count()} cores, ", end="")
     print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread, process time.")
-    print(f"Programs that wanted to run beside it as it began: {os.getloadavg()[0]:.1f} on average over a minute.\n")
-    print("F and B are of the whole backward; `F'` is the forward whose backward is split. Held: MiB.\n")
+    print(f"Load average at the start: {os.getloadavg()[0]:.1f}.\n")
+    print("F and B are forward and backward times if the backward is not split, F', I and W the times if it is split.")
+    print(
+        "Memory is in MiB: after the forward, between the input-gradient pass and the weight-gradient pass, and at the"
+    )
+    print("peak.\n")
     print("| stage | recompute | split | F'/F | I/F | W/F | (I+W)/B | after F | between I and W | peak | peak of B |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     ratios: dict[bool, list[float]] = {False: [], True: []}

@@ -71,7 +71,7 @@ def main() -> None:
     print("# Times of layers and of whole steps\n" if asked == "layers" else "# Two profiles, two plans\n")
     print(f"`python benchmarks/time.py {asked}` on {cpu_name()}, {os.cpu_count()} cores, ", end="")
     print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread, process time.")
-    print(f"Programs that wanted to run beside it as it began: {os.getloadavg()[0]:.1f} on average over a minute.\n")
+    print(f"Load average at the start: {os.getloadavg()[0]:.1f}.\n")
     with tempfile.TemporaryDirectory() as folder:
         vgg = Path(folder, "vgg.py")
         vgg.write_text(VGG, encoding="utf-8")
@@ -87,7 +87,7 @@ def main() -> None:
 
 def _sums(models: dict[str, LoadedModel]) -> None:
     print(f"A step: {MICRO_BATCHES} micro-batches, then the optimizer.")
-    print(f"The median of {ROUNDS} rounds on either side, and within each of its repeats.\n")
+    print(f"Times are medians of {ROUNDS} rounds; the time of a round is the median of its repeats.\n")
     print("| model | micro-batch | whole step | layers | forward | backward | optimizer | layers against step |")
     print("|---|---|---|---|---|---|---|---|")
     for name, size in (CASES | REAL_CASES).items():
@@ -141,8 +141,8 @@ def _call(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def _plans(models: dict[str, LoadedModel]) -> None:
-    print(f"Each model profiled twice as `gpipe-plan profile` does it, and planned from either profile, batch {BATCH}.")
-    print("Regret: by how much the plan from one profile is slower, under the other, than the best plan there.\n")
+    print(f"Each model was profiled twice, as by `gpipe-plan profile`, and planned from both profiles, batch {BATCH}.")
+    print("Regret: evaluated with the other profile, how much slower is the plan than the best plan of that profile?\n")
     print("| model | devices | first plan | second plan | regret of the first | regret of the second |")
     print("|---|---|---|---|---|---|")
     for name, loaded in models.items():

@@ -63,16 +63,13 @@ def main() -> None:
         end="",
     )
     print(f"Python {platform.python_version()}, one thread per process.")
-    print(f"Programs that wanted to run beside it as it began: {os.getloadavg()[0]:.1f} on average over a minute.")
+    print(f"Load average at the start: {os.getloadavg()[0]:.1f}.")
     print(
-        "Plans: two devices, GPipe, else as `solve` chooses; then as it chooses the schedule, too. "
-        f"Each is run {RUNS} times: steps of the"
+        "Each model has two plans for two devices: one under GPipe, and one for which `solve` also chose the\n"
+        f"schedule. Each plan was run {RUNS} times. The table has the median step of the median run, and in\n"
+        f"parentheses the range of the {RUNS} runs. A difference is (measured - predicted) / predicted. *Calibrated*:\n"
+        "the same plan, predicted with a calibration from the median run, and run again.\n"
     )
-    print(
-        "run in the middle, by the median of its steps, and from the shortest run to the longest. "
-        "Differences: measured against predicted."
-    )
-    print("Calibrated: the same plan predicted with what the run in the middle measured, and run again.\n")
     print("| model | schedule | cuts, M | step predicted | measured | | calibrated | measured | "
           "| bubble predicted, measured | peak of stage 0, 1 predicted, MiB | measured | |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")

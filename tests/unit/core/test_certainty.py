@@ -79,7 +79,7 @@ SEEN = {
         "GPT on 8 A100: nothing fitted",
         "One plan from another plan's times",
         "OPT-350M on GH200: one number fitted",
-        "Schedules with backwards in halves, on A100",
+        "Schedules with split backward, on A100",
     ),
     "rate": lambda: published("A rate that is given", "Steps of another chip", "Time by formula"),
     "A100": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached() if cells[0] == "A100"],
