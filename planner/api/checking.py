@@ -25,7 +25,7 @@ enable_notebook_display(Verdict)
 
 @on_plan(CheckOptions)
 def check(plan: File | Plan, options: CheckOptions) -> Verdict:
-    """Check if a plan still fits, by recomputing it from its profile.
+    """Recompute a plan from its profile and check whether it still fits.
 
     Args:
         plan: A plan, or its file.
@@ -43,7 +43,7 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     device = accelerator(options.device) if options.device is not None else None
     read, place = plan_of(plan)
     profile = profile_for(read, place, options.profile).profile
-    memory_bytes = texts.memory_limits(options.mem, read.inputs.devices) if options.mem is not None else None
+    memory_bytes = texts.parse_memory_limits(options.mem, read.inputs.devices) if options.mem is not None else None
     limits = memory_bytes or ((device.memory_bytes,) if device is not None else read.inputs.memory_bytes)
     headroom = headroom_of(options.headroom, profile, limits)
     if options.balance is not None:

@@ -35,13 +35,13 @@ class Configuration:
 
     @property
     def usual_sequence(self) -> int:
-        """Default of `--sequence`: number of tokens of a sample."""
+        """Default number of tokens per sample (`--sequence`)."""
         longest = (self.content.get(key) for key in _LONGEST)
         return min([_USUAL_SEQUENCE, *(tokens for tokens in longest if isinstance(tokens, int) and tokens > 0)])
 
 
 def configuration_of(model: Any, options: ProfileOptions) -> Configuration | None:
-    """Return the configuration that the options name; None if the model is a Python file or a module.
+    """Return the configuration in the options; None if the model is a Python file or a module.
 
     Raises:
         UsageError: A preset is unknown, or is given together with a model.
@@ -52,7 +52,7 @@ def configuration_of(model: Any, options: ProfileOptions) -> Configuration | Non
         if model is not None:
             raise UsageError(f"`--preset {options.preset}` takes no model, got `{path or type(model).__name__}`")
         known = model_presets()
-        texts.choice("--preset", options.preset, tuple(known))
+        texts.parse_choice("--preset", options.preset, tuple(known))
         return Configuration(kind="preset", name=options.preset, content=known[options.preset])
     if path is None or not (path.endswith(".json") or Path(path).is_dir()):
         return None
@@ -67,7 +67,7 @@ def configuration_of(model: Any, options: ProfileOptions) -> Configuration | Non
 
 
 def is_for_formula(configuration: Configuration, options: ProfileOptions) -> bool:
-    """Return True if the configuration's profile is computed by formula; False if its real model is profiled.
+    """Return True if a formula gives the configuration's profile, False if its model is profiled.
 
     The formula is used on request, for estimated devices, and for presets. It is also used if torch or transformers is
     not installed.
@@ -87,7 +87,7 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
 
 
 def note_part(configuration: Configuration, options: ProfileOptions) -> None:
-    """Add a note if the model has other parts than the language model."""
+    """Add a note if the model has more parts than its language model."""
     if configuration.part:
         options.note(f"only the language model (`{configuration.part}`) is planned, without vision or audio parts")
 

@@ -24,14 +24,14 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
     if headroom is None and profile.device.how != "estimated":
         return 0.0
     if headroom not in (AUTO, None):
-        return texts.fraction("--headroom", headroom)
+        return texts.parse_fraction("--headroom", headroom)
     from planner.core.judge.certainty import headroom_for  # noqa: PLC0415 - numpy, and rarely needed
 
     return headroom_for(profile, limits)
 
 
 def default_batch(profile: Profile, devices: int) -> int:
-    """Return the smallest multiple of the largest profiled size that has at least one sample per device."""
+    """Return the smallest multiple of the largest profiled size with a sample per device."""
     largest = max(profile.micro_batch_sizes)
     return largest * max(1, ceil(devices / largest))
 

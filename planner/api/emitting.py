@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
     """Write the files that run a plan, by default `balance.yaml` and the script `train.py`.
 
-    An edited `train.py` is kept: it runs any `balance.yaml`.
+    An edited `train.py` is not overwritten: it runs any `balance.yaml`.
 
     Args:
         plan: A plan, or its file.
@@ -47,7 +47,7 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
 def emit_files(
     plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding], None], say: Callable[[str], None]
 ) -> "EmitResult":
-    """Write the files of a plan, after reporting the findings of `check`; raises the errors of `emit`.
+    """Report the findings of `check` on a plan, then write its files as `emit` does.
 
     Args:
         plan: A plan, or its file.
@@ -90,7 +90,7 @@ def _nodes(options: EmitOptions) -> Nodes | None:
             f"`--nodes {options.nodes}` needs `--launch`",
             hint="add `--launch slurm`; to plan for nodes, use `solve --nodes`",
         )
-    count, devices = texts.node_counts(options.nodes)
+    count, devices = texts.parse_node_counts(options.nodes)
     return Nodes(count=count, devices=devices)
 
 

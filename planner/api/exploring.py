@@ -1,4 +1,4 @@
-"""`explore`: write an interactive report, in which a user can change cuts, M, schedule and memory limits."""
+"""`explore`: write an interactive report with adjustable cuts, M, schedule and memory limits."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ _ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute
 
 @on_plan(ExploreOptions)
 def explore(plan: File | Plan, options: ExploreOptions) -> str:
-    """Return an interactive HTML report of a plan that shows the effect of other cuts, M, schedules and memory limits.
+    """Return an interactive HTML report, in which cuts, M, schedule and memory limits can change.
 
     Args:
         plan: A plan, or its file.
@@ -62,7 +62,10 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 
 
 def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Yield the parts of the `solve` command for the plan's request, without options that a user sets on the page."""
+    """Yield the parts of the `solve` command that repeats a plan's request.
+
+    Options that a user sets on the page are left out.
+    """
     width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
     inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)
     yield f"gpipe-plan solve {inputs.profile.path}"
@@ -70,7 +73,7 @@ def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def caveats(plan: Plan) -> Iterator[str]:
-    """Yield a sentence about each part of the plan's request that is missing in the page's `solve` command."""
+    """Yield a sentence about each part of a request that the page's `solve` command lacks."""
     inputs = plan.inputs
     if inputs.links:
         yield "The plan uses links that were measured one by one: add their file with `--links`."

@@ -11,9 +11,10 @@ from planner.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
-    """Result of `export`: the written file."""
+    """Result of `export`."""
 
     path: Path
+    """Written file."""
     checkpoint: Path
     """Checkpoint whose weights were written."""
     tensors: int

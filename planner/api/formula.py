@@ -1,4 +1,4 @@
-"""Profiles by formula: of a shape given by options, or of a Hugging Face configuration, for an estimated device.
+"""Profiles by formula, for an estimated device, from options or a Hugging Face configuration.
 
 torch is not imported. The formulas are in `planner.profile.formula`.
 """
@@ -80,7 +80,7 @@ _NEEDED: Final = ("layers", "hidden", "heads", "sequence", "vocabulary")
 
 
 def profile_by_formula(options: ProfileOptions, configuration: Configuration | None = None) -> Profile:
-    """Return the profile of a configuration, or of the shape given by options.
+    """Return the profile of a configuration, or of the sizes in the options.
 
     Raises:
         UsageError: An option is wrong, missing, or only valid for a measured model.
@@ -117,7 +117,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
         device=device,
         dtype=precision or "float32",
         optimizer=_optimizer(options),
-        micro_batch_sizes=texts.micro_batch_sizes(options.batch_sizes, options.batch),
+        micro_batch_sizes=texts.parse_micro_batch_sizes(options.batch_sizes, options.batch),
         # torch's optimizers step all parameters at once; `--state-bytes` describes another engine.
         steps_at_once=options.state_bytes is None,
         other_widths=widths[1:],
@@ -131,7 +131,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
 
 
 def refuse_shapes(options: ProfileOptions) -> None:
-    """Raise UsageError if an option for formulas or configurations is used with a model's file."""
+    """Raise UsageError if a model's file is combined with an option for formulas."""
     _refuse(options, [name for name in _FORMULA_OPTIONS if name != "from_formula"], "`--from-formula`")
     _refuse(options, ["sequence", "task"], "a config.json or a formula")
 
@@ -169,7 +169,7 @@ def _configured(configuration: Configuration, options: ProfileOptions) -> Transf
 
 
 def _shape(options: ProfileOptions) -> Transformer:
-    family = texts.choice("--from-formula", str(options.from_formula), (_GPT, *FAMILIES))
+    family = texts.parse_choice("--from-formula", str(options.from_formula), (_GPT, *FAMILIES))
     _check_complete(family, options)
     if family == _GPT:
         return _gpt(options)
@@ -222,7 +222,7 @@ def _tensor_parallel(options: ProfileOptions, shape: Transformer, *, several: bo
     groups = {block.attention.key_value_heads for block in shape.blocks if block.attention.latent is None}
     if options.tensor_parallel == "auto":
         return tuple(t for t in _WIDTHS if heads % t == 0 and _divides(t, groups)) if several else (1,)
-    widths = sorted(set(texts.integers("--tensor-parallel", options.tensor_parallel)))
+    widths = sorted(set(texts.parse_integers("--tensor-parallel", options.tensor_parallel)))
     texts.parse_number("--tensor-parallel", widths[-1], "device", heads)
     for width in widths:
         if heads % width:
@@ -294,7 +294,7 @@ def _widths(options: ProfileOptions, precision: Precision, *, fused: bool) -> El
 
 
 def _state_bytes(value: Any) -> tuple[int, ...]:
-    numbers = texts.integers("--state-bytes", value)
+    numbers = texts.parse_integers("--state-bytes", value)
     if len(numbers) != 3 or max(numbers) > 64:
         raise UsageError(
             f"`--state-bytes {value}`: expected three numbers up to 64",
@@ -304,7 +304,7 @@ def _state_bytes(value: Any) -> tuple[int, ...]:
 
 
 def _optimizer(options: ProfileOptions) -> str:
-    return texts.choice("--optimizer", options.optimizer or "adamw", tuple(_STATES))
+    return texts.parse_choice("--optimizer", options.optimizer or "adamw", tuple(_STATES))
 
 
 def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Precision:
@@ -318,7 +318,7 @@ def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Pre
         The precision; empty for the precision in which the model was built.
     """
     if options.dtype:
-        return texts.precision(options.dtype)
+        return texts.parse_precision(options.dtype)
     if options.device.startswith(_ESTIMATE):
         default = usual_precision(accelerator(options.device.removeprefix(_ESTIMATE)).name)
     if default:
@@ -327,7 +327,7 @@ def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Pre
 
 
 def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[DeviceRates, Device]:
-    rate = None if options.rate is None else texts.flops_per_s("--rate", options.rate)
+    rate = None if options.rate is None else texts.parse_rate("--rate", options.rate)
     if not options.device.startswith(_ESTIMATE):
         if rate is None or options.device != "cpu":
             raise UsageError(

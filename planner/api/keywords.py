@@ -1,6 +1,6 @@
-"""Functions of the commands, with a keyword argument for each option.
+"""Decorators that give the functions of the commands a keyword argument for each option.
 
-Decorators create these keywords from the dataclasses in `planner.api.options`. Type checkers and `help` see them.
+The keywords come from the dataclasses in `planner.api.options`. Type checkers and `help` see them.
 """
 
 import textwrap

@@ -1,10 +1,13 @@
-"""HTML output of results in notebooks. The core draws nothing, so modules that return a result attach the renderer."""
+"""HTML output of results in notebooks.
+
+The core draws nothing, so modules that return a result attach the renderer.
+"""
 
 from typing import Any
 
 
 def enable_notebook_display(kind: type[Any]) -> None:
-    """Make Jupyter show values of the class `kind` as HTML, made by `planner.show.notebook`."""
+    """Make Jupyter show values of the class `kind` as HTML (`planner.show.notebook`)."""
     kind._repr_html_ = _html
 
 

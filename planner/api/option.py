@@ -1,4 +1,4 @@
-"""Options of commands: form on the command line, help, and keyword in Python.
+"""Options of commands: names on the command line, help, and keywords in Python.
 
 The dataclasses in `planner.api.options` annotate their fields with `Option`.
 """
@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True, slots=True)
 class OptionConversion:
-    """Conversion between the value of a solver option and the field of `Inputs` with the same name."""
+    """Conversion between a solver option and the field of `Inputs` with the same name."""
 
     read: Callable[[str, Any], Any]
     """Function of the option's name and value that returns the field; raises `UsageError` for invalid values."""
@@ -21,7 +21,7 @@ class OptionConversion:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Option of a command: form on the command line, and help."""
+    """Option of a command: its names on the command line, and its help."""
 
     metavar: str
     """Placeholder of the value in the help; empty for a flag."""
@@ -37,7 +37,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionField:
-    """Field of a dataclass of options: a keyword in Python, and usually an option on the command line."""
+    """Field of a dataclass of options: a keyword in Python, and mostly an option too."""
 
     name: str
     annotation: Any
@@ -48,7 +48,7 @@ class OptionField:
 
     @property
     def typed(self) -> Any:
-        """Type of the option on the command line: `str`, `int`, `bool`, or `list[str]` for a repeatable option."""
+        """Type of the option on the command line, such as `str`, or `list[str]` if it is repeatable."""
         if self.option is not None and self.option.repeatable:
             return list[str]
         kinds = {*(get_args(self.annotation) or [self.annotation])} - {NoneType}
@@ -67,9 +67,9 @@ def option_fields_of(record: type[Any]) -> tuple[OptionField, ...]:
 
 
 def values_of(options: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass of options by name, as keyword arguments."""
+    """Return the fields of a dataclass of options as keyword arguments."""
     return {of.name: getattr(options, of.name) for of in fields(options)}
 
 
 def ignore(*_: object) -> None:
-    """Ignore all arguments; this is the default of callbacks such as `note` and `progress`."""
+    """Ignore all arguments. This is the default of callbacks such as `note` and `progress`."""

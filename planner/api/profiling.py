@@ -136,7 +136,7 @@ def _with_settings(configuration: Configuration, options: ProfileOptions) -> Pro
         sequence=None,
         task=None,
         from_formula=None,
-        settings={**settings, **texts.settings(options.settings or {})},
+        settings={**settings, **texts.parse_settings(options.settings or {})},
     )
 
 
@@ -152,7 +152,7 @@ def profile_header(model: File | Any | None, measured: Profile) -> str:
 
 
 def partial_path(output: File | None) -> Path | None:
-    """Return the path of an unfinished profile that belongs to `output`; None if `output` is not a file."""
+    """Return the path for an unfinished profile next to `output`; None if `output` is not a file."""
     return None if output in (None, "-") else Path(f"{output}.partial")
 
 
@@ -179,12 +179,12 @@ def _parsed_options(model: File | Any, options: ProfileOptions) -> _ParsedOption
     parsed = _ParsedOptions(
         options=options,
         output=path_of(options.output),
-        sizes=texts.micro_batch_sizes(options.batch_sizes, options.batch),
-        time_budget_s=texts.duration_s("--time-budget", options.time_budget),
-        proof_budget_s=texts.duration_s("--proof-budget", options.proof_budget),
+        sizes=texts.parse_micro_batch_sizes(options.batch_sizes, options.batch),
+        time_budget_s=texts.parse_duration_s("--time-budget", options.time_budget),
+        proof_budget_s=texts.parse_duration_s("--proof-budget", options.proof_budget),
         precision=chosen_precision(options),
-        granularity=cast("Granularity", texts.choice("--granularity", options.granularity, Granularity)),
-        settings=texts.settings(options.settings or {}),
+        granularity=cast("Granularity", texts.parse_choice("--granularity", options.granularity, Granularity)),
+        settings=texts.parse_settings(options.settings or {}),
         calibration=calibration_of(options.calibration),
     )
     if options.threads < 1 or options.repeat < 2:

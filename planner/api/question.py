@@ -1,4 +1,4 @@
-"""Options of `solve` that repeat the request of a plan."""
+"""Options of `solve` that repeat a plan's request."""
 
 from collections.abc import Collection
 from math import ceil
@@ -17,7 +17,7 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 
 
 def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the options of `solve` that repeat the request of a plan; options at their default are left out.
+    """Return the options of `solve` that repeat a plan's request and are not at their default.
 
     Cuts, M and the time limit are not included, because a plan does not record them as requested. Files that a plan
     does not record are called `links.yaml` and `FILE.csv`.
@@ -44,7 +44,9 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
         "--speed": ",".join(map(repr, inputs.speeds)) or None,
         "--link": None if is_link_left_out else texts.link_text(inputs.link),
         "--links": "links.yaml" if inputs.links else None,
-        "--overhead": None if inputs.overhead_us == executor.overhead_us else f"{texts.decimal(inputs.overhead_us)}us",
+        "--overhead": None
+        if inputs.overhead_us == executor.overhead_us
+        else f"{texts.decimal_text(inputs.overhead_us)}us",
         "--reserve": None if inputs.reserve_bytes == device.reserve_bytes else f"{inputs.reserve_bytes}B",
     }
     pairs = [(name, value) for name, value in options.items() if value is not None]
@@ -53,7 +55,10 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options of `solve` that repeat a request, without those whose values `--calibration` provides."""
+    """Return the options of `solve` that repeat a request with a calibration.
+
+    Options whose values come from the calibration are left out.
+    """
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
     return solve_options(inputs, device, without=without)

@@ -1,4 +1,4 @@
-"""Reading of arguments that may be values or files: profiles, plans, links, calibrations and cuts."""
+"""Reading of arguments that are values or files: profiles, plans, links, calibrations and cuts."""
 
 import os
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ AnyProfile = File | Profile | ReadProfile | Sequence[File]
 
 
 def profile_of(profile: AnyProfile) -> ReadProfile:
-    """Return a profile with its path; several files, one per tensor-parallel size, are merged.
+    """Return a profile with its path. Files for several tensor-parallel sizes are merged.
 
     Raises:
         FileError: A file cannot be read.
@@ -55,7 +55,7 @@ def profile_of(profile: AnyProfile) -> ReadProfile:
 
 
 def load_plan(plan: File = "plan.yaml") -> Plan:
-    """Read a plan from its file, without comparing the plan with its profile (see `check`).
+    """Read a plan from its file. The plan is not compared with its profile (see `check`).
 
     Args:
         plan: The file.
@@ -70,7 +70,10 @@ def load_plan(plan: File = "plan.yaml") -> Plan:
 
 
 def plan_of(plan: File | Plan) -> tuple[Plan, str]:
-    """Return a plan and its path. For a value, the path is `NOWHERE`: paths are relative to the working directory."""
+    """Return a plan and its path.
+
+    For a plan that is no file, the path is `NOWHERE`: paths in it are relative to the working directory.
+    """
     if isinstance(plan, Plan):
         return plan, NOWHERE
     path = os.fspath(plan)
@@ -92,18 +95,18 @@ def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -
 
 
 def path_of(value: object) -> str | None:
-    """Return the path if `value` is a path or a string; None for other values."""
+    """Return `value` as a text if it is a path or a text; else None."""
     return os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
 
 
 def profile_reference(source: ReadProfile, plan_path: str) -> ProfileReference:
-    """Return the reference to a profile for a plan that will be written to `plan_path`."""
+    """Return the reference to a profile for a plan in the file `plan_path`."""
     where = files.reference_path(source.path, plan_path)
     return ProfileReference(path=where, digest=files.digest_of(source.profile), how=source.profile.device.how)
 
 
 def fresh_verdict(plan: Plan, profile: Profile, place: str) -> Verdict:
-    """Return the verdict of `check` on a plan, after recomputing the plan from its profile.
+    """Recompute a plan from its profile, and return the verdict of `check`.
 
     Args:
         plan: The plan.
@@ -124,7 +127,11 @@ def fresh_verdict(plan: Plan, profile: Profile, place: str) -> Verdict:
 
 
 def calibration_of(calibration: File | Calibration | None) -> Calibration | None:
-    """Return the calibration that the argument names, or None; raise `FileError` if the file cannot be read."""
+    """Return the calibration, read from its file if it is a path.
+
+    Raises:
+        FileError: The file cannot be read.
+    """
     if calibration is None or isinstance(calibration, Calibration):
         return calibration
     return files.read_calibration(os.fspath(calibration))
@@ -159,9 +166,12 @@ def links_of(links: File | Sequence[Link] | None, **other_options: object) -> tu
 
 
 def cuts_of(balance: Numbers | File, profile: Profile) -> tuple[int, ...]:
-    """Return the number of layers of each stage, from `6,6,6,6`, numbers, or a file (also of another engine)."""
+    """Return the number of layers of each stage.
+
+    `balance` is a text such as `6,6,6,6`, numbers, or a file (also of another engine).
+    """
     from planner.emit import SUFFIXES, read_balance_list  # noqa: PLC0415 - seldom needed
 
     if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance.endswith(SUFFIXES)):
         return read_balance_list(os.fspath(balance), profile.layers)
-    return texts.integers("--balance", balance)
+    return texts.parse_integers("--balance", balance)

@@ -18,20 +18,24 @@ _SUFFIX = ".csv"
 
 
 def schedule_file_path(schedule: File) -> str | None:
-    """Return the path if the value of `--schedule` names a file, otherwise None."""
+    """Return the path if `--schedule` names a file; else None."""
     if isinstance(schedule, os.PathLike) or str(schedule).lower().endswith(_SUFFIX):
         return os.fspath(schedule)
     return None
 
 
 def listed_schedule_of(schedule: File) -> ListedSchedule | None:
-    """Return the schedule in the file that `--schedule` names, or None; raise `FileError` for unreadable files."""
+    """Return the schedule in the file that `--schedule` names; None if it names no file.
+
+    Raises:
+        FileError: The file cannot be read.
+    """
     path = schedule_file_path(schedule)
     return None if path is None else files.read_schedule(path)
 
 
 def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Profile) -> SolverOptions:
-    """Return the options with devices, micro-batches and chunks taken from the action orders.
+    """Return the options with devices, micro-batches and chunks of the action orders.
 
     Args:
         options: Options of `solve`.
@@ -50,7 +54,7 @@ def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Pr
             f"the profile has {pluralize(len(profile.layers), 'layer')}",
             hint="every stage needs at least one layer",
         )
-    replicas = max(1, texts.count_or_auto("--replicas", options.replicas))
+    replicas = max(1, texts.parse_count_or_auto("--replicas", options.replicas))
     needed, available = num_devices * replicas, _devices(options)
     if available is not None and available < needed:
         each = f", in {replicas} replicas {needed}" if replicas > 1 else ""
@@ -76,10 +80,10 @@ def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Pr
 
 def _devices(options: SolverOptions) -> int | None:
     if options.devices is not None:
-        return texts.device_count(options.devices)
+        return texts.parse_device_count(options.devices)
     if options.nodes is None:
         return None
-    nodes, each = texts.node_counts(options.nodes)
+    nodes, each = texts.parse_node_counts(options.nodes)
     return nodes * each
 
 
@@ -101,7 +105,12 @@ def check_cuts(options: SolverOptions, lists: ListedSchedule, cuts: Sequence[int
 
 
 def refuse_schedule_file(schedule: File, verb: str) -> None:
-    """Raise UsageError if `--schedule` names a file; for commands that try several numbers of devices."""
+    """Raise UsageError if `--schedule` names a file.
+
+    Args:
+        schedule: Value of `--schedule`.
+        verb: Name of the command, for the message.
+    """
     path = schedule_file_path(schedule)
     if path is not None:
         raise UsageError(
@@ -111,6 +120,6 @@ def refuse_schedule_file(schedule: File, verb: str) -> None:
 
 
 def _agreed(option: str, value: texts.Numbers, number: int, has: str) -> int:
-    if value != "auto" and texts.single_integer(option, value) != number:
+    if value != "auto" and texts.parse_integer(option, value) != number:
         raise UsageError(f"`{option} {value}`: {has} {number}", hint=f"remove `{option}`")
     return number

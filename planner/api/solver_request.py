@@ -43,21 +43,23 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
     cuts = cuts_of(options.balance, profile) if options.balance is not None else None
     if lists is not None and cuts is not None:
         check_cuts(options, lists, cuts)
-    solver = cast("Solver", texts.choice("--solver", options.solver, Solver))
+    solver = cast("Solver", texts.parse_choice("--solver", options.solver, Solver))
     return Request(
         inputs=_inputs(profile, reference, options, calibration=calibration, links=links, cuts=cuts),
         micro_batches=None
         if options.micro_batches == "auto"
-        else texts.single_integer("--micro-batches", options.micro_batches),
+        else texts.parse_integer("--micro-batches", options.micro_batches),
         balance=cuts,
-        time_limit_s=texts.duration_s("--time-limit", options.time_limit) if options.time_limit is not None else None,
+        time_limit_s=texts.parse_duration_s("--time-limit", options.time_limit)
+        if options.time_limit is not None
+        else None,
         lists=lists,
         solver=solver,
     )
 
 
 def ineffective_options(options: SolverOptions, inputs: Inputs) -> Iterator[str]:
-    """Yield a note for each given option that has no effect, because of another option or a missing one."""
+    """Yield a note for each given option without effect, because of other options."""
     if options.inter_link is not None and inputs.node_devices == 0:
         yield "`--inter-link` has no effect without `--nodes`: all devices are in one node"
     if inputs.replicas == 1:
@@ -95,9 +97,9 @@ def _inputs(
         model_digest=profile.model.digest,
         devices=num_devices,
         memory_bytes=tuple(memory_limit_of_device(limit, headroom) for limit in limits),
-        speeds=texts.speeds(options.speed, num_devices) if options.speed is not None else (),
+        speeds=texts.parse_speeds(options.speed, num_devices) if options.speed is not None else (),
         batch=texts.parse_number("--batch", batch, "sample", MOST_BATCH),
-        link=Link() if links else executor.link if options.link is None else texts.link(options.link),
+        link=Link() if links else executor.link if options.link is None else texts.parse_link(options.link),
         node_devices=node_devices,
         links=links[: max(1, num_devices - 1)],
         reserve_bytes=_reserve(options.reserve, calibration, profile),
@@ -128,12 +130,12 @@ def _check_run(options: SolverOptions, profile: Profile) -> None:
 def _reserve(reserve: str | int | None, calibration: Calibration | None, profile: Profile) -> int:
     if reserve is None:
         return profile.device.reserve_bytes if calibration is None else calibration.reserve_bytes
-    return texts.size("--reserve", reserve)
+    return texts.parse_size_bytes("--reserve", reserve)
 
 
 def _memory_limits(mem: Sizes | None, devices: int, profile: Profile) -> tuple[int, ...]:
     if mem is not None:
-        return texts.memory_limits(mem, devices)
+        return texts.parse_memory_limits(mem, devices)
     if profile.device.memory_bytes == 0:
         raise UsageError(
             f"the profile does not state the memory of its device ({profile.device.kind})",
@@ -143,12 +145,12 @@ def _memory_limits(mem: Sizes | None, devices: int, profile: Profile) -> tuple[i
 
 
 def _devices(numbers: Numbers | None, nodes: str | None) -> tuple[int, int]:
-    devices = None if numbers is None else texts.device_count(numbers)
+    devices = None if numbers is None else texts.parse_device_count(numbers)
     if nodes is None:
         if devices is None:
             raise UsageError("the number of devices is missing", hint="give `--devices 8` or `--nodes 4x8`")
         return devices, 0
-    count, each = texts.node_counts(nodes)
+    count, each = texts.parse_node_counts(nodes)
     total = count * each
     if devices is not None and devices > total:
         raise UsageError(
@@ -158,19 +160,19 @@ def _devices(numbers: Numbers | None, nodes: str | None) -> tuple[int, int]:
 
 
 def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> ScheduleName:
-    policy = texts.choice("--schedule", schedule, SCHEDULE_CHOICES)
+    policy = texts.parse_choice("--schedule", schedule, SCHEDULE_CHOICES)
     # The program that trains on TPUs supports only GPipe.
     return GPIPE.name if policy == "auto" and (only_gpipe or profile.device.kind.startswith("tpu")) else policy
 
 
 def _chunks(chunks: str | int, policy: ScheduleName) -> int:
-    count = texts.count_or_auto("--chunks", chunks)
+    count = texts.parse_count_or_auto("--chunks", chunks)
     may_choose = policy != GIVEN and any(allowed.is_chunked for allowed in schedules_for(policy))
     return count if may_choose else max(1, count)
 
 
 def _recompute(recompute: str, profile: Profile) -> RecomputePolicy:
-    policy = cast("RecomputePolicy", texts.choice("--recompute", recompute, RecomputePolicy))
+    policy = cast("RecomputePolicy", texts.parse_choice("--recompute", recompute, RecomputePolicy))
     differs = profile.proof.differs_recomputed if profile.proof is not None else ""
     if not differs or policy == "never":
         return policy

@@ -1,4 +1,4 @@
-"""`solve`: find the fastest plan for one or several numbers of devices. `sweep`: find the smallest cluster."""
+"""`solve`: find the fastest plan for numbers of devices. `sweep`: find the smallest cluster."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -50,7 +50,7 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
         SolverError: No plan was found within the time limit.
     """
     if options.devices is not None:
-        texts.device_count(options.devices)  # refuses several numbers
+        texts.parse_device_count(options.devices)  # refuses several numbers
     (plan,) = solve_family(profile, **values_of(options))
     return plan
 
@@ -75,7 +75,7 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
         FileError: The profile cannot be read, or a plan cannot be written.
         SolverError: For one of the numbers no plan was found within the time limit.
     """
-    counts = texts.device_counts(options.devices) if options.devices is not None else ()
+    counts = texts.parse_device_counts(options.devices) if options.devices is not None else ()
     output = path_of(options.output)
     source = _placed(profile_of(profile), output)
     paths = (None,) * max(1, len(counts)) if output is None else plan_paths(output, counts)
@@ -101,7 +101,11 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
 
 
 def plan_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
-    """Return the path of the plan for each number of devices; raise `UsageError` for several on standard output."""
+    """Return the path of the plan for each number of devices.
+
+    Raises:
+        UsageError: Several plans would be written to standard output.
+    """
     if len(counts) < 2:
         return (output,)
     if output == "-":
@@ -113,7 +117,7 @@ def plan_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
 
 
 def merged_path(output: str) -> str:
-    """Return the path of the profile that is merged from several files, for a plan at `output`: plan-profile.yaml."""
+    """Return the path of a profile that is merged from several files, next to the plan `output`."""
     path = Path(output)
     return str(path.with_name(f"{path.stem}-profile.yaml"))
 
@@ -198,7 +202,7 @@ def _with_details(profile: Profile, request: "Request", plan: Plan, options: Sol
 
 
 def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, spent_s: float) -> Plan | None:
-    """Return a faster plan under another schedule than the requested one, if a short search finds one.
+    """Return a faster plan with another schedule than the requested one, if a short search finds it.
 
     Args:
         profile: The profile.
@@ -208,7 +212,7 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
     """
     from planner.solve.questions.faster import MOST_HINT_S, faster_schedule  # noqa: PLC0415 - imports numpy
 
-    limit_s = None if options.time_limit is None else texts.duration_s("--time-limit", options.time_limit)
+    limit_s = None if options.time_limit is None else texts.parse_duration_s("--time-limit", options.time_limit)
     left_s = MOST_HINT_S if limit_s is None else limit_s - spent_s
     if options.solver == "milp" or left_s <= 0:
         return None
@@ -217,7 +221,7 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
 
 
 def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | None:
-    """Return a faster plan with replicas on the devices that `plan` does not use, if a short search finds one.
+    """Return a faster plan with replicas on devices that `plan` leaves idle, or None.
 
     Args:
         profile: The profile.
@@ -231,7 +235,7 @@ def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOption
 
 
 def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
-    """Return `plan` with a list of the best plan of each schedule, if `options` allow several schedules.
+    """Return `plan` with a list of the best plan of each schedule that `options` allow.
 
     Args:
         profile: The profile.
@@ -259,7 +263,7 @@ def _files_of(options: SolveOptions) -> tuple[str | None, ...]:
 
 @on_profile(SweepOptions)
 def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
-    """Find the best plan for every number of devices and memory limit, and the smallest cluster on which a plan fits.
+    """Find the best plan for every number of devices and memory limit.
 
     Args:
         profile: A profile, or its file.
@@ -284,7 +288,7 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     request = request_of(source.profile, place, _of_largest(options, max(counts), nodes))
     if options.batch is None:
         options.note(default_batch_note(source.profile, request.inputs.batch))
-    limits = request.inputs.memory_bytes[:1] if options.mem is None else texts.sizes("--mem", options.mem)
+    limits = request.inputs.memory_bytes[:1] if options.mem is None else texts.parse_sizes_bytes("--mem", options.mem)
     share = headroom_of(options.headroom, source.profile, limits)
     answers = sweep_of(
         source.profile, request, devices=counts, memory_bytes=limits, headroom=share, progress=options.progress
@@ -299,10 +303,10 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
 
 def _sizes(options: SweepOptions) -> tuple[tuple[int, ...], str | None]:
     if options.nodes is None:
-        return texts.integers("--devices", options.devices or "1,2,4,8"), None
+        return texts.parse_integers("--devices", options.devices or "1,2,4,8"), None
     if options.devices is not None:
         raise UsageError(f"`--devices {options.devices}` and `--nodes {options.nodes}`: give one of them")
-    clusters = [texts.node_counts(each) for each in options.nodes.split(",")]
+    clusters = [texts.parse_node_counts(each) for each in options.nodes.split(",")]
     if len({each for _, each in clusters}) > 1:
         raise UsageError(
             f"`--nodes {options.nodes}`: nodes have different numbers of devices",
@@ -313,8 +317,11 @@ def _sizes(options: SweepOptions) -> tuple[tuple[int, ...], str | None]:
 
 
 def _of_largest(options: SweepOptions, devices: int, nodes: str | None) -> SolverOptions:
-    """Return the options of `solve` for the largest cluster. Headroom is 0: it is subtracted from each limit later."""
+    """Return the options of `solve` for the largest cluster.
+
+    Headroom is 0 here, because it is subtracted from each limit later.
+    """
     shared = {of.name for of in fields(SweepOptions)} & {of.name for of in fields(SolverOptions)}
     same = {name: getattr(options, name) for name in shared - {"devices", "nodes", "mem", "headroom"}}
-    mem = None if options.mem is None else max(texts.sizes("--mem", options.mem))
+    mem = None if options.mem is None else max(texts.parse_sizes_bytes("--mem", options.mem))
     return SolverOptions(devices=devices, nodes=nodes, mem=mem, headroom="0%", **same)

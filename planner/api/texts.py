@@ -1,4 +1,4 @@
-"""Parsing of options, given as text on the command line or as values in Python, into values of the core.
+"""Parsing of options, given as text on the command line or as Python values.
 
 Each function takes both forms, and raises a `UsageError` that names the option for anything else.
 """
@@ -38,7 +38,7 @@ _UNLIMITED_BYTES_PER_S: Final = 10**18
 """Bandwidth that represents an unlimited link."""
 
 
-def choice(option: str, text: str, choices: object) -> str:
+def parse_choice(option: str, text: str, choices: object) -> str:
     """Return `text` if it is one of `choices`.
 
     Args:
@@ -55,13 +55,13 @@ def choice(option: str, text: str, choices: object) -> str:
     return text
 
 
-def duration_s(option: str, value: str) -> float:
-    """Return a duration in seconds, from `60s`."""
+def parse_duration_s(option: str, value: str) -> float:
+    """Return a duration in seconds, from a text such as `60s`."""
     return parse_us(value, f"{option} ") / 1e6
 
 
-def integers(option: str, value: Numbers) -> tuple[int, ...]:
-    """Return the numbers in a text such as `1,2,4`; each is at least 1."""
+def parse_integers(option: str, value: Numbers) -> tuple[int, ...]:
+    """Return the numbers in a text such as `1,2,4`. Each must be at least 1."""
     text = _shown(value)
     try:
         numbers = tuple(map(int, _parts(value)))
@@ -76,17 +76,17 @@ def integers(option: str, value: Numbers) -> tuple[int, ...]:
     return numbers
 
 
-def single_integer(option: str, value: Numbers) -> int:
-    """Return the integer in a text such as `4`; it must be at least 1."""
-    numbers = integers(option, value)
+def parse_integer(option: str, value: Numbers) -> int:
+    """Return the integer in a text such as `4`. It must be at least 1."""
+    numbers = parse_integers(option, value)
     if len(numbers) > 1:
         raise UsageError(f"expected one number, got `{option} {_shown(value)}`")
     return numbers[0]
 
 
-def count_or_auto(option: str, value: str | int) -> int:
-    """Return a count, or 0 for `auto`, which lets the solver choose."""
-    return 0 if value == "auto" else single_integer(option, value)
+def parse_count_or_auto(option: str, value: str | int) -> int:
+    """Return a count, or 0 for `auto`."""
+    return 0 if value == "auto" else parse_integer(option, value)
 
 
 def parse_number(option: str, value: int, noun: str, most: int | None = None) -> int:
@@ -106,8 +106,8 @@ def parse_number(option: str, value: int, noun: str, most: int | None = None) ->
     return value if most is None else check_limit(option, value, most, f"{noun}s")
 
 
-def device_counts(value: Numbers) -> tuple[int, ...]:
-    """Return numbers of devices from `8` or `8,6,4`, in descending order."""
+def parse_device_counts(value: Numbers) -> tuple[int, ...]:
+    """Return numbers of devices in descending order, from a text such as `8,6,4`."""
     try:
         counts = tuple(map(int, _parts(value)))
     except (TypeError, ValueError):
@@ -117,9 +117,9 @@ def device_counts(value: Numbers) -> tuple[int, ...]:
     return tuple(sorted((parse_number("--devices", count, "device", MOST_DEVICES) for count in counts), reverse=True))
 
 
-def device_count(value: Numbers) -> int:
-    """Return the number of devices from a text such as `8`; raise `UsageError` for several numbers."""
-    counts = device_counts(value)
+def parse_device_count(value: Numbers) -> int:
+    """Return the number of devices from a text such as `8`; raise `UsageError` for several."""
+    counts = parse_device_counts(value)
     if len(counts) > 1:
         raise UsageError(
             f"`--devices {_shown(value)}`: expected one number of devices",
@@ -128,8 +128,8 @@ def device_count(value: Numbers) -> int:
     return counts[0]
 
 
-def size(option: str, value: str | int) -> int:
-    """Return a size in bytes from `8GB`, an accelerator's name (`tpu:v2`), or a number of bytes."""
+def parse_size_bytes(option: str, value: str | int) -> int:
+    """Return a size in bytes from `8GB`, an accelerator's name (`tpu:v2`), or a number."""
     if isinstance(value, str):
         named = next((one for one in ACCELERATORS if one.name == value.strip().lower()), None)
         return parse_bytes(value, f"{option} ") if named is None else named.memory_bytes
@@ -138,14 +138,14 @@ def size(option: str, value: str | int) -> int:
     return value
 
 
-def sizes(option: str, value: Sizes) -> tuple[int, ...]:
-    """Return several sizes in bytes, from `24GB,80GB` or a list."""
-    return tuple(size(option, part) for part in _parts(value))
+def parse_sizes_bytes(option: str, value: Sizes) -> tuple[int, ...]:
+    """Return several sizes in bytes, from a text such as `24GB,80GB` or a list."""
+    return tuple(parse_size_bytes(option, part) for part in _parts(value))
 
 
-def memory_limits(value: Sizes, devices: int) -> tuple[int, ...]:
-    """Return the memory limit of each device in bytes, from `8GB` for all or `24GB,24GB,80GB` for each."""
-    one_or_each = sizes("--mem", value)
+def parse_memory_limits(value: Sizes, devices: int) -> tuple[int, ...]:
+    """Return each device's memory limit in bytes, from `8GB` for all or `24GB,24GB,80GB`."""
+    one_or_each = parse_sizes_bytes("--mem", value)
     if len(one_or_each) not in (1, devices):
         raise UsageError(
             f"`--mem {_shown(value)}` names {len(one_or_each)} limits for {devices} devices",
@@ -154,7 +154,7 @@ def memory_limits(value: Sizes, devices: int) -> tuple[int, ...]:
     return one_or_each * devices if len(one_or_each) == 1 else one_or_each
 
 
-def micro_batch_sizes(value: Numbers, batch: int | None) -> tuple[int, ...]:
+def parse_micro_batch_sizes(value: Numbers, batch: int | None) -> tuple[int, ...]:
     """Return the micro-batch sizes to profile, in ascending order.
 
     `auto` means the powers of two up to the batch (8 by default), and the batch itself.
@@ -162,13 +162,13 @@ def micro_batch_sizes(value: Numbers, batch: int | None) -> tuple[int, ...]:
     if value != "auto":
         if batch is not None:
             raise UsageError(f"`--batch {batch}` and `--batch-sizes {_shown(value)}`: give one of them")
-        return tuple(sorted(set(integers("--batch-sizes", value))))
+        return tuple(sorted(set(parse_integers("--batch-sizes", value))))
     most = 8 if batch is None else parse_number("--batch", batch, "sample")
     # The batch itself is included, so that each of its divisors is in the measured range.
     return (*(2**n for n in range(most.bit_length()) if 2**n < most), most)
 
 
-def precision(value: str | None) -> Precision:
+def parse_precision(value: str | None) -> Precision:
     """Return the precision, such as `bf16-mixed`; empty for None."""
     if value is None:
         return ""
@@ -177,8 +177,8 @@ def precision(value: str | None) -> Precision:
     return precision_of(value)
 
 
-def speeds(value: str | float | Sequence[float], devices: int) -> tuple[float, ...]:
-    """Return the speed of each device, above 0, from one number for all or one for each: `1,1,2.5`."""
+def parse_speeds(value: str | float | Sequence[float], devices: int) -> tuple[float, ...]:
+    """Return the speed of each device, from one number for all or a text such as `1,1,2.5`."""
     text = _shown(value)
     try:
         numbers = tuple(map(float, _parts(value)))
@@ -197,16 +197,16 @@ def speeds(value: str | float | Sequence[float], devices: int) -> tuple[float, .
     return numbers * devices if len(numbers) == 1 else numbers
 
 
-def layer_names(option: str, value: str | Sequence[str]) -> tuple[str, ...]:
-    """Return two or more different layer names, from `wte,lm_head` or a list."""
+def parse_layer_names(option: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    """Return two or more different layer names, from a text such as `wte,lm_head` or a list."""
     layers = tuple(part.strip() for part in _parts(value))
     if len(set(layers)) < 2 or len(set(layers)) < len(layers):
         raise UsageError(f"expected different layers with commas between them, got `{option} {_shown(value)}`")
     return layers
 
 
-def link(value: str | Link, option: str = "--link") -> Link:
-    """Return a link from `25GB/s`, `25GB/s,5us` or `1GB/s,100us,blocking`."""
+def parse_link(value: str | Link, option: str = "--link") -> Link:
+    """Return a link from a text such as `25GB/s,5us` or `1GB/s,100us,blocking`."""
     if isinstance(value, Link):
         return value
     rate, _, rest = value.partition(",")
@@ -221,18 +221,18 @@ def link(value: str | Link, option: str = "--link") -> Link:
 
 
 def link_text(link: Link) -> str:
-    """Return a link as text that `link` reads back."""
-    words = [f"{decimal(link.bytes_per_s or _UNLIMITED_BYTES_PER_S)}B/s", f"{decimal(link.latency_us)}us"]
+    """Return a link as text that `parse_link` can read."""
+    words = [f"{decimal_text(link.bytes_per_s or _UNLIMITED_BYTES_PER_S)}B/s", f"{decimal_text(link.latency_us)}us"]
     return ",".join([*words, *(["blocking"] if link.blocking else [])])
 
 
-def decimal(value: float) -> str:
-    """Return the number without an exponent, such that reading it gives the same value."""
+def decimal_text(value: float) -> str:
+    """Return a number as text without exponent, from which the same number can be read."""
     return f"{value:.15f}".rstrip("0").rstrip(".") if value < 1e15 else f"{value:.0f}"
 
 
-def flops_per_s(option: str, value: str | float) -> float:
-    """Return operations per second from `190TFLOP/s` or a number."""
+def parse_rate(option: str, value: str | float) -> float:
+    """Return operations per second, from a text such as `190TFLOP/s` or a number."""
     if isinstance(value, str):
         return parse_flops_per_s(value, f"{option} ")
     slowest, fastest = RATES
@@ -241,7 +241,7 @@ def flops_per_s(option: str, value: str | float) -> float:
     return float(value)
 
 
-def large_count(option: str, value: str | int | None) -> int:
+def parse_large_count(option: str, value: str | int | None) -> int:
     """Return a large count, such as tokens, from `1T` or a number; 0 for None."""
     if value is None:
         return 0
@@ -250,7 +250,7 @@ def large_count(option: str, value: str | int | None) -> int:
     return parse_number(option, value, "unit", LARGEST)
 
 
-def price(option: str, value: str | float | None) -> float:
+def parse_price(option: str, value: str | float | None) -> float:
     """Return a price above 0; 0 for None."""
     if value is None:
         return 0.0
@@ -263,7 +263,7 @@ def price(option: str, value: str | float | None) -> float:
     return number
 
 
-def fraction(option: str, value: str | float) -> float:
+def parse_fraction(option: str, value: str | float) -> float:
     """Return a fraction from 0 to below 1, from `5%` or 0.05."""
     if isinstance(value, str):
         return parse_share(value, f"{option} ")
@@ -272,16 +272,16 @@ def fraction(option: str, value: str | float) -> float:
     return value
 
 
-def two_fractions(option: str, value: str | Sequence[str | float]) -> tuple[float, float]:
+def parse_two_fractions(option: str, value: str | Sequence[str | float]) -> tuple[float, float]:
     """Return two fractions, from `1%,5%` or a pair."""
     shares = _parts(value)
     if len(shares) != 2:
         raise UsageError(f"`{option} {_shown(value)}`: expected two shares", hint=f"`{option} 1%,5%`")
-    return fraction(option, shares[0]), fraction(option, shares[1])
+    return parse_fraction(option, shares[0]), parse_fraction(option, shares[1])
 
 
-def node_counts(value: str) -> tuple[int, int]:
-    """Return the number of nodes and the devices per node, from `4x8`."""
+def parse_node_counts(value: str) -> tuple[int, int]:
+    """Return number of nodes and devices per node, from a text such as `4x8`."""
     parts = re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", value, re.ASCII)
     if parts is None:
         raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {truncate(value)}`")
@@ -289,8 +289,8 @@ def node_counts(value: str) -> tuple[int, int]:
     return int(parts[1]), int(parts[2])
 
 
-def settings(value: Mapping[str, object] | Sequence[str]) -> dict[str, str]:
-    """Return settings as texts by name, from `name=value` texts or a mapping."""
+def parse_settings(value: Mapping[str, object] | Sequence[str]) -> dict[str, str]:
+    """Return settings as texts by name, from texts `name=value` or a mapping."""
     if isinstance(value, Mapping):
         return {name: str(value) for name, value in value.items()}
     pairs = [text.partition("=") for text in value]

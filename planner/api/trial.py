@@ -1,4 +1,4 @@
-"""Run a plan for a few steps on this machine: `emit` it into a temporary folder, and start torchrun."""
+"""Run a plan for a few steps on this machine, with torchrun and files in a temporary folder."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ def run_plan(
 
 
 def reason_times_are_invalid(plan: Plan, profile: Profile) -> str:
-    """Return the reason why step times of the plan cannot be measured on this machine; empty if they can."""
+    """Return why a plan's step times cannot be measured on this machine; empty if they can."""
     if training_kind(profile.device.kind) != "cpu":
         return ""
     return crowding_of(plan.num_devices * plan.replicas, profile.environment.threads, usable_cores())

@@ -48,7 +48,7 @@ Measured by `gpipe-plan verify` in a run of a plan. You may edit these values.""
 
 @on_plan(VerifyOptions)
 def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
-    """Run a plan for a few steps on this machine and compare measured with predicted values.
+    """Run a plan for a few steps on this machine, and compare measured with predicted values.
 
     torchrun starts one process for every device of the plan, on the bundled executor. A peak may differ by 64 KiB in
     addition to its tolerance. With `run`, a finished run is compared: no process is started, torch is not needed, and
@@ -72,8 +72,8 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     inputs = (path_of(plan), path_of(options.profile), path_of(options.run))
     files.check_outputs({"--calibration": written}, inputs)
     options.progress("", 0, 0)
-    below, above = texts.two_fractions("--tolerance-memory", options.tolerance_memory)
-    step = texts.fraction("--tolerance-time", options.tolerance_time)
+    below, above = texts.parse_two_fractions("--tolerance-memory", options.tolerance_memory)
+    step = texts.parse_fraction("--tolerance-time", options.tolerance_time)
     tolerance = Tolerance(step=step, memory_below=below, memory_above=above)
     _check_steps(options)
     if written is not None:
@@ -154,7 +154,7 @@ def _loaded(profile: Profile, folder: str) -> "LoadedModel":
 
 
 def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple[str, ...]:
-    """Return differences between the losses of the emitted script's first steps and those of a plain training loop.
+    """Return differences between the losses of train.py's first steps and of a plain loop.
 
     The comparison needs a CPU, example batches, and memory for parameters, gradients and optimizer state of the
     unpartitioned model.

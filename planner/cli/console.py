@@ -23,7 +23,7 @@ _ASCII: Final = str.maketrans("·→±\u00d7…≤≥◀─├┼│░▒▓█
 
 
 def spell_in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that a stream cannot encode by similar ASCII characters, or by escapes.
+    """Replace characters that a stream cannot encode by similar ASCII characters or escapes.
 
     This is an error handler for `codecs.register_error`. Characters of pictures keep their width.
     """
@@ -39,7 +39,7 @@ class Console:
         self._quiet = quiet
 
     def result(self, text: str) -> None:
-        """Print the command's result to stdout; a closed pipe (`| head`) is not an error."""
+        """Print the command's result to stdout. A closed pipe (`| head`) is not an error."""
         try:
             sys.stdout.write(text if text.endswith("\n") else text + "\n")
             sys.stdout.flush()
@@ -53,7 +53,7 @@ class Console:
         self._say("interrupted")
 
     def note(self, text: str) -> None:
-        """Print a note to stderr, except with `--quiet`."""
+        """Print a note to stderr, unless `--quiet` is given."""
         if not self._quiet:
             self._say(text)
 
@@ -83,7 +83,7 @@ class Console:
 
     @contextmanager
     def progress(self, title: str, *, announces: bool = True) -> Iterator[_Progress]:
-        """Yield a progress callback. It shows a bar on a terminal, otherwise a line every ten seconds.
+        """Yield a progress callback, which shows a bar on a terminal, else a line every ten seconds.
 
         Nothing is shown before the first call.
 
@@ -134,13 +134,16 @@ class Console:
 
 
 def discard_stream(stream: TextIO) -> None:
-    """Discard the rest of a stream whose reader has closed it; otherwise Python reports an error at exit."""
+    """Discard what is left to write to a stream whose reader has closed it.
+
+    Otherwise Python reports an error at exit.
+    """
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def style_for_stdout() -> "Style":
-    """Return the style for this process's standard output."""
+    """Return the style for standard output."""
     from planner.show.terminal.style import style_for
 
     return style_for(sys.stdout)

@@ -1,4 +1,4 @@
-"""Parsing of command lines and help: options in sections, hints for unknown words."""
+"""Parsing of command lines, and help with options in sections."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,9 +15,9 @@ _LONGEST = 200
 
 
 class _AsTyped:
-    """Mixin for commands whose texts and flags reach the command as typed, without conversion.
+    """Mixin for commands that get texts and flags as typed, without conversion.
 
-    typer parses each value with pydantic, and importing that takes longer than `check` needs.
+    For conversions, typer imports pydantic, which takes longer than `check` needs.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -40,7 +40,7 @@ def _take_as_typed(parameter: Any) -> None:
 
 
 class Commands(_AsTyped, TyperGroup):
-    """Group of all commands; its help has whole summaries, which typer itself would cut off."""
+    """Group of all commands. Its help has whole summaries; typer would cut them off."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
@@ -51,7 +51,7 @@ class Commands(_AsTyped, TyperGroup):
 
 
 class SectionedCommand(_AsTyped, TyperCommand):
-    """Command whose `--help` has sections; typer itself supports them only in rich's boxes."""
+    """Command whose `--help` lists options in sections, without rich's boxes."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
@@ -76,7 +76,7 @@ class SectionedCommand(_AsTyped, TyperCommand):
 
 
 def usage_error_of(error: TyperException, arguments: Sequence[str], command: str) -> PlannerError:
-    """Return the error for an invalid command line, with similar words and the matching `--help`.
+    """Return the error for an invalid command line, with similar words and the right `--help`.
 
     Args:
         error: Error of typer.

@@ -9,9 +9,10 @@ from types import FrameType
 
 @contextmanager
 def stopped_by_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after the first Ctrl-C; in this context, only the second one interrupts.
+    """Yield a function that returns True after the first Ctrl-C.
 
-    Outside the main thread, which alone receives signals, nothing changes.
+    In this context, only the second Ctrl-C interrupts. Outside the main thread, which alone receives signals, nothing
+    changes.
     """
     is_stopped = False
 

@@ -1,4 +1,4 @@
-"""`gpipe-plan`: assembly of the commands, and mapping of all outcomes to exit codes."""
+"""Program `gpipe-plan`: its commands, and the exit codes of all outcomes."""
 
 import codecs
 import io
@@ -68,7 +68,10 @@ def _options(
 
 
 def app_for(arguments: list[str]) -> typer.Typer:
-    """Return the application with the commands that `arguments` need; importing all commands is slow."""
+    """Return the application with the commands that `arguments` need.
+
+    Importing all commands would be slow.
+    """
     # Plain text: rich's boxes wrap messages, and color the help even in pipes on CI machines.
     app = typer.Typer(
         name="gpipe-plan",
@@ -92,7 +95,10 @@ def _needed(word: str) -> Collection[str]:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code; print errors to stderr, with a traceback only for `--debug`."""
+    """Run a command line and return its exit code.
+
+    Errors are printed to stderr, with a traceback only for `--debug`.
+    """
     console = Console()
     if sys.stdout is None:
         console.error(FileError("is closed", path="standard output"))

@@ -27,7 +27,14 @@ MARKDOWN = ("text", "json", "markdown")
 
 
 def formatted(value: Any, format_: str, *, text: Callable[[Any, "Style"], str], markdown: Callable[[Any], str]) -> str:
-    """Return a command's result in one of the formats `MARKDOWN`, with functions for text and Markdown."""
+    """Return a command's result as text, JSON or Markdown.
+
+    Args:
+        value: Result of the command.
+        format_: One of the formats `MARKDOWN`.
+        text: Function that returns the result as text.
+        markdown: Function that returns the result as Markdown.
+    """
     from planner import files
 
     if format_ == "json":
@@ -36,7 +43,7 @@ def formatted(value: Any, format_: str, *, text: Callable[[Any, "Style"], str], 
 
 
 def check_format(name: str, formats: Collection[str] = ("text", "json")) -> bool:
-    """Return True if the format is JSON.
+    """Return True if the format is JSON; raise an error for an unknown format.
 
     Raises:
         UsageError: The format is not one of `formats`.

@@ -1,4 +1,4 @@
-"""Command-line options, made from the records of `planner.api.options`."""
+"""Command-line options, made from the dataclasses in `planner.api.options`."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,9 +11,10 @@ from planner.api.option import Option, OptionField, option_fields_of
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that replaces a command's parameter `options` by an option for each field of `record`.
+    """Return a decorator that replaces a command's parameter `options` by options.
 
-    Help lists the options at the position of `options`; flags come after all options with values.
+    Each field of `record` becomes an option. Help lists the options at the position of `options`; flags come after all
+    options with values.
     """
     taken = [(keyword, keyword.option) for keyword in option_fields_of(record) if keyword.option is not None]
     offered = [_parameter(*one) for one in taken if one[0].typed is not bool]

@@ -50,7 +50,7 @@ def solve(
         plan_paths,
         with_schedules,
     )
-    from planner.api.texts import device_counts
+    from planner.api.texts import parse_device_counts
     from planner.core.cost.evaluate import Evaluation
     from planner.core.judge.certainty import certainty_of, tight_findings
     from planner.show.terminal.plan import plan_text
@@ -62,7 +62,7 @@ def solve(
     options = replace(
         options, output=None if output == "-" else output, note=lambda text: console.note(f"note: {text}")
     )
-    paths = plan_paths(output, () if options.devices is None else device_counts(options.devices))
+    paths = plan_paths(output, () if options.devices is None else parse_device_counts(options.devices))
     began_s = time.monotonic()
     with console.progress("solving", announces=False) as show, stopped_by_interrupt() as is_stopped:
         show("", 0, 0)

@@ -1,4 +1,4 @@
-"""Convert dataclasses to plain content (dicts, lists and scalars), and compute digests of it."""
+"""Convert dataclasses to plain content (dicts, lists and scalars), and compute digests of them."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMem
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a dataclass, and all values in it, to plain dicts and lists.
+    """Convert a dataclass, with all values in it, to plain dicts and lists.
 
     A field that has a default is left out if its value is None or an empty text, list or mapping. Fields marked
     `LEFT_OUT`, and all fields of the classes in `_SPARE`, are left out whenever their value is the default.
@@ -39,7 +39,7 @@ _ATOMS = frozenset({int, float, str, bool, type(None)})
 
 @cache
 def _fields_of(kind: type) -> tuple[tuple[str, Callable[[Any], bool] | None], ...]:
-    """Return the fields of a dataclass: name, and a function that is True for values to leave out (or None).
+    """Return a dataclass's fields as pairs: name, and a function that is True for values to leave out.
 
     The result is cached, because a profile has a hundred thousand fields.
     """
@@ -56,7 +56,7 @@ def _left_out(field: "Field[Any]", kind: type) -> Callable[[Any], bool] | None:
 
 
 def digest_of(value: Any, *, leave_out: tuple[str, ...] = ("generator",)) -> str:
-    """Return a digest `sha256:…` of `value`, a dataclass, that does not depend on the formatting of its file.
+    """Return a digest `sha256:…` of a dataclass, which does not depend on the formatting of its file.
 
     Args:
         value: The dataclass.

@@ -1,4 +1,4 @@
-"""Check conditions, beyond types, that the content of a file must meet before it is used."""
+"""Check conditions, other than types, that the content of a file must meet."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass

@@ -35,7 +35,7 @@ _SCALARS: Final[dict[type, Callable[[], CoreSchema]]] = {
 
 
 def core_schema_of(kind: type[Any]) -> CoreSchema:
-    """Return a schema that allows only the fields of the dataclass `kind` as keys, with values of their types."""
+    """Return a schema for the dataclass `kind`: its fields as the only keys, with their types."""
     classes: dict[type[Any], CoreSchema] = {}
     whole = _typed(kind, classes)
     return core_schema.definitions_schema(whole, list(classes.values()))

@@ -32,7 +32,7 @@ class FileKind(NamedTuple):
 
     @property
     def value_class(self) -> "type[Value]":
-        """Dataclass of the content of files of this kind."""
+        """Dataclass of the content."""
         kind: type[Value] = getattr(import_module(f"planner.core.values.{self.module}"), self.class_name)
         return kind
 
@@ -54,6 +54,6 @@ KINDS: Final[Mapping[str, FileKind]] = {
 
 
 def kind_word(schema: str) -> str:
-    """Return WORD from a schema key `gpipe-plan/WORD/v1`; empty if the text has another form."""
+    """Return WORD of a schema key `gpipe-plan/WORD/v1`; empty for a text of another form."""
     parts = schema.split("/")
     return parts[1] if len(parts) == 3 else ""

@@ -1,4 +1,4 @@
-"""Resolve paths that are stored in files, and protect input files from being overwritten.
+"""Resolve paths that are stored in files, and prevent that outputs overwrite inputs.
 
 A stored path is relative to the folder of the file that contains it, so that both files can move together.
 """
@@ -14,7 +14,7 @@ from planner.files.reading import is_replayable
 
 
 def reference_path(profile_path: str, plan_path: str) -> str:
-    """Return the profile's path relative to the folder of the plan; `-` if the profile cannot be read again."""
+    """Return the profile's path relative to the plan's folder; `-` if it cannot be read twice."""
     if not is_replayable(profile_path):
         return "-"
     if not is_replayable(plan_path):
@@ -45,13 +45,18 @@ def profile_path(plan: Plan, plan_path: str, override: str | None = None) -> str
 
 
 def model_path(profile: Profile, folder: str) -> str | None:
-    """Return the path of the model's file; None if the profile, which is stored in `folder`, names none."""
+    """Return the path of a profile's model file; None if the profile names none.
+
+    `folder` is the folder of the profile.
+    """
     path = profile.model.source.rpartition(":")[0]
     return os.path.normpath(Path(folder, path)) if path else None
 
 
 def relocate_source(source: str, profile_folder: str, folder: str) -> str:
-    """Return `path:entry` of a model with the path relative to another folder; absolute paths are unchanged.
+    """Return `path:entry` of a model with its path relative to another folder.
+
+    Absolute paths are unchanged.
 
     Args:
         source: Path and entry of a model, `path:entry`.
@@ -65,7 +70,7 @@ def relocate_source(source: str, profile_folder: str, folder: str) -> str:
 
 
 def check_outputs(outputs: Mapping[str, str | None], inputs: Iterable[str | None]) -> None:
-    """Check that no output file is also an input or another output, before anything is computed.
+    """Raise an error if an output file is also an input or another output.
 
     Args:
         outputs: Paths of output files by option; `-` is standard output, None is no output.

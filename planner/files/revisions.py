@@ -7,7 +7,7 @@ from planner.core.errors import FileError
 
 
 def read_revision(path: str, revision: str) -> str:
-    """Return the text of the file `path` as committed at a git revision, such as `main` or `HEAD~1`.
+    """Return the text of the file `path` at a git revision, such as `main` or `HEAD~1`.
 
     Raises:
         FileError: git, the repository, the revision or the file in the revision does not exist.

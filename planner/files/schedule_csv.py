@@ -6,7 +6,9 @@ from planner.files.reading import read_text
 
 
 def read_schedule(path: str) -> ListedSchedule:
-    """Read a schedule from a CSV file; check that it can run and that its placement of stages is a loop or a V.
+    """Read a schedule from a CSV file, and check that it can run.
+
+    Its stages must be placed in a loop or a V.
 
     Raises:
         FileError: The file cannot be read, a cell is not an action, or the action orders are invalid. The error names

@@ -59,7 +59,7 @@ class Document:
 
     @property
     def lines(self) -> dict[KeyPath, int]:
-        """Line of every key, computed on first use; empty for a JSON file that the YAML reader cannot parse."""
+        """Line of every key; empty for a JSON file that the YAML reader cannot parse."""
         if not self._lines:
             try:
                 self._read(notes_lines=True)
@@ -87,7 +87,7 @@ class Document:
         return content
 
     def line_of(self, at: KeyPath) -> int | None:
-        """Return the line of a key or, if it has none, of its nearest parent key; None if no parent has a line."""
+        """Return the line of a key or of its nearest parent key with a line; else None."""
         while at and at not in self.lines:
             at = at[:-1]
         return self.lines.get(at)
@@ -109,7 +109,10 @@ class _RefusedError(Exception):
 
 
 class _Reader:
-    """Reader that builds one document from parser events, several times faster than PyYAML's composer."""
+    """Reader that builds a document from parser events.
+
+    It is several times faster than PyYAML's composer.
+    """
 
     def __init__(self, text: str, *, notes_lines: bool) -> None:
         self._events = yaml.parse(text, Loader=yaml.CBaseLoader)
@@ -246,7 +249,10 @@ def _plain_scalar(text: str) -> Any:
 
 
 def _json_content(text: str) -> Any:
-    """Parse a JSON document fast; return None if only the YAML reader can parse it or report what is wrong."""
+    """Parse a JSON document fast.
+
+    Return None if only the YAML reader can parse it or report what is wrong.
+    """
     try:
         return json.loads(text, object_pairs_hook=_once, parse_float=_float, parse_constant=str)
     except (ValueError, RecursionError):

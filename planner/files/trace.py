@@ -26,10 +26,10 @@ _NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSlice:
-    """Interval of time in which a process did one thing, such as an action, a transfer or an optimizer step."""
+    """Interval of time in which a process runs an action, a transfer or an optimizer step."""
 
     kind: str
-    """Label of an action, the same after `send ` for sending its result, or `receive`, `recompute`, `optimizer`."""
+    """Label of an action, `send ` and this label for sending its result, or `receive`, `recompute`, `optimizer`."""
     process: int
     micro_batch: str = ""
     """Index of the micro-batch; `3.1` means micro-batch 3 on chunk 1 of a device with several chunks; may be empty."""
@@ -40,7 +40,7 @@ class TraceSlice:
 
 
 class TraceLevel(NamedTuple):
-    """Memory of a process, in bytes, from a point in time to the process's next level."""
+    """Memory of a process in bytes, from `start_us` to the start of its next level."""
 
     process: int
     start_us: float

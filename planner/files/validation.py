@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
-    """Convert the content of a file to the dataclass `kind`, and check all keys and types.
+    """Convert the content of a file to the dataclass `kind`, with a check of all keys and types.
 
     Args:
         kind: The dataclass.
@@ -37,7 +37,9 @@ def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
 
 
 def parse_json(kind: type[_T], text: bytes) -> _T:
-    """Convert a JSON text to the dataclass `kind`, with a short error, for files that people do not edit.
+    """Convert a JSON text to the dataclass `kind`.
+
+    Its errors are short, for files that people do not edit.
 
     Raises:
         ValueError: The text is not JSON, a key is unknown or missing, or a value has another type.

@@ -55,7 +55,7 @@ def json_text(value: Any) -> str:
 
 
 def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
-    """Return the text of a file for `value`: YAML with one line per layer and per stage, or JSON.
+    """Return a file's text for `value`: JSON, or YAML with a line per layer and per stage.
 
     Equal values give equal texts.
 
@@ -138,7 +138,7 @@ def write(path: str, value: Any, *, header: str = "") -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write `text` to `path` atomically, or to standard output if the path is `-`.
+    """Write `text` to `path` atomically, or to standard output for `-`.
 
     Raises:
         FileError: The file cannot be written; an existing file is unchanged.
@@ -170,7 +170,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def check_writable(path: str) -> None:
-    """Check that `path` can be written, before time is spent on the content of the file.
+    """Raise an error if `path` cannot be written.
 
     Raises:
         FileError: The path is a folder, or its folder does not accept files.
@@ -216,7 +216,7 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder to disk, if the system can, so that a rename in the folder survives a power failure."""
+    """Sync a folder to disk, so that a rename in it survives a power failure."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -22,15 +22,15 @@ _SEARCH: Final = "Search"
 _RUN: Final = "Training run"
 
 _FLAG: Final = OptionConversion(lambda _, value: value, lambda _: "")
-_COUNT_OR_AUTO: Final = OptionConversion(texts.count_or_auto, lambda count: str(count or "auto"))
+_COUNT_OR_AUTO: Final = OptionConversion(texts.parse_count_or_auto, lambda count: str(count or "auto"))
 _LINK: Final = OptionConversion(
-    lambda option, value: None if value is None else texts.link(value, option), texts.link_text
+    lambda option, value: None if value is None else texts.parse_link(value, option), texts.link_text
 )
-_COUNT: Final = OptionConversion(texts.large_count, count_option)
-_PRICE: Final = OptionConversion(texts.price, texts.decimal)
-_SHARE: Final = OptionConversion(texts.fraction, texts.decimal)
+_COUNT: Final = OptionConversion(texts.parse_large_count, count_option)
+_PRICE: Final = OptionConversion(texts.parse_price, texts.decimal_text)
+_SHARE: Final = OptionConversion(texts.parse_fraction, texts.decimal_text)
 _GROUPS: Final = OptionConversion(
-    lambda option, value: tuple(texts.layer_names(option, each) for each in value or ()), ",".join
+    lambda option, value: tuple(texts.parse_layer_names(option, each) for each in value or ()), ",".join
 )
 
 _ORDER: Final = f"Schedule: {', '.join(SCHEDULE_CHOICES)}."
@@ -38,7 +38,7 @@ _ORDER: Final = f"Schedule: {', '.join(SCHEDULE_CHOICES)}."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
-    """Options of the solver; `planner.api.solver_request` resolves them against a profile."""
+    """Options of `solve` and `sweep` that describe a request to the solver."""
 
     devices: Annotated[
         Numbers | None,
@@ -106,7 +106,7 @@ class SolverOptions:
             "N",
             "Smallest allowed micro-batch size, for batch normalization.",
             _BATCH,
-            recorded=OptionConversion(texts.single_integer),
+            recorded=OptionConversion(texts.parse_integer),
         ),
     ] = 1
     schedule: Annotated[
@@ -205,12 +205,12 @@ _RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is
 
 
 def recorded_values(options: SolverOptions) -> dict[str, Any]:
-    """Return the values for the fields of `Inputs` that options set; raise `UsageError` if a value is invalid."""
+    """Return the values of `Inputs` fields that options set; raise `UsageError` for invalid ones."""
     return {name: of.read(_typed(name), getattr(options, name)) for name, of in _RECORDED.items()}
 
 
 def recorded_texts(inputs: Inputs) -> tuple[tuple[str, str], ...]:
-    """Return the recorded options that differ from their defaults, as typed: `("--replicas", "2")`."""
+    """Return the recorded options that differ from their defaults, such as `("--replicas", "2")`."""
     defaults = {field.name: field.default for field in fields(Inputs)}
     values = {name: getattr(inputs, name) for name in _RECORDED}
     return tuple(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.api.options.verifying import VerifyOptions
-from planner.api.texts import fraction, two_fractions
+from planner.api.texts import parse_fraction, parse_two_fractions
 from planner.core.cost.evaluate import Evaluation
 from planner.core.judge.drift import ENOUGH_STEPS, deviating_figures, drift_text
 from planner.core.judge.verification import DEFAULT_TOLERANCE
@@ -100,5 +100,5 @@ def test_incomparable_runs_have_no_deviations(run: tuple[Balance, RunReport]) ->
 
 def test_tolerances_equal_the_defaults_of_verify() -> None:
     asked = VerifyOptions()
-    shares = (fraction(asked.tolerance_time), *two_fractions("", asked.tolerance_memory))
+    shares = (parse_fraction("", asked.tolerance_time), *parse_two_fractions("", asked.tolerance_memory))
     assert shares == (DEFAULT_TOLERANCE.step, DEFAULT_TOLERANCE.memory_below, DEFAULT_TOLERANCE.memory_above)
