@@ -27,7 +27,7 @@ class Peak(NamedTuple):
 
     tensor_bytes: int
     outside_bytes: int = 0
-    """Bytes of the device that were in use for other purposes than tensors; 0 if unknown."""
+    """Device memory in use for other purposes than tensors; 0 if unknown."""
 
 
 class PeakWatch(Protocol):
@@ -59,7 +59,7 @@ class PeakWatch(Protocol):
 
 
 class DeviceKind(ABC):
-    """Interface of a kind of device: all operations that differ between CPUs and GPUs. Each kind is a subclass."""
+    """Interface of a kind of device: all operations that differ between CPUs and GPUs."""
 
     name: ClassVar[str]
     """Value of `torch.device.type`, which is also `device.kind` in files."""
@@ -78,7 +78,10 @@ class DeviceKind(ABC):
     @classmethod
     @abstractmethod
     def count(cls) -> int:
-        """Return the number of devices of this kind on this machine; no limit for the CPU, which processes share."""
+        """Return the number of devices of this kind on this machine.
+
+        The number is unlimited for the CPU, which processes share.
+        """
 
     @classmethod
     @abstractmethod
@@ -122,7 +125,7 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def current_moment(self) -> Moment:
-        """Return the point in time at which the device completes all work that was submitted before this call."""
+        """Return the point in time at which the device completes the work submitted so far."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 
 LARGE_BYTES = 2**25
-"""Largest threshold in bytes that glibc accepts, above which it maps blocks separately."""
+"""Largest value, in bytes, that glibc accepts as the size from which blocks are mapped separately."""
 
 CACHE_BYTES = 64 * 2**20
-"""Upper bound, in bytes, of the size of a GPU's L2 cache and of a core's share of a CPU's last-level cache."""
+"""Upper bound of two sizes in bytes: a GPU's L2 cache, and one core's share of a CPU's last-level cache."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
@@ -38,7 +38,10 @@ def usable_cores() -> int:
 
 
 class CoreTime(NamedTuple):
-    """Run time of a thread, and time that the thread waited for a free core. Both are 0 if unknown."""
+    """Run time of a thread, and time that the thread waited for a free core.
+
+    Both are 0 if unknown.
+    """
 
     ran_ns: int = 0
     waited_ns: int = 0
@@ -64,7 +67,10 @@ def core_time() -> CoreTime:
 
 
 def available_bytes() -> int:
-    """Return the host memory that is available without swapping, in bytes; the total memory if this is unknown."""
+    """Return the host memory that is available without swapping, in bytes.
+
+    If the system does not report it, return the total memory.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
@@ -105,10 +111,10 @@ def release_freed_memory() -> None:
 
 
 def release_file_pages(address: int, size_bytes: int) -> None:
-    """Allow the system to remove the pages of a mapped file from memory. The next use of a page reads the file again.
+    """Allow the system to remove the pages of a mapped file from memory.
 
-    Pages that this process has changed, or that belong to no file, stay in memory. Without Linux, this function does
-    nothing.
+    The next use of a page reads the file again. Pages that this process has changed, or that belong to no file, stay in
+    memory. Without Linux, this function does nothing.
     """
     begin = address - address % _PAGE_BYTES
     try:

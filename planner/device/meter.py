@@ -21,7 +21,7 @@ class Usage(NamedTuple):
 
     peak_bytes: int
     end_bytes: int
-    """Bytes that the function has left allocated; negative if it released more than it allocated."""
+    """Memory that is still allocated after the call; negative if the call released more than it allocated."""
 
 
 class Meter(Protocol):
@@ -73,7 +73,7 @@ def recorded_allocations() -> Iterator[list[int]]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if `error`, or an error that caused it, reports that a device or the machine has no memory left."""
+    """Return True if `error`, or an error that caused it, reports exhausted memory."""
     while error is not None:
         # Torch's CPU allocator has no error class of its own.
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):

@@ -200,7 +200,12 @@ class Layout:
             )
 
     def schedule_notes(self, engine: str, *runs: Schedule) -> list[str]:
-        """Return a note if the plan's schedule is not one of `runs`, the schedules that the engine can run."""
+        """Return a note if the engine cannot run the plan's schedule.
+
+        Args:
+            engine: Name of the engine.
+            *runs: Schedules that the engine can run. The note names the first one.
+        """
         if self.schedule in runs:
             return []
         planned = f"{'a ' * (self.plan.schedule == 'search')}{self.schedule_name}"
@@ -223,7 +228,7 @@ class Layout:
         return [f"{text} (planned: {planned})"]
 
     def assumption_notes(self, *, sequence: str = "", experts: str = "", attention: str = "") -> list[str]:
-        """Return a note for each option of the engine that the predicted memory assumes and the user must set.
+        """Return a note for each assumption of the predicted memory that needs an option of the engine.
 
         Args:
             sequence: Option for sequence parallelism; empty if the engine needs none.

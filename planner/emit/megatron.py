@@ -1,10 +1,15 @@
 """Emitter for Megatron-Core 0.16: the option `--pipeline-model-parallel-layout`.
 
-The option's value is a string of layers, with `|` between stages. `E` is the embedding, `t` a transformer block, `m` a
-layer of multi-token prediction, `L` the loss and the layers just before it; `t*3` means `ttt`
-(docs.nvidia.com/megatron-core, "Custom Pipeline Model Parallel Layout", experimental;
-megatron/core/transformer/pipeline_parallel_layer_layout.py). Stages are listed in the order of the model. If there are
-more stages than devices, Megatron runs the schedule `interleaved`.
+The option's value is a string of layers, with `|` between stages:
+
+    E      embedding
+    t      transformer block; `t*3` means `ttt`
+    m      layer of multi-token prediction
+    L      loss and the layers just before it
+
+Stages are listed in the order of the model. If there are more stages than devices, Megatron runs the schedule
+`interleaved`. The format is experimental (docs.nvidia.com/megatron-core, "Custom Pipeline Model Parallel Layout";
+megatron/core/transformer/pipeline_parallel_layer_layout.py).
 """
 
 import re
@@ -168,7 +173,7 @@ def _check_one_mtp_stage(layout: Layout, letters: Sequence[Sequence[str]]) -> No
 
 
 def _block_numbers(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the number in each layer's name, such as 3 for `h.3`; None for names with another stem than `h`.
+    """Return the number in each layer's name, such as 3 for `h.3`; None for other stems than `h`.
 
     The most common stem is chosen. The list is empty if no two layers have the same stem.
     """

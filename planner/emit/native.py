@@ -30,7 +30,10 @@ RepeatOptions = Callable[[Inputs, Device], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputPaths:
-    """Paths of the plans and the profile from which a script is made. The path `-` means standard input."""
+    """Paths of the plans and the profile from which a script is made.
+
+    The path `-` means standard input.
+    """
 
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"

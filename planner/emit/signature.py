@@ -10,12 +10,18 @@ _SIGNATURE = "\n# As emitted: "
 
 
 def with_signature(body: str) -> str:
-    """Return `body` followed by a comment with its digest. The comment is valid in Python, shell, TOML and YAML."""
+    """Return `body` followed by a comment with its digest.
+
+    The comment is valid in Python, shell, TOML and YAML.
+    """
     return f"{body}{_SIGNATURE}{_digest(body)}\n"
 
 
 def is_edited(path: Path) -> bool:
-    """Return True if the file exists and is not as `emit` wrote it: users edited it, or it is a file of their own."""
+    """Return True if the file exists and differs from what `emit` wrote.
+
+    This includes files that `emit` did not write.
+    """
     text = _text(path)
     if text is None:
         return False
@@ -24,13 +30,16 @@ def is_edited(path: Path) -> bool:
 
 
 def names_balance_file(path: Path) -> bool:
-    """Return True if `emit` wrote the file and its text names `balance.yaml`. Users may have edited the file since."""
+    """Return True if `emit` wrote the file and its text names `balance.yaml`.
+
+    Users may have edited the file since.
+    """
     text = _text(path)
     return text is not None and _SIGNATURE in text and "balance.yaml" in text
 
 
 def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> None:
-    """Raise FileError if the file exists and is not as `emit` wrote it."""
+    """Raise FileError if the file exists and differs from what `emit` wrote."""
     if is_edited(path):
         raise FileError("was edited since it was emitted", path=str(path), hint=hint)
 

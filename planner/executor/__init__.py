@@ -1,4 +1,4 @@
-"""The bundled executor: one loop over `torch.distributed` that runs a plan under torchrun."""
+"""Bundled executor: runs a plan under torchrun, over `torch.distributed`."""
 
 from planner.core.extras import importing
 

@@ -1,13 +1,14 @@
-"""Checkpoints of a run: each rank stores its tensors under their names in the model, so any plan can resume the run.
+"""Checkpoints of a run. Each rank stores its tensors under their names in the model, so any plan can resume the run.
 
     DIR/step-00000100/              one checkpoint: after 100 optimizer steps
         rank-00000.safetensors      tensors of a rank; its other state as JSON: options, random states, data position
         checkpoint.json             index: run and plan, the file of each tensor, and digests of the files
 
-A checkpoint is written into a hidden folder, which is renamed when every rank has written its file. So a folder called
-`step-…` is always complete (`saved`). The index names the run that wrote the checkpoint. All checkpoints of a folder
-belong to one run, and one job at a time writes them (`run_folder`). Replicas hold the same tensors, so only the first
-replica stores them. A tied weight is stored by each of its stages, so that a rank need not open another stage's file.
+A checkpoint is written into a hidden folder, which is renamed when every rank has written its file. A folder called
+`step-…` is therefore always complete (`saved`). The index names the run that wrote the checkpoint. All checkpoints of a
+folder belong to one run, and one job at a time writes them (`run_folder`). Replicas hold the same tensors, so only the
+first replica stores them. A tied weight is stored by each of its stages, so that a rank need not open another stage's
+file.
 
 Under the plan that wrote the checkpoint, a run resumes bit for bit. Under another plan, a stage finds its parameters
 and their optimizer state by name. All other state is equal on all ranks, and is read from the first rank's file.
@@ -59,20 +60,22 @@ _NO_ROOM = "free space, then use `--resume auto`"
 
 
 class Checkpoints:
-    """Writer of a run's checkpoints; resumes the run when it is created. Every rank creates one, after the optimizer.
+    """Writer of a run's checkpoints, which also resumes the run when it is created.
+
+    Every rank creates one writer, after the optimizer.
 
     Args:
-        pipeline: The pipeline.
-        optimizer: Optimizer of this stage's parameters.
+        pipeline: Pipeline of this rank.
+        optimizer: Optimizer of this rank's parameters.
         folder: Folder of the checkpoints; None to save nothing.
-        every: Steps between two checkpoints; the last step is saved as well.
+        every: Steps between two checkpoints. The last step is saved as well.
         keep: Number of newest checkpoints to keep.
-        resume: A checkpoint, a folder of checkpoints, or `auto` for `folder`. Of a folder, the latest readable
+        resume: A checkpoint, a folder of checkpoints, or `auto` for `folder`. In a folder, the latest readable
             checkpoint is resumed. With `auto`, a new run begins if the folder has no checkpoint.
         weights: File of a state dict from which a new run starts (`planner.executor.keep.weights.load_weights`).
         steps: Number of steps of the whole run.
-        stateful: Further objects to save and restore by name, such as a learning-rate schedule. Each has `state_dict`
-            and `load_state_dict`. Every rank passes the same objects.
+        stateful: Additional objects to save and restore by name, such as a learning-rate schedule. Each has
+            `state_dict` and `load_state_dict`. Every rank passes the same objects.
 
     Raises:
         UsageError: The checkpoint or the weights do not fit the model, or `folder` belongs to another run or job.
@@ -111,28 +114,28 @@ class Checkpoints:
         self._place = RunFolder(folder, rank=pipeline.rank, exchange=self._exchange, tell=self._tell)
         self._folder = self._place.path
         if self._folder is not None:
-            self._stored()  # raise an error now if some state cannot be saved; checked again after the first step
+            self._own_state()  # raise an error now if some state cannot be saved; checked again after the first step
         pipeline.at_close.append(self._release)
         candidates = self._place.resumable_checkpoints(resume)
         pipeline.position.set_activity("reading a checkpoint")
         if candidates:
-            self._resume(candidates)
+            self._resume_first_readable(candidates)
         elif weights is not None:
-            self._begin_with(weights)
+            self._load_initial_weights(weights)
         pipeline.at_end.append(self.close)
         if self._watch is not None:
             self._watch.saves_on_stop = self._folder is not None
         pipeline.position.set_activity("between steps")
 
     def step_done(self) -> None:
-        """Save a checkpoint if one is due; if a signal requested the end, save and end the script.
+        """Save a checkpoint if one is due. Call this method after every step.
 
-        Call this method after every step.
+        If a signal requested the end of the run, save a checkpoint and end the script.
         """
         if self._folder is None:
             return
         if not self._is_checked:  # loaders and optimizers have no state before the first step
-            self._stored()
+            self._own_state()
             self._is_checked = True
         step, signalled = self._pipeline.step_index, 0
         if self._watch is not None:
@@ -147,7 +150,7 @@ class Checkpoints:
             self.finish()
         if not is_end:
             return
-        self._end()
+        self._wait_for_writes()
         if self._failed is not None:
             raise self._failed
         if signalled:
@@ -156,9 +159,10 @@ class Checkpoints:
             raise StoppedBySignal(128 + signalled)
 
     def close(self) -> None:
-        """Save the state at the end of the loop, which may end before `steps` steps, for example by early stopping.
+        """Save the state at the end of the training loop, unless it is already saved.
 
-        `pipeline_script` calls this method at the end of its block. Other scripts must call it after their last step.
+        The loop may end before `steps` steps, for example by early stopping. `pipeline_script` calls this method at the
+        end of its block. Other scripts must call it after their last step.
         """
         step = self._pipeline.step_index
         if self._folder is None:
@@ -169,12 +173,12 @@ class Checkpoints:
             self.save()
             if self._steps is not None and step < self._steps:
                 self._tell(f"the loop ended after {step} of {self._steps} steps")
-        self._end()
+        self._wait_for_writes()
         if self._failed is not None:
             raise self._failed
 
     def save(self) -> None:
-        """Save a checkpoint of the current step. If this fails, a warning is printed, and the run continues."""
+        """Save a checkpoint of the current step. If this fails, print a warning and continue the run."""
         assert self._folder is not None
         self.finish()
         step = self._pipeline.step_index
@@ -183,9 +187,9 @@ class Checkpoints:
         self._pipeline.position.set_activity("a checkpoint", waits_for=STORE)
         self._saved_step = step
         folder = partial_path(self._folder, step)
-        index = self._index()
+        index = self._index_without_files()
         self._pending = CheckpointWriter(
-            self._stored(),
+            self._own_state(),
             folder,
             exchange=self._exchange,
             in_thread=self._is_async,
@@ -198,7 +202,7 @@ class Checkpoints:
         self._pipeline.position.set_activity("between steps")
 
     def finish(self) -> None:
-        """Wait until the pending checkpoint is written on all ranks."""
+        """Wait until all ranks have written the pending checkpoint."""
         if self._pending is None:
             return
         assert self._folder is not None
@@ -216,8 +220,7 @@ class Checkpoints:
 
     # Private methods: saving
 
-    def _stored(self) -> RankState:
-        """Return the state and the tensors that this rank stores in a checkpoint."""
+    def _own_state(self) -> RankState:
         pipeline = self._pipeline
         names, of_device = pipeline.first_names, kind_of(pipeline.device).generator
         tensors: dict[str, Tensor] = {}
@@ -238,8 +241,7 @@ class Checkpoints:
             {"optimizer": optimizer, **{part: to_json(value, part, tensors) for part, value in parts.items()}}, tensors
         )
 
-    def _end(self) -> None:
-        """Wait until the pending checkpoint is written and old ones are removed, so that this process may end."""
+    def _wait_for_writes(self) -> None:
         self.finish()
         if self._pruning is not None:
             self._pruning.result()
@@ -250,8 +252,7 @@ class Checkpoints:
             self._exchange.close()
         self._place.release()
 
-    def _index(self) -> CheckpointIndex:
-        """Return the index of a checkpoint of the current step, in which files and tensors are still missing."""
+    def _index_without_files(self) -> CheckpointIndex:
         balance = self._pipeline.balance
         return CheckpointIndex(
             step=self._saved_step,
@@ -292,17 +293,15 @@ class Checkpoints:
 
     # Private methods: resuming
 
-    def _begin_with(self, weights: str) -> None:
-        """Load the initial weights, and report which types were cast on any rank."""
+    def _load_initial_weights(self, weights: str) -> None:
         pipeline = self._pipeline
         own = begin_with_weights(weights, pipeline.named_tensors(), pipeline.first_names)
         cast = self._exchange.decide(own, lambda casts: sorted(set(chain.from_iterable(casts))))
         if cast:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")
 
-    def _resume(self, candidates: list[Path]) -> None:
-        """Resume from the first candidate that every rank can read."""
-        problems: list[_Problem] = []
+    def _resume_first_readable(self, candidates: list[Path]) -> None:
+        problems: list[_ReadProblem] = []
         for source in candidates:
             problem, held = None, None
             try:
@@ -310,13 +309,13 @@ class Checkpoints:
             except (UsageError, ModelError):
                 raise
             except Exception as error:  # of any kind: an older checkpoint may be readable
-                problem = _problem(error, source)
+                problem = _read_problem(error, source)
             first = self._exchange.decide(problem, lambda found: next(filter(None, found), None))
             if first is None:
                 assert held is not None
                 self._restore(source, held)
                 return
-            bad = _Problem(*first)
+            bad = _ReadProblem(*first)
             problems.append(bad)
             if source is not candidates[-1]:
                 self._tell(f"{bad.message}; trying the previous checkpoint", True)
@@ -355,17 +354,15 @@ class Checkpoints:
             restore_object(f'"{name}"', other.load_state_dict, saved[name], path)
 
 
-class _Problem(NamedTuple):
-    """Reason why a checkpoint cannot be read."""
-
+class _ReadProblem(NamedTuple):
     message: str
     hint: str
 
 
-def _problem(error: BaseException, source: Path) -> _Problem:
+def _read_problem(error: BaseException, source: Path) -> _ReadProblem:
     if isinstance(error, PlannerError):
-        return _Problem(error.message, error.hint)
-    return _Problem(f"{source}: cannot be read ({type(error).__name__}: {first_line(error)[:200]})", "")
+        return _ReadProblem(error.message, error.hint)
+    return _ReadProblem(f"{source}: cannot be read ({type(error).__name__}: {first_line(error)[:200]})", "")
 
 
 def _older_hint(checkpoint: Path) -> str:

@@ -1,4 +1,4 @@
-"""Describe one process of a job (plan, device, position in the pipeline), and join it to the other processes."""
+"""One process of a job: its plan, device and place in the pipeline, and its process group."""
 
 import os
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from planner.model.precision import reload_model
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """Plan, device and position of this process, which are known before it communicates with other processes."""
+    """Plan, device and place of one process, known before it communicates with other processes."""
 
     balance: Balance
     seed: int
@@ -47,23 +47,25 @@ class RankJob:
         return self.balance.replica_batch // self.balance.micro_batches
 
 
-def job_of(
+def make_rank_job(
     source: str | Path | Balance, *, seed: int, device: str | None, watch: Watch | None, check_nan: bool = False
 ) -> RankJob:
-    """Return the job of this process, whose rank is set by `torchrun` or by an existing process group.
+    """Return plan, device and place of this process.
+
+    The rank is set by `torchrun` or by an existing process group.
 
     Args:
         source: Balance configuration, or its path.
         seed: Seed of the run.
         device: Name of the device to use; None for the device of the plan.
         watch: Watch of this process; None if other ranks need not be watched.
-        check_nan: Whether to check that every output and gradient is finite, not only the loss.
+        check_nan: If true, check that every output and gradient is finite, in addition to the loss.
 
     Raises:
         UsageError: The plan needs another number of processes, or the device is missing.
     """
     rank, num_processes = rank_and_world_size()
-    balance = source if isinstance(source, Balance) else _planned(Path(source), num_processes)
+    balance = source if isinstance(source, Balance) else _read_balance_for(Path(source), num_processes)
     place = place_of(balance, rank, num_processes)
     position = watch.position if watch is not None else Position()
     position.names = {stage: _stage_name(balance, stage) for stage in range(balance.num_stages)}
@@ -77,14 +79,18 @@ def job_of(
     )
 
 
-def _planned(path: Path, num_processes: int) -> Balance:
-    """Return the balance at `path`, or the balance next to it that was planned for `num_processes` processes."""
+def _read_balance_for(path: Path, num_processes: int) -> Balance:
     balance = read_balance(str(path))
     return read_balance(str(cuts_path(path, num_processes))) if num_processes in balance.smaller else balance
 
 
 def load_planned(balance: Balance, folder: Path) -> LoadedModel:
-    """Load the model that the balance configuration in `folder` names, in the planned precision."""
+    """Load the model file that a balance configuration names, in the planned precision.
+
+    Args:
+        balance: Balance configuration of the plan.
+        folder: Folder of the balance configuration. The path of the model file is relative to this folder.
+    """
     path, colon, entry = balance.model.source.rpartition(":")
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"
     return reload_model(source, balance.model, balance.dtype, optimizer=balance.optimizer)
@@ -94,10 +100,10 @@ def join_process_group(job: RankJob, timeout_s: float) -> bool:
     """Wait for the other processes, and initialize the default process group unless it exists.
 
     Returns:
-        True if this call initialized the group, so that the caller must destroy it.
+        True if this call initialized the group. The caller must then destroy the group.
 
     Raises:
-        UsageError: A process has another plan, seed, device or torch version than the first one.
+        UsageError: A process has another plan, seed, device or torch version than the first process.
     """
     job.position.set_activity("joining the others", waits_for=ANY)
     backend = kind_of(job.device).communication
@@ -110,7 +116,7 @@ def join_process_group(job: RankJob, timeout_s: float) -> bool:
         timeout = timedelta(seconds=timeout_s + 30)
         rank, world = rank_and_world_size()
         dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=rank, world_size=world)
-    difference = _difference(
+    difference = _first_disagreement(
         {
             "balance.yaml": digest_of(job.balance),
             "--seed": job.seed,
@@ -142,8 +148,7 @@ def _device_of_rank(name: str) -> torch.device:
     return kind.of_rank(local)
 
 
-def _difference(must_agree: Mapping[str, Any]) -> UsageError | None:
-    """Return an error that names the first value in `must_agree` that differs between ranks; None if all are equal."""
+def _first_disagreement(must_agree: Mapping[str, Any]) -> UsageError | None:
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, dict(must_agree))
     for what, value in everybody[0].items():

@@ -1,4 +1,4 @@
-"""Provide the mini-batches of a run: this process's part of each mini-batch, and the tensors that enter its stages."""
+"""Mini-batches of a run: this process's part of each mini-batch, and the tensors that enter its stages."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, starmap
@@ -47,15 +47,16 @@ class MiniBatches:
 
         Args:
             begin: First step.
-            end: Step after the last.
-            loader: The user's loader; None for the model's data.
+            end: Step after the last step.
+            loader: User's loader; None for the model's data.
 
         Raises:
-            UsageError: A resumed run continues in the middle of a loader's epoch, but `loader` is None or another one.
+            UsageError: A resumed run continues in the middle of a loader's epoch, but `loader` is None or another
+                loader.
         """
         drawn: Iterator[Any]
         if loader is not None and check_sampler(loader, self._job.place):
-            yield from starmap(self._needed, islice(self._begun(loader, begin), max(0, end - begin)))
+            yield from starmap(self._without_unneeded, islice(self._begun(loader, begin), max(0, end - begin)))
             return
         if loader is not None:
             drawn = islice(self._begun(loader, begin), max(0, end - begin))
@@ -65,15 +66,15 @@ class MiniBatches:
                 hint="pass the same loader as before: `pipeline.batches(given.steps, loader)`",
             )
         elif self._model.train_batches is None:
-            drawn = map(self.example, range(begin, end))
+            drawn = map(self.example_batch, range(begin, end))
         else:
             drawn = islice(
                 seeded_batches(repeat_train_batches(self._model, self._job.balance.batch), self._job.seed), begin, end
             )
         yield from starmap(self.own_part, drawn)  # no variable may hold a whole mini-batch through its step
 
-    def example(self, step: int) -> Batch:
-        """Return the example mini-batch of a step, which depends only on seed and step."""
+    def example_batch(self, step: int) -> Batch:
+        """Return the example mini-batch of a step. It depends only on the seed and the step."""
         return example_mini_batch(self._model, self._job.balance.batch, seed=self._job.seed, step=step)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
@@ -91,10 +92,9 @@ class MiniBatches:
             first, end = size * replica // replicas, size * (replica + 1) // replicas
             # Copy, because views would keep the other replicas' samples in memory.
             batch = Batch(*tree_map_only(Tensor, lambda t: t[first:end].clone(), tuple(batch)))
-        return self._needed(*batch)
+        return self._without_unneeded(*batch)
 
-    def _needed(self, inputs: Any, targets: Any) -> Batch:
-        """Return a replica's part of a mini-batch, in which tensors that this rank does not need are meta tensors."""
+    def _without_unneeded(self, inputs: Any, targets: Any) -> Batch:
         place = self._job.place
         self._note(Batch(inputs, targets), is_whole=False)
         if not place.is_first:
@@ -105,7 +105,7 @@ class MiniBatches:
         return Batch(inputs, targets if place.is_last else to_device(targets, _META))
 
     def check_same_on_all_ranks(self) -> None:
-        """Compare the first mini-batch over all ranks; every rank must call this method before its first step.
+        """Compare the first mini-batch over all ranks. Every rank must call this method before its first step.
 
         Raises:
             UsageError: Two ranks have different inputs or targets.
@@ -115,7 +115,7 @@ class MiniBatches:
             check_same_batch(self._first)
 
     def parts(self, batch: Batch) -> Iterator[MiniBatchPart]:
-        """Yield the parts of this replica's mini-batch; each part has micro-batches of equal size.
+        """Yield the parts of this replica's mini-batch. The micro-batches of a part have equal sizes.
 
         Raises:
             UsageError: The mini-batch is larger than planned.
@@ -138,15 +138,16 @@ class MiniBatches:
         yield from mini_batch_parts(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)
 
     def parts_of_any_size(self, batch: Batch) -> list[MiniBatchPart]:
-        """Return the parts of a batch to evaluate, which may be larger than planned."""
+        """Return the parts of a batch for evaluation, which may be larger than planned."""
         return list(
             mini_batch_parts(batch, count_samples(batch) or self._job.balance.replica_batch, self._job.micro_batch_size)
         )
 
-    def counts(self, parts: Sequence[MiniBatchPart]) -> list[float]:
-        """Return the number of items that each micro-batch's loss averages over; empty without the last stage.
+    def loss_item_counts(self, parts: Sequence[MiniBatchPart]) -> list[float]:
+        """Return the number of items over which the loss of each micro-batch is a mean.
 
-        Items are samples, labels, or what the model's `loss_count` counts.
+        Items are samples, labels, or what the model's `loss_count` counts. The list is empty on ranks without the last
+        stage.
         """
         if not self._job.place.is_last:
             return []
@@ -159,24 +160,30 @@ class MiniBatches:
         return [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
 
     def input_tensors(self, part: MiniBatchPart) -> list[Tensor]:
-        """Return the model's input tensors on the device, in the planned precision; empty without the first stage."""
+        """Return the model's input tensors on the device, in the planned precision.
+
+        The list is empty on ranks without the first stage.
+        """
         if not self._job.place.is_first:
             return []
         return tensors_of(to_precision(to_device(part.batch.inputs, self._job.device), self._job.balance.dtype))
 
     def targets(self, part: MiniBatchPart, weights: Sequence[float]) -> list[Any]:
-        """Return the targets of every micro-batch; empty without the last stage."""
+        """Return the targets of every micro-batch; an empty list on ranks without the last stage."""
         if not self._job.place.is_last:
             return []
         targets = micro_batches_of(to_device(part.batch.targets, self._job.device), part.micro_batches)
         return [target if weight else UNCOUNTED for target, weight in zip(targets, weights, strict=True)]
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Return the state of the loader, for a checkpoint; None if there is no loader."""
+        """Return the state of the loader for a checkpoint; None if there is no loader."""
         return self._loader.state_dict() if self._loader is not None else self._loader_state
 
     def load_state_dict(self, state: Any) -> None:
-        """Store the loader state of a checkpoint, which is restored when the script passes its loader."""
+        """Store the loader's state from a checkpoint.
+
+        The state is restored when the script passes its loader.
+        """
         self._loader_state = checked_state(state)
         self._first, self.is_compared = None, False
 

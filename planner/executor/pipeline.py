@@ -1,4 +1,4 @@
-"""Train a model as a pipeline, of which this process runs one stage, or several under schedules such as interleaved."""
+"""Pipeline of a model: this process runs one stage, or several stages under schedules such as interleaved."""
 
 import gc
 import sys
@@ -16,7 +16,7 @@ from planner.core.values.run_report import RunReport
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory
 from planner.executor.build.assembly import Assembly
-from planner.executor.job import job_of, join_process_group, load_planned
+from planner.executor.job import join_process_group, load_planned, make_rank_job
 from planner.executor.measure.recorder import Recorder
 from planner.executor.measure.reporting import run_report
 from planner.executor.measure.step_record import OnStep
@@ -37,23 +37,25 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Stages of this process in the pipeline that a `balance.yaml` describes; every rank of the job makes a `Pipeline`.
+    """Stages of this process in the pipeline that a `balance.yaml` describes.
+
+    Every rank of the job creates a `Pipeline`.
 
     Args:
-        balance_path: The balance configuration, as `gpipe-plan emit` writes it.
+        balance_path: Path of the balance configuration that `gpipe-plan emit` writes.
         seed: Seed of initial parameters, example batches and dropout.
-        device: Device to use instead of the device in the plan.
+        device: Name of the device to use; None for the device of the plan.
         timeout_s: Seconds after which a transfer fails.
-        check_nan: Whether to check that every output and gradient is finite, not only the loss. Each check waits for
-            the device.
+        check_nan: If true, check that every output and gradient is finite, in addition to the loss. Each check waits
+            for the device.
         watch: Watch of this process; None if other ranks need not be watched.
-        on_step: Called on rank 0 after every step, when the step's block has ended. Its time does not count.
-        built: The model and its structure, if the caller has loaded them; None to load the model that the balance
+        on_step: Function that is called on rank 0 after the block of every step. Its time does not count.
+        built: Model and its structure, if the caller has loaded them; None to load the model that the balance
             configuration names.
 
     Raises:
         UsageError: The plan needs another number of processes, or the device is missing.
-        ModelError: The model is not the one that was planned.
+        ModelError: The model is not the planned one.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Pipeline:
         on_step: OnStep | None = None,
         built: tuple[LoadedModel, Chain] | None = None,
     ) -> None:
-        job = job_of(balance_path, seed=seed, device=device, watch=watch, check_nan=check_nan)
+        job = make_rank_job(balance_path, seed=seed, device=device, watch=watch, check_nan=check_nan)
         self.balance, self.seed, self.place, self.device = job.balance, job.seed, job.place, job.device
         self.watch, self.position = job.watch, job.position
         self.at_end: list[Callable[[], None]] = []
@@ -125,7 +127,10 @@ class Pipeline:
 
     @property
     def step_index(self) -> int:
-        """Number of steps since training began, before any resume; it determines the random draws of the next step."""
+        """Number of steps since training began, before any resume.
+
+        This number determines the random draws of the next step.
+        """
         return self._trainer.step_index
 
     @step_index.setter
@@ -138,15 +143,15 @@ class Pipeline:
         return self._trainer.skipped
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters with their names in the whole model; a tied parameter is returned once."""
+        """Yield this rank's parameters with their names in the whole model, each parameter once."""
         return self._assembly.named_parameters()
 
     def optimizer(self, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Return the optimizer that `build(model.parameters())` makes, with only this rank's parameters in its groups.
+        """Return the optimizer that `build` makes, with only this rank's parameters in its groups.
 
         `build` is called with the parameters of the whole model, in the model's order. Parameters of other ranks have
-        shapes but no values, and are removed from their groups afterwards. So all ranks have the same groups, but a
-        group may be empty.
+        shapes but no values, and are removed from the groups afterwards. All ranks therefore have the same groups, but
+        a group may be empty.
 
         Raises:
             ModelError: The optimizer's step reads all parameters at once, or `build` needs values of parameters of
@@ -164,7 +169,10 @@ class Pipeline:
 
     @property
     def code_digests(self) -> dict[str, str]:
-        """Digests of the code of the loss (`loss`) and the layers (`layers`), to detect changes before a resume."""
+        """Digests of the code of the loss (`loss`) and of the layers (`layers`).
+
+        A resumed run compares them, to detect changes.
+        """
         return self._assembly.code_digests
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,18 +180,18 @@ class Pipeline:
         return {**self._trainer.state_dict(), "loader": self._mini_batches.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         self._trainer.load_state_dict(state)
         self._mini_batches.load_state_dict(state["loader"])
 
     def batches(self, steps: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
-        """Yield this rank's parts of the mini-batches, from the current step to the last; earlier ones are skipped.
+        """Yield this rank's parts of the mini-batches, from the current step to the last step.
 
         Args:
             steps: Number of steps of the whole run.
             loader: Iterable of whole mini-batches `(inputs, targets)`, the same on every rank. It is iterated again for
-                each epoch, and continues within an epoch after a resume. By default the model's `train_batches`, or
-                else its `example_batch`.
+                each epoch, and continues within an epoch after a resume. The default is the model's `train_batches`, or
+                its `example_batch` if the model has no `train_batches`.
 
         Raises:
             UsageError: The loader is not the one that a resumed run had, or it is empty.
@@ -202,14 +210,15 @@ class Pipeline:
         return self._mini_batches.own_part(inputs, targets)
 
     def example_batch(self, step: int) -> Batch:
-        """Return the example mini-batch of a step, which depends only on seed and step."""
-        return self._mini_batches.example(step)
+        """Return the example mini-batch of a step. It depends only on the seed and the step."""
+        return self._mini_batches.example_batch(step)
 
     def step(self, inputs: Any, targets: Any) -> AbstractContextManager[float]:
-        """Run forward and backward of a mini-batch; the `with` block must run the optimizer's step.
+        """Run forward and backward of a mini-batch. The `with` block must run the optimizer's step.
 
-        The context's value is the loss, on every rank. Loss and gradients are means over the samples of the mini-batch,
-        or over the items that the model's `loss_count` counts. Gradients are added to existing gradients.
+        The value of the `with` statement is the loss, on every rank. Loss and gradients are means over the samples of
+        the mini-batch, or over the items that the model's `loss_count` counts. Gradients are added to existing
+        gradients.
 
         A mini-batch may be smaller than planned, such as the last one of an epoch. With replicas, every rank passes its
         own part (`batches`, `own_part`); gradients and loss are those of the whole mini-batch. If gradients overflow
@@ -234,7 +243,7 @@ class Pipeline:
         Every rank must call this method, within the block of a step.
 
         Returns:
-            The norm of all gradients before clipping.
+            Norm of all gradients before clipping.
         """
         return self._trainer.clip_gradients(max_norm)
 
@@ -247,16 +256,16 @@ class Pipeline:
     def evaluate(
         self, inputs: Any, targets: Any, *, metrics: Metrics | None = None, outputs: bool = False
     ) -> float | EvaluationResult:
-        """Return the loss of a batch of any size in evaluation mode; every rank must call this method.
+        """Return the loss of a batch of any size in evaluation mode.
 
-        Every rank passes its part of the batch. The evaluation does not affect later training.
+        Every rank must call this method with its part of the batch. The evaluation does not affect later training.
 
         Args:
             inputs: Inputs as in `step`.
             targets: Targets as in `step`.
-            metrics: Called with the output and the target of every micro-batch. Returns numbers by name, each a mean
-                over the samples of the micro-batch.
-            outputs: Whether to return the model's outputs as well.
+            metrics: Function that is called with the output and the target of every micro-batch. It returns numbers by
+                name, each a mean over the samples of the micro-batch.
+            outputs: If true, also return the model's outputs.
 
         Returns:
             The loss, on every rank; an `EvaluationResult` if `metrics` or `outputs` is given.
@@ -265,9 +274,10 @@ class Pipeline:
         return evaluation.loss if metrics is None and not outputs else evaluation
 
     def end_loop(self) -> None:
-        """Check that all ranks have ended their training loops; every rank must call this method after its last step.
+        """Check that all ranks have ended their training loops.
 
-        `pipeline_script`, `report` and `close` call this method. A second call in a row does nothing.
+        Every rank must call this method after its last step. `pipeline_script`, `report` and `close` call it; a second
+        call in a row does nothing.
 
         Raises:
             TrainingError: Another rank begins a step, an evaluation or a checkpoint.
@@ -275,7 +285,7 @@ class Pipeline:
         self._trainer.check_same_phase("end")
 
     def begin_checkpoint(self) -> None:
-        """Check that all ranks save a checkpoint; every rank must call this method before it saves one.
+        """Check that all ranks save a checkpoint. Every rank must call this method before it saves one.
 
         Raises:
             TrainingError: Another rank begins a step or an evaluation, or has ended its loop.
@@ -283,7 +293,10 @@ class Pipeline:
         self._trainer.check_same_phase("checkpoint")
 
     def report(self) -> RunReport | None:
-        """Return the report of the run on rank 0, and None on other ranks; every rank must call this method."""
+        """Return the report of the run on rank 0; None on other ranks.
+
+        Every rank must call this method.
+        """
         self.end_loop()
         self._recorder.close()
         self.position.set_activity("the report", waits_for=ANY)
@@ -310,7 +323,9 @@ class Pipeline:
         return self._trainer.samples[-1]
 
     def close(self) -> None:
-        """Leave the job. If no error is handled, first wait until every rank has ended its loop and has the last loss.
+        """Leave the job.
+
+        If no error is being handled, first wait until every rank has ended its loop and has the last loss.
 
         Raises:
             TrainingError: Another rank begins a step, an evaluation or a checkpoint.

@@ -1,8 +1,8 @@
 """Read a rank's part of a checkpoint: the index, the rank's state, and the files that contain its tensors.
 
-Under the plan that wrote the checkpoint, a rank reads the index and its own file. Ranks of other replicas stored no
-tensors, so they also read the file of the first replica. Under another plan, a rank reads the files of all stages that
-had its layers, and the first rank's file.
+Under the plan that wrote the checkpoint, a rank reads the index and its own file. Ranks of other replicas than the
+first stored no tensors, so they also read a file of the first replica. Under another plan, a rank reads the files of
+all stages that had its layers, and the first rank's file.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from planner.executor.pipeline import Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class ReadCheckpoint:
-    """State that one rank restores from a checkpoint."""
+    """State of a checkpoint that one rank restores."""
 
     index: CheckpointIndex
     optimizer_state: Mapping[str, dict[str, Any]]
@@ -38,12 +38,12 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
     """Read this rank's part of a checkpoint, and copy the weights into the model.
 
     Args:
-        source: The checkpoint.
-        pipeline: The pipeline.
+        source: Checkpoint to read.
+        pipeline: Pipeline of this rank.
         optimizer: Optimizer of this rank's parameters.
 
     Returns:
-        All state that remains to be restored: optimizer, step, random states, data position and other objects.
+        State that remains to be restored: optimizer, step, random states, data position and other objects.
 
     Raises:
         FileError: The checkpoint cannot be read, or is damaged.
@@ -74,13 +74,13 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
 
 
 def restore_object(name: str, restore: Callable[[Any], Any], state: Any, path: str) -> None:
-    """Restore one object from a checkpoint, and name the object in the error if this fails.
+    """Restore one object from a checkpoint. If this fails, raise an error that names the object.
 
     Args:
         name: Name of the object in messages.
         restore: Function that restores the object from its state.
         state: State of the object.
-        path: The checkpoint.
+        path: Path of the checkpoint.
 
     Raises:
         FileError: `restore` raised an error.

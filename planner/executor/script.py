@@ -48,15 +48,12 @@ class ScriptArguments:
 
 
 def arguments(description: str | None, *, steps: int, seed: int) -> ScriptArguments:
-    """Parse the command line of an emitted script.
+    """Parse and return the command-line arguments of an emitted script.
 
     Args:
         description: Description for `--help`.
         steps: Default of `--steps`.
         seed: Default of `--seed`.
-
-    Returns:
-        The parsed options.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -91,15 +88,15 @@ def arguments(description: str | None, *, steps: int, seed: int) -> ScriptArgume
 def pipeline_script(
     balance_path: str | Path, options: ScriptArguments, *, on_step: OnStep | None = None
 ) -> Iterator[Pipeline]:
-    """Make the pipeline for a `with` block, and write the report after the block.
+    """Provide the pipeline in a `with` block, and write the report after the block.
 
     A failure on any rank ends all processes with one error message and exit code 2. After SIGTERM, the exit code is
     143; after SIGINT, it is 130.
 
     Args:
-        balance_path: The balance configuration, as `gpipe-plan emit` writes it.
-        options: The command-line arguments.
-        on_step: Called with a `StepRecord` after every step, on rank 0 only.
+        balance_path: Path of the balance configuration that `gpipe-plan emit` writes.
+        options: Command-line arguments of the script.
+        on_step: Function that is called with a `StepRecord` after every step, on rank 0 only.
     """
     check_outputs({"--report": options.report, "--trace": options.trace}, (str(balance_path),))
     pipeline: Pipeline | None = None
@@ -130,14 +127,16 @@ def pipeline_script(
 def checkpoints(
     pipeline: Pipeline, options: ScriptArguments, optimizer: torch.optim.Optimizer, **stateful: Any
 ) -> Checkpoints:
-    """Resume a run or load weights if the command line requests it, and return the object that saves checkpoints.
+    """Return the writer of checkpoints.
+
+    If the command line requests it, first resume a run or load weights.
 
     Args:
-        pipeline: The pipeline.
-        options: The command-line arguments.
-        optimizer: Optimizer of this stage's parameters.
-        stateful: Further objects to save and restore by name, such as a learning-rate schedule. Each has `state_dict`
-            and `load_state_dict`.
+        pipeline: Pipeline of this rank.
+        options: Command-line arguments of the script.
+        optimizer: Optimizer of this rank's parameters.
+        stateful: Additional objects to save and restore by name, such as a learning-rate schedule. Each has
+            `state_dict` and `load_state_dict`.
     """
     return Checkpoints(
         pipeline,
@@ -156,7 +155,7 @@ def progress(pipeline: Pipeline, step: int, loss: float) -> None:
     """Print one line about a step, on the first rank.
 
     Args:
-        pipeline: The pipeline.
+        pipeline: Pipeline of this rank.
         step: Index of the step.
         loss: Loss of the step.
     """
@@ -207,7 +206,6 @@ def _finish(pipeline: Pipeline, options: ScriptArguments, folder: Path) -> None:
 
 
 def _replan_commands(planned: RunPrediction, folder: Path, report: str | None) -> tuple[str, str, str]:
-    """Return a heading, and the commands that replan with the times and memory that the run measured."""
     plan, profile = paths_of_plan_and_profile(planned, folder)
     how = "this run measured" if report else "a run measures, after `--report run.json`"
     named = [] if plan == "plan.yaml" else [shlex.quote(plan)]

@@ -1,4 +1,4 @@
-"""Run training steps and evaluations with the stages of one process."""
+"""Training steps and evaluations with the stages of one process."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -55,7 +55,7 @@ class Trainer:
 
     @contextmanager
     def step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
-        """Run one step over mini-batches that count as one; the `with` block must run the optimizer's step.
+        """Run one step over mini-batches that count as one. The `with` block must run the optimizer's step.
 
         See `Pipeline.accumulate`.
 
@@ -69,15 +69,15 @@ class Trainer:
             self._make_engine(part)
         self._job.position.step = self.step_index
         with self._recorder.step():
-            loss = self._compute(self._agreed("step", pieces))
+            loss = self._compute(self._agree_on_phase("step", pieces))
             with self._recorder.optimizer(stage=self._job.place.stages[0]):
                 yield loss
         self.step_index += 1
         if self._hook is not None:
-            self._hook.call(self._record(loss))
+            self._hook.call(self._step_record(loss))
 
     def record_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report the optimizer's learning rates in the records of steps, as long as the optimizer exists."""
+        """Include the optimizer's learning rates in the records of steps, as long as the optimizer exists."""
         self._optimizers.append(ref(optimizer))
 
     def clip_gradients(self, max_norm: float) -> float:
@@ -101,14 +101,14 @@ class Trainer:
         Args:
             batch: This rank's part of the batch.
             metrics: Function that returns numbers by name for an output and a target; None for the loss only.
-            outputs: Whether to return the model's outputs as well.
+            outputs: If true, also return the model's outputs.
         """
         parts = self._mini_batches.parts_of_any_size(batch)
         observed = OutputObserver(metrics, keeps_outputs=outputs)
-        agreed = self._agreed("evaluation" if metrics is None else "evaluation with metrics", [parts])
+        agreed = self._agree_on_phase("evaluation" if metrics is None else "evaluation with metrics", [parts])
         self._job.position.set_activity("the evaluation")
         with keeping_random_state():
-            losses = [loss for part, _, weights in agreed for loss in self._forward(part, weights, observed)]
+            losses = [loss for part, _, weights in agreed for loss in self._evaluate_part(part, weights, observed)]
         names = self._relay.names(list(observed.sums)) if metrics is not None else []
         numbers = [sum_of(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
         loss, samples, *sums = self._relay.sum_over_replicas(numbers, len(numbers))
@@ -134,19 +134,21 @@ class Trainer:
         return {"step_index": self.step_index, "loss_scale": scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         self.step_index = int(state["step_index"])
         if self._loss_scale is not None and state["loss_scale"] is not None:
             self._loss_scale.load_state_dict(state["loss_scale"])
 
     # Private methods: training
 
-    def _agreed(
+    def _agree_on_phase(
         self, phase: Phase, pieces: Sequence[Sequence[MiniBatchPart]]
     ) -> list[tuple[MiniBatchPart, int, list[float]]]:
-        """Check that all ranks begin this phase, and return all parts with the loss weights of their micro-batches."""
         parts = [*chain.from_iterable(pieces)]
-        counts, sizes = self._mini_batches.counts(parts), [sum(part.num_samples for part in piece) for piece in pieces]
+        counts, sizes = (
+            self._mini_batches.loss_item_counts(parts),
+            [sum(part.num_samples for part in piece) for piece in pieces],
+        )
         total = self._agreement.check_and_sum(phase, self.step_index, sizes, count=sum(counts))
         if phase == "step" and not self._mini_batches.is_compared:
             self._job.position.set_activity("the comparison of the mini-batch", waits_for=ANY)
@@ -155,7 +157,10 @@ class Trainer:
         return weigh_losses(parts, counts, total)
 
     def _make_engine(self, part: MiniBatchPart) -> None:
-        """Make the engine for a part before anything is sent: all ranks then reject a micro-batch that is too small."""
+        """Make the engine for a part of the mini-batch, before this rank sends anything.
+
+        All ranks then refuse a micro-batch that is too small.
+        """
         try:
             self._assembly.engine(part.micro_batches, part.micro_batch_size)
         except ModelError as error:
@@ -165,16 +170,15 @@ class Trainer:
             ) from error
 
     def _compute(self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]) -> float:
-        """Compute the gradients of a step and return its loss.
+        """Compute the gradients of a step, and return its loss.
 
-        Losses of micro-batches are released before this method returns, because the optimizer needs the memory.
+        The losses of micro-batches are released before this method returns, because the optimizer needs the memory.
         """
         losses = self._forward_backward(agreed)
         self._sum_gradients()
-        return self._loss_everywhere(losses, sum(part.num_samples for part, *_ in agreed))
+        return self._send_loss_to_all_ranks(losses, sum(part.num_samples for part, *_ in agreed))
 
     def _forward_backward(self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]) -> list[Tensor]:
-        """Run forwards and backwards of all parts; return the weighted loss of each micro-batch on the last stage."""
         assembly = self._assembly
         assembly.tied.begin()
         if self._loss_scale is not None:
@@ -202,7 +206,6 @@ class Trainer:
         return engine.step(self._mini_batches.input_tensors(part), self._mini_batches.targets(part, weights), weights)
 
     def _sum_gradients(self) -> None:
-        """Complete the sum of gradients over replicas and over the stages that share a parameter."""
         self._job.position.set_activity("the gradients", waits_for=ANY)
         # Release snapshots before running statistics are written: otherwise the write would copy them.
         for module in self._assembly.modules:
@@ -216,8 +219,7 @@ class Trainer:
         if self._loss_scale is None and self._job.check_nan:
             check_gradients(self._parameters, self._job.position)
 
-    def _record(self, loss: float) -> StepRecord:
-        """Return the record of the step that has just ended."""
+    def _step_record(self, loss: float) -> StepRecord:
         return StepRecord(
             step=self.step_index - 1,
             loss=loss,
@@ -227,8 +229,7 @@ class Trainer:
             skipped=self.skipped,
         )
 
-    def _loss_everywhere(self, losses: Sequence[Tensor], num_samples: int) -> float:
-        """Send the loss of the step and the number of samples to every rank, and return the loss."""
+    def _send_loss_to_all_ranks(self, losses: Sequence[Tensor], num_samples: int) -> float:
         place, position = self._job.place, self._job.position
         position.set_activity("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
         loss, samples = self._relay.sum_over_replicas([sum_of(losses), num_samples], 2)
@@ -241,8 +242,7 @@ class Trainer:
 
     # Private methods: evaluating
 
-    def _forward(self, part: MiniBatchPart, weights: Sequence[float], observed: OutputObserver) -> list[Tensor]:
-        """Run forwards without gradients; return the weighted loss of each micro-batch on the last stage."""
+    def _evaluate_part(self, part: MiniBatchPart, weights: Sequence[float], observed: OutputObserver) -> list[Tensor]:
         job, modules, batches = self._job, self._assembly.modules, self._mini_batches
         forward = ForwardRunner(modules=modules, place=job.place, device=job.device, precision=job.balance.dtype)
         self._assembly.set_shapes(part, training=False)

@@ -44,7 +44,7 @@ _PRECISIONS = ("", "fp32", "bf16")
 
 
 def backend_of(name: str) -> "CompiledBackend":
-    """Return the backend for the attached TPU (`tpu`), or for a chip that need not be attached (such as `tpu:v2`).
+    """Return the backend for the attached TPU (`tpu`), or for another chip (such as `tpu:v2`).
 
     Raises:
         UsageError: No TPU is attached, or the chip is unknown.
@@ -58,7 +58,10 @@ def backend_of(name: str) -> "CompiledBackend":
 
 
 class CompiledBackend:
-    """Profile backend that compiles layers for a TPU chip such as `v2`; an empty `chip` means the attached TPU."""
+    """Profile backend that compiles layers for a TPU chip such as `v2`.
+
+    If `chip` is empty, it compiles for the attached TPU and runs the layers there.
+    """
 
     device = torch.device("cpu")
 
@@ -208,10 +211,10 @@ def _with_compiled_memory(
 
 
 def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
-    """Return, for each layer, the outputs that a loop over micro-batches stores for the backward of any layer.
+    """Return, for each layer, the outputs that some backward reads.
 
-    Keys are indices of outputs. A value is True if all backwards read the output only as a matmul operand. If several
-    outputs share a storage, only one of them is listed.
+    A loop over micro-batches stores these outputs. Keys are indices of outputs. A value is True if all backwards read
+    the output only as a matmul operand. If several outputs share a storage, only one of them is listed.
     """
     storages = CrossingStorages([layer.memory_detail() for layer in compiled])
     wide = {
@@ -229,7 +232,7 @@ def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[i
 
 
 def _received_sizes(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
-    """Return, for each layer, two sizes in bytes of every received tensor: as sent, and in the largest layout.
+    """Return two sizes of every tensor that each layer receives, in bytes: as sent, and in the largest layout.
 
     Each layer that reads the tensor may choose another layout. Later layers also read it if this layer passes it on.
     """

@@ -58,7 +58,7 @@ class _WorkerError(Exception):
 
 
 class Compiler:
-    """Compiler of layers and optimizer steps for one kind of chip or the attached device, with a cache of results.
+    """Compiler of layers and optimizer steps for one kind of chip, with a cache of results.
 
     Args:
         chip: Name of the chip, such as `v2`; empty for the attached device.
@@ -164,9 +164,10 @@ class Compiler:
 
 
 def unit_function(unit: Unit, received: UnitInput) -> "LayerFunction":
-    """Return a unit (distinct layer) as a function of JAX arrays: its inputs, then targets of the loss.
+    """Return a unit (distinct layer) as a function of JAX arrays.
 
-    The function of the last unit returns the loss.
+    The arguments are the layer's inputs, and then the targets of the loss. The function of the last unit returns the
+    loss.
     """
     from planner.tpu.layer_functions import layer_function  # noqa: PLC0415 - jax
 

@@ -41,13 +41,16 @@ _SETTINGS = {
 
 
 def chip_of_device(reported: str) -> str:
-    """Return the chip, such as `v2`, whose devices report the name `reported`; empty if no known chip does."""
+    """Return the chip, such as `v2`, whose devices report a name; empty if no known chip does."""
     chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.matches_name(reported))
     return next((chip.name.removeprefix("tpu:") for chip in chips), "")
 
 
 def expect_no_tpu() -> None:
-    """Set environment variables that keep jax and libtpu from searching for a TPU. Call this before their import."""
+    """Set environment variables that keep jax and libtpu from searching for a TPU.
+
+    Call this function before they are imported.
+    """
     for setting, value in _SETTINGS.items():
         os.environ.setdefault(setting, value)
 

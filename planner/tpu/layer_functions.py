@@ -46,9 +46,10 @@ def random_key_shape() -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class LayerFunction:
-    """Module as a pure function of JAX arrays, which are the tensors among its flattened inputs and outputs.
+    """Module as a pure function of JAX arrays.
 
-    Writes of the module into its buffers are dropped.
+    The arrays are the tensors among the module's flattened inputs and outputs. Writes of the module into its buffers
+    are dropped.
     """
 
     call: Callable[[Arrays, Sequence[Array], Array], list[Array]]
@@ -188,9 +189,9 @@ class _ResidualPlan:
     """Origins of the values that a traced forward passes to its backward."""
 
     sources: tuple[tuple[str, Any], ...]
-    """For each value, the name of the list that holds it and its index there; or `literal` and its value."""
+    """For each value, (name of a list, index in this list), or (`literal`, value)."""
     created: tuple[int, ...]
-    """Indices of the new values, which are no arguments, constants or outputs."""
+    """Indices of the values that are no arguments, constants or outputs."""
     passed: tuple[int, ...]
     residuals: tuple[Residual, ...]
 

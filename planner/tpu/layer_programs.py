@@ -186,7 +186,7 @@ _LOOPS: Final = frozenset(("cond", "scan", "while"))
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulOperands:
-    """Flags for the arrays of a layer: True if the array is used only as a matmul operand.
+    """Flags for the arrays of a layer. A flag is True if an array is used only as a matmul operand.
 
     The compiler stores such arrays in 16 bits.
     """
@@ -246,7 +246,7 @@ def find_matmul_operands(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] |
 
 
 def _operands_only_for_matmul(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    """Return, for each argument of an equation, True if the argument is used only as a matmul operand.
+    """Return a flag for each argument of an equation: True if it is used only as a matmul operand.
 
     Args:
         eqn: Equation of a traced function.

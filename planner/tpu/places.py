@@ -12,13 +12,16 @@ from typing import Final, NamedTuple, TypeVar
 from planner.core.values.profile import ArrayKind
 
 MOST_ROOM: Final = 1.5
-"""Largest ratio of the bytes of all slots to those of the largest stage's arrays; above it, vectors are used."""
+"""Largest accepted ratio: bytes of all slots, divided by bytes of the largest stage's arrays."""
 
 _Kind = TypeVar("_Kind")
 
 
 def slots_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
-    """Return the number of slots for each kind of array: the largest number of such arrays in any stage."""
+    """Return the number of slots for each kind of array.
+
+    It is the largest number of arrays of this kind in any stage.
+    """
     places: Counter[_Kind] = Counter()
     for stage in stages:
         places |= Counter(stage)

@@ -144,7 +144,10 @@ def _with_slot_padding(
     most: _ProgramParts,
     choices: Sequence[Recompute],
 ) -> _ProgramParts:
-    """Return `most`, the largest bytes of any stage, plus the memory lost because arrays of stages differ in shape."""
+    """Add the memory lost in slots, because arrays of different stages differ in shape.
+
+    `most` has the largest bytes of any stage for each component.
+    """
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
     state = shared_slots([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
     kept = shared_slots([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])

@@ -237,7 +237,7 @@ def _kind_of_array(shape: jax.ShapeDtypeStruct, size: int, loop_bytes: int) -> A
 
 
 def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
-    """Return the bytes of each array in a nested value, in the layout that an executable uses for the array.
+    """Return the bytes of each array in a nested value, in an executable's layouts.
 
     Random keys count as arrays.
     """

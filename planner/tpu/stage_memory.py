@@ -77,7 +77,10 @@ class CompiledLayerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledStageMemory:
-    """Memory of stages that are compiled as one executable each, in bytes, in addition to the memory in `Stages`."""
+    """Memory of stages that are compiled as one executable each, in bytes.
+
+    This memory is needed in addition to the memory in `Stages`.
+    """
 
     straight: FloatArray
     """Highest memory of an executable that runs forward and backward of one micro-batch."""

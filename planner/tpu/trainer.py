@@ -1,8 +1,8 @@
 """Training in an emitted `train_jax.py`: model, batches, weights, and the compiler's memory report.
 
 The program does not update the running statistics of batch normalization. Before weights are saved, the statistics are
-estimated from micro-batches that run through the trained model (Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
-arXiv:2105.07576, section 3), with the code of the bundled executor.
+estimated from micro-batches that run through the trained model, with the code of the bundled executor. The method is
+that of Wu and Johnson, "Rethinking 'Batch' in BatchNorm", arXiv:2105.07576, section 3.
 """
 
 from collections.abc import Iterator

@@ -64,7 +64,7 @@ class LaunchJob:
 
     @property
     def cores(self) -> int:
-        """CPU cores that each process needs: one per thread, and one more to move tensors to a GPU."""
+        """CPU cores that each process needs: its threads, and one more to move tensors to a GPU."""
         return self.threads + self.uses_gpus
 
     def path_of(self, name: str) -> str:

@@ -1,1 +1,1 @@
-"""Build a rank's stages, and check the loss that they train."""
+"""Build the stages of a rank, and check the loss function."""

@@ -1,4 +1,4 @@
-"""Assemble a process's stages: their modules, the sums of gradients over processes, and engines for mini-batches."""
+"""Everything that one process runs: modules of its stages, sums of gradients over processes, and engines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Recompute
 from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
-from planner.executor.build.initial_values import equalize_copies, is_copied
+from planner.executor.build.initial_values import can_equalize, equalize_copies
 from planner.executor.job import RankJob
 from planner.executor.keep.weights import first_names
 from planner.executor.measure.recorder import Recorder
@@ -37,7 +37,7 @@ class Assembly:
     """Stages that one process runs.
 
     Raises:
-        ModelError: The model is not the one that was planned, or cannot be built or trained in micro-batches.
+        ModelError: The model is not the planned one, or cannot be built or trained in micro-batches.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Assembly:
         self._chain = structure or build_structure(model)
         check_same_model(balance, model, self._chain)
         self.first_names = first_names(self._chain.model)
-        """Map from every name in the model's state dict to the first name of the same tensor, which may be tied."""
+        """First name of the tensor, for every name in the model's state dict. A tied tensor has several names."""
         cuts = list(accumulate(balance.balance, initial=0))
         self._ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
         # Shapes and engine of a smaller last mini-batch are made when it occurs.
         self._shapes: Callable[..., Shapes] = cache(self._shapes_for)
         self.engine: Callable[[int, int], Engine] = cache(self._engine_for)
-        """Function that returns the engine for a number of micro-batches and their size."""
+        """Function (number of micro-batches, samples in a micro-batch) -> engine."""
         self.statistics = BatchStatistics()
         shapes = self._shapes(job.micro_batch_size, training=True)
         built = build_stages(model, self._chain, self._ranges, seed=job.seed, device=job.device)
@@ -82,11 +82,11 @@ class Assembly:
 
     @cached_property
     def code_digests(self) -> dict[str, str]:
-        """Digests of the code of the whole model: of its loss (`loss`) and of its layers (`layers`)."""
+        """Digests of the whole model's code: of its loss (`loss`) and of its layers (`layers`)."""
         return code_digests(self._chain.model, self._model)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters of this process's stages with their names in the whole model, without repetition."""
+        """Yield the parameters of this process with their names in the whole model, each parameter once."""
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for module in self.modules:
             for name, parameter in module.named_parameters():
@@ -95,11 +95,11 @@ class Assembly:
 
     @property
     def whole_parameters(self) -> list[nn.Parameter]:
-        """Parameters of the whole model, in the model's order and without values."""
+        """Parameters of the whole model, in the model's order. They have shapes, but no values."""
         return list(self._chain.model.parameters())
 
     def parameter_pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return pairs of parameters: one of the whole model, without values, and the same one in this process."""
+        """Return pairs of one parameter: as part of the whole model (without values), and in this process."""
         whole = dict(self._chain.model.named_parameters(remove_duplicate=False))
         return [(whole[name], parameter) for name, parameter in self.named_parameters()]
 
@@ -109,16 +109,15 @@ class Assembly:
         return {name: tensor for name, tensor in held if name in self.first_names}
 
     def set_shapes(self, part: MiniBatchPart, *, training: bool) -> None:
-        """Tell the stages the shapes of the tensors to receive and send for the micro-batches of `part`."""
+        """Set the shapes of the tensors that the stages receive and send for the micro-batches of `part`."""
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
         for module, layers in zip(self.modules, self._ranges, strict=True):
             module.received = boundaries[layers.first]
             module.sent = None if module.sent is None else boundaries[layers.end]
 
     def _tensors_by_first_name(self) -> dict[str, Tensor]:
-        """Return this process's parameters and buffers; a tied tensor appears once, under its first name."""
         first: dict[tuple[object, ...], str] = {}
-        whole = [(name, tensor) for name, tensor in named_tensors(self._chain.model) if is_copied(tensor)]
+        whole = [(name, tensor) for name, tensor in named_tensors(self._chain.model) if can_equalize(tensor)]
         names = {name: first.setdefault(memory_key(tensor), name) for name, tensor in whole}
         held = (pair for module in self.modules for pair in named_tensors(module))
         return {names[name]: tensor for name, tensor in held if name in names}
@@ -197,7 +196,7 @@ def make_stage_module(
         layers: Range of the stage in the chain.
         shapes: Boundary tensors of the chain.
         recompute: Micro-batches for which the whole stage is recomputed.
-        recomputed: Layers that are recomputed separately, as indices within the stage.
+        recomputed: Indices, within the stage, of the layers that are recomputed one by one.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.
         statistics: Batch normalization statistics for all stages of this process.

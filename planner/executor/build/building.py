@@ -1,4 +1,4 @@
-"""Build the layers of one stage with their initial parameters, equal to `torch.manual_seed(S); build_model()`."""
+"""Build the layers of a stage, with the same initial parameters as `torch.manual_seed(S); build_model()`."""
 
 import contextlib
 import copy
@@ -31,24 +31,27 @@ from planner.model.precision import convert
 
 
 class StageRange(NamedTuple):
-    """Range of the layers `first` to `end - 1` of a chain, which form a stage."""
+    """Stage of a chain: the layers `first` to `end - 1`."""
 
     first: int
     end: int
     apart: bool = False
-    """True if each layer must be a separate module; otherwise a model with an outline has one module for all."""
+    """True if each layer must be a separate module. Otherwise, all layers of a model with an outline are one module."""
 
     def layers_of(self, chain: Chain) -> tuple[Layer, ...]:
-        """Return the layers of this stage; they are one module if the model has a recorded forward (outline)."""
+        """Return the layers of this stage.
+
+        If the model has a recorded forward (outline), they are one module.
+        """
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]
         return (Layer(chain.names[self.first], chain.stage(self.first, self.end)),)
 
 
 def build_structure(loaded: LoadedModel) -> Chain:
-    """Return the whole chain on the meta device, which has names and shapes but takes no memory.
+    """Return the whole chain on the meta device, with names and shapes but without memory.
 
-    A model whose construction or forward reads values takes its memory once, while this function runs.
+    If the model's construction or forward reads values, the model takes its memory while this function runs.
 
     Raises:
         ModelError: The model cannot be built.
@@ -76,7 +79,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
 
 
 def check_buildable(loaded: LoadedModel) -> None:
-    """Check that ranks can build the model: find its structure and boundary shapes, as every rank does at the start.
+    """Check that ranks can find the model's structure and boundary shapes, which they do at their start.
 
     Raises:
         ModelError: The structure or the shapes cannot be found, so no rank could start.
@@ -88,11 +91,11 @@ def check_buildable(loaded: LoadedModel) -> None:
 
 
 def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> None:
-    """Check that the model is the one that was planned.
+    """Check that the model is the planned one.
 
     Args:
         balance: Balance configuration of the plan.
-        loaded: The model.
+        loaded: Loaded model file.
         chain: Chain of the model.
 
     Raises:
@@ -118,44 +121,46 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
 def build_stages(
     loaded: LoadedModel, chain: Chain, stages: Sequence[StageRange], *, seed: int, device: torch.device
 ) -> list[tuple[Layer, ...]]:
-    """Return the layers of some stages on a device, with the same initial values as in the whole model.
+    """Build the layers of some stages, with the same initial values as in the whole model.
 
-    Parameters of other layers take no memory. Stages that share a parameter in the model share it here. If the model's
-    construction reads values, the whole model is built, and other layers are dropped afterwards.
+    Parameters of other layers take no memory. A parameter that several of these stages share is one tensor. If the
+    model's construction reads values, the whole model is built, and other layers are released afterwards.
 
     Args:
-        loaded: The model.
+        loaded: Loaded model file.
         chain: Chain of the model.
         stages: Ranges of the stages.
         seed: Seed of the initial values.
         device: Device of the layers.
+
+    Returns:
+        Layers of each stage.
     """
 
     def wanted(model: nn.Module) -> list[Tensor]:
         if chain.outline is None:
             layers = loaded.chain(model).layers
-            return _with_outlying([layer.module for s in stages for layer in layers[s.first : s.end]])
-        held = _held_by(chain, model, stages)
+            return _reachable_tensors([layer.module for s in stages for layer in layers[s.first : s.end]])
+        held = _needed_tensors(chain, model, stages)
         return [*held, *other_reachable_tensors([model], held)]
 
-    model = _build_parts(loaded, wanted, seed)
+    model = _build_only_wanted(loaded, wanted, seed)
     model = convert(model, loaded.precision)
     if chain.outline is not None:
-        held = {id(tensor) for tensor in _held_by(chain, model, stages)}
-        _move(other_reachable_tensors([model], _held_by(chain, model, stages)), device)
+        held = {id(tensor) for tensor in _needed_tensors(chain, model, stages)}
+        _move_in_place(other_reachable_tensors([model], _needed_tensors(chain, model, stages)), device)
         keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in held else None, device)
-        move_attribute_tensors(model, lambda tensor: _with_its_parameters(tensor, held, device))
-    built = [chain_of_instance(chain, loaded, each) for each in _instances(model, chain, len(stages))]
+        move_attribute_tensors(model, lambda tensor: _moved_or_placeholder(tensor, held, device))
+    built = [chain_of_instance(chain, loaded, each) for each in _instances_for_stages(model, chain, len(stages))]
     layers = [stage.layers_of(own) for stage, own in zip(stages, built, strict=True)]
     if chain.outline is None:
         # Move all layers at once, so that layers that share a tensor still share it.
         together = nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
-        _move(other_reachable_tensors(together, together.parameters()), device)
+        _move_in_place(other_reachable_tensors(together, together.parameters()), device)
     return layers
 
 
-def _build_parts(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]], seed: int) -> nn.Module:
-    """Return the model with only the wanted tensors in memory, or with all tensors if its construction reads values."""
+def _build_only_wanted(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]], seed: int) -> nn.Module:
     if not loaded.is_without_values:
         with contextlib.suppress(BuildError):
             return build_only(loaded.build, wanted, seed=seed)
@@ -171,17 +176,17 @@ def chain_of_instance(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Ch
 
     Args:
         chain: Chain of one instance.
-        loaded: The model file.
-        model: Another instance.
+        loaded: Loaded model file.
+        model: Another instance of the model.
     """
     return loaded.chain(model) if chain.outline is None else chain_from_outline(chain.outline, model)
 
 
 def needed_names(chain: Chain, first: int, end: int) -> frozenset[str]:
-    """Return the names of the parameters and buffers that layers `first` to `end - 1` need.
+    """Return the names of the parameters and buffers that a range of layers needs.
 
     Args:
-        chain: The chain.
+        chain: Chain that contains the layers.
         first: Index of the first layer.
         end: Index after the last layer.
     """
@@ -192,11 +197,11 @@ def needed_names(chain: Chain, first: int, end: int) -> frozenset[str]:
 
 
 def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device: torch.device) -> None:
-    """Replace every parameter and buffer by `keep(tensor)`, or by a placeholder without memory if the result is None.
+    """Replace each parameter and buffer of a model by `keep(tensor)`, or by a placeholder without memory.
 
     Args:
-        model: The model, which is changed in place.
-        keep: Function that returns the tensor to use, or None.
+        model: Model that is changed in place.
+        keep: Function that returns the tensor to use, or None for a placeholder.
         device: Device that the placeholders report.
     """
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
@@ -208,8 +213,7 @@ def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device:
     replace_tensors(model, other)
 
 
-def _held_by(chain: Chain, model: nn.Module, stages: Sequence[StageRange]) -> list[Tensor]:
-    """Return the parameters and buffers of `model` that the layers of `stages` need."""
+def _needed_tensors(chain: Chain, model: nn.Module, stages: Sequence[StageRange]) -> list[Tensor]:
     names = frozenset[str]().union(*(needed_names(chain, stage.first, stage.end) for stage in stages))
     return [tensor for name, tensor in named_tensors(model) if name in names]
 
@@ -220,8 +224,8 @@ def _emptied(tensor: Tensor) -> Tensor:
     return empty
 
 
-def leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the `id()` of every leaf tensor into which a backward of `tensors` accumulates a gradient."""
+def accumulated_leaf_ids(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the `id()` of each leaf tensor to which a backward of `tensors` adds a gradient."""
     tensors = list(tensors)
     leaves = {id(tensor) for tensor in tensors if tensor.is_leaf}
     waiting, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
@@ -236,37 +240,34 @@ def leaves_behind(tensors: Iterable[Tensor]) -> set[int]:
     return leaves
 
 
-def _with_its_parameters(tensor: Tensor, held_ids: Collection[int], device: torch.device) -> Tensor:
-    """Return `tensor` on `device`, or a placeholder if it was computed from parameters other than `held_ids`."""
-    if tensor.is_leaf or leaves_behind([tensor]) <= set(held_ids):
+def _moved_or_placeholder(tensor: Tensor, held_ids: Collection[int], device: torch.device) -> Tensor:
+    if tensor.is_leaf or accumulated_leaf_ids([tensor]) <= set(held_ids):
         return tensor.to(device)
     return ghost_like(tensor, device, "a tensor computed from parameters of another stage")
 
 
-def _instances(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
-    """Return one instance of the model for each stage; the instances share all tensors that no forward changes.
+def _instances_for_stages(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
+    """Return one instance of the model for each stage.
 
-    Code between modules runs in every stage. If stages shared the state that this code changes, each micro-batch would
-    change the state several times.
+    The instances share all tensors that no forward changes. Code between modules runs in every stage: if stages shared
+    the state that it changes, each micro-batch would change the state several times.
     """
     if chain.outline is None:
         return [model] * count
     changed = {state.name for state in chain.outline.recording.states}
     own = {id(tensor) for name, tensor in named_tensors(model) if name in changed and not tensor.requires_grad}
-    tensors = [tensor for tensor in _with_outlying([model]) if id(tensor) not in own or isinstance(tensor, Ghost)]
+    tensors = [tensor for tensor in _reachable_tensors([model]) if id(tensor) not in own or isinstance(tensor, Ghost)]
     return [model, *(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}) for _ in range(count - 1))]
 
 
-def _with_outlying(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Return the parameters and buffers of modules, and other tensors that the modules' code and hooks can read."""
+def _reachable_tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
     held = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     return [*held, *other_reachable_tensors(modules, held)]
 
 
-def _move(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Move tensors in place, because closures refer to them."""
+def _move_in_place(tensors: Sequence[Tensor], device: torch.device) -> None:
     for tensor in tensors:
-        if tensor.device != device:
+        if tensor.device != device:  # closures refer to these objects, so only their data are replaced
             tensor.data = tensor.data.to(device)
 
 
@@ -278,5 +279,4 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _all_tensors(module: nn.Module) -> list[Tensor]:
-    """Return parameters, buffers, and tensors that are plain attributes."""
     return [*module.parameters(), *module.buffers(), *attribute_tensors(module)]

@@ -1,7 +1,7 @@
 """Make the copies of a tensor on several ranks equal when a run starts.
 
-Every rank builds its stages from the same seed, so copies are usually equal. But values from an unseeded NumPy
-generator or from a clock differ between processes, and copies that start with different values never become equal.
+Every rank builds its stages from the same seed, so copies are usually equal. Values from an unseeded NumPy generator or
+from a clock differ between processes, however, and copies that start with different values never become equal.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ _CHUNK_BYTES = 2**24
 _Value = TypeVar("_Value")
 
 
-def is_copied(tensor: Tensor) -> bool:
+def can_equalize(tensor: Tensor) -> bool:
     """Return True if `equalize_copies` supports the tensor: it is dense, has elements, and is not quantized."""
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() > 0
 
 
 def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
-    """Copy the values of each tensor from the first rank that has it to all ranks whose values differ.
+    """Copy each tensor from the first rank that has it to all ranks where its values differ.
 
     Every rank of the job must call this function.
 
     Args:
-        tensors: This rank's parameters and buffers for which `is_copied` is true. Names are the same on all ranks.
+        tensors: This rank's parameters and buffers for which `can_equalize` is true. Names are the same on all ranks.
     """
-    holders = Counter(name for names in _gathered(list(tensors)) for name in names)
-    digests = _gathered({name: _digest(tensor) for name, tensor in tensors.items() if holders[name] > 1})
+    holders = Counter(name for names in _gather_from_all_ranks(list(tensors)) for name in names)
+    digests = _gather_from_all_ranks({name: _digest(tensor) for name, tensor in tensors.items() if holders[name] > 1})
     rank = dist.get_rank()
     # All ranks process the tensors in the same order, so that no two ranks wait for each other.
     for name in sorted(name for name, count in holders.items() if count > 1):
@@ -48,8 +48,7 @@ def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
                 tensors[name].copy_(received.view(tensors[name].dtype).view(tensors[name].shape))
 
 
-def _gathered(value: _Value) -> list[_Value]:
-    """Return `value` of every rank, by rank."""
+def _gather_from_all_ranks(value: _Value) -> list[_Value]:
     values: list[_Value] = [value] * dist.get_world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value)
@@ -64,5 +63,4 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's values, of any dtype, as a tensor of bytes; copy them only if they are not contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,8 +1,9 @@
 """Check that the losses of micro-batches add up to the loss of their mini-batch.
 
-A pipeline computes the weighted mean of the losses of its micro-batches. This equals the loss of the mini-batch only if
-the loss is a mean. The check runs the unpartitioned model on a few samples and on their two halves. It uses evaluation
-mode, because dropout and batch normalization would make the results differ. Three forwards answer two questions:
+A pipeline computes the weighted mean of the losses of its micro-batches. This mean equals the loss of the mini-batch
+only if the loss is a mean. The check runs the unpartitioned model on a few samples and on their two halves. The model
+is in evaluation mode, because dropout and batch normalization would make the results differ. Three forwards answer two
+questions:
 
 - Over which input labels does a model average its own loss? Some labels are masked, so that each possible answer
   implies different weights of the halves.
@@ -23,7 +24,7 @@ from planner.core.errors import ModelError
 from planner.core.values.profile import CountedLabels
 from planner.core.values.units import pluralize
 from planner.device.machine import available_bytes
-from planner.executor.build.building import leaves_behind
+from planner.executor.build.building import accumulated_leaf_ids
 from planner.executor.run.losses import loss_counts
 from planner.executor.run.parts import micro_batches_of
 from planner.executor.run.random_state import keeping_random_state
@@ -57,7 +58,7 @@ _UNSEEN: Final = 1e-3
 """Fraction of the difference between the halves' losses that counts as a rounding error."""
 
 _LEAST_LABELS: Final = 4
-"""Smallest number of labels per sample with which all counting rules give different weights (`_masked`)."""
+"""Smallest number of labels per sample with which all counting rules give different weights (`_mask_labels`)."""
 
 _LABELS: Final[Mapping[CountedLabels, str]] = {
     "all": "labels that are not -100",
@@ -66,11 +67,11 @@ _LABELS: Final[Mapping[CountedLabels, str]] = {
 
 
 class RefusedLossError(ModelError):
-    """Error of a loss that a pipeline cannot train."""
+    """Error for a loss that a pipeline cannot train."""
 
 
 class CheckedLoss(NamedTuple):
-    """Result of `check_loss`."""
+    """Model with the rule that weights micro-batch losses, plus notes and warnings from `check_loss`."""
 
     loaded: LoadedModel
     """The model; `counted_labels` states which labels its own loss averages over."""
@@ -78,17 +79,14 @@ class CheckedLoss(NamedTuple):
     warnings: tuple[str, ...]
 
 
-class _Losses(NamedTuple):
-    """Losses of a few samples, of their first half and of their second half."""
-
+class _LossesOfHalves(NamedTuple):
     whole: float
     first: float
     second: float
     tolerance: float
     """Largest relative error that is accepted as rounding."""
 
-    def is_mean(self, counts: tuple[float, float]) -> bool:
-        """Return True if the loss of all samples is the mean of the halves' losses, weighted by `counts`."""
+    def is_weighted_mean(self, counts: tuple[float, float]) -> bool:
         total = sum(counts)
         mean = (self.first * counts[0] + self.second * counts[1]) / total if total else float("nan")
         rounding = self.tolerance * max(_LEAST_LOSS, *map(abs, (self.whole, self.first, self.second)))
@@ -98,10 +96,10 @@ class _Losses(NamedTuple):
 
 
 def check_loss(loaded: LoadedModel) -> CheckedLoss:
-    """Find the weights of micro-batches' losses, and check that the weighted mean is the loss of the mini-batch.
+    """Find the weights of micro-batch losses, and check that the weighted mean is the mini-batch's loss.
 
     Args:
-        loaded: The model. It is built once, and runs on the CPU or on the device where it is built.
+        loaded: Loaded model file. The model is built once, and runs on the CPU or on the device where it is built.
 
     Returns:
         The model with its `counted_labels`, and notes and warnings for the user. If the model cannot run on this
@@ -124,19 +122,18 @@ def _checked(loaded: LoadedModel) -> CheckedLoss:
     lean = build_lean(loaded.build)
     batches = [loaded.example_batch(samples) for samples in _SAMPLES]
     budget_bytes = min(_MOST_BYTES, available_bytes() // 4)
-    fitting = [batch for batch in batches if _checked_bytes(loaded, lean, batch) <= budget_bytes]
+    fitting = [batch for batch in batches if _check_and_estimate_bytes(loaded, lean, batch) <= budget_bytes]
     if not fitting:
-        return _assumed(loaded, lean, batches[0])
+        return _assume_counting_rule(loaded, lean, batches[0])
     model = loaded.build()
-    with _as_built(model, loaded), evaluation_mode(model):
-        return _compared(loaded, model, fitting[0])
+    with _undoing_changes(model, loaded), evaluation_mode(model):
+        return _compare_halves(loaded, model, fitting[0])
 
 
-def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
-    """Return the memory of a forward without gradients, in bytes; refuse a loss that reads parameters."""
+def _check_and_estimate_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
     parameter_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
     try:
-        with _as_built(model, loaded), parameters_as_ghosts(model):
+        with _undoing_changes(model, loaded), parameters_as_ghosts(model):
             output, targets = _output_of(model, batch)
             _refuse_parameters_in_loss(loaded, model, output, targets)
     except RefusedLossError:
@@ -147,21 +144,16 @@ def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
 
 
 @contextmanager
-def _as_built(model: nn.Module, loaded: LoadedModel) -> Iterator[None]:
-    """Restore the model's buffers, attributes and variables after the block, because forwards may change them."""
+def _undoing_changes(model: nn.Module, loaded: LoadedModel) -> Iterator[None]:
     copied = replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
     with undo_changes(model, loaded.loss_fn), copied:
         yield
 
 
 def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: Any, targets: Any) -> None:
-    """Refuse a loss that reads parameters directly, that is, not through the model's output.
-
-    The last stage does not have the parameters of other stages, so this part of their gradients would be lost.
-    """
     leaves, nest = flatten(output)
     cut = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    read = leaves_behind(tensors_in(_fresh_loss(loaded)(unflatten(cut, nest), targets)))
+    read = accumulated_leaf_ids(tensors_in(_fresh_loss(loaded)(unflatten(cut, nest), targets)))
     names = [name for name, parameter in model.named_parameters() if id(parameter) in read]
     if names:
         more = f" and {pluralize(len(names) - 1, 'other')}" if len(names) > 1 else ""
@@ -175,7 +167,6 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
 
 
 def _output_of(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
-    """Return the model's output and the targets, both on the model's device."""
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     inputs, targets = to_device(tuple(batch), device)
     args, kwargs = arguments_of(inputs)
@@ -183,36 +174,35 @@ def _output_of(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
 
 
 def _fresh_loss(loaded: LoadedModel) -> Any:
-    """Return the model's loss function, or a new instance of the default loss.
+    """Return the model's loss function. For the default loss, return a new instance.
 
-    The default loss selects its formula by the form of the first output that it gets, and keeps the formula. Outputs in
-    evaluation mode may have another form, so they need a new instance.
+    The default loss chooses its formula by the first output, and keeps the formula. Outputs in evaluation mode may have
+    another form, so each needs a new instance.
     """
     return copy.copy(loaded.loss_fn) if loaded.loss_fn is loaded.default_loss else loaded.loss_fn
 
 
-def _compared(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
-    """Compare the loss of all samples with the losses of the two halves."""
+def _compare_halves(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
     is_counted = _has_labels(loaded, batch)
-    masked = _masked(batch) if is_counted else batch
+    masked = _mask_labels(batch) if is_counted else batch
     if masked is None:
-        return _assumed(loaded, model, batch)
+        return _assume_counting_rule(loaded, model, batch)
     halves = _halves(masked)
-    losses = _losses(loaded, model, masked, halves)
+    losses = _losses_of_halves(loaded, model, masked, halves)
     if losses is None:
-        return _assumed(loaded, model, batch)
+        return _assume_counting_rule(loaded, model, batch)
     if not is_counted:
         counts = (1.0, 1.0)
         if loaded.loss_count is not None:
             counts = _given_counts(loaded, loaded.loss_count, halves)
-        return CheckedLoss(loaded, (), () if losses.is_mean(counts) else (_no_mean(losses),))
-    assumed = _assumed(loaded, model, batch)
+        return CheckedLoss(loaded, (), () if losses.is_weighted_mean(counts) else (_no_mean_warning(losses),))
+    assumed = _assume_counting_rule(loaded, model, batch)
     # Try the assumed rule first, because several rules fit if no label could be masked.
     rules: tuple[CountedLabels, ...] = (assumed.loaded.counted_labels, "all", "shifted", "")
     for rule in rules:
-        if losses.is_mean(_counts(halves, rule)):
-            return _counting(loaded, rule)
-    return assumed._replace(warnings=(_no_mean(losses),))
+        if losses.is_weighted_mean(_counts(halves, rule)):
+            return _with_counting_rule(loaded, rule)
+    return assumed._replace(warnings=(_no_mean_warning(losses),))
 
 
 def _given_counts(
@@ -225,16 +215,15 @@ def _given_counts(
     return first, second
 
 
-def _assumed(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
-    """Choose the rule for counting labels by the name of the transformers loss function, without running the model."""
+def _assume_counting_rule(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
     if not _has_labels(loaded, batch):
         return CheckedLoss(loaded, (), ())
     name = getattr(getattr(model, "loss_function", None), "__name__", "")
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return _counting(loaded, "shifted" if name == "ForCausalLMLoss" and not is_encoder_decoder else "all")
+    return _with_counting_rule(loaded, "shifted" if name == "ForCausalLMLoss" and not is_encoder_decoder else "all")
 
 
-def _counting(loaded: LoadedModel, rule: CountedLabels) -> CheckedLoss:
+def _with_counting_rule(loaded: LoadedModel, rule: CountedLabels) -> CheckedLoss:
     if not rule:
         return CheckedLoss(loaded, (), ())
     note = (
@@ -245,14 +234,13 @@ def _counting(loaded: LoadedModel, rule: CountedLabels) -> CheckedLoss:
 
 
 def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
-    """Return True if the model must compute its own loss, from integer `labels` among its inputs."""
     if loaded.loss_count is not None or tensors_in(batch.targets) or not isinstance(batch.inputs, dict):
         return False
     labels = batch.inputs.get("labels")
     return isinstance(labels, Tensor) and not labels.is_floating_point()
 
 
-def _masked(batch: Batch) -> Batch | None:
+def _mask_labels(batch: Batch) -> Batch | None:
     """Mask labels so that the weight of the first half is different under each counting rule.
 
     The weight is 1/2 if samples are counted, 2/5 for all labels, and 1/4 for shifted labels.
@@ -283,11 +271,9 @@ def _counts(halves: tuple[Batch, Batch], rule: CountedLabels) -> tuple[float, fl
     return label_count(halves[0].inputs, rule), label_count(halves[1].inputs, rule)
 
 
-def _losses(loaded: LoadedModel, model: nn.Module, batch: Batch, halves: tuple[Batch, Batch]) -> _Losses | None:
-    """Return the losses of all samples and of the halves.
-
-    None if the model is too slow, does not run in evaluation mode, or returns another loss for the same samples.
-    """
+def _losses_of_halves(
+    loaded: LoadedModel, model: nn.Module, batch: Batch, halves: tuple[Batch, Batch]
+) -> _LossesOfHalves | None:
     if uses_batch_in_evaluation(model):
         return None
     try:
@@ -302,13 +288,14 @@ def _losses(loaded: LoadedModel, model: nn.Module, batch: Batch, halves: tuple[B
     except (Exception, SystemExit):  # In evaluation mode, some models return another output, or no loss.
         return None
     is_finite = all(abs(loss) < float("inf") for loss in (whole, first, second))
-    tolerance = max((_noise(p.dtype) for p in model.parameters()), default=_noise(torch.float32))
+    tolerance = max(
+        (_rounding_tolerance(p.dtype) for p in model.parameters()), default=_rounding_tolerance(torch.float32)
+    )
     is_steady = abs(whole - again) <= tolerance * abs(whole)
-    return _Losses(whole, first, second, tolerance) if is_finite and is_steady else None
+    return _LossesOfHalves(whole, first, second, tolerance) if is_finite and is_steady else None
 
 
-def _noise(dtype: torch.dtype) -> float:
-    """Return the largest relative error of a loss that is accepted as rounding."""
+def _rounding_tolerance(dtype: torch.dtype) -> float:
     return 100 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
@@ -322,7 +309,7 @@ def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch, *, seed: int) -> 
         return float(_fresh_loss(loaded)(output, targets))
 
 
-def _no_mean(losses: _Losses) -> str:
+def _no_mean_warning(losses: _LossesOfHalves) -> str:
     return (
         f"the loss is not a mean over samples: {losses.whole:.6g} for a few samples, {losses.first:.6g} and "
         f"{losses.second:.6g} for their halves; so micro-batches train another loss than the whole mini-batch; define "

@@ -1,11 +1,11 @@
-"""Build a model in which only some tensors take memory; their values are the same as in the whole model.
+"""Build a model in which only some tensors take memory. Their values are the same as in the whole model.
 
 Initial values come from a random generator that every layer advances in turn, so a rank cannot build its own layers
-alone. The model is built twice with fake tensors, which have a shape and no memory. The first time, the storages that
-every operator reads and writes are recorded. This gives the operators that the wanted tensors depend on (backward
-slice). The second time, these operators run on real tensors, and all others on fake ones. A fake operator that draws
-random numbers draws them into a scratch tensor, which is dropped at once. Peak memory: the wanted tensors, their
-operands, and the largest single tensor.
+alone. The model is therefore built twice with fake tensors, which have a shape and no memory. The first time, the
+storages that every operator reads and writes are recorded. The record shows on which operators the wanted tensors
+depend (backward slice). The second time, these operators run on real tensors, and all others on fake ones. A fake
+operator that draws random numbers draws them into a scratch tensor, which is released at once. Peak memory: the wanted
+tensors, their operands, and the largest single tensor.
 
 The meta device cannot be used instead, because `nn.init` draws no random numbers for meta tensors.
 """
@@ -37,31 +37,31 @@ _DRAWS_BY_SHAPE = frozenset(
 
 
 class BuildError(Exception):
-    """Error of a model that cannot be built in parts and must be built whole."""
+    """Error for a model that cannot be built in parts. The whole model must then be built."""
 
 
 def build_only(
     build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]], *, seed: int
 ) -> nn.Module:
-    """Return the model of `torch.manual_seed(seed); build()`, with only the `wanted` tensors in memory.
+    """Return the model of `torch.manual_seed(seed); build()`, with only some tensors in memory.
 
     All other tensors are on the meta device.
 
     Args:
         build: Function that builds the model.
-        wanted: Function that returns the wanted tensors of a built model.
+        wanted: Function that returns the tensors of a built model that must be in memory.
         seed: Seed of the initial values.
 
     Raises:
         BuildError: The model's construction reads values, is not the same each time, or draws a number of random
             numbers that depends on values.
     """
-    notes = _Notes()
+    notes = _StorageRecorder()
     try:
         with notes:
             model = build()
         # Only a built model shows which tensors are wanted, so take them from the fake model.
-        replay = _Replay(notes, notes.slice_of(wanted(model)))
+        replay = _PartialReplay(notes, notes.backward_slice(wanted(model)))
         torch.manual_seed(seed)
         with replay:
             model = build()
@@ -81,16 +81,14 @@ def build_only(
 
 
 def to_meta(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype on the meta device; a parameter stays a parameter."""
+    """Return a meta tensor of the same shape and dtype. A parameter remains a parameter."""
     shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(shape, requires_grad=tensor.requires_grad)
     return shape.requires_grad_(tensor.requires_grad)
 
 
-class _Notes(TorchDispatchMode):
-    """Mode that records the storages that every operator reads and writes."""
-
+class _StorageRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -101,7 +99,7 @@ class _Notes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Number only operators that both builds call in the same order.
-        result = _without_memory(self.fake, func, args, kwargs or {})
+        result = _run_on_fake(self.fake, func, args, kwargs or {})
         if func in _UNNUMBERED:
             return result
         operands, results = tensors_of((args, kwargs)), tensors_of(result)
@@ -114,8 +112,7 @@ class _Notes(TorchDispatchMode):
             self._writers.setdefault(key, []).append(number)
         return result
 
-    def slice_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        """Return the indices of all recorded operators that the values of `tensors` depend on."""
+    def backward_slice(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         needed: set[int] = set()
         todo = [number for tensor in tensors for number in self._writers.get(_key(tensor), [])]
         while todo:
@@ -129,10 +126,13 @@ class _Notes(TorchDispatchMode):
         return frozenset(needed)
 
 
-class _Replay(TorchDispatchMode):
-    """Mode that runs needed operators on real tensors, and others on fake ones; all random numbers are drawn."""
+class _PartialReplay(TorchDispatchMode):
+    """Dispatch mode that runs needed operators on real tensors, and all others on fake tensors.
 
-    def __init__(self, notes: _Notes, needed: frozenset[int]) -> None:
+    All random numbers are drawn, so that the generator advances as in a build of the whole model.
+    """
+
+    def __init__(self, notes: _StorageRecorder, needed: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._names = notes.names
@@ -157,11 +157,10 @@ class _Replay(TorchDispatchMode):
                 # The operands are real, for example those of a weight-normed weight, so draw now instead of below.
                 return func(*args, **kwargs)
             func(*tree_map_only(Tensor, _scratch, args), **tree_map_only(Tensor, _scratch, kwargs))
-        return _without_memory(self._fake, func, args, kwargs)
+        return _run_on_fake(self._fake, func, args, kwargs)
 
 
-def _without_memory(fake: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on fake tensors, or on its real operands if it has only real ones."""
+def _run_on_fake(fake: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     operands = tensors_of((args, kwargs))
     if operands and not any(map(_is_empty, operands)):
         return func(*args, **kwargs)

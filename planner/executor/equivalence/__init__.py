@@ -1,1 +1,1 @@
-"""The equivalence check: compare the training of a model's stages with that of the unpartitioned model."""
+"""Equivalence check: compare the training of a model's stages with that of the unpartitioned model."""

@@ -1,4 +1,4 @@
-"""Check equivalence: stages in separate processes are compared with the user's model in a plain training loop.
+"""Equivalence check: compare stages, in separate processes, with the user's model in a plain training loop.
 
     the caller                forks
      └─ the check             forks the reference, finds the model's layers and its distinct cuts, forks stages
@@ -7,7 +7,7 @@
 
 Each group of cuts is compared as one pipeline. If a rank differs from the reference, the cuts of its group are tried
 one by one. A wrong cut and all equivalent cuts are removed, and the check starts again. If a pipeline differs only with
-recomputation, the check reports this, and keeps the cuts.
+recomputation, the check reports the difference, and keeps the cuts.
 """
 
 import shutil
@@ -37,8 +37,6 @@ from planner.model.seeding import seed_process
 
 
 class _Attempt(NamedTuple):
-    """Options of one attempt to train the model; if it fails, the next one is tried."""
-
     micro_batch_size: int
     lean: bool
     """True if parameters of a shortened model have random values, not those of the user's code."""
@@ -52,7 +50,7 @@ _ATTEMPTS_OF_LARGE = (_Attempt(1, True), _Attempt(2, True), _Attempt(1, False), 
 
 
 class EquivalenceResult(NamedTuple):
-    """Result of the equivalence check."""
+    """Model without its wrong cuts, and a record of the equivalence check."""
 
     loaded: LoadedModel
     """The model; `uncut` names the layers that no stage may end with."""
@@ -65,7 +63,7 @@ class EquivalenceResult(NamedTuple):
     would have taken too much time or memory."""
 
     def raise_if_not_compared(self) -> None:
-        """Check that no error has prevented the comparison.
+        """Raise an error if the comparison failed.
 
         Raises:
             ModelError: The model or the comparison raised an error.
@@ -86,27 +84,27 @@ def check_equivalence(
     ends: Sequence[int] | None = None,
     progress: Callable[[str], None] = lambda _text: None,
 ) -> EquivalenceResult:
-    """Compare the stages of a model with the user's model in a plain training loop, on the CPU.
+    """Compare the stages of a model with the model in a plain training loop, on the CPU.
 
     Args:
-        loaded: The model.
-        budget_s: Approximate time limit in seconds; cuts for which there is no time are not compared.
-        digests: Function that returns a digest of each layer's operators, so that equivalent cuts are compared once.
-        ends: Cuts to compare, each given as the index of the layer after it; by default one cut of each class of
-            equivalent cuts.
-        progress: Called with a text about the current activity.
+        loaded: Loaded model file.
+        budget_s: Approximate time limit in seconds. Cuts for which no time remains are not compared.
+        digests: Function that returns a digest of each layer's operators. Cuts between equal layers are compared once.
+        ends: Cuts to compare, each given as the index of the layer after it. By default, one cut of each class of
+            equivalent cuts is compared.
+        progress: Function that is called with a text about the current activity.
 
     Returns:
-        The result.
+        The model without wrong cuts, the record of the comparison, and warnings.
 
     Raises:
-        ModelError: All cuts are wrong, the model does not train in a plain loop, or each build gives another model.
+        ModelError: All cuts are wrong, or the model does not train in a plain loop.
     """
     deadline = time.monotonic() + budget_s
     warnings: list[str] = []
     while True:
         request = CheckRequest(loaded=loaded, budget_s=budget_s, deadline=deadline, ends=ends, digests=digests)
-        found = _in_child(request, progress)
+        found = _run_round_in_child(request, progress)
         if found.random or found.is_failure:
             _check_builds(request)
         if not found.wrong:
@@ -170,16 +168,15 @@ def _difference_of_builds(loaded: LoadedModel) -> str:
 
 
 def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_size: int, limit_s: float) -> list[float]:
-    """Train the unpartitioned model for two steps in a plain loop, in a separate process.
+    """Train the unpartitioned model for two steps in a plain loop, and return both losses.
+
+    The training runs in a separate process.
 
     Args:
-        loaded: The model.
+        loaded: Loaded model file.
         micro_batches: Number of micro-batches of a step, over all replicas.
         micro_batch_size: Number of samples in a micro-batch.
         limit_s: Seconds after which the process is ended.
-
-    Returns:
-        The loss of each step.
 
     Raises:
         ModelError: The model does not train, or not within `limit_s` seconds.
@@ -202,10 +199,9 @@ def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_siz
     return losses
 
 
-def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> RoundResult:
-    """Run a round of the check in a separate process, so that the model's code does not change this process."""
+def _run_round_in_child(request: CheckRequest, progress: Callable[[str], None]) -> RoundResult:
     folder = Path(tempfile.mkdtemp(prefix="gpipe-plan-check-"))
-    child = Child(partial(_round, request, folder), limit_s=request.limit_s)
+    child = Child(partial(_run_round, request, folder), limit_s=request.limit_s)
     try:
         return cast("RoundResult", child.result(progress))
     except ChildError as error:
@@ -217,22 +213,20 @@ def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> RoundRe
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _round(request: CheckRequest, folder: Path, connection: Connection) -> RoundResult:
-    """Run a round of the check; files are written to `folder`, and progress messages are sent over `connection`."""
+def _run_round(request: CheckRequest, folder: Path, connection: Connection) -> RoundResult:
     # Fork the references before any code of the model runs here, so that module-level state is as in a new process.
     folders = [folder / str(number) for number in range(len(_ATTEMPTS))]
-    works = [partial(_reference, request.loaded, each) for each in folders]
+    works = [partial(_train_reference_on_request, request.loaded, each) for each in folders]
     waiting = [Child(work, limit_s=request.limit_s) for work in works]
     try:
         prepared = list(zip(folders, waiting, strict=True))
-        return _compared(request, prepared, lambda text: connection.send(("progress", text)))
+        return _first_successful_attempt(request, prepared, lambda text: connection.send(("progress", text)))
     finally:
         for child in waiting:
             child.end()
 
 
-def _reference(loaded: LoadedModel, folder: Path, connection: Connection) -> None:
-    """Train the reference with the options that are received from `connection`, and write its states to `folder`."""
+def _train_reference_on_request(loaded: LoadedModel, folder: Path, connection: Connection) -> None:
     options: ReferenceOptions = connection.recv()
     if not options.updates:
         return_large_blocks()
@@ -240,19 +234,9 @@ def _reference(loaded: LoadedModel, folder: Path, connection: Connection) -> Non
     train_reference(loaded, options, folder)
 
 
-def _compared(
+def _first_successful_attempt(
     request: CheckRequest, prepared: Sequence[tuple[Path, Child]], progress: Callable[[str], None]
 ) -> RoundResult:
-    """Compare the stages with a reference; try the attempts in order until one does not fail.
-
-    Args:
-        request: Request to the check.
-        prepared: Folder and waiting process of a reference for each attempt.
-        progress: Called with a text about the current activity.
-
-    Returns:
-        The result of the first attempt that succeeds.
-    """
     progress("finding the layers")
     chain = build_structure(request.loaded)
     if len(chain.layers) == 1:

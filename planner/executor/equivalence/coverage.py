@@ -1,7 +1,6 @@
-"""Selection of representative cuts.
+"""Classes of equivalent cuts, of which the equivalence check compares one each.
 
 Two cuts are equivalent if the layers before and after them are equal, and if the tensors at the cuts have equal shapes.
-Then one comparison covers both cuts.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,16 +16,19 @@ from planner.model.stage import ModelStage
 
 @dataclass(frozen=True, kw_only=True)
 class CutClasses:
-    """Classes of equivalent cuts of a chain; a cut is given as the index of the layer after it."""
+    """Classes of equivalent cuts of a chain.
+
+    A cut is given as the index of the layer after it.
+    """
 
     classes: tuple[tuple[int, ...], ...]
     """Equivalent cuts, the representative first."""
     keys: tuple[Hashable, ...]
-    """Key of each layer, from its operators and the tensors at the boundary before it; equal layers have equal keys."""
+    """Key of each layer, made of its operators and input tensors. Equal layers have equal keys."""
 
     @property
     def representatives(self) -> tuple[int, ...]:
-        """First cut of every class of equivalent cuts."""
+        """First cut of every class."""
         return tuple(alike[0] for alike in self.classes)
 
     def equivalent_cuts(self, cut: int) -> tuple[int, ...]:
@@ -35,15 +37,12 @@ class CutClasses:
 
 
 def find_cut_classes(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> CutClasses:
-    """Find the equivalent cuts of a chain.
+    """Return the classes of equivalent cuts of a chain.
 
     Args:
-        chain: The chain.
+        chain: Chain of layers.
         shapes: Tensors at the boundaries of the chain.
-        digests: Digest of the operators of each layer. If it is empty, no two cuts are taken for equivalent.
-
-    Returns:
-        The classes of equivalent cuts.
+        digests: Digest of the operators of each layer. If it is empty, no two cuts count as equivalent.
     """
     crossing = [
         tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in boundary.tensors) for boundary in shapes.boundaries
@@ -56,7 +55,10 @@ def find_cut_classes(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Cu
 
 
 def split_into_groups(cuts: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    """Split cuts into groups of at most `most` cuts; the cuts of a group are as far apart as possible."""
+    """Split cuts into groups of at most `most` cuts.
+
+    The cuts of a group are as far apart as possible.
+    """
     num_groups = -(-len(cuts) // most) if cuts else 0
     return [tuple(cuts[first::num_groups]) for first in range(num_groups)]
 
@@ -75,7 +77,6 @@ def _layer_keys(chain: Chain, digests: Sequence[str]) -> list[Hashable]:
 
 
 def _num_hooks(module: nn.Module) -> int:
-    """Return the number of hooks on the modules and parameters of a layer."""
     modules = list(module.finished_modules.values()) if isinstance(module, ModelStage) else list(module.modules())
     tables = [
         table

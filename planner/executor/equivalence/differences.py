@@ -1,4 +1,4 @@
-"""Compute differences between a stage of a pipeline and the reference, and decide which exceed rounding errors."""
+"""Differences between a stage of a pipeline and the reference, and a test if they exceed rounding errors."""
 
 import hashlib
 import math
@@ -33,7 +33,7 @@ _NOISE: Mapping[Precision, float] = {"": 1e-7, "fp32": 1e-7, "bf16": 4e-3, "bf16
 
 @dataclass
 class Differences:
-    """Differences of a stage from the reference."""
+    """Differences between a stage and the reference (the model in a plain training loop)."""
 
     relative: dict[str, float] = field(default_factory=dict)
     """Largest relative difference of every tensor and number, by its name in messages."""
@@ -44,74 +44,79 @@ class Differences:
     writes_state: bool = False
     """True if forwards write into parameters, buffers or tensors in attributes."""
 
-    def note(self, name: str, ratio: float) -> None:
-        """Record a relative difference under a name; if the name has several differences, keep the largest."""
+    def record(self, name: str, ratio: float) -> None:
+        """Record a relative difference of the value `name`. Of several differences, keep the largest."""
         if self.late_step and not ratio <= LIMIT:
             name = f"{name}{_LATE}{self.late_step}"
         self.relative[name] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(name, 0.0))
 
     def compare_number(self, name: str, value: float, right: float) -> None:
-        """Compare a number with the reference's. Two different integers have a relative difference of at least 1.
+        """Record the relative difference between a number of the stage and of the reference.
+
+        Two different integers have a relative difference of at least 1.
 
         Args:
-            name: Name in messages.
+            name: Name of the number in messages.
             value: Number of the stage.
             right: Number of the reference.
         """
         equal = value == right or (math.isnan(value) and math.isnan(right))
         least = 1.0 if isinstance(value, int) and isinstance(right, int) else 0.0
-        self.note(name, 0.0 if equal else max(least, abs(value - right) / max(abs(right), 1e-30)))
+        self.record(name, 0.0 if equal else max(least, abs(value - right) / max(abs(right), 1e-30)))
 
     def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
-        """Compare a tensor with the reference's: largest difference, divided by the reference's largest magnitude.
+        """Record the relative difference between a tensor of the stage and of the reference.
 
-        A missing tensor (None) counts as zeros. If a missing gradient changes the optimizer's behavior, the comparison
-        after the optimizer's step detects this.
+        This is the largest difference of two elements, divided by the largest magnitude in the reference. A missing
+        tensor (None) counts as zeros. If a missing gradient changes the optimizer's behavior, the comparison after the
+        optimizer's step detects the change.
 
         Args:
-            name: Name in messages.
+            name: Name of the tensor in messages.
             value: Tensor of the stage.
             right: Tensor of the reference.
-            least: Lower bound on the divisor.
+            least: Smallest divisor.
         """
         value, right = (None if t is None else dense_values(t) for t in (value, right))
         if value is None or right is None:
             other = value if right is None else right
-            self.note(name, 0.0 if other is None or not largest_magnitude(other) else math.inf)
+            self.record(name, 0.0 if other is None or not largest_magnitude(other) else math.inf)
         elif value.shape != right.shape:
-            self.note(name, math.inf)
+            self.record(name, math.inf)
         elif torch.equal(value, right):
-            self.note(name, 0.0)
+            self.record(name, 0.0)
         else:
-            self.note(name, largest_difference(value, right) / max(largest_magnitude(right), least, 1e-30))
+            self.record(name, largest_difference(value, right) / max(largest_magnitude(right), least, 1e-30))
 
 
 def compare_update(differences: Differences, name: str, value: Tensor, *, right: Tensor, before: Tensor) -> None:
     """Compare a parameter after an optimizer's step, relative to the largest change of the reference's parameter.
 
     Args:
-        differences: Differences to which the result is added.
-        name: Name in messages.
+        differences: Record to which the difference is added.
+        name: Name of the parameter in messages.
         value: Parameter of the stage.
         right: Parameter of the reference.
         before: Parameter of the reference before the step.
     """
     if torch.equal(value, right):
-        differences.note(name, 0.0)
+        differences.record(name, 0.0)
         return
     moved = largest_difference(right, before)
     rounding = 4 * torch.finfo(right.dtype).eps * largest_magnitude(right) if right.is_floating_point() else 0.0
     difference = largest_difference(value, right)
-    differences.note(name, max(0.0, difference - rounding) / max(moved, rounding, 1e-30))
+    differences.record(name, max(0.0, difference - rounding) / max(moved, rounding, 1e-30))
 
 
 def largest_unexplained_difference(relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
-    """Describe the largest difference that is not a rounding error, even if the model amplifies rounding errors.
+    """Describe the largest difference that is not a rounding error.
+
+    A model may amplify rounding errors, which `noise` measures.
 
     Args:
         relative: Relative differences by name.
-        noise: Function that returns the relative changes of the same values when all parameters change by a rounding
-            error. It takes long, and is called only if needed.
+        noise: Function that changes all parameters by a rounding error, and returns the relative changes of the same
+            values. It takes long, and is called only if needed.
 
     Returns:
         One line of text; empty if rounding errors explain all differences.
@@ -124,14 +129,13 @@ def largest_unexplained_difference(relative: Mapping[str, float], noise: Callabl
     wrong = {
         what: size
         for what, size in large.items()
-        if not size <= _allowed(what, usual.get(what.partition(_LATE)[0], 0.0))
+        if not size <= _largest_accepted(what, usual.get(what.partition(_LATE)[0], 0.0))
     }
     what = max(wrong, key=wrong.__getitem__, default="")
     return what and f"{what} differs by {wrong[what]:.1e}"
 
 
-def _allowed(name: str, usual: float) -> float:
-    """Return the largest accepted difference of a value that rounding errors change by `usual`."""
+def _largest_accepted(name: str, usual: float) -> float:
     # A number that differs in every run is random.
     return 1e3 * usual if name.startswith(NUMBER) else min(_WORST, 10 * usual)
 
@@ -140,7 +144,7 @@ def compare_gradients(differences: Differences, gradients: Mapping[str, Tensor |
     """Compare the gradients of a stage with those of the reference, by parameter name.
 
     Args:
-        differences: Differences to which the results are added.
+        differences: Record to which the differences are added.
         gradients: Gradients of the stage.
         right: State of the reference.
     """
@@ -151,7 +155,7 @@ def compare_gradients(differences: Differences, gradients: Mapping[str, Tensor |
 
 
 def perturbation(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
-    """Return a function that changes each element of all parameters by a rounding error, randomly up or down."""
+    """Return a function that changes all parameter elements by a rounding error, randomly up or down."""
 
     def shake(model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -171,9 +175,10 @@ def digest_of_values(tensor: Tensor) -> str:
 
 
 def largest_difference(value: Tensor, right: Tensor) -> float:
-    """Return the largest absolute difference of two tensors of equal shape; NaN equals only NaN.
+    """Return the largest absolute difference between elements of two tensors. NaN equals only NaN.
 
-    The tensors are compared piece by piece, because a tensor of all differences would take as much memory as they do.
+    The tensors have equal shapes. They are compared in pieces, because a tensor of all differences would need too much
+    memory.
     """
     most = 0.0
     pieces = zip(value.detach().reshape(-1).split(_PIECE), right.detach().reshape(-1).split(_PIECE), strict=True)

@@ -35,19 +35,22 @@ glibc 2.36 left holes between aligned blocks, which took 180 MB of a process."""
 
 
 def return_large_blocks() -> None:
-    """Make this process return large blocks of freed memory to the system, which saves memory but takes time."""
+    """Make this process return large blocks of freed memory to the system.
+
+    This saves memory but takes time.
+    """
     keep_freed_memory(below=_RETURNED_BYTES)
 
 
 class ChildError(Exception):
-    """Error of a child process that ended without a result.
+    """Error for a child process that ended without a result.
 
     Args:
         message: Error that the process raised, in one line, or the signal that ended the process.
-        hint: Hint of the error; may be empty.
-        is_user_error: Whether the user's model caused the error and the message says so.
-        is_raised: Whether the process raised an error that is not a user error. If this flag and `is_user_error` are
-            False, the process ran out of time or memory.
+        hint: Advice for the user; may be empty.
+        is_user_error: True if the user's model caused the error and the message says so.
+        is_raised: True if the process raised an error that is not a user error. If both flags are False, the process
+            ran out of time or memory.
     """
 
     def __init__(self, message: str, *, hint: str = "", is_user_error: bool = False, is_raised: bool = False) -> None:
@@ -55,12 +58,12 @@ class ChildError(Exception):
         self.message, self.hint, self.is_user_error, self.is_raised = message, hint, is_user_error, is_raised
 
     def as_model_error(self) -> ModelError:
-        """Convert this error to a `ModelError` with the same message and hint."""
+        """Return a `ModelError` with the same message and hint."""
         return ModelError(self.message, hint=self.hint)
 
 
 class Child:
-    """Forked process that runs `work(connection)` and sends its result.
+    """Forked process that runs `work(connection)` and sends the result to its parent.
 
     Args:
         work: Function to run. It may exchange messages over the connection before it returns.
@@ -73,7 +76,7 @@ class Child:
             warnings.simplefilter("ignore")  # the warning about threads: the child does not use this process's threads
             self._pid = os.fork()
         if self._pid == 0:
-            _run(work, theirs, limit_s)
+            _run_and_exit(work, theirs, limit_s)
         theirs.close()
         self._limit_s = limit_s
         self._is_over = False
@@ -84,7 +87,7 @@ class Child:
         """Wait for the result of the process, and return it.
 
         Args:
-            progress: Called with each progress message that the process sends before its result.
+            progress: Function that is called with each progress message before the result.
 
         Raises:
             ChildError: The process raised an error, or ended without a result.
@@ -102,7 +105,7 @@ class Child:
         return value
 
     def end(self) -> None:
-        """End the process, which otherwise continues to exist after it has sent its result."""
+        """End the process. A process continues to exist after it has sent its result, until this call."""
         if self._is_over:
             return
         self._is_over = True
@@ -128,8 +131,7 @@ class Child:
         return "its process closed the connection"
 
 
-def _described(error: BaseException) -> dict[str, Any]:
-    """Return the arguments of `ChildError` for an error that was raised in a child process."""
+def _child_error_arguments(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ChildError):
         return vars(error)
     first = str(error).partition("\n")[0].partition(" Hint: ")[0]
@@ -139,8 +141,7 @@ def _described(error: BaseException) -> dict[str, Any]:
     return {"message": f"{type(error).__name__}: {first}", "is_raised": is_raised}
 
 
-def _run(work: Callable[[Connection], Any], connection: Connection, limit_s: float) -> NoReturn:
-    """Run `work` in the child process and send its result; never return to the code that forked the process."""
+def _run_and_exit(work: Callable[[Connection], Any], connection: Connection, limit_s: float) -> NoReturn:
     code = 1
     try:
         for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
@@ -159,6 +160,6 @@ def _run(work: Callable[[Connection], Any], connection: Connection, limit_s: flo
         code = 0
     except BaseException as error:  # any error of the user's code is reported
         with contextlib.suppress(OSError):
-            connection.send(("error", _described(error)))
+            connection.send(("error", _child_error_arguments(error)))
     finally:
         os._exit(code)

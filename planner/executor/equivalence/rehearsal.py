@@ -1,9 +1,10 @@
-"""Repeat forwards of stages without training, to check that the model's code takes the same path every time.
+"""Repeat forwards of stages without training, to check that the model's code always takes the same path.
 
 The comparison with the reference trains for two steps. If the model's code takes another path in a later step (a
 curriculum, or a loop whose length depends on the data), a run would fail at that step. Stages that run parts of the
-model's `forward` detect another path, and raise an error. Also refused is code that in later forwards trains other
-parameters, returns other shapes, or changes a module-level value that another layer reads: stages do not share it.
+model's `forward` detect another path, and raise an error. Three other kinds of code are refused as well: code whose
+later forwards train other parameters, return other shapes, or change a module-level value that another layer reads.
+
 Code that does something else without gradients must not be recomputed. The comparison may not show this, because its
 stages are single layers.
 """
@@ -46,22 +47,25 @@ _MOST_PARAMETERS = 20_000_000
 
 
 def repeat_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:
-    """Repeat the forward of all layers, in a separate process, until a forward takes another path or time is up.
+    """Repeat the forward of all layers until the code takes another path or the time is up.
+
+    The forwards run in a separate process.
 
     Args:
-        loaded: The model.
+        loaded: Loaded model file.
         chain: Layers of the model, on the meta device.
         limit_s: Seconds after which the process is ended.
 
     Returns:
-        Text about a difference of forwards without gradients, as recomputed stages run them; empty if there is none.
+        Text about a difference between forwards with and without gradients; empty if there is none. The first forward
+        of a recomputed stage runs without gradients.
 
     Raises:
-        ChildError: A forward took another path, which the model's code must not do.
+        ChildError: A forward took another path than the first one.
     """
     if sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
         return ""
-    child = Child(lambda _connection: _Rehearsal(loaded, chain).run(), limit_s=limit_s)
+    child = Child(lambda _connection: _RepeatedForwards(loaded, chain).run(), limit_s=limit_s)
     try:
         return str(child.result())
     except ChildError as error:
@@ -72,14 +76,7 @@ def repeat_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str
         child.end()
 
 
-class _Rehearsal:
-    """Forwards of all layers in one process.
-
-    Args:
-        loaded: The model.
-        chain: Layers of the model, on the meta device.
-    """
-
+class _RepeatedForwards:
     def __init__(self, loaded: LoadedModel, chain: Chain) -> None:
         self._loaded, self._chain = loaded, chain
         count = len(chain.layers)
@@ -89,45 +86,39 @@ class _Rehearsal:
         # Build each stage separately, so that it lacks the parameters of other stages, as in a run.
         built = [build_stages(loaded, chain, [one], seed=0, device=_DEVICE)[0] for one in ranges]
         self._modules = [layer.module for layers in built for layer in layers]
-        self._now = [0]
+        self._forward_index = [0]
         # Every layer of a Sequential is a module. Other models have one module for each stage.
         self._starts = edges if chain.outline is not None else range(count)
         for first, module in zip(self._starts, self._modules, strict=False):
             if isinstance(module, ModelStage):
                 module.keep_state()
-                module.call_at_layers(partial(_plant, self._now, first))
+                module.call_at_layers(partial(_seed_generators, self._forward_index, first))
         self._shared = _SharedValues(loaded, chain.model, self._modules)
 
     def run(self) -> str:
-        """Repeat forwards, and return a text about a difference of forwards without gradients.
-
-        Raises:
-            ModelError: A forward took another path than the first one.
-        """
         if self._chain.outline is None:
             self._refuse_numbers()
         differs = self._difference_without_gradients()
         end = time.process_time() + _LIMIT_S
-        first = _Observed()
-        while self._now[0] < _FORWARDS and time.process_time() < end:
+        first = _ForwardObservations()
+        while self._forward_index[0] < _FORWARDS and time.process_time() < end:
             seen = self._forward(self._shared.check)
-            number = self._now[0] + 1
+            number = self._forward_index[0] + 1
             if self._chain.outline is not None and not torch.isfinite(seen.loss).all():
                 raise control_flow_error(f"loss {number} is not a number: it may read other stages' tensors")
-            first = first if self._now[0] else seen
+            first = first if self._forward_index[0] else seen
             if seen.trained != first.trained:
                 raise control_flow_error(f"forward {number} computes gradients of other tensors than the first forward")
             for one, other in zip(seen.shapes[:-1], first.shapes, strict=False):
                 if one != other:
                     raise control_flow_error(f"a layer returns {one} in forward {number}, and {other} in the first one")
-            self._now[0] += 1
+            self._forward_index[0] += 1
         return differs
 
     def _refuse_numbers(self) -> None:
-        """Check that no layer reads a Python number from a tensor and returns one: it may change with the data.
+        """Refuse a layer that reads Python numbers from tensors and returns a number.
 
-        Raises:
-            ModelError: A layer does so.
+        The number may change with the data, but the next stages would always use the first value.
         """
         value = self._loaded.example_batch(_SAMPLES).inputs
         scalar = torch.Tag.data_dependent_output
@@ -145,7 +136,6 @@ class _Rehearsal:
                 )
 
     def _difference_without_gradients(self) -> str:
-        """Describe how the loss differs without gradients; empty if it does not, or if state changes it anyway."""
         before = self._forward(_ignore).loss
         with torch.no_grad():
             without = self._forward(_ignore).loss
@@ -158,27 +148,25 @@ class _Rehearsal:
             f"recomputed stage, and {float(before.sum()):.6g} otherwise"
         )
 
-    def _forward(self, check: Callable[[int, int], None]) -> "_Observed":
-        torch.manual_seed(self._now[0])
+    def _forward(self, check: Callable[[int, int], None]) -> "_ForwardObservations":
+        torch.manual_seed(self._forward_index[0])
         batch = self._loaded.example_batch(_SAMPLES)
-        value, seen = batch.inputs, _Observed()
+        value, seen = batch.inputs, _ForwardObservations()
         seen.trained += [p.requires_grad for module in self._modules for p in module.parameters()]
         with forward_context(self._loaded.precision, _DEVICE):
             for index, (first, module) in enumerate(zip(self._starts, self._modules, strict=False)):
-                _plant(self._now, first, 0)
+                _seed_generators(self._forward_index, first, 0)
                 value = module(value)
-                seen.trained += _trained_outputs(module, value)
-                seen.shapes.append(_leaves(value))
-                check(index, self._now[0])
+                seen.trained += _gradient_flags(module, value)
+                seen.shapes.append(_describe_output(value))
+                check(index, self._forward_index[0])
             seen.loss = self._loaded.loss_fn(value, batch.targets).detach()
-            check(len(self._modules) - 1, self._now[0])
+            check(len(self._modules) - 1, self._forward_index[0])
         return seen
 
 
 @dataclass
-class _Observed:
-    """Observations of one forward."""
-
+class _ForwardObservations:
     trained: list[bool] = field(default_factory=list)
     """True for each parameter, and for each output of a stage, that requires a gradient."""
     shapes: list[str] = field(default_factory=list)
@@ -191,10 +179,12 @@ def _ignore(_index: int, _forward: int) -> None:
 
 
 class _SharedValues:
-    """Module-level values of the user's files, which all layers share in a plain loop, but not in stages.
+    """Module-level values of the user's files.
+
+    All layers share these values in a plain loop, but stages do not.
 
     Args:
-        loaded: The model.
+        loaded: Loaded model file.
         model: Instance of the model, whose classes name the files.
         modules: Layers, or stages that run parts of the model's `forward`.
     """
@@ -206,14 +196,13 @@ class _SharedValues:
         self._at_start = self._values = self._find()
 
     def check(self, index: int, forward: int) -> None:
-        """Check that a layer has changed no value that another layer reads. The first forward may, to fill a cache.
+        """Refuse a layer that has changed a value which another layer reads.
+
+        The first forward may change values, to fill a cache.
 
         Args:
             index: Index of the layer that has just run.
             forward: Index of the current forward.
-
-        Raises:
-            ModelError: The layer has changed such a value.
         """
         before, self._values = self._values, self._find()
         after = without_leftover_tensors(self._values, self._at_start)
@@ -229,26 +218,18 @@ class _SharedValues:
                 )
 
 
-def _leaves(value: Any) -> str:
-    """Describe what would be sent to the next stage; objects that have no fixed text are left out."""
+def _describe_output(value: Any) -> str:
     kinds = Tensor | str | bool | int | float | None
     return described_leaves([leaf for leaf in flatten(value)[0] if isinstance(leaf, kinds)])
 
 
-def _trained_outputs(module: nn.Module, value: Any) -> list[bool]:
-    """Return, for each output of a stage, True if it requires a gradient; empty for a layer of a Sequential.
+def _gradient_flags(module: nn.Module, value: Any) -> list[bool]:
+    """Return `requires_grad` of each output of a stage; an empty list for a layer of a Sequential.
 
-    Such a layer may be skipped at random, so its outputs may differ.
+    A layer of a Sequential may be skipped at random, which changes the flags.
     """
     return [tensor.requires_grad for tensor in tensors_in(value)] if isinstance(module, ModelStage) else []
 
 
-def _plant(now: list[int], first: int, layer: int) -> None:
-    """Seed the random generators for a layer in the current forward.
-
-    Args:
-        now: Index of the current forward, in a list because callbacks need its current value.
-        first: Index of the stage's first layer.
-        layer: Index of the layer within the stage.
-    """
+def _seed_generators(now: list[int], first: int, layer: int) -> None:
     StepSeeds(0, now[0]).seed_generators(first + layer, 0)

@@ -1,4 +1,4 @@
-"""Run one round of the equivalence check: a plain training loop as reference, and pipelines compared with it."""
+"""One round of the equivalence check: a plain training loop as reference, and pipelines compared with it."""
 
 import math
 import tempfile
@@ -51,7 +51,7 @@ because a change may or may not flip a ReLU."""
 
 @dataclass(frozen=True, kw_only=True)
 class RoundResult:
-    """Result of one round of the check."""
+    """Record and wrong cuts of one round of the equivalence check."""
 
     proof: Proof
     num_cuts: int = 0
@@ -65,7 +65,7 @@ class RoundResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRound:
-    """Round of the equivalence check: a plain training loop (reference), and the pipelines to compare with it."""
+    """Round of the equivalence check: a plain training loop (the reference), and pipelines to compare with it."""
 
     request: CheckRequest
     subject: CheckedModel
@@ -88,24 +88,21 @@ class CheckRound:
         """Start the training of the reference, and return the round.
 
         Args:
-            request: Request to the check.
+            request: Model, cuts and time limit of the check.
             subject: Model to train.
             folder: Folder of the reference's states.
             child: Process of the reference, which waits for its options.
-            progress: Called with a text about the current activity.
-
-        Returns:
-            The round.
+            progress: Function that is called with a text about the current activity.
         """
         child.connection.send(subject.options)
         progress("training the reference")
         if subject.one_by_one:
-            _expect_reference(child)
+            _wait_for_reference(child)
             child.end()
         return cls(request=request, subject=subject, folder=folder, child=child, progress=progress)
 
     def compare(self) -> RoundResult:
-        """Compare all cuts for which there is time, and return the result."""
+        """Compare as many cuts as the time limit allows, and return the result."""
         ends, shown = self.request.ends, self.subject.cuts
         num_layers = len(self.subject.whole.layers)
         wanted = list(shown.values() if ends is None else (end for end in ends if end < num_layers))
@@ -126,7 +123,7 @@ class CheckRound:
             recomputed = recomputed or verdict.differs_recomputed
             wrong |= verdict.wrong
             relative |= verdict.relative
-        alike = {place: self._alike(standing_for, place) for place in compared}
+        alike = {place: self._represented_cuts(standing_for, place) for place in compared}
         named = {self.subject.whole.ends[cut - 1]: why for place, why in sorted(wrong.items()) for cut in alike[place]}
         proof = self._proof({cut for cuts in alike.values() for cut in cuts}, relative, recomputed)
         num_cuts = len(self.subject.whole.ends)
@@ -134,24 +131,23 @@ class CheckRound:
         return RoundResult(proof=proof, num_cuts=num_cuts, wrong=named, random=random)
 
     def _difference_of_references(self) -> str:
-        """Train the reference again, and describe the difference; empty if there is none or initial values differ."""
-        folder = self._trained_again(self.subject.options, None)
+        """Train the reference again, and describe how the second training differs from the first.
+
+        The text is empty if there is no difference, or if the initial values already differ.
+        """
+        folder = self._train_another_reference(self.subject.options, None)
         begun, right = (ReferenceState.load(each / "initial").tensors for each in (folder, self.folder))
         pairs = [(tensor, right[name]) for name, tensor in begun.items()]
         if any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs):
             return ""
         again, first = (ReferenceState.load(each / "gradients-0") for each in (folder, self.folder))
         # Ignore numbers: the forwards that found the layers may have changed them in this process.
-        relative = {what: size for what, size in _compared_states(again, first).items() if not what.startswith(NUMBER)}
+        relative = {
+            what: size for what, size in _differences_of_states(again, first).items() if not what.startswith(NUMBER)
+        }
         return largest_unexplained_difference(relative, dict)
 
-    def _alike(self, standing_for: Mapping[int, int], place: int) -> tuple[int, ...]:
-        """Return the cuts of the full model that a compared cut represents.
-
-        Args:
-            standing_for: For each cut of the trained model, the cut of the full model that it represents.
-            place: Compared cut of the trained model.
-        """
+    def _represented_cuts(self, standing_for: Mapping[int, int], place: int) -> tuple[int, ...]:
         return self.subject.cut_classes.equivalent_cuts(standing_for[place]) if self.request.ends is None else (place,)
 
     def _proof(self, cuts: Collection[int], relative: Mapping[str, float], recomputed: str) -> Proof:
@@ -173,12 +169,12 @@ class CheckRound:
         )
 
     def _group_result(self, cuts: Sequence[int]) -> "_GroupResult":
-        found, problem = self._train(cuts, "except-last")
+        found, problem = self._compare_pipeline(cuts, "except-last")
         # If forwards write into state, also compare without recomputation: recomputed layers keep no graph, which the
         # forward of another micro-batch could damage by writing into it.
         if not problem and not any(rank.writes_state for rank in found):
             return _GroupResult(found)
-        again, still = self._train(cuts, "never")
+        again, still = self._compare_pipeline(cuts, "never")
         if not still:
             return _GroupResult(again, differs_recomputed=problem)
         if len(cuts) == 1:
@@ -187,16 +183,16 @@ class CheckRound:
         for cut in cuts:
             # A cut for which there is no more time counts as wrong.
             is_late = time.monotonic() > self.request.deadline + self.request.budget_s
-            alone[cut] = still if is_late else self._train([cut], "never")[1]
+            alone[cut] = still if is_late else self._compare_pipeline([cut], "never")[1]
         wrong = {cut: why for cut, why in alone.items() if why}
         # If no cut is wrong alone, only several cuts at once cause the problem, and all of them are removed.
         return _GroupResult(again, wrong=wrong or dict.fromkeys(cuts, still))
 
-    def _train(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], str]:
-        """Train a pipeline with these cuts.
+    def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], str]:
+        """Train a pipeline with these cuts, and compare it with the reference.
 
         Returns:
-            The differences of its ranks, and a text about the largest difference that is not a rounding error; empty if
+            Differences of each rank, and a text about the largest difference that is not a rounding error; empty if
             there is none.
         """
         balance = _balance(self.subject, cuts, recompute)
@@ -210,33 +206,31 @@ class CheckRound:
             limit_s=limit_s,
         )
         try:
-            found = self._run(trial)
+            found = self._run_ranks(trial)
         except _ReferenceFailedError:
             raise
         except ChildError as error:
-            if not _is_of_connection(error):
+            if not _is_lost_connection(error):
                 changes = "modified by an inplace operation" in error.message
                 return [], "; ".join(filter(None, [error.message, error.hint or (_IN_PLACE_HINT if changes else "")]))
-            found = self._run(trial)  # try again, because a connection failed, not a stage
-        different = _different_copies(found)
+            found = self._run_ranks(trial)  # try again, because a connection failed, not a stage
+        different = _name_unequal_copies(found)
         if different:
             return found, different
-        relative = _together(found)
-        return found, largest_unexplained_difference(relative, self._noise)
+        relative = _merged_differences(found)
+        return found, largest_unexplained_difference(relative, self._rounding_noise)
 
-    def _run(self, trial: PipelineTrial) -> list[Differences]:
-        """Run all ranks of a pipeline, each in a process, and return the differences of each rank."""
+    def _run_ranks(self, trial: PipelineTrial) -> list[Differences]:
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
         ranks = range(trial.balance.num_processes)
         children = [Child(partial(_run_rank, trial, rank, rendezvous), limit_s=trial.limit_s) for rank in ranks]
         try:
-            return self._results(children)
+            return self._results_of_ranks(children)
         finally:
             for child in children:
                 child.end()
 
-    def _results(self, children: Sequence[Child]) -> list[Differences]:
-        """Return the differences of all ranks, or raise an error: preferably one that is not a closed connection."""
+    def _results_of_ranks(self, children: Sequence[Child]) -> list[Differences]:
         waiting = {child.connection: n for n, child in enumerate(children)}
         found: dict[int, Differences] = {}
         errors: list[ChildError] = []
@@ -248,7 +242,7 @@ class CheckRound:
             for connection in ready:
                 watched.remove(connection)
                 if connection is self.child.connection:
-                    _expect_reference(self.child)
+                    _wait_for_reference(self.child)
                     continue
                 rank = waiting.pop(cast("Connection", connection))
                 try:
@@ -256,10 +250,10 @@ class CheckRound:
                 except ChildError as error:
                     errors.append(error)
         if errors:
-            raise next((e for e in errors if not _is_of_connection(e)), errors[0])
+            raise next((e for e in errors if not _is_lost_connection(e)), errors[0])
         return [found[rank] for rank in range(len(children))]
 
-    def _noise(self) -> Mapping[str, float]:
+    def _rounding_noise(self) -> Mapping[str, float]:
         """Return the relative changes of gradients, buffers and loss if parameters change by a rounding error.
 
         Parameters are changed before each step in turn, and the largest changes count. The first step is not enough: if
@@ -269,18 +263,16 @@ class CheckRound:
         for steps in range(1, self.subject.options.steps + 1):
             right = ReferenceState.load(self.folder / f"gradients-{steps - 1}")
             for seed in range(_DRAWS):
-                for what, size in _compared_states(self._perturbed_reference(steps, seed), right).items():
+                for what, size in _differences_of_states(self._perturbed_reference(steps, seed), right).items():
                     noise[what] = max(size, noise.get(what, 0.0))
         return noise
 
     def _perturbed_reference(self, steps: int, seed: int) -> ReferenceState:
-        """Train the reference for `steps` steps, with changed parameters in the last one; return its last state."""
         options = replace(self.subject.options, steps=steps, late_steps=0, updates=steps > 1)
-        folder = self._trained_again(options, perturbation(self.subject.loaded.precision, seed))
+        folder = self._train_another_reference(options, perturbation(self.subject.loaded.precision, seed))
         return ReferenceState.load(folder / f"gradients-{steps - 1}")
 
-    def _trained_again(self, options: ReferenceOptions, shake: Shake | None) -> Path:
-        """Train another reference in a separate process, and return the folder of its states."""
+    def _train_another_reference(self, options: ReferenceOptions, shake: Shake | None) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
         child = Child(
             partial(_train_apart, self.request.loaded, options, folder=folder, shake=shake),
@@ -294,15 +286,10 @@ class CheckRound:
 
 
 class _ReferenceFailedError(ChildError):
-    """Error of the reference: the plain training loop has failed."""
+    pass
 
 
-def _expect_reference(child: Child) -> None:
-    """Wait until the reference has finished its training.
-
-    Raises:
-        _ReferenceFailedError: The plain training loop has failed.
-    """
+def _wait_for_reference(child: Child) -> None:
     try:
         if not child.is_done:
             child.result()
@@ -311,8 +298,6 @@ def _expect_reference(child: Child) -> None:
 
 
 class _GroupResult(NamedTuple):
-    """Result of the comparison of one group of cuts."""
-
     found: Sequence[Differences]
     """Differences of each rank."""
     wrong: Mapping[int, str] = {}
@@ -322,8 +307,7 @@ class _GroupResult(NamedTuple):
 
     @property
     def relative(self) -> dict[str, float]:
-        """Largest relative difference over all ranks, by name."""
-        return _together(self.found)
+        return _merged_differences(self.found)
 
 
 def _run_rank(trial: PipelineTrial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
@@ -357,8 +341,7 @@ def _balance(subject: CheckedModel, cuts: Sequence[int], recompute: Recompute) -
     )
 
 
-def _different_copies(differences: Sequence[Differences]) -> str:
-    """Name a tensor whose copies on several ranks have different initial values; empty if there is none."""
+def _name_unequal_copies(differences: Sequence[Differences]) -> str:
     digests: dict[str, set[str]] = {}
     for rank in differences:
         for name, digest in rank.own_values.items():
@@ -367,7 +350,7 @@ def _different_copies(differences: Sequence[Differences]) -> str:
     return name and f'"{name}" has different initial values on the stages that share it'
 
 
-def _together(differences: Sequence[Differences]) -> dict[str, float]:
+def _merged_differences(differences: Sequence[Differences]) -> dict[str, float]:
     relative: dict[str, float] = {}
     for rank in differences:
         for what, size in rank.relative.items():
@@ -375,8 +358,7 @@ def _together(differences: Sequence[Differences]) -> dict[str, float]:
     return relative
 
 
-def _compared_states(state: ReferenceState, right: ReferenceState) -> dict[str, float]:
-    """Return the relative differences between the states of two references, by name."""
+def _differences_of_states(state: ReferenceState, right: ReferenceState) -> dict[str, float]:
     found = Differences()
     found.compare_number("the loss", state.loss, right.loss)
     gradients = {n.partition(":")[2]: t for n, t in state.tensors.items() if n.startswith("gradient:")}
@@ -389,6 +371,5 @@ def _compared_states(state: ReferenceState, right: ReferenceState) -> dict[str, 
     return found.relative
 
 
-def _is_of_connection(error: ChildError) -> bool:
-    """Return True if a rank failed only because another rank had exited."""
+def _is_lost_connection(error: ChildError) -> bool:
     return any(text in error.message for text in ("onnection closed", "gloo", "SIGABRT", "Broken pipe"))

@@ -51,7 +51,7 @@ from planner.model.reference_state import (
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTrial:
-    """Pipeline to train and compare with the reference: a model, some cuts, and options."""
+    """Pipeline to train and to compare with the reference: model, cuts and options."""
 
     loaded: LoadedModel
     chain: Chain
@@ -64,15 +64,14 @@ class PipelineTrial:
 
 
 def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path) -> Differences:
-    """Train the stages of one rank, and compare them with the reference. The process must run nothing else.
+    """Train the stages of one rank, and return their differences from the reference.
+
+    The process must run nothing else.
 
     Args:
         trial: Pipeline to train.
         rank: Rank of this process.
         rendezvous: File through which the ranks find each other.
-
-    Returns:
-        Differences of this rank from the reference.
     """
     world = trial.balance.num_processes
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -80,24 +79,21 @@ def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path) -> Differences:
     timeout = timedelta(seconds=trial.limit_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     pipeline = Pipeline(trial.balance, seed=trial.options.seed, device="cpu", built=(trial.loaded, trial.chain))
-    return _Rank(trial, pipeline).train()
+    return _RankTraining(trial, pipeline).train()
 
 
-class _Rank:
-    """Training of one rank, with comparisons with the reference."""
-
+class _RankTraining:
     def __init__(self, trial: PipelineTrial, pipeline: Pipeline) -> None:
         self._trial, self._pipeline = trial, pipeline
         # A tied tensor may have different names on different ranks, so use its first name.
         first = pipeline.first_names
         self._named = {first.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
         self._found = Differences()
-        self._before = self._state("initial")
+        self._before = self._wait_for_reference_state("initial")
         self._kept = self._kept_tensors()
         self._in_file: dict[str, float] = {}
 
     def train(self) -> Differences:
-        """Train for the steps of the reference, and return all differences."""
         pipeline, loaded, options = self._pipeline, self._trial.loaded, self._trial.options
         self._begin_as_reference()
         at_start = self._file_numbers()
@@ -109,9 +105,9 @@ class _Rank:
                 break
             self._found.late_step = step + 1 if step >= options.steps else 0
             inputs, targets = pipeline.own_part(*mini_batch(loaded, options, step))
-            versions = self._versions()
+            versions = self._version_counters()
             with pipeline.step(inputs, targets) as loss:
-                now = self._versions()
+                now = self._version_counters()
                 self._found.writes_state |= any(now.get(key, version) != version for key, version in versions.items())
                 self._compare_step(loss, step, at_start)
                 if optimizer is not None:
@@ -122,14 +118,12 @@ class _Rank:
         return self._found
 
     def _update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Update the parameters; compare each update, but of the late steps only the last."""
         optimizer.step()
-        if not self._found.late_step:
+        if not self._found.late_step:  # of the late steps, only the last update is compared
             self._compare_update(optimizer, step)
         optimizer.zero_grad()
 
-    def _state(self, name: str) -> ReferenceState:
-        """Wait until the reference has written the state `name`, and return the state."""
+    def _wait_for_reference_state(self, name: str) -> ReferenceState:
         wait_for_state(self._trial.reference, name)
         return ReferenceState.load(self._trial.reference / name)
 
@@ -152,17 +146,15 @@ class _Rank:
                 tensor.detach().copy_(right)
 
     def _held_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers by name."""
         buffers = {n: b for module in self._pipeline.modules for n, b in module.named_buffers(remove_duplicate=False)}
         return {**buffers, **self._named}
 
-    def _versions(self) -> dict[int, int]:
-        """Return the version counter of each tensor that forwards may write into, by the tensor's `id()`."""
+    def _version_counters(self) -> dict[int, int]:
         loose = [tensor for module in self._pipeline.modules for tensor in attribute_tensors(module)]
         return {id(tensor): tensor._version for tensor in (*self._held_tensors().values(), *loose)}
 
     def _compare_step(self, loss: float, step: int, at_start: dict[str, float]) -> None:
-        right = self._state(f"gradients-{step}")
+        right = self._wait_for_reference_state(f"gradients-{step}")
         found, pipeline = self._found, self._pipeline
         if pipeline.is_last:
             found.compare_number("the loss", loss, right.loss)
@@ -181,15 +173,15 @@ class _Rank:
                 parameter.grad.copy_(gradient)
 
     def _compare_and_release(self, step: int) -> None:
-        """Compare gradients one by one and release each, because the model barely fits in memory."""
         for name, parameter in self._named.items():
             if parameter.requires_grad:
-                # Load the state for each gradient separately, because pages of the file are released with the state.
-                compare_gradients(self._found, {name: parameter.grad}, self._state(f"gradients-{step}"))
+                # Load the state for each gradient separately, because pages of the file are released with the state:
+                # the model barely fits in memory.
+                right = self._wait_for_reference_state(f"gradients-{step}")
+                compare_gradients(self._found, {name: parameter.grad}, right)
                 parameter.grad = None
 
     def _kept_tensors(self) -> frozenset[str]:
-        """Return the names of tensors in attributes that exist at the start, and that stages keep between forwards."""
         outline = self._trial.chain.outline
         at_start = frozenset(self._before.numbers)
         return at_start if outline is None else at_start & {state.name + TENSOR for state in outline.recording.states}
@@ -198,7 +190,6 @@ class _Rank:
         return numbers_in_user_files(self._trial.chain.model, self._trial.loaded.loss_fn)
 
     def _compare_numbers(self, right: ReferenceState, at_start: dict[str, float]) -> None:
-        """Compare numbers of modules whose forward ends on this rank, and module-level numbers that this rank uses."""
         found, used = self._found, set[str]()
         is_recomputed = self._trial.balance.stages[0].recompute != "never"
         for module in self._pipeline.modules:
@@ -218,11 +209,11 @@ class _Rank:
                 found.compare_number(what, number, right.numbers[name])
                 if found.late_step and is_recomputed and number != self._in_file.get(name, number):
                     # A recomputation may run after the change, and its first forward before.
-                    found.note(f"{what}, which `forward` changes,", math.inf)
+                    found.record(f"{what}, which `forward` changes,", math.inf)
             self._in_file[name] = number
 
     def _compare_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        right, found = self._state(f"updated-{step}"), self._found
+        right, found = self._wait_for_reference_state(f"updated-{step}"), self._found
         for name, parameter in self._named.items():
             expected, before = right.tensors[f"parameter:{name}"], self._before.tensors[f"parameter:{name}"]
             assert expected is not None
@@ -230,9 +221,11 @@ class _Rank:
             what = f'the updated parameter "{name}"'
             compare_update(found, what, sampled_values(parameter), right=expected, before=sampled_values(before))
         tensors, groups = optimizer_state(optimizer, self._named)
-        of_ours = {key for key in right.tensors if key.startswith("optimizer:") and _place(key)[0] in self._named}
+        of_ours = {
+            key for key in right.tensors if key.startswith("optimizer:") and _split_state_key(key)[0] in self._named
+        }
         for key in sorted(of_ours | tensors.keys()):
-            name, kind = _place(key)
+            name, kind = _split_state_key(key)
             what = f'the optimizer\'s "{kind}" of "{name}"'
             ours = tensors.get(key)
             if key not in right.tensors:
@@ -246,9 +239,9 @@ class _Rank:
 
 
 def _rounding_scale(name: str, right: ReferenceState) -> float:
-    """Return the lower bound on the divisor for a buffer's difference: 0, except for running means.
+    """Return the smallest divisor for the relative difference of a buffer.
 
-    For a running mean, it is 1 % of the largest running standard deviation.
+    For a running mean, it is 1 % of the largest running standard deviation; for other buffers, it is 0.
     """
     variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
     return (
@@ -256,7 +249,6 @@ def _rounding_scale(name: str, right: ReferenceState) -> float:
     )
 
 
-def _place(key: str) -> tuple[str, str]:
-    """Split the key of a tensor of optimizer state into parameter name and kind; the name may contain a colon."""
+def _split_state_key(key: str) -> tuple[str, str]:
     name, _, kind = key.removeprefix("optimizer:").rpartition(":")
     return name, kind

@@ -1,4 +1,4 @@
-"""Choose what the equivalence check trains: the model, or a shortened model in which each distinct cut occurs."""
+"""Choose the model that the equivalence check trains: the user's, or a shortened model with each distinct cut."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ _LEAN_BYTES = 600_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """Request to the equivalence check."""
+    """Model, cuts and time limit of an equivalence check."""
 
     loaded: LoadedModel
     budget_s: float
@@ -62,7 +62,7 @@ class CheckRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedModel:
-    """Model that the check trains: the full model, or a shortened one with a cut of every distinct class."""
+    """Model that the equivalence check trains: the full model, or a shortened model with each distinct cut."""
 
     loaded: LoadedModel
     chain: Chain
@@ -79,16 +79,13 @@ class CheckedModel:
 
     @classmethod
     def choose(cls, request: CheckRequest, whole: Chain, size: int, *, lean: bool) -> "CheckedModel":
-        """Choose the model to train.
+        """Return the model to train, with the options of its training.
 
         Args:
-            request: Request to the check.
+            request: Model, cuts and time limit of the check.
             whole: Chain of the full model.
             size: Number of samples in a micro-batch.
-            lean: Whether to build a shortened model without the user's initial values, which takes less time.
-
-        Returns:
-            The model to train, and the options of its training.
+            lean: If true, build a shortened model without the user's initial values, which takes less time.
 
         Raises:
             ChildError: The shapes at the boundaries cannot be found.
@@ -116,11 +113,11 @@ class CheckedModel:
         )
         if not is_large(whole) or request.ends is not None:
             return subject
-        return subject._shortened(lean=lean)._within_memory()
+        return subject._shortened(lean=lean)._reduced_to_memory()
 
     @property
     def has_other_values(self) -> bool:
-        """True if parameters have random values although there is memory for the user's initial values."""
+        """True if parameters have random values although the user's initial values would fit in memory."""
         return self.options.lean and _bytes_of(self.whole) <= _LEAN_BYTES
 
     def _shortened(self, *, lean: bool) -> "CheckedModel":
@@ -133,12 +130,7 @@ class CheckedModel:
         options = replace(self.options, skipped=skipped, lean=lean, starts=layer_starts(chain))
         return replace(self, loaded=loaded, chain=chain, options=options)
 
-    def _within_memory(self) -> "CheckedModel":
-        """Reduce the check until it fits in memory: run processes one by one, or leave the optimizer out.
-
-        Raises:
-            ChildError: Parameters and gradients alone do not fit.
-        """
+    def _reduced_to_memory(self) -> "CheckedModel":
         own_bytes = _bytes_of(self.chain)
         # Every rank that shares a parameter has a copy.
         copies_bytes = sum(p.nbytes for layer in self.chain.layers for p in layer.module.parameters())
@@ -157,7 +149,7 @@ class CheckedModel:
 
     @property
     def cuts(self) -> dict[int, int]:
-        """Equivalent cut of the trained model, for each representative cut of the full model."""
+        """Compared cuts: for the first cut of each class in the full model, the cut of the trained model."""
         if self.chain is self.whole:
             return {cut: cut for cut in self.cut_classes.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
@@ -176,7 +168,7 @@ class CheckedModel:
 
 
 def is_large(chain: Chain) -> bool:
-    """Return True if a model is so large that the check runs without most of its repeated layers."""
+    """Return True if the equivalence check leaves out most repeated layers, because the model is large."""
     return _num_parameters(chain) > _MANY_PARAMETERS
 
 
@@ -189,7 +181,7 @@ def _bytes_of(chain: Chain) -> int:
 
 
 def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
-    """Return, for each layer except the first, the module call at which it starts."""
+    """Return the module call at which each layer starts, for all layers except the first."""
     if chain.outline is None:
         seen: list[int] = []
         starts: list[LayerStart | None] = []
@@ -198,11 +190,14 @@ def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
             starts.append(LayerStart(path=layer.name, call=seen.count(seen[-1]), at_end=False))
         return tuple(starts[1:])
     calls = chain.outline.recording.calls
-    return tuple(_start_at(calls, cut) for cut in chain.outline.cuts)
+    return tuple(_call_at(calls, cut) for cut in chain.outline.cuts)
 
 
-def _start_at(calls: Sequence[Call], cut: int) -> LayerStart | None:
-    """Return the module call that ends just before the recording time `cut`, or else the next call that starts."""
+def _call_at(calls: Sequence[Call], cut: int) -> LayerStart | None:
+    """Return the module call that ends just before the recording time `cut`.
+
+    If there is none, return the next call that starts. The result is None if no call follows.
+    """
     for call in calls:
         if call.exit + 1 == cut and call.exit != END:
             number = sum(other.path == call.path and other.exit <= call.exit for other in calls)

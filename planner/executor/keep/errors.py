@@ -1,4 +1,4 @@
-"""Errors when a checkpoint or a weights file is read: one message that names the file."""
+"""Errors during the reading of a checkpoint or a weights file: one message that names the file."""
 
 import json
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from planner.core.errors import FileError, PlannerError
 
 @contextmanager
 def reading_errors(path: str | Path, subject: str) -> Iterator[None]:
-    """Convert any error in the block to a `FileError`, because a damaged file may raise errors of many types.
+    """Convert any error in the block to a `FileError`.
 
-    A `PlannerError` is not converted.
+    A damaged file may raise errors of many types. A `PlannerError` is not converted.
 
     Args:
         path: File that is read.
@@ -46,7 +46,9 @@ def first_line(error: BaseException) -> str:
 
 
 def size_of_regular_file(path: Path, *, most_bytes: int | None = None) -> int:
-    """Return the size of a regular file. Other files are refused, because reading a pipe or a device might never end.
+    """Return the size of a regular file in bytes. Refuse other files, such as pipes and devices.
+
+    Reading a pipe or a device might never end.
 
     Raises:
         ValueError: The file is not regular, or has more than `most_bytes` bytes.

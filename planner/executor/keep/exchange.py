@@ -1,7 +1,7 @@
-"""Exchange of values between all ranks over the job's store: the first rank collects the values and decides.
+"""Exchange of values between all ranks over the job's store. The first rank collects the values and decides.
 
-A process group would open a connection between every two ranks, and end a rank that waits longer than its timeout.
-Here, every rank has only a connection to the store, and waits as long as the watch reports no failure.
+A process group would open a connection between every two ranks, and end a rank that waits longer than its timeout. With
+this exchange, every rank has only a connection to the store, and waits as long as the watch reports no failure.
 """
 
 import json
@@ -20,9 +20,10 @@ _JOINING = timedelta(minutes=5)
 
 
 class ValueExchange:
-    """Exchange in rounds in which all ranks take part, over a separate connection to the store.
+    """Exchange of values in rounds, in which all ranks take part.
 
-    Several threads of a rank may use one object in turn, in the same order on every rank.
+    Each rank has a separate connection to the store. Several threads of a rank may use one object in turn, in the same
+    order on every rank.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -33,10 +34,12 @@ class ValueExchange:
         self._round = 0
 
     def decide(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Return the result of `decide` for the values of all ranks; every rank must call this method.
+        """Return, on every rank, the result of `decide` for the values of all ranks.
+
+        Every rank must call this method.
 
         Args:
-            value: Value of this rank, which JSON can represent; a tuple may become a list.
+            value: Value of this rank, which JSON can represent. A tuple may become a list.
             decide: Function that is called on the first rank only, with the values in the order of ranks. It must not
                 raise an error.
         """
@@ -62,11 +65,14 @@ class ValueExchange:
         return result
 
     def value_of_first_rank(self, value: Any) -> Any:
-        """Return the first rank's value; every rank must call this method."""
+        """Return the first rank's value on every rank. Every rank must call this method."""
         return self.decide(value, lambda values: values[0])
 
     def close(self) -> None:
-        """Wait, on the first rank, until all ranks have read the last result: this process may hold the store."""
+        """Wait, on the first rank, until all ranks have read the last result.
+
+        The store may end with the first rank's process.
+        """
         if self._store is not None and self._rank == 0 and self._round:
             try:
                 self._store.wait([f"exchange/{self._round}/done"], _JOINING)

@@ -1,4 +1,4 @@
-"""File-system lock that allows one job per folder; it is released when its process ends, even by a crash."""
+"""File-system lock that allows one job per folder. It is released when its process ends, even by a crash."""
 
 import errno
 import fcntl
@@ -52,7 +52,10 @@ class FolderLock:
             self._file = -1
 
     def _acquire(self) -> bool:
-        """Try to take the lock; return True if this job has it now, or if the file system has no locks."""
+        """Try to take the lock.
+
+        The result is True if this job has the lock now, or if the file system has no locks.
+        """
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

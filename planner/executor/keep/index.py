@@ -28,7 +28,7 @@ _COMPUTES: Final = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointIndex:
-    """Content of `checkpoint.json`."""
+    """Content of a checkpoint's index file, `checkpoint.json`."""
 
     schema: Literal["gpipe-plan/checkpoint/v1"] = "gpipe-plan/checkpoint/v1"
     step: int
@@ -46,24 +46,27 @@ class CheckpointIndex:
     tensors: dict[str, int | str]
     """For each name in the model's state dict, the rank whose file has the tensor.
 
-    A tied tensor has this rank only under its first name; its other names have the first name instead.
+    If a tensor is tied, its other names have the first name as value instead of the rank.
     """
     digest: str = ""
     """Digest of all other fields, to detect a damaged index."""
 
     def first_name(self, name: str) -> str:
-        """Return the first name of a tensor, under which it is stored."""
+        """Return the name under which the tensor `name` is stored.
+
+        A tied tensor has several names in the model, and is stored under the first of them.
+        """
         place = self.tensors[name]
         return name if isinstance(place, int) else place
 
 
 def file_name(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the file name of a rank's part of a checkpoint."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return True if the folder itself is a checkpoint, which may be incomplete."""
+    """Return True if the folder itself is a checkpoint, complete or incomplete."""
     return (folder / INDEX).exists()
 
 
@@ -88,7 +91,7 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def write_index(folder: Path, index: CheckpointIndex) -> None:
-    """Write the index of a checkpoint, after all its rank files have been written."""
+    """Write the index of a checkpoint. Call this function after all rank files have been written."""
     with (folder / INDEX).open("w") as file:
         file.write(json.dumps(asdict(replace(index, digest=_digest(index))), indent=1) + "\n")
         file.flush()
@@ -101,7 +104,9 @@ def _digest(index: CheckpointIndex) -> str:
 
 
 def check_rank_files(folder: Path, index: CheckpointIndex) -> None:
-    """Check that all rank files exist and have the sizes in the index; no file is opened.
+    """Check that all rank files of a checkpoint exist and have the sizes in the index.
+
+    No file is opened.
 
     Raises:
         FileError: A file is missing, or has another size.
@@ -112,7 +117,7 @@ def check_rank_files(folder: Path, index: CheckpointIndex) -> None:
 
 
 def check_same_computation(index: CheckpointIndex, computation: Mapping[str, str], source: str) -> None:
-    """Refuse to resume if the code of the loss or of the layers has changed.
+    """Refuse to resume a run if the code of the loss or of the layers has changed.
 
     Args:
         index: Index of the checkpoint.

@@ -27,15 +27,15 @@ _DICTS = (dict, OrderedDict, Counter)
 
 
 def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """Convert a value to nested JSON values; its tensors are collected in `tensors`.
+    """Convert a value to nested JSON values, and collect its tensors in `tensors`.
 
     Args:
-        value: Nested dicts, lists and tuples of numbers, strings, None and tensors. Numbers of NumPy become Python's.
+        value: Nested dicts, lists and tuples of numbers, strings, None and tensors. NumPy's numbers become Python's.
         where: Path of the value in the state, such as "others['schedule']".
         tensors: Dict to which the tensors in `value` are added, each under its path.
 
     Returns:
-        The nested JSON value, in which the path of a tensor stands for the tensor.
+        Nested JSON value, in which a tensor is replaced by its path.
 
     Raises:
         UsageError: The value contains an object of another type.
@@ -67,7 +67,14 @@ def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_json(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Convert the result of `to_json` back to the original value. A damaged `value` raises errors of several types."""
+    """Convert the result of `to_json` back to the original value.
+
+    A damaged `value` raises errors of several types.
+
+    Args:
+        value: Result of `to_json`.
+        tensor: Function that returns the tensor with a path.
+    """
     if isinstance(value, list):
         return [from_json(item, tensor) for item in value]
     if not isinstance(value, dict):

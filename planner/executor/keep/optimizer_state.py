@@ -1,4 +1,4 @@
-"""State of a stage's optimizer in a checkpoint: state by parameter name, and options by parameter group."""
+"""State of a rank's optimizer in a checkpoint: state by parameter name, and options by parameter group."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,10 @@ _MEMBERS = ("params", "param_names")
 
 
 class OptimizerState:
-    """Conversion of a rank's optimizer to and from a checkpoint; each parameter has its first name in the model."""
+    """State of a rank's optimizer, in the form that a checkpoint stores.
+
+    State is listed by parameter name. A tied parameter has several names in the model; the first one is used.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], first_names: Mapping[str, str]
@@ -25,12 +28,14 @@ class OptimizerState:
         self._names = {id(parameter): first_names.get(name, name) for name, parameter in parameters.items()}
 
     def by_name(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's state of each parameter that has a state, by name."""
-        return {name: dict(self._optimizer.state[p]) for name, p in self._trained() if p in self._optimizer.state}
+        """Return the optimizer's state of each parameter, by name. Parameters without state are left out."""
+        return {
+            name: dict(self._optimizer.state[p]) for name, p in self._named_parameters() if p in self._optimizer.state
+        }
 
     def groups(self) -> ParameterGroups:
-        """Return, for every parameter group, the names of its parameters on this rank, and its options."""
-        names = {id(p): name for name, p in self._trained()}
+        """Return, for every parameter group, the names of this rank's parameters and the group's options."""
+        names = {id(p): name for name, p in self._named_parameters()}
         return [
             (
                 [names[id(p)] for p in group["params"] if id(p) in names],
@@ -40,14 +45,14 @@ class OptimizerState:
         ]
 
     def read_from(self, checkpoint: StoredCheckpoint) -> dict[str, dict[str, Any]]:
-        """Read the optimizer's state of this rank's parameters from a checkpoint, by name.
+        """Return the optimizer's state of this rank's parameters, read from a checkpoint, by name.
 
         Raises:
             FileError: The checkpoint is damaged.
         """
         on_device = {id(p) for g in self._optimizer.param_groups if _steps_on_device(g) for p in g["params"]}
         found: dict[str, dict[str, Any]] = {}
-        for name, parameter in self._trained():
+        for name, parameter in self._named_parameters():
             state = checkpoint.file_of_tensor(name)[0].optimizer_state(name)
             # As in torch's optimizers, the step count is on the CPU unless the optimizer steps on the device.
             found[name] = {
@@ -63,12 +68,12 @@ class OptimizerState:
             state: Result of `read_from`.
             groups: Parameter names and options of the parameter groups in all files that were read.
         """
-        for name, parameter in self._trained():
+        for name, parameter in self._named_parameters():
             if name in state:
                 self._optimizer.state[parameter] = state[name]
         options = {name: options for names, options in groups for name in names}
         by_position = [options for _, options in groups]
-        names = {id(p): name for name, p in self._trained()}
+        names = {id(p): name for name, p in self._named_parameters()}
         for number, group in enumerate(self._optimizer.param_groups):
             by_name = [options[names[id(p)]] for p in group["params"] if names.get(id(p)) in options]
             # A group without any of these parameters (frozen ones, for example) is matched by its index.
@@ -76,8 +81,7 @@ class OptimizerState:
                 options_of_group = by_name[0] if by_name else by_position[number]
                 group.update({key: value for key, value in options_of_group.items() if key not in _MEMBERS})
 
-    def _trained(self) -> list[tuple[str, Tensor]]:
-        """Return the optimizer's parameters, each with its first name in the model."""
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [(self._names[id(p)], p) for p in held if id(p) in self._names]
 

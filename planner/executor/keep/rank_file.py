@@ -1,12 +1,12 @@
-"""One rank's file in a checkpoint: its tensors in the safetensors format, and its state as JSON in the file's header.
+"""File of one rank in a checkpoint: its tensors in the safetensors format, and its state as JSON in the file's header.
 
     8 bytes    length of the header
     header     JSON: type, shape and place of every tensor; under `__metadata__`, the rank's `state` as a JSON text
     the rest   the tensors, one after the other
 
-`checkpoint.json` has a SHA-256 digest of the state, and the state has a CRC-32 checksum of every tensor. So a file of
-another checkpoint is refused when it is opened, and a damaged tensor when it is read. Under another plan, a rank reads
-only some tensors of a file; other tensors are not checked.
+`checkpoint.json` has a SHA-256 digest of the state, and the state has a CRC-32 checksum of every tensor. A file of
+another checkpoint is therefore refused when it is opened, and a damaged tensor when it is read. Under another plan, a
+rank reads only some tensors of a file; other tensors are not checked.
 
 This module writes the file tensor by tensor, so that written bytes can be counted during the write.
 """
@@ -40,7 +40,7 @@ class FileEntry:
 
 
 class RankFile:
-    """File of a rank, open for reading.
+    """Rank's file of a checkpoint, open for reading.
 
     Args:
         path: File to open.
@@ -67,7 +67,9 @@ class RankFile:
         return tuple(self._crc32)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor whose memory is mapped from the file; callers must copy it before the file is closed.
+        """Return a tensor whose memory is mapped from the file.
+
+        Copy the tensor before the file is closed.
 
         Raises:
             FileError: The tensor is missing or damaged.
@@ -101,15 +103,12 @@ class RankFile:
 
 
 def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write a rank's file.
+    """Write a rank's file of a checkpoint, and return its entry for the index.
 
     Args:
         file: File that is open for writing.
         state: State of the rank, as JSON value.
         tensors: Tensors by name, for which `is_storable` is true.
-
-    Returns:
-        Entry of the file in the checkpoint's index.
 
     Raises:
         ValueError: The state is too large.
@@ -133,7 +132,7 @@ def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[s
 
 
 def check_size(path: Path, entry: FileEntry) -> None:
-    """Check that a file has the size of its entry.
+    """Check that a file has the size in its entry.
 
     Raises:
         ValueError: The size differs, or the file is not regular.

@@ -1,4 +1,4 @@
-"""Checkpoint folder of a run, shared by all ranks; it belongs to one run, and one job at a time writes to it."""
+"""Checkpoint folder of a run, shared by all ranks. It belongs to one run, and one job at a time writes to it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ class RunFolder:
     The first rank reads and changes the folder, and sends the results to the other ranks.
 
     Args:
-        path: Folder; None if the run saves no checkpoints.
+        path: Path of the folder; None if the run saves no checkpoints.
         rank: Rank of this process.
         exchange: Exchange of values between all ranks.
         tell: Function (line, is_warning) that prints a line on the first rank.
@@ -40,11 +40,13 @@ class RunFolder:
         self._is_first, self._exchange, self._tell = rank == 0, exchange, tell
         self._lock: FolderLock | None = None
         if self.path is not None:
-            self._open(self.path)
+            self._create_and_lock(self.path)
             self._check_shared(self.path)
 
     def resumable_checkpoints(self, resume: str | None) -> list[Path]:
-        """Return the checkpoints that may be resumed, newest first and equal on every rank; empty for a new run.
+        """Return the checkpoints that may be resumed, newest first; empty for a new run.
+
+        The result is equal on every rank.
 
         Args:
             resume: A checkpoint, a folder of checkpoints, `auto` for this folder, or None for a new run.
@@ -70,7 +72,13 @@ class RunFolder:
         return candidates
 
     def continue_from(self, source: Path, step: int) -> None:
-        """Continue the run that wrote the checkpoint `source` after `step` steps; set its later checkpoints aside.
+        """Prepare the folder for a run that continues the checkpoint `source`.
+
+        Checkpoints of more than `step` steps are moved to a folder `abandoned-…`.
+
+        Args:
+            source: Resumed checkpoint.
+            step: Number of completed steps in `source`.
 
         Raises:
             UsageError: The folder has checkpoints, and `source` is in another folder.
@@ -88,8 +96,7 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
 
-    def _open(self, path: Path) -> None:
-        """Create the folder if necessary, lock it, and remove incomplete checkpoints of earlier jobs."""
+    def _create_and_lock(self, path: Path) -> None:
         problem = ""
         if self._is_first:
             try:
@@ -119,7 +126,6 @@ class RunFolder:
             mark.unlink()
 
     def _check_empty(self, run: str) -> None:
-        """Raise an error if the folder has checkpoints; `run` describes this run in the message."""
         there = checkpoints_in(self.path) if self.path is not None and self._is_first else []
         names = self._exchange.value_of_first_rank(
             " to ".join(dict.fromkeys((there[0].name, there[-1].name))) if there else ""

@@ -16,11 +16,14 @@ from planner.files.writing import sync_folder
 
 
 class NotWrittenError(Exception):
-    """Error of a rank that cannot write its part of a checkpoint; the message is the reason."""
+    """Error for a rank that cannot write its part of a checkpoint. The message is the reason."""
 
 
 def latest_checkpoint(folder: str) -> Path | None:
-    """Return the latest checkpoint in a folder, or the folder if it is itself a checkpoint; else None."""
+    """Return the latest checkpoint in a folder; None if there is none.
+
+    If the folder is itself a checkpoint, return the folder.
+    """
     path = Path(folder)
     if is_checkpoint(path):
         return path
@@ -53,7 +56,7 @@ def partial_path(folder: Path, step: int) -> Path:
 
 
 def complete_checkpoint(partial: Path, index: CheckpointIndex) -> None:
-    """Complete a checkpoint: write its index, and rename the folder of the rank files to its final name."""
+    """Complete a checkpoint: write its index, and rename the folder `partial` to its final name."""
     write_index(partial, index)
     sync_folder(partial)
     target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
@@ -73,7 +76,7 @@ def remove_old_checkpoints(folder: Path, keep: int) -> None:
 
 
 def set_aside(checkpoints: Sequence[Path]) -> Path:
-    """Move checkpoints of one folder to a new folder `abandoned-…`, and return its path."""
+    """Move checkpoints of one folder to a new folder `abandoned-…`, and return the new folder's path."""
     folder = checkpoints[0].parent
     aside = next(path for n in count(1) if not (path := folder / f"abandoned-{n}").exists())
     aside.mkdir()
@@ -84,6 +87,6 @@ def set_aside(checkpoints: Sequence[Path]) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove incomplete checkpoints and remains of removed ones, which an interrupted job left in a folder."""
+    """Remove incomplete checkpoints, and parts of removed ones, that an interrupted job left in a folder."""
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -10,10 +10,10 @@ from planner.executor.keep.rank_file import RankFile
 
 
 class StoredCheckpoint(Mapping[str, Tensor]):
-    """Mapping from names in the model's state dict to tensors in a checkpoint; a tensor is read on access.
+    """Tensors of a checkpoint, by name in the model's state dict. A tensor is read on access.
 
     Args:
-        folder: The checkpoint. A file is opened when the first of its tensors is read.
+        folder: Folder of the checkpoint. A file is opened when the first of its tensors is read.
 
     Raises:
         FileError: The folder is no checkpoint, or its index is damaged.
@@ -28,7 +28,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         """First opened file of each tensor; several ranks may store the same tied tensor."""
 
     def file(self, rank: int) -> RankFile:
-        """Return a rank's file.
+        """Return the file of a rank, which is opened if necessary.
 
         Raises:
             FileError: The file is missing, damaged, or of another checkpoint.
@@ -41,7 +41,9 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         return self.opened[rank]
 
     def file_of_tensor(self, name: str) -> tuple[RankFile, str]:
-        """Return a file that has a tensor of the model, and the tensor's name in this file; prefer an open file.
+        """Return a rank's file that contains a tensor of the model, and the tensor's name in this file.
+
+        A file that is already open is preferred.
 
         Raises:
             FileError: The file cannot be opened.
@@ -51,7 +53,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         return self._holders.get(stored) or self.file(int(self.index.tensors[first])), stored
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a tensor of the model, mapped from the file.
+        """Return a tensor of the model, whose memory is mapped from the file.
 
         Raises:
             FileError: The tensor cannot be read.
@@ -60,7 +62,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         return file.tensor(stored)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over all names in the model's state dict, in the model's order."""
+        """Iterate over the names in the model's state dict, in the model's order."""
         return iter(self.index.tensors)
 
     def __len__(self) -> int:
@@ -69,5 +71,5 @@ class StoredCheckpoint(Mapping[str, Tensor]):
 
 
 def stored_name(name: str) -> str:
-    """Return the name that a tensor of the model has in a rank's file."""
+    """Return the name of a model's tensor in a rank's file."""
     return f"model.{name}"

@@ -1,4 +1,4 @@
-"""Names of types and bytes of tensors in the safetensors format."""
+"""Names of dtypes and bytes of tensors in the safetensors format."""
 
 import json
 from functools import cache
@@ -18,7 +18,7 @@ def is_storable(value: Any) -> bool:
 
 @cache
 def type_name(dtype: torch.dtype) -> str:
-    """Return the name of a type in the safetensors format; empty if the installed package cannot store the type."""
+    """Return the name of a dtype in the safetensors format; empty if the format lacks the dtype."""
     try:
         return str(json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"])
     except (KeyError, RuntimeError, SafetensorError):

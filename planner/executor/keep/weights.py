@@ -1,6 +1,6 @@
-"""Weights files of the unpartitioned model: a stage reads only its own tensors.
+"""Weights files of the unpartitioned model. A stage reads only its own tensors.
 
-Names are those of the model's state dict. A tied tensor has several names, and may be stored under any of its names.
+Names are those of the model's state dict. A tied tensor has several names, and may be stored under any of them.
 """
 
 import os
@@ -35,7 +35,10 @@ _NESTED = ("model", "state_dict", "model_state_dict")
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Map every name in the model's state dict to the first name of the same tensor."""
+    """Return, for every name in the model's state dict, the first name of the same tensor.
+
+    A tied tensor has several names.
+    """
     first: dict[tuple[Any, ...], str] = {}
     names = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -47,7 +50,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def load_weights(
     source: str | StoredCheckpoint, tensors: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Copy the tensors of a stage from a state dict; no other tensors are read.
+    """Copy the tensors of a stage from a state dict. No other tensors are read.
 
     Args:
         source: File of `torch.save` or safetensors, or a checkpoint.
@@ -55,14 +58,14 @@ def load_weights(
         names: Map from every name in the model to the tensor's first name, from `first_names`.
 
     Returns:
-        Casts between floating-point types, such as "float64 to float32", without repetition.
+        Descriptions of the casts between floating-point dtypes, such as "float64 to float32", each once.
 
     Raises:
         FileError: The source cannot be read.
-        UsageError: Names are missing or unexpected, shapes differ, or a type cannot be cast.
+        UsageError: Names are missing or unexpected, shapes differ, or a dtype cannot be cast.
     """
     path = source if isinstance(source, str) else source.folder
-    stored = _opened(source, num_names=len(names)) if isinstance(source, str) else source
+    stored = _open_state_dict(source, num_names=len(names)) if isinstance(source, str) else source
     _check_names(path, stored, names)
     # A tied tensor may have another name in the file: both are mapped to its first name.
     name_there = {names[name]: name for name in stored}
@@ -94,7 +97,7 @@ def begin_with_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[
         names: Map from every name in the model to the tensor's first name, from `first_names`.
 
     Returns:
-        Conversions between floating-point types that were made, as returned by `load_weights`.
+        Descriptions of the casts between floating-point dtypes, such as "float64 to float32", each once.
 
     Raises:
         FileError: The file cannot be read.
@@ -112,14 +115,12 @@ def begin_with_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[
 
 
 def export_weights(folder: str, path: str) -> int:
-    """Write the weights in a checkpoint as one state dict of the unpartitioned model.
+    """Write the weights in a checkpoint as one state dict, and return the number of its names.
 
     Args:
         folder: Checkpoint to read.
-        path: File to write atomically: in safetensors format if it ends with `.safetensors`, else with `torch.save`.
-
-    Returns:
-        Number of names in the state dict.
+        path: File to write atomically: in safetensors format if it ends with `.safetensors`, otherwise with
+            `torch.save`.
 
     Raises:
         FileError: The checkpoint is missing or incomplete, or the file cannot be written.
@@ -134,13 +135,18 @@ def export_weights(folder: str, path: str) -> int:
 
 
 def model_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model, in which a tied tensor is the same object under all its names."""
+    """Return the state dict of a model.
+
+    A tied tensor is the same object under all its names.
+    """
     state = model.state_dict()
     return {name: state[first].contiguous() for name, first in first_names(model).items()}
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:
-    """Write a state dict to a file atomically: in safetensors format for `.safetensors`, else with `torch.save`.
+    """Write a state dict to a file atomically.
+
+    A path that ends with `.safetensors` selects the safetensors format, other paths select `torch.save`.
 
     Raises:
         FileError: The file cannot be written.
@@ -159,8 +165,7 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
         raise FileError(f"cannot be written: {error}", path=path) from error
 
 
-def _opened(path: str, *, num_names: int) -> Mapping[str, Tensor]:
-    """Return the tensors in a file or checkpoint, mapped into memory; the model's state dict has `num_names` names."""
+def _open_state_dict(path: str, *, num_names: int) -> Mapping[str, Tensor]:
     if Path(path).is_dir():
         return StoredCheckpoint(Path(path))
     if not Path(path).is_file():
@@ -169,11 +174,10 @@ def _opened(path: str, *, num_names: int) -> Mapping[str, Tensor]:
         with reading_errors(path, ""):
             return load_file(path)
     _check_size(path, num_names)
-    return _opened_file(path)
+    return _load_torch_file(path)
 
 
 def _check_size(path: str, num_names: int) -> None:
-    """Refuse a file that describes far more than `num_names` tensors; torch reads 10,000 names per second."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
@@ -188,7 +192,7 @@ def _check_size(path: str, num_names: int) -> None:
         )
 
 
-def _opened_file(path: str) -> dict[str, Tensor]:
+def _load_torch_file(path: str) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
@@ -206,7 +210,6 @@ def _opened_file(path: str) -> dict[str, Tensor]:
 
 
 def _check_castable(path: str, name: str, stored: torch.dtype, used: torch.dtype) -> None:
-    """Raise an error for a cast from or to a quantized, boolean, integer or complex type."""
     if stored != used and not _FLOATS.issuperset((stored, used)):
         raise UsageError(
             f'{path} does not fit the model: "{name}" is {_word(stored)} in the file, {_word(used)} in the model',
@@ -215,7 +218,6 @@ def _check_castable(path: str, name: str, stored: torch.dtype, used: torch.dtype
 
 
 def _check_range(path: str, name: str, stored: torch.dtype, target: Tensor) -> None:
-    """Raise an error if values became infinite because the model's type has a smaller range."""
     if stored == target.dtype or torch.finfo(stored).max <= torch.finfo(target.dtype).max:
         return
     if target.isinf().any():

@@ -31,7 +31,7 @@ class RankState(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """File that one rank has written for a checkpoint."""
+    """Rank's file that was written for a checkpoint."""
 
     entry: FileEntry
     names: tuple[str, ...]
@@ -39,14 +39,14 @@ class WrittenFile(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writer of one checkpoint, with one object on every rank.
+    """Writer of one checkpoint, with one object on every rank. Writing begins when the object is created.
 
     Args:
         stored: State and tensors of this rank.
-        folder: New folder for the checkpoint; it is removed if a rank cannot write its part.
+        folder: New folder for the checkpoint. It is removed if a rank cannot write its part.
         exchange: Exchange of values between all ranks.
-        in_thread: Whether to write in a thread, from a copy of the tensors in host memory.
-        position: Record of what this rank does, to which written bytes are reported.
+        in_thread: If true, write in a thread, from a copy of the tensors in host memory.
+        position: Progress record of this rank; the bytes written are counted in it.
         rank: Rank of this process.
         publish: Function that completes the checkpoint when all files are written; called on the first rank.
     """
@@ -68,18 +68,20 @@ class CheckpointWriter:
         if in_thread:
             copied = {name: tensor.to("cpu", copy=True) for name, tensor in stored.tensors.items()}
             threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = threads.submit(lambda: self._decided(self._write_file(RankState(stored.state, copied))))
+            self._pending = threads.submit(
+                lambda: self._exchange_reports(self._write_file(RankState(stored.state, copied)))
+            )
             threads.shutdown(wait=False)
         else:
             # While the main thread writes, this rank does not wait for other ranks.
             position.set_activity("writing a checkpoint")
             report = self._write_file(stored)
             position.set_activity("a checkpoint", waits_for=STORE)
-            self._pending.set_result(self._decided(report))
+            self._pending.set_result(self._exchange_reports(report))
 
     @property
     def is_done(self) -> bool:
-        """True if all ranks have written their parts, or failed, so that `finish` does not wait."""
+        """True if all ranks have written their parts or failed. `finish` then returns at once."""
         return self._pending.done()
 
     def finish(self) -> None:
@@ -93,7 +95,6 @@ class CheckpointWriter:
             raise NotWrittenError(problem)
 
     def _write_file(self, stored: RankState) -> dict[str, Any]:
-        """Write this rank's file; return the file's entry and names, or the problem, for the first rank."""
         try:
             self._folder.mkdir(exist_ok=True)
             counted = _CountedFile(self._folder / file_name(self._rank), self._position)
@@ -105,12 +106,11 @@ class CheckpointWriter:
             return {"problem": str(error)}
         return {"entry": asdict(entry), "names": list(stored.tensors)}
 
-    def _decided(self, report: dict[str, Any]) -> str:
-        """Return the reason why a rank could not write its part; empty if all ranks succeeded."""
-        problem: str = self._exchange.decide(report, self._published)
+    def _exchange_reports(self, report: dict[str, Any]) -> str:
+        problem: str = self._exchange.decide(report, self._publish_or_remove)
         return problem
 
-    def _published(self, reports: Sequence[dict[str, Any]]) -> str:
+    def _publish_or_remove(self, reports: Sequence[dict[str, Any]]) -> str:
         problem = next((str(report["problem"]) for report in reports if "problem" in report), "")
         if not problem:
             try:
@@ -124,7 +124,7 @@ class CheckpointWriter:
 
 
 class _CountedFile(io.FileIO):
-    """File to write that is synced every `_SYNCED_BYTES`, and whose bytes are counted in the rank's position."""
+    """File for writing that is synced every `_SYNCED_BYTES`. The rank's `position` counts the written bytes."""
 
     def __init__(self, path: Path, position: Position) -> None:
         super().__init__(path, "wb")
@@ -132,7 +132,6 @@ class _CountedFile(io.FileIO):
         self._unsynced_bytes = 0
 
     def write(self, data: Any, /) -> int:
-        """Write at most `_SYNCED_BYTES` of the data, and return the number of bytes written."""
         count = super().write(memoryview(data).cast("B")[:_SYNCED_BYTES])
         self._unsynced_bytes += count
         if self._unsynced_bytes >= _SYNCED_BYTES:

@@ -1,4 +1,4 @@
-"""Measure the cost of the executor on this machine: time per micro-batch and stage, and the link of two processes.
+"""Cost of the executor on this machine: time per micro-batch and stage, and the link between two processes.
 
 A pipeline of two processes runs layers that compute nothing, and is analyzed like any run (`run_times.py`). The time
 before a forward or backward that receives nothing is the executor's own time, which includes sending. The additional
@@ -8,8 +8,8 @@ a transfer keeps the receiving stage busy.
 The layers write more memory than the cache holds, as real layers do. With all its data in the cache, the executor takes
 40 us; between the layers of a model, it takes 200 to 400 us.
 
-If other programs run, these times are ten times as long, and stored results would make later predictions wrong. So the
-results are stored only if each of the two processes had a core for itself.
+If other programs run, these times are ten times as long, and stored results would make later predictions wrong. The
+results are therefore stored only if each of the two processes had a core for itself.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ _SIZES = 1024, 1024 * 1024
 
 
 class MeasuredExecutor(NamedTuple):
-    """Measured cost of the executor, and whether other programs disturbed the measurement."""
+    """Measured cost of the executor, and a flag that tells if other programs disturbed the measurement."""
 
     cost: ExecutorCost
     is_alone: bool
@@ -59,14 +59,14 @@ class MeasuredExecutor(NamedTuple):
 
 
 def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
-    """Return the executor's cost from the file `cache`, or measure the cost and store it in this file.
+    """Return the executor's cost from a cache file, or measure the cost and store it there.
 
     A stored cost is valid for this machine and this version of torch. If other programs run during the measurement, the
     cost is not stored.
 
     Args:
-        cache: File of the stored cost.
-        warn: Called with a message if other programs run during the measurement.
+        cache: Path of the cache file.
+        warn: Function that is called with a message if other programs run during the measurement.
     """
     machine = {"cpu": cpu_name(), "torch": str(torch.__version__), "gpipe-plan": __version__}
     # If the file is missing or damaged, the cost is measured again.
@@ -89,13 +89,13 @@ def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
 
 
 def measure_executor() -> MeasuredExecutor:
-    """Measure the executor with two processes on the CPU, over gloo; takes a few seconds."""
+    """Measure the executor's cost with two processes on the CPU, over gloo. This takes a few seconds."""
     with tempfile.TemporaryDirectory() as folder:
         with _without_main():
             started = spawn(_worker, args=(folder,), nprocs=2, join=False)
         while not started.join():
             pass
-        runs = {size: {rank: _run(folder, rank, size) for rank in range(2)} for size in _SIZES}
+        runs = {size: {rank: _read_run(folder, rank, size) for rank in range(2)} for size in _SIZES}
     # All processes of one machine have one clock.
     processes = ({rank: run.steps for rank, run in each.items()} for each in runs.values())
     small, large = (mean_waits(steps, overlaps=False) for steps in processes)
@@ -112,7 +112,10 @@ def measure_executor() -> MeasuredExecutor:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Prevent processes started in the block from running the caller's main file, which may lack a guard."""
+    """Prevent processes that are started in the block from running the caller's main file.
+
+    The file may lack an `if __name__ == "__main__"` guard.
+    """
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield
@@ -127,7 +130,7 @@ def _worker(rank: int, folder: str) -> None:
         store = dist.FileStore(f"{folder}/store_{size}", 2)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         spans: list[RunSpan] = []
-        step = empty_step(rank, 2, size, timer=partial(_timed, spans, rank), leaves_cache=True)
+        step = make_empty_step(rank, 2, size, timer=partial(_timed, spans, rank), leaves_cache=True)
         steps = []
         for number in range(_WARM_UPS + _STEPS):
             if number == _WARM_UPS:
@@ -136,7 +139,7 @@ def _worker(rank: int, folder: str) -> None:
             steps.append(RunStep(number, tuple(spans)))
             spans.clear()
         run = _Run(tuple(steps[_WARM_UPS:]), core_time().since(warm).share)
-        _file(folder, rank, size).write_text(json.dumps(run), encoding="utf-8")
+        _run_path(folder, rank, size).write_text(json.dumps(run), encoding="utf-8")
         dist.destroy_process_group()
 
 
@@ -153,16 +156,16 @@ def _timed(spans: list[RunSpan], stage: int, kind: Label, work: Callable[[], Any
     return result
 
 
-def _file(folder: str, rank: int, size: int) -> Path:
+def _run_path(folder: str, rank: int, size: int) -> Path:
     return Path(folder, f"run_{rank}_{size}")
 
 
-def _run(folder: str, rank: int, size: int) -> _Run:
-    steps, core_share = json.loads(_file(folder, rank, size).read_text(encoding="utf-8"))
+def _read_run(folder: str, rank: int, size: int) -> _Run:
+    steps, core_share = json.loads(_run_path(folder, rank, size).read_text(encoding="utf-8"))
     return _Run(tuple(RunStep(number, tuple(RunSpan(*span) for span in spans)) for number, spans in steps), core_share)
 
 
-def empty_step(
+def make_empty_step(
     index: int,
     num_stages: int,
     size: int,
@@ -171,20 +174,20 @@ def empty_step(
     timer: ActionTimer | None = None,
     leaves_cache: bool = False,
 ) -> Callable[[], None]:
-    """Return a function that runs a step of a pipeline on the CPU whose layers compute nothing.
+    """Return a function that runs one step of a CPU pipeline whose layers compute nothing.
 
     Args:
-        index: Stage of this process.
-        num_stages: Number of stages, 1 or 2; each process runs one.
-        size: Number of float32 values that cross the boundary.
+        index: Index of the stage that this process runs.
+        num_stages: Number of stages, 1 or 2. Each process runs one stage.
+        size: Number of float32 values that are sent between the stages.
         group: Processes of the pipeline, in order; by default all processes.
-        timer: Called with every forward and backward; by default, these are not timed.
-        leaves_cache: Whether layers write more memory than the cache holds.
+        timer: Function that runs and times every forward and backward; by default, they are not timed.
+        leaves_cache: If true, layers write more memory than the cache holds.
     """
     is_last = index == num_stages - 1
     crossing = Boundary.of(torch.empty(1, size, device="meta", requires_grad=index > 0))
     module = StageModule(
-        [Layer("nothing", _Nothing(torch.zeros(CACHE_BYTES // 4 if leaves_cache else 0)))],
+        [Layer("nothing", _PassThrough(torch.zeros(CACHE_BYTES // 4 if leaves_cache else 0)))],
         received=crossing,
         recompute="never",
         micro_batches=MICRO_BATCHES,
@@ -210,9 +213,7 @@ def empty_step(
     return step
 
 
-class _Nothing(nn.Module):
-    """Module that returns values and gradients unchanged, and fills the tensor `scratch` with zeros each time."""
-
+class _PassThrough(nn.Module):
     def __init__(self, scratch: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
@@ -242,8 +243,6 @@ def _first_value(output: Tensor, _target: Any) -> Tensor:
 
 
 class _ZeroLoss(torch.autograd.Function):
-    """Loss of zero that computes nothing in forward and backward."""
-
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:
         ctx.like = output

@@ -1,4 +1,4 @@
-"""Compose the note at the end of a run whose time or memory differs from the plan."""
+"""Note at the end of a run whose time or memory differs from the plan."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -15,7 +15,9 @@ from planner.device.machine import usable_cores
 def drift_note(
     balance: Balance, report: RunReport, *, num_here: int, advice: Callable[[RunPrediction], Sequence[str]]
 ) -> str:
-    """Return a note on how a run differs from its plan; empty if it does not differ, or cannot be judged.
+    """Return a note about differences between a run and its plan.
+
+    The note is empty if there are no differences, or if they cannot be judged.
 
     Args:
         balance: Balance configuration of the run.
@@ -31,5 +33,10 @@ def drift_note(
 
 
 def paths_of_plan_and_profile(planned: RunPrediction, folder: Path) -> tuple[str, str]:
-    """Return the paths of plan and profile, relative to the working directory of the script."""
+    """Return the paths of the plan and the profile, relative to the working directory of the script.
+
+    Args:
+        planned: Predictions that name the plan and the profile.
+        folder: Folder to which these names are relative.
+    """
     return os.path.relpath(folder / planned.plan), os.path.relpath(folder / planned.profile)

@@ -1,8 +1,8 @@
-"""Measure the links between neighboring processes on the machines of the pipeline, with torchrun.
+"""Measure the links between neighboring processes of a pipeline, with torchrun.
 
-Over gloo, a transfer occupies sender and receiver, and adds more time to a step than moving the bytes takes. So it is
-measured in steps of the engine, as in `planner.executor.measure.calibrate` for two processes of one machine. NCCL's
-transfers overlap with computation, so half of a round trip is measured.
+Over gloo, a transfer occupies sender and receiver, and adds more time to a step than moving the bytes takes. The link
+is therefore measured in steps of the engine, as in `planner.executor.measure.calibrate` for two processes of one
+machine. Transfers over NCCL overlap with computation, so half of a round trip is measured.
 """
 
 import os
@@ -19,7 +19,7 @@ from planner.core.values.links import Links, MeasuredLink, fit_link
 from planner.core.values.profile import GENERATOR, Device, Environment
 from planner.device.clock import typical_us
 from planner.device.kinds import DEVICE_KINDS, kind_of
-from planner.executor.measure.calibrate import MICRO_BATCHES, empty_step
+from planner.executor.measure.calibrate import MICRO_BATCHES, make_empty_step
 
 _SIZES = tuple(4**n * 1024 for n in range(8))
 """Message sizes in bytes: 1 KiB to 16 MiB."""
@@ -33,14 +33,16 @@ Group = dist.ProcessGroup
 
 
 def measure_links(device: str = "auto", progress: Callable[[str, int, int], None] = lambda *_: None) -> Links | None:
-    """Measure the link from every process to the next, one pair after another. Every process calls this function.
+    """Measure the link from every process to the next process, one pair after another.
+
+    Every process must call this function.
 
     Args:
         device: `cpu`, `cuda`, or `auto`: CUDA if every process of this machine has a separate device.
-        progress: Called with the pair, the number of finished pairs, and the number of all pairs.
+        progress: Function that is called with the pair, the number of finished pairs, and the number of all pairs.
 
     Returns:
-        All links in the first process; None in other processes.
+        All links, in the first process; None in other processes.
 
     Raises:
         UsageError: This machine has fewer CUDA devices than processes.
@@ -77,7 +79,7 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
             if kind.transfers_overlap:
                 times = [_round_trip_us(rank, sender, size, group=both, device=device) / 2 for size in _SIZES]
             else:
-                times = _over_gloo(rank - sender, one, both)
+                times = _transfer_us_over_gloo(rank - sender, one, both)
             times = [round(time_us, 1) for time_us in times]
             if rank == sender:
                 link = fit_link(_SIZES, times, blocking=not kind.transfers_overlap)
@@ -96,21 +98,20 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
     )
 
 
-def _over_gloo(index: int, one: Group, both: Group) -> list[float]:
-    """Return the time of a transfer of one micro-batch for each message size; valid on the sender only.
+def _transfer_us_over_gloo(index: int, one: Group, both: Group) -> list[float]:
+    """Return the transfer time of one micro-batch for each message size, on the sender.
 
     Two stages that compute nothing take 2 (o + M (o + t)) for a step, because a transfer keeps the receiver busy. Here
-    o is the executor's time per forward or backward, t the transfer, M the number of micro-batches.
+    o is the executor's time per forward or backward, t the transfer time, and M the number of micro-batches.
     """
-    alone_us = _step_us(0, 1, _SIZES[0] // 4, one) if index == 0 else 0.0
+    alone_us = _empty_step_us(0, 1, _SIZES[0] // 4, one) if index == 0 else 0.0
     overhead_us = alone_us / (2 * MICRO_BATCHES)
-    steps_us = (_step_us(index, 2, size // 4, both) for size in _SIZES)
+    steps_us = (_empty_step_us(index, 2, size // 4, both) for size in _SIZES)
     return [max(0.0, (step_us / 2 - overhead_us) / MICRO_BATCHES - overhead_us) for step_us in steps_us]
 
 
-def _step_us(index: int, num_stages: int, size: int, group: Group) -> float:
-    """Return the median time of a step of a pipeline whose layers compute nothing, in microseconds."""
-    step = empty_step(index, num_stages, size, group=group)
+def _empty_step_us(index: int, num_stages: int, size: int, group: Group) -> float:
+    step = make_empty_step(index, num_stages, size, group=group)
     times = []
     for _ in range(_WARM_UPS + _STEPS):
         begin = time.perf_counter_ns()
@@ -120,7 +121,6 @@ def _step_us(index: int, num_stages: int, size: int, group: Group) -> float:
 
 
 def _round_trip_us(rank: int, sender: int, size_bytes: int, *, group: Group, device: torch.device) -> float:
-    """Return the median time in which a message goes from one process to the next and back, in microseconds."""
     is_sender = rank == sender
     peer = sender + 1 if is_sender else sender
     tensor, kind = torch.zeros(size_bytes // 4, device=device), kind_of(device)

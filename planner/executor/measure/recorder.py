@@ -1,4 +1,4 @@
-"""Record the times of this process's forwards and backwards, step times, and peak memory.
+"""Recorder of the times of this process's forwards and backwards, of step times, and of peak memory.
 
 Memory is read in the second step, when the optimizer's state exists. On the CPU, torch's profiler counts every
 allocation from the start of the process to the end of this step (see `planner.device.cpu`). This slows the first two
@@ -28,9 +28,7 @@ _RECOMPUTING = frozenset(kind.label for kind in KINDS.values() if kind.direction
 """Actions that may begin with recomputation."""
 
 
-class _Timed(NamedTuple):
-    """Action whose begin and end are unknown until the device has reached them."""
-
+class _PendingSpan(NamedTuple):
     kind: RunSpanKind
     stage: int
     micro_batch: int
@@ -39,12 +37,12 @@ class _Timed(NamedTuple):
 
 
 class Recorder:
-    """Recorder of times and memory of one rank; it must be created before the rank allocates memory."""
+    """Recorder of one rank's times and memory. Create it before the rank allocates memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = kind_of(device)
         self._step = 0
-        self._pending: list[_Timed] = []
+        self._pending: list[_PendingSpan] = []
         self._backward_of: int | None = None
         self.first_micro_batch = 0
         """Index of the first micro-batch of the current part of the mini-batch."""
@@ -61,28 +59,25 @@ class Recorder:
         """CPU time of this thread since the warm-up, divided by the time in which it could run; 0 if unknown."""
 
     def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
-        """Run `work` and record its time as an action of a micro-batch.
+        """Run `work`, record its time as an action of a micro-batch, and return its result.
 
         Args:
             kind: Kind of the action.
             work: Function to run.
             stage: Index of the stage.
             micro_batch: Index of the micro-batch in the current part of the mini-batch.
-
-        Returns:
-            The result of `work`.
         """
         micro_batch += self.first_micro_batch
         self._backward_of = micro_batch if kind in _RECOMPUTING else None
-        result = self._noted(kind, work, stage, micro_batch)
+        result = self._record_times(kind, work, stage, micro_batch)
         self._backward_of = None
         return result
 
     def timed_recomputation(self, work: Callable[[], Any], *, stage: int = 0) -> Any:
-        """Run `work`; if a backward is being timed, count the time of `work` as recomputation."""
+        """Run `work` and return its result. If a backward is being timed, record the time as recomputation."""
         if self._backward_of is None:
             return work()
-        return self._noted("recompute", work, stage, self._backward_of)
+        return self._record_times("recompute", work, stage, self._backward_of)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -94,7 +89,7 @@ class Recorder:
         yield
         self._device.synchronize()
         self.step_us.append((time.perf_counter_ns() - begin_ns) / 1e3)
-        self.steps.append(RunStep(self._step, self._collected(base, base_ns)))
+        self.steps.append(RunStep(self._step, self._spans_on_host_clock(base, base_ns)))
         if self._step == WARM_UP_STEPS - 1:
             self.peak = self._memory.end()
             self._warm = core_time()
@@ -107,28 +102,30 @@ class Recorder:
         """Record the block as the optimizer's step."""
         start = self._device.current_moment()
         yield
-        self._pending.append(_Timed("optimizer", stage, 0, start, self._device.current_moment()))
+        self._pending.append(_PendingSpan("optimizer", stage, 0, start, self._device.current_moment()))
 
     def typical_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
-        """Return the typical time of an action in microseconds (`run_times.typical_us`); 0 if no action was timed."""
+        """Return the typical time of an action, in microseconds (`run_times.typical_us`); 0 if none was timed."""
         return typical_us([step.spans for step in self.steps if step.number >= WARM_UP_STEPS], kind, stage)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which allocations are not counted; the block must release them."""
+        """Return a context manager whose block's allocations are not counted. The block must release them."""
         return self._memory.paused()
 
     def close(self) -> None:
-        """Stop recording. If memory was not read because the run was too short, the peak is that of the whole run."""
+        """Stop recording.
+
+        If the run was too short for a memory reading, the peak becomes that of the whole run.
+        """
         self.peak = self._memory.close() or self.peak
 
-    def _noted(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:
+    def _record_times(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:
         start = self._device.current_moment()
         result = work()
-        self._pending.append(_Timed(kind, stage, micro_batch, start, self._device.current_moment()))
+        self._pending.append(_PendingSpan(kind, stage, micro_batch, start, self._device.current_moment()))
         return result
 
-    def _collected(self, base: Moment, base_ns: int) -> tuple[RunSpan, ...]:
-        """Return the step's actions on the host's clock."""
+    def _spans_on_host_clock(self, base: Moment, base_ns: int) -> tuple[RunSpan, ...]:
         spans = tuple(
             RunSpan(kind, stage, micro_batch, *(base_ns + moment.ns_since(base) for moment in moments))
             for kind, stage, micro_batch, *moments in self._pending

@@ -2,7 +2,8 @@
 
 All times are converted to the first rank's clock. On one machine, all processes read the same clock
 (`time.perf_counter_ns` counts from the machine's start). A process on another machine exchanges a few messages with the
-first rank. The fastest round trip gives the offset of the clocks, with an error of at most half of that round trip.
+first rank. The fastest round trip gives the offset between the clocks, with an error of at most half of that round
+trip.
 """
 
 import platform
@@ -41,13 +42,13 @@ def run_report(
     losses: Sequence[float],
     samples: Sequence[int],
 ) -> tuple[list[ProcessRun], RunReport | None]:
-    """Collect the recordings of all processes on rank 0; every rank must call this function.
+    """Collect the recordings of all processes on rank 0. Every rank must call this function.
 
     Args:
-        balance: Balance configuration.
-        place: Position of this process in the job.
+        balance: Balance configuration of the run.
+        place: Place of this process in the job.
         recorder: Recorder of this process.
-        modules: Stages of this process.
+        modules: Modules of this process's stages.
         device: Device of this process.
         seed: Seed of the run.
         losses: Loss of every step.
@@ -56,7 +57,7 @@ def run_report(
     Returns:
         On rank 0, the recordings of all processes and the run report; on other ranks, an empty list and None.
     """
-    steps = _on_first_clock(tuple(recorder.steps), place.rank, device)
+    steps = _on_clock_of_rank_0(tuple(recorder.steps), place.rank, device)
     recorded = ProcessRun(place.rank, place.replica, steps), _stage_runs(balance, place, recorder, modules)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(recorded, gathered if place.rank == 0 else None)
@@ -91,13 +92,13 @@ def steps_report(
     """Return a run report that has losses and times of steps, but no stages.
 
     Args:
-        balance: Balance configuration.
+        balance: Balance configuration of the run.
         device: Device of the run.
         dtype: Dtype of the parameters.
         seed: Seed of the run.
         losses: Loss of every step.
         samples: Number of samples of every step, over all replicas.
-        step_us: Time of every step in microseconds.
+        step_us: Time of every step, in microseconds.
     """
     return RunReport(
         generator=Generator(name="gpipe-plan", version=__version__),
@@ -122,7 +123,9 @@ def steps_report(
 def clock_offset_ns(
     rank: int, peer: int, device: torch.device, clock_ns: Callable[[], int] = time.perf_counter_ns
 ) -> int:
-    """Return the difference between rank 0's clock and the clock of rank `peer`; both ranks must call this function.
+    """Measure the offset between the clocks of rank 0 and another rank.
+
+    Both ranks must call this function.
 
     Args:
         rank: Rank of this process: 0 or `peer`.
@@ -131,7 +134,7 @@ def clock_offset_ns(
         clock_ns: Function that reads the clock, in nanoseconds.
 
     Returns:
-        On `peer`, the offset in nanoseconds to add to its clock; on rank 0, an undefined value.
+        On rank `peer`, the nanoseconds to add to its clock; on rank 0, an undefined value.
     """
     message = torch.zeros(2, dtype=torch.int64, device=device)
     best = (float("inf"), 0)
@@ -151,18 +154,17 @@ def clock_offset_ns(
     return best[1]
 
 
-def _on_first_clock(steps: tuple[RunStep, ...], rank: int, device: torch.device) -> tuple[RunStep, ...]:
-    """Return the steps of this process on the clock of rank 0; every rank must call this function."""
+def _on_clock_of_rank_0(steps: tuple[RunStep, ...], rank: int, device: torch.device) -> tuple[RunStep, ...]:
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     offset_ns = 0
     for peer, host in enumerate(hosts):
         if host != hosts[0] and rank in (0, peer):
             offset_ns = clock_offset_ns(rank, peer, device)
-    return steps if rank == 0 else tuple(_moved(step, offset_ns) for step in steps)
+    return steps if rank == 0 else tuple(_shifted(step, offset_ns) for step in steps)
 
 
-def _moved(step: RunStep, offset_ns: int) -> RunStep:
+def _shifted(step: RunStep, offset_ns: int) -> RunStep:
     spans = (s._replace(start_ns=s.start_ns + offset_ns, end_ns=s.end_ns + offset_ns) for s in step.spans)
     return step._replace(spans=tuple(spans))
 

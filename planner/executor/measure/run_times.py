@@ -10,9 +10,9 @@ the engine's own time.
     receiver    | action |        | action
                          |--idle--|transfer|
 
-A step is a sum of many such times; most are short, and a few are several times as long. So means are reported: the sum
-of medians would be 5 to 10 % below the step time of two busy processes on a CPU. Means are over the middle half of the
-steps, ordered by their time, because other programs may have disturbed the slowest ones.
+A step is a sum of many such times. Most are short, and a few are several times as long. Means are therefore reported:
+the sum of medians would be 5 to 10 % below the step time of two busy processes on a CPU. Means are over the middle half
+of the steps, ordered by their time, because other programs may have disturbed the slowest steps.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,10 @@ Item = TypeVar("Item")
 
 
 class RunSpan(NamedTuple):
-    """Action of a process with its begin and end. A recomputation is a span within the span of its backward or I."""
+    """Action of a process, with its begin and end.
+
+    The span of a recomputation is within the span of its backward (B or I).
+    """
 
     kind: RunSpanKind
     stage: int
@@ -41,14 +44,14 @@ class RunSpan(NamedTuple):
 
 
 class RunStep(NamedTuple):
-    """Actions of one process in one step."""
+    """Recorded actions of one process in one step."""
 
     number: int
     spans: tuple[RunSpan, ...]
 
 
 class ProcessRun(NamedTuple):
-    """Steps of one process."""
+    """Recorded steps of one process."""
 
     rank: int
     replica: int
@@ -77,16 +80,17 @@ class Transfer(NamedTuple):
     @property
     def boundary(self) -> int:
         """Index of the stage before the boundary."""
-        return min(self.stage, _source_of(self.kind, self.stage))
+        return min(self.stage, _source_stage(self.kind, self.stage))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWaits:
-    """Times of one step in which the processes of a pipeline did not compute.
+    """Times of one step in which the processes of a pipeline do not compute.
 
-    They are measured within a window of time, from the first forward to the last backward of the pipeline. With split
+    The times are measured within a window, from the first forward to the last backward of the pipeline. With split
     backwards, a process that has finished its actions begins the next step, so each process has its own window. All
-    these windows have the same length, as in predictions: the longest time from first to last action of any process.
+    these windows have the same length, as in predictions: the longest time from the first to the last action of any
+    process.
     """
 
     window_ns: int
@@ -99,7 +103,7 @@ class StepWaits:
     """Engine's own time before each action that received nothing."""
 
     def bubble(self, overhead_ns: float = 0.0) -> float:
-        """Return the share of time, within the processes' windows, in which they neither compute nor run the engine.
+        """Return the bubble: the fraction of the step in which a process waits, averaged over the processes.
 
         Args:
             overhead_ns: Engine's own time within each transfer, which is not part of the bubble.
@@ -111,7 +115,7 @@ class StepWaits:
 
 
 def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
-    """Find idle times, transfers and engine times in one step of a pipeline.
+    """Return idle times, transfers and engine times in one step of a pipeline.
 
     Args:
         processes: Actions of each process, by rank, on the same clock.
@@ -122,7 +126,7 @@ def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
     }
     ready = {(_flow(s), s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
     overlap = any(span.kind == WEIGHT_BACKWARD.label for row in rows.values() for span in row)
-    begins_ns, window_ns = _windows(rows, overlap=overlap)
+    begins_ns, window_ns = _process_windows(rows, overlap=overlap)
     idle_ns = dict.fromkeys(rows, 0)
     transfers: list[Transfer] = []
     overhead_ns: list[int] = []
@@ -130,7 +134,9 @@ def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
         begin_ns = free_ns = begins_ns[rank]
         for span in row:
             message_kind = _flow(span)
-            sender, ready_ns = ready.get((message_kind, _source_of(span.kind, span.stage), span.micro_batch), (rank, 0))
+            sender, ready_ns = ready.get(
+                (message_kind, _source_stage(span.kind, span.stage), span.micro_batch), (rank, 0)
+            )
             if sender != rank and message_kind is not None:
                 # Before its first action, a process sees the whole transfer. Separate windows do not include it.
                 free_ns = min(ready_ns, free_ns) if overlap and span is row[0] else free_ns
@@ -156,7 +162,10 @@ def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanWaits:
-    """Means, over the middle steps of a run, of the times in which a pipeline's processes did not compute."""
+    """Mean times in which the processes of a pipeline do not compute.
+
+    Means are over the middle half of the steps.
+    """
 
     bubble: float
     """Share of the processes' time in which they neither compute nor run the engine."""
@@ -171,17 +180,17 @@ class MeanWaits:
 
 
 def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:
-    """Return the mean times in which the processes of a pipeline did not compute.
+    """Return the mean times in which the processes of a pipeline do not compute.
 
-    If transfers overlap with computation, only a receiver that was waiting sees the whole transfer. Other transfers are
-    used only for boundaries at which no receiver waited.
+    If transfers overlap with computation, only a receiver that waits sees the whole transfer. Other transfers are used
+    only for boundaries at which no receiver waited.
 
     Args:
         processes: Steps of each process, by rank, on the same clock.
-        overlaps: Whether transfers overlap with computation.
+        overlaps: True if transfers overlap with computation.
 
     Returns:
-        The means; None if there is no step that all processes recorded.
+        The mean times; None if no step was recorded by all processes.
     """
     by_step: dict[int, dict[int, Iterable[RunSpan]]] = {}
     for rank, steps in processes.items():
@@ -204,15 +213,12 @@ def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
 
 
 def add_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
-    """Add bubble, idle times, transfers and engine time after the warm-up to a report.
+    """Return a run report with bubble, idle times, transfers and engine time after the warm-up.
 
     Args:
-        report: Report of the run.
+        report: Report of the run without these times.
         runs: Recordings of all processes, on the same clock.
-        overlaps: Whether transfers overlap with computation.
-
-    Returns:
-        The report with these times.
+        overlaps: True if transfers overlap with computation.
     """
     waiting: dict[int, MeanWaits] = {}
     for replica in sorted({run.replica for run in runs}):
@@ -237,9 +243,9 @@ def add_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) 
 def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
     """Return the typical time of an action of one micro-batch on a stage, in microseconds.
 
-    For each micro-batch, the mean over the middle steps is computed. The result is the median of these means, because
-    the last micro-batch may not be recomputed. I and W together count as one backward. For the kind `recompute`,
-    micro-batches without recomputation count as 0.
+    For each micro-batch, the mean over the middle half of the steps is computed. The result is the median of these
+    means, because the last micro-batch may not be recomputed. I and W together count as one backward. For the kind
+    `recompute`, micro-batches without recomputation count as 0.
 
     Args:
         steps: Actions of each step.
@@ -247,7 +253,7 @@ def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int
         stage: Index of the stage.
 
     Returns:
-        The time; 0 if no such action was recorded.
+        The typical time; 0 if no such action was recorded.
     """
     kinds = _BACKWARDS if kind == "backward" else {kind}
     taken: dict[int, list[int]] = {}
@@ -293,13 +299,7 @@ def _crossings(transfers: Iterable[Transfer], *, overlaps: bool) -> dict[tuple[R
     return crossings
 
 
-def _windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[dict[int, int], int]:
-    """Return the start of each process's window of time (see `StepWaits`), by rank, and the length of all windows.
-
-    Args:
-        rows: Actions of each process, by rank.
-        overlap: Whether consecutive steps overlap, so that each process has its own window.
-    """
+def _process_windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[dict[int, int], int]:
     spans = [span for row in rows.values() for span in row]
     if overlap:
         begins_ns = {rank: row[0].start_ns if row else 0 for rank, row in rows.items()}
@@ -309,7 +309,6 @@ def _windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[d
 
 
 def _middle_half(steps: Iterable[tuple[int, Item]]) -> list[Item]:
-    """Return the items of pairs (time, item) without the fastest and the slowest quarter."""
     ordered = [item for _, item in sorted(steps, key=itemgetter(0))]
     left_out = (len(ordered) + 1) // 4
     return ordered[left_out : len(ordered) - left_out]
@@ -323,8 +322,7 @@ def _flow(span: RunSpan) -> MessageKind | None:
     return _KINDS[span.kind].message_kind
 
 
-def _source_of(kind: RunSpanKind, stage: int) -> int:
-    """Return the stage whose result a forward or backward takes; at an end of the chain, this stage does not exist."""
+def _source_stage(kind: RunSpanKind, stage: int) -> int:
     return stage - _KINDS[kind].direction
 
 

@@ -1,4 +1,4 @@
-"""Record of one step, for step callbacks of the script such as loggers for TensorBoard."""
+"""Record of one step, for callbacks of the script such as loggers for TensorBoard."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -40,16 +40,16 @@ OnStep = Callable[[StepRecord], None]
 
 
 class StepCallback:
-    """Caller of the script's function after every step, on one rank.
+    """Callback of the script that is called after every step, on one rank.
 
-    The function draws from separate random states, so that this rank's states stay equal to those of other ranks.
+    The callback draws from separate random states, so that this rank's states stay equal to those of other ranks.
     """
 
     def __init__(self, on_step: OnStep, seed: int) -> None:
         self._on_step, self._states = on_step, SeparateStates(HostStates.seeded(seed))
 
     def call(self, record: StepRecord) -> None:
-        """Call the script's function with the record of a step."""
+        """Call the script's callback with the record of a step."""
         with self._states:
             self._on_step(record)
 

@@ -1,4 +1,4 @@
-"""Write the last steps of all ranks as one trace, in the form of a predicted trace (`gpipe-plan show --trace`).
+"""Trace of the last steps of all ranks, in the format of a predicted trace (`gpipe-plan show --trace`).
 
 Each rank is a process in the trace. A transfer is drawn between the receiver's actions, and at the same time on the
 sender's row. It begins when the sender has the tensors ready and the receiver is idle.
@@ -12,31 +12,31 @@ from planner.files.trace import TraceSlice, trace_text
 
 
 def trace_json(runs: Sequence[ProcessRun], title: str) -> str:
-    """Return the trace of all processes as JSON text; time 0 is the first recorded action."""
+    """Return the trace of all processes as JSON text.
+
+    Time 0 is the start of the first recorded action.
+    """
     begin_ns = min((span.start_ns for run in runs for step in run.steps for span in step.spans), default=0)
     num_stages = max((span.stage + 1 for run in runs for step in run.steps for span in step.spans), default=1)
     num_devices = len({run.rank for run in runs}) // len({run.replica for run in runs} or {0})
-    trace = _Trace(begin_ns=begin_ns, num_devices=num_devices, has_chunks=num_stages > num_devices)
+    trace = _SliceMaker(begin_ns=begin_ns, num_devices=num_devices, has_chunks=num_stages > num_devices)
     numbers = sorted({step.number for run in runs for step in run.steps})
     return trace_text(
         {run.rank: f"rank {run.rank}" for run in runs},
-        (entry for number in numbers for entry in trace.step(number, runs)),
+        (entry for number in numbers for entry in trace.slices_of_step(number, runs)),
         title=title,
         description="measured by gpipe-plan's executor",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Trace:
-    """Maker of the trace's slices, which all have the same clock."""
-
+class _SliceMaker:
     begin_ns: int
     num_devices: int
     """Number of devices of one pipeline."""
     has_chunks: bool
 
-    def step(self, number: int, runs: Sequence[ProcessRun]) -> Iterator[TraceSlice]:
-        """Yield the slices of one step of every pipeline."""
+    def slices_of_step(self, number: int, runs: Sequence[ProcessRun]) -> Iterator[TraceSlice]:
         for replica in sorted({run.replica for run in runs}):
             rows = {run.rank: _spans(run, number) for run in runs if run.replica == replica}
             for rank, spans in rows.items():

@@ -4,10 +4,10 @@
     replica 0 <-> ... <-> replica R - 1                  phase, step, sum of the loss counts
 
 K is the number of devices of a pipeline, R the number of replicas. If ranks run different phases, a transfer between
-them fails, often on a rank without fault, or never ends. So a few numbers are sent along each pipeline before anything
-else. A rank waits only for the previous rank, for which its first forward would have to wait anyway. Each rank compares
-before it sends, so the first rank that differs reports the difference, and later ranks compute nothing. The ranks of
-the last stages compare the phases of replicas in the same message in which they sum the loss counts.
+them fails, often on a rank without fault, or never ends. Before anything else, a few numbers are therefore sent along
+each pipeline. A rank waits only for the previous rank, for which its first forward would have to wait anyway. Each rank
+compares before it sends, so the first rank that differs reports the difference, and later ranks compute nothing. The
+ranks of the last stages compare the phases of replicas in the same message in which they sum the loss counts.
 """
 
 from collections.abc import Sequence
@@ -39,29 +39,24 @@ _NUM_SIZES = 6
 """Number of mini-batch sizes in a message; the last one is the sum of all remaining sizes."""
 
 
-class _Begun(NamedTuple):
-    """Phase that a rank begins, with the step and the sizes of mini-batches."""
-
+class _BegunPhase(NamedTuple):
     phase: Phase
     step: int
     sizes: tuple[int, ...] = ()
     """Samples of each mini-batch of the step."""
 
     @classmethod
-    def read(cls, numbers: Sequence[float]) -> "_Begun":
-        """Decode a message of another rank (see `numbers`)."""
+    def read(cls, numbers: Sequence[float]) -> "_BegunPhase":
         phase, step, *sizes = map(int, numbers)
         return cls(_PHASES[phase], step, tuple(size for size in sizes if size))
 
     @property
     def numbers(self) -> list[float]:
-        """Numbers that encode this phase in a message of fixed length."""
         sizes = [*self.sizes[: _NUM_SIZES - 1], sum(self.sizes[_NUM_SIZES - 1 :])]
         return [_PHASES.index(self.phase), self.step, *sizes, *[0.0] * (_NUM_SIZES - len(sizes))]
 
     @property
-    def words(self) -> str:
-        """Description of a rank that begins this phase, such as "at step 3"."""
+    def description(self) -> str:
         if self.phase == "step":
             named = "a mini-batch" if len(self.sizes) == 1 else "mini-batches"
             samples = " and ".join(map(str, self.sizes))
@@ -76,7 +71,14 @@ class _Begun(NamedTuple):
 
 
 class Agreement:
-    """Comparison of the phases that ranks begin. Every rank of the job has one; messages are tensors on `device`."""
+    """Comparison of the phases that ranks begin. Every rank of the job has one such object.
+
+    Args:
+        place: Place of this process in the job.
+        groups: Process groups of this process.
+        device: Device of the messages.
+        position: Progress record of this rank, for error messages.
+    """
 
     def __init__(self, place: ProcessPlace, groups: ProcessGroups, device: torch.device, position: Position) -> None:
         self._place, self._groups, self._position = place, groups, position
@@ -86,7 +88,7 @@ class Agreement:
         self._has_ended = False
 
     def check_and_sum(self, phase: Phase, step: int, sizes: Sequence[int] = (), *, count: float = 0.0) -> float:
-        """Compare the phase that this rank begins with the phases of other ranks, and sum the loss counts.
+        """Compare the phase that this rank begins with those of other ranks, and sum the loss counts.
 
         Every rank must call this method.
 
@@ -106,7 +108,7 @@ class Agreement:
         if is_alone or (self._has_ended and phase == "end"):
             return count
         self._has_ended = phase == "end"
-        begun = _Begun(phase, step, tuple(sizes))
+        begun = _BegunPhase(phase, step, tuple(sizes))
         self._compare_along_pipeline(begun)
         total = self._compare_replicas(begun, count)
         if self._has_ended:
@@ -121,21 +123,21 @@ class Agreement:
         wait_for_all(self._sending)
         self._sending = []
 
-    def _compare_along_pipeline(self, begun: _Begun) -> None:
+    def _compare_along_pipeline(self, begun: _BegunPhase) -> None:
         place, group = self._place, self._groups.pipeline
         self._position.set_activity(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
         if place.position > 0:
             previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
             wait_for_all(transfer(dist.irecv, self._received, previous, group))
-            received = _Begun.read(self._received.tolist())
-            if received != _Begun.read(begun.numbers):
+            received = _BegunPhase.read(self._received.tolist())
+            if received != _BegunPhase.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)
         if place.position + 1 < place.num_devices:
             self.finish()  # the previous message, which the next rank has received by now
             self._own.copy_(torch.tensor(begun.numbers, dtype=torch.float64))
             self._sending = transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
 
-    def _compare_replicas(self, begun: _Begun, count: float) -> float:
+    def _compare_replicas(self, begun: _BegunPhase, count: float) -> float:
         place, group = self._place, self._groups.replicas
         if group is None or not place.is_last:
             return count
@@ -147,14 +149,18 @@ class Agreement:
         dist.all_gather(gathered, own, group=group)
         rows: list[list[float]] = torch.stack(gathered).tolist()
         for replica, row in enumerate(rows):
-            other = _Begun.read(row[:2])
+            other = _BegunPhase.read(row[:2])
             if other != begun._replace(sizes=()):
                 raise self._disagreement(begun._replace(sizes=()), other, place.rank_of(place.num_stages - 1, replica))
         return sum(row[2] for row in rows)
 
-    def _disagreement(self, begun: _Begun, other: _Begun, rank: int, *, has_more: bool = False) -> TrainingError:
+    def _disagreement(
+        self, begun: _BegunPhase, other: _BegunPhase, rank: int, *, has_more: bool = False
+    ) -> TrainingError:
         others = f"rank {rank}{' and all ranks before it are' if has_more else ' is'}"
         hint = "run the same steps, evaluations and checkpoints on every rank, and end all loops after the same step"
         if begun._replace(sizes=()) == other._replace(sizes=()):
             hint = "give every rank the same mini-batches: from the same files, in the same order"
-        return TrainingError(f"rank {self._place.rank} is {begun.words}, but {others} {other.words}", hint=hint)
+        return TrainingError(
+            f"rank {self._place.rank} is {begun.description}, but {others} {other.description}", hint=hint
+        )

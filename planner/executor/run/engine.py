@@ -12,7 +12,7 @@ Tensors of stage s and micro-batch m, from the instruction that stores them to t
 
     name                 stored by       released by
     _inputs[m]           step            end of step            model input, first stage only
-    _waiting[s, m]       F               B or I                 input and output of the stage
+    _in_flight[s, m]     F               B or I                 input and output of the stage
     _deferred[s, m]      I               W                      operands of deferred weight gradients
     _gradients[s, m]     B or I          send                   gradient of the stage's input
     _losses[m]           F               end of step            last stage only
@@ -54,7 +54,7 @@ class ActionTimer(Protocol):
     """Function that runs one action of a micro-batch and records its time."""
 
     def __call__(self, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:
-        """Call `work`, record its time as an action of kind `kind`, and return the result of `work`."""
+        """Call `work`, record its time as an action of kind `kind`, and return its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +74,10 @@ class EngineStage:
     additions to each gradient, or None if this number is unknown."""
 
 
-class _Action(NamedTuple):
-    """Action of a stage of this process, with values that are equal in every step."""
-
+class _StageAction(NamedTuple):
     stage: EngineStage
     message: Message
-    words: str
+    activity: str
     """Activity, for the watch."""
     source: int | None
     """Stage whose message this action needs, if any."""
@@ -92,26 +90,24 @@ class _Action(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """Tensors that a micro-batch keeps on a stage between its forward and its backward."""
-
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
 
 class Engine:
-    """Loop over the instructions that a schedule has for the stages of one process.
+    """Loop over a schedule's instructions for the stages of one process.
 
     Args:
-        stages: Stages in pipeline order; more than one only if the schedule runs several stages per device.
+        stages: Stages of this process, in pipeline order.
         num_stages: Number of stages of the whole pipeline.
         ranks: Ranks of the pipeline, in the order of its devices.
         device: Device of the stages.
         schedule: Schedule, which defines the order of forwards and backwards.
-        micro_batches: Number of micro-batches (M), which may be smaller than planned for the last mini-batch.
-        group: Processes of the pipeline; by default all.
+        micro_batches: Number of micro-batches (M). It may be smaller than planned for the last mini-batch.
+        group: Processes of the pipeline; by default all processes.
         precision: Precision of the layers.
-        position: Record of what this process is doing and waiting for, for error messages.
-        check_nan: Whether to check that every output is finite; each check waits for the device.
+        position: Progress record of this process, for error messages.
+        check_nan: If true, check that every output is finite. Each check waits for the device.
     """
 
     def __init__(
@@ -150,21 +146,22 @@ class Engine:
         """Input tensors of the model, of every micro-batch."""
         self._losses: list[Tensor] = []
         self._loss_gradients: Sequence[Tensor] = ()
-        self._instructions = self._bound(instruction_lists(order)[self._device_index])
+        self._instructions = self._bind_instructions(instruction_lists(order)[self._device_index])
 
     def step(
         self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None
     ) -> list[Tensor]:
-        """Run forward and backward of a mini-batch; gradients are added to the parameters' existing gradients.
+        """Run forward and backward of a mini-batch. Gradients are added to existing gradients.
 
         Args:
-            tensors: On the first stage, input tensors of the model with the mini-batch as first dimension; else empty.
-            targets: On the last stage, targets of every micro-batch; else empty.
+            tensors: On the first stage, input tensors of the model with the mini-batch as first dimension; elsewhere
+                empty.
+            targets: On the last stage, targets of every micro-batch; elsewhere empty.
             weights: On the last stage, factor of every micro-batch's loss; by default 1/M.
 
         Returns:
-            On the last stage, the weighted loss of every micro-batch, detached; else an empty list. Gradients are those
-            of the weighted losses times `loss_scale`.
+            On the last stage, the weighted loss of every micro-batch, detached; elsewhere an empty list. Gradients are
+            those of the weighted losses times `loss_scale`.
         """
         last = self._stages[-1]
         last.module.targets = list(targets)
@@ -189,8 +186,8 @@ class Engine:
         weight = weight.to(together).reshape(-1, *[1] * (together.ndim - 1))
         return list((together * weight).unbind())
 
-    def _bound(self, program: Sequence[Instruction]) -> list[Callable[[], None]]:
-        """Return a function that runs each instruction. Values that are equal in all steps are computed here, once."""
+    def _bind_instructions(self, program: Sequence[Instruction]) -> list[Callable[[], None]]:
+        # Values that are equal in all steps are computed here, once.
         runs = [x for x in program if x.do == "run"]
         last = {x.stage: x for x in runs if KINDS[x.kind].follows is not None}
         split = {(x.stage, x.micro_batch) for x in runs if x.kind == "I"}
@@ -203,10 +200,10 @@ class Engine:
 
     def _run_of(self, instruction: Instruction, *, is_split: bool, is_last: bool) -> Callable[[], None]:
         kind, stage, micro_batch = instruction.kind, instruction.stage, instruction.micro_batch
-        action = _Action(
+        action = _StageAction(
             stage=self._stage_at[stage],
             message=Message(kind, stage, micro_batch),
-            words=f"{KINDS[kind].label} of micro-batch {micro_batch}",
+            activity=f"{KINDS[kind].label} of micro-batch {micro_batch}",
             source=sending_stage(kind, stage, self._num_stages),
             target=receiving_stage(kind, stage, self._num_stages),
             is_split=is_split,
@@ -222,11 +219,11 @@ class Engine:
         rank = self._ranks[self._devices[other]]
         if instruction.do == "receive":
             # A forward receives the boundary tensors, a backward their gradients.
-            shapes = stage.received if kind == "F" else _carrying(stage.sent)
+            shapes = stage.received if kind == "F" else _tensors_with_gradient(stage.sent)
             return partial(self._transfers.post, message, shapes, rank)
         if kind == "F":
             return partial(self._send_output, message, rank)
-        return partial(self._send_gradient, message, _carrying(stage.received), rank)
+        return partial(self._send_gradient, message, _tensors_with_gradient(stage.received), rank)
 
     def _send_output(self, message: Message, rank: int) -> None:
         self._transfers.send_output(message, self._in_flight[message[1:]].outputs, rank)
@@ -234,14 +231,14 @@ class Engine:
     def _send_gradient(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
         self._transfers.send_gradient(self._gradients.pop(message[1:]), shapes, rank)
 
-    def _forward(self, action: _Action) -> None:
+    def _forward(self, action: _StageAction) -> None:
         stage, micro_batch = action.stage, action.message.micro_batch
-        inputs = self._inputs[micro_batch] if action.source is None else self._wait_for(action)
+        inputs = self._inputs[micro_batch] if action.source is None else self._wait_for_message(action)
         for tensor, shape in zip(inputs, stage.received, strict=True):
             if action.source is not None:
                 tensor.requires_grad_(shape.requires_grad)
         vars(stage.module)["micro_batch"] = micro_batch  # a module's own `__setattr__` takes 5 us
-        self._at(action)
+        self._set_activity(action)
         # Autocast is enabled for the forward, and for its recomputation; other parts of the backward run without it.
         with (
             forward_context(self._precision, self._device),
@@ -258,10 +255,10 @@ class Engine:
         elif self._is_here(action.target):
             self._transfers.hand_over(Message("F", action.target, micro_batch), tuple(x.detach() for x in outputs))
         else:
-            self._at(action, waits_for=action.target)
+            self._set_activity(action, waits_for=action.target)
 
-    def _backward(self, action: _Action) -> None:
-        """Run B, I or W. During the last backward of a step, complete gradients may already be summed over replicas."""
+    def _backward(self, action: _StageAction) -> None:
+        # During the last backward of a step, complete gradients may already be summed over replicas.
         run = self._weight_backward if action.message.kind == "W" else self._input_backward
         if not action.is_last:
             run(action)
@@ -270,12 +267,11 @@ class Engine:
         with action.stage.last_backward(None if deferred is None else count_additions(deferred)):
             run(action)
 
-    def _input_backward(self, action: _Action) -> None:
-        """Run the whole backward (B) or the input-gradient pass (I) of a micro-batch."""
+    def _input_backward(self, action: _StageAction) -> None:
         stage, (kind, *_, micro_batch) = action.stage, action.message
         at = stage.index, micro_batch
         is_last_stage = action.source is None
-        gradients = () if is_last_stage else self._wait_for(action)
+        gradients = () if is_last_stage else self._wait_for_message(action)
         inputs, outputs = self._in_flight.pop(at)
         if is_last_stage:
             # The weight of the loss is passed as its gradient. A factor would need one more operator in each direction.
@@ -283,29 +279,27 @@ class Engine:
             gradients = (self._loss_gradients[micro_batch].to(loss.dtype).reshape(loss.shape),)
         else:
             outputs = tuple(x for x, shape in zip(outputs, stage.sent, strict=True) if shape.requires_grad)
-        self._at(action)
+        self._set_activity(action)
         work = partial(self._run_backward, action, outputs, gradients)
         stage.timer(KINDS[kind].label, work, micro_batch=micro_batch)
         self._transfers.release_output(Message("F", *at))
         if action.target is None:
             return
         gradients = tuple(
-            _gradient_of(x) for x, shape in zip(inputs, stage.received, strict=True) if shape.requires_grad
+            _take_gradient(x) for x, shape in zip(inputs, stage.received, strict=True) if shape.requires_grad
         )
         if self._is_here(action.target):
             self._transfers.hand_over(Message("B", action.target, micro_batch), gradients)
         else:
             self._gradients[at] = gradients
-            self._at(action, waits_for=action.target)
+            self._set_activity(action, waits_for=action.target)
 
-    def _weight_backward(self, action: _Action) -> None:
-        """Run the weight-gradient pass (W) of a micro-batch."""
-        self._at(action)
+    def _weight_backward(self, action: _StageAction) -> None:
+        self._set_activity(action)
         work = partial(self._split.backward_weight, self._deferred.pop(action.message[1:]))
         action.stage.timer(KINDS["W"].label, work, micro_batch=action.message.micro_batch)
 
-    def _run_backward(self, action: _Action, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Run autograd for B or I. B adds gradients to leaves; I defers the gradients of weights."""
+    def _run_backward(self, action: _StageAction, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         # Outputs that depend on no trained parameter have no graph and need no backward.
         pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
         with_graph, of_these = [x for x, _ in pairs], [gradient for _, gradient in pairs]
@@ -315,24 +309,21 @@ class Engine:
         elif pairs:
             torch.autograd.backward(with_graph, of_these)
 
-    def _wait_for(self, action: _Action) -> tuple[Tensor, ...]:
-        """Wait for the message that an action needs, and return the message's tensors."""
-        self._at(action, waits_for=action.source)
+    def _wait_for_message(self, action: _StageAction) -> tuple[Tensor, ...]:
+        self._set_activity(action, waits_for=action.source)
         return self._transfers.take(action.message._replace(kind="F" if action.message.kind == "F" else "B"))
 
     def _is_here(self, stage: int) -> bool:
         return self._devices[stage] == self._device_index
 
-    def _at(self, action: _Action, *, waits_for: int | None = None) -> None:
-        self._position.set_activity(action.words, stage=action.message.stage, waits_for=waits_for)
+    def _set_activity(self, action: _StageAction, *, waits_for: int | None = None) -> None:
+        self._position.set_activity(action.activity, stage=action.message.stage, waits_for=waits_for)
 
 
-def _carrying(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors that carry a gradient; no gradients are sent for other tensors."""
+def _tensors_with_gradient(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(shape for shape in shapes if shape.requires_grad)
 
 
-def _gradient_of(tensor: Tensor) -> Tensor:
-    """Remove and return the gradient of a received tensor; return zeros if it has no gradient."""
+def _take_gradient(tensor: Tensor) -> Tensor:
     gradient, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if gradient is None else gradient

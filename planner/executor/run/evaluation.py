@@ -37,7 +37,7 @@ class EvaluationResult:
 
 
 class OutputObserver:
-    """Observer of the last stage's outputs: computes the user's metrics, and keeps the outputs if requested."""
+    """Sums of the user's metrics over the last stage's outputs, and the outputs if requested."""
 
     def __init__(self, metrics: Metrics | None, *, keeps_outputs: bool) -> None:
         self._metrics, self._keeps_outputs = metrics, keeps_outputs
@@ -82,7 +82,7 @@ class OutputObserver:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRunner:
-    """Stages of one process, to run forwards without gradients."""
+    """Runner of forwards without gradients, for the stages of one process."""
 
     modules: Sequence[StageModule]
     place: ProcessPlace
@@ -90,13 +90,13 @@ class ForwardRunner:
     precision: Precision
 
     def run(self, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Run the forward of every micro-batch in evaluation mode.
+        """Run the forward of every micro-batch in evaluation mode, and return the losses.
 
         Args:
-            inputs: Input tensors of the model for every micro-batch on the first stage; empty sequences on others.
+            inputs: Input tensors of the model for every micro-batch, on the first stage; elsewhere empty sequences.
 
         Returns:
-            Losses on the last stage; an empty list on others.
+            Loss of every micro-batch on the last stage; elsewhere an empty list.
         """
         losses: list[Tensor] = []
         transfers = Transfers(self.device, None)
@@ -121,8 +121,8 @@ class ForwardRunner:
     def _order(self, micro_batches: int) -> Iterator[tuple[int, int]]:
         """Yield (index of the stage among this process's stages, micro-batch) for every forward, in order.
 
-        A single stage runs all micro-batches in a row. If the process has several stages, each runs K micro-batches
-        before the next one does, where K is the number of devices.
+        If the process has several stages, each runs K micro-batches before the next one does. K is the number of
+        devices.
         """
         in_turn = max(1, micro_batches if len(self.modules) == 1 else self.place.num_devices)
         for begin in range(0, micro_batches, in_turn):

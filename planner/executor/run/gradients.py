@@ -14,7 +14,9 @@ from planner.model.ghosts import Ghost
 
 
 def check_gradients_have_values(parameters: Mapping[str, Tensor]) -> None:
-    """Check that no gradient was computed from a tensor of another stage, which has no values on this rank.
+    """Check that no gradient was computed from a tensor of another stage.
+
+    Such tensors have no values on this rank.
 
     Raises:
         ModelError: A gradient has no values; the error names the parameter.
@@ -34,7 +36,7 @@ def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> N
     Args:
         losses: Losses of this rank's micro-batches.
         mean: Loss of the step.
-        position: Position of this rank, for the message.
+        position: Progress record of this rank, for the message.
 
     Raises:
         TrainingError: The loss of a micro-batch is not finite; the error names the first such micro-batch.

@@ -1,8 +1,8 @@
 """Draw batches in the same order on every rank and in every run, and continue a user's loader after a resume.
 
-A loader shuffles with the process's random states, which every stage advances differently. So the first stage's inputs
-would not belong to the last stage's targets, and a resumed run would continue in another order. Data are therefore
-drawn with separate states of torch's, Python's and NumPy's generators.
+A loader shuffles with the process's random states, which every stage advances differently. The first stage's inputs
+would therefore not belong to the last stage's targets, and a resumed run would continue in another order. To avoid
+this, data are drawn with separate states of torch's, Python's and NumPy's generators.
 
 A loader that has a state (`state_dict`, as torchdata's `StatefulDataLoader`) continues from this state. With any other
 loader, the epoch is repeated from the random states at its start, and batches that were trained on are skipped. This is
@@ -25,7 +25,12 @@ _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
 def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Yield `batches`, drawn with separate random states that start at `seed`; they must not be iterated before."""
+    """Yield `batches`, drawn with separate random states that start at `seed`.
+
+    Args:
+        batches: Batches that were not iterated before.
+        seed: Seed of the random states.
+    """
     states = SeparateStates(HostStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
 
@@ -38,7 +43,7 @@ def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
 
 
 def repeat_train_batches(model: LoadedModel, batch: int) -> Iterator[Any]:
-    """Yield the mini-batches `(inputs, targets)` of the model's `train_batches`, epoch after epoch without end.
+    """Yield mini-batches `(inputs, targets)` of the model's `train_batches`, epoch after epoch without end.
 
     Raises:
         ModelError: `train_batches` yields no mini-batch.
@@ -54,12 +59,12 @@ def repeat_train_batches(model: LoadedModel, batch: int) -> Iterator[Any]:
 
 
 def example_mini_batch(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch:
-    """Return the example mini-batch of a step, which depends only on seed and step.
+    """Return the example mini-batch of a step. It depends only on the seed and the step.
 
-    Afterwards, the random generators have their previous states.
+    The states of the random generators are restored afterwards.
 
     Args:
-        model: The model.
+        model: Loaded model file.
         batch: Number of samples.
         seed: Seed of the run.
         step: Index of the step.
@@ -70,10 +75,14 @@ def example_mini_batch(model: LoadedModel, batch: int, *, seed: int, step: int) 
 
 
 class ResumableLoader:
-    """Iterator over a user's loader that repeats epochs, has its own random states, and can be saved in a checkpoint.
+    """User's data loader, repeated for each epoch. Its position can be saved in a checkpoint.
 
-    The user's loader is a `DataLoader`, or any iterable of `(inputs, targets)`, the same on every rank. A loader that
-    can be iterated only once is not repeated. The random states start at `seed`.
+    The loader draws from separate random states, which start at `seed`. A loader that can be iterated only once is not
+    repeated.
+
+    Args:
+        loader: A `DataLoader`, or any iterable of `(inputs, targets)`, the same on every rank.
+        seed: Seed of the random states.
     """
 
     def __init__(self, loader: Iterable[Any], seed: int) -> None:
@@ -86,22 +95,22 @@ class ResumableLoader:
         self._batches = self._run()
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the iterator of this loader. There is only one, which continues where it stopped."""
+        """Return the only iterator of this loader, which continues where it stopped."""
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, between two batches, for a checkpoint."""
+        """Return the position in the data for a checkpoint. Call this method between two batches."""
         return {
             "epoch": self._number,
             "batch": self._batch,
             "length": _length(self.loader),
             "begun": self._begun,
-            "now": self._drawing(),
+            "now": self._generator_states(),
             "loader": self.loader.state_dict() if self._begun and _is_stateful(self.loader) else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the position from `state_dict`, before the first batch is drawn.
+        """Restore a position that `state_dict` returned. Call this method before the first batch is drawn.
 
         Raises:
             UsageError: The user's loader differs from the one in the checkpoint.
@@ -120,8 +129,8 @@ class ResumableLoader:
     def _run(self) -> Iterator[Any]:
         while True:
             is_resumed = self._resumed is not None
-            iterator = self._epoch()
-            while following := self._next(iterator):
+            iterator = self._epoch_iterator()
+            while following := self._next_batch(iterator):
                 # No variable may hold a whole mini-batch through its step.
                 yield following.pop()
             if iterator is self.loader:  # it cannot be iterated again
@@ -133,15 +142,14 @@ class ResumableLoader:
                 )
             self._number, self._batch = self._number + 1, 0
 
-    def _next(self, iterator: Iterator[Any]) -> list[Any]:
-        """Return a list with the next batch, or an empty list at the end, because a batch may be of any type."""
+    def _next_batch(self, iterator: Iterator[Any]) -> list[Any]:
+        """Return a list with the next batch. The list is empty at the end of the epoch."""
         with self._states:
             following = list(islice(iterator, 1))
         self._batch += len(following)
         return following
 
-    def _drawing(self) -> dict[str, Any]:
-        """Return the states of all generators that the loader draws from."""
+    def _generator_states(self) -> dict[str, Any]:
         generators = {name: generator.get_state() for name, generator in _generators(self.loader).items()}
         return {"host": self._states.states.plain(), "generators": generators}
 
@@ -151,11 +159,14 @@ class ResumableLoader:
             if name in states["generators"]:
                 generator.set_state(states["generators"][name])
 
-    def _epoch(self) -> Iterator[Any]:
-        """Return an iterator over an epoch. After a resume, the first one is the rest of the interrupted epoch."""
+    def _epoch_iterator(self) -> Iterator[Any]:
+        """Return an iterator over an epoch.
+
+        After a resume, the first epoch is the rest of the interrupted epoch.
+        """
         state, self._resumed = self._resumed, None
         if state is None:
-            self._begun = self._drawing()
+            self._begun = self._generator_states()
             return self._iterator()
         self._number, self._begun = state["epoch"], dict(state["begun"])
         if state["loader"] is not None:
@@ -168,12 +179,12 @@ class ResumableLoader:
         self._draw_from(state["begun"])
         iterator = self._iterator()
         for _ in range(state["batch"]):
-            if not self._next(iterator):
+            if not self._next_batch(iterator):
                 break
         return iterator
 
     def _iterator(self) -> Iterator[Any]:
-        for path, part in _parts(self.loader):
+        for path, part in _loader_and_samplers(self.loader):
             if path and hasattr(part, "set_epoch"):  # a sampler, also one inside a batch sampler
                 part.set_epoch(self._number)
         with self._states:
@@ -186,7 +197,7 @@ def check_sampler(loader: Any, place: ProcessPlace) -> bool:
     Raises:
         UsageError: A sampler splits the data over ranks that are not replicas, or not in the order of the replicas.
     """
-    split = next(filter(None, (_split_of(part) for _, part in _parts(loader))), None)
+    split = next(filter(None, (_sampler_split(part) for _, part in _loader_and_samplers(loader))), None)
     if split is None:
         return False
     number, rank = split
@@ -205,14 +216,17 @@ def check_sampler(loader: Any, place: ProcessPlace) -> bool:
     )
 
 
-def _split_of(sampler: Any) -> tuple[int, int] | None:
-    """Return (number of parts, index of this rank's part) of a sampler like `DistributedSampler`; else None."""
+def _sampler_split(sampler: Any) -> tuple[int, int] | None:
+    """Return (number of parts, index of this rank's part) of a sampler like `DistributedSampler`.
+
+    The result is None for samplers that do not split the data.
+    """
     number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
     return (number, rank) if isinstance(number, int) and isinstance(rank, int) and number > 1 else None
 
 
 def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return `state` if `ResumableLoader.state_dict` can return it; else raise an error, which may be of any type."""
+    """Return `state` if `ResumableLoader.state_dict` can have returned it. Otherwise raise an error of any type."""
     if state is None:
         return None
     if not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch")):
@@ -240,16 +254,14 @@ def _title(loader: Any, length: int | None) -> str:
     return f"a {type(loader).__name__}" + (f" of {length} batches" if length is not None else "")
 
 
-def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (attribute path, object) for a loader and its samplers; the object is None if the loader lacks it."""
+def _loader_and_samplers(loader: Any) -> Iterator[tuple[str, Any]]:
     for path in _SAMPLERS:
         yield path, reduce(lambda part, name: getattr(part, name, None), filter(None, path.split(".")), loader)
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    """Return the generators that a loader and its samplers own, by attribute path, without repetition."""
     held: dict[str, torch.Generator] = {}
-    for path, part in _parts(loader):
+    for path, part in _loader_and_samplers(loader):
         generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator) and all(generator is not other for other in held.values()):
             held[path] = generator

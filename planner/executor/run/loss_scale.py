@@ -1,8 +1,8 @@
-"""Dynamic loss scaling for float16, the same on all stages.
+"""Dynamic loss scaling for float16, equal on all stages.
 
-Small gradients become zero in float16, so the loss is multiplied by a large scale, and the gradients are divided by the
-scale. If any gradient of any stage is infinite or NaN, the scale was too large: no stage changes its parameters, and
-all stages halve the scale. After many good steps in a row, they double it. The constants are those of
+Small gradients become zero in float16. The loss is therefore multiplied by a large scale, and the gradients are divided
+by the scale. If any gradient of any stage is infinite or NaN, the scale was too large: no stage changes its parameters,
+and all stages halve the scale. After many good steps in a row, they double it. The constants are those of
 `torch.amp.GradScaler`, which handles one process only.
 """
 
@@ -17,7 +17,7 @@ _GOOD_STEPS = 2000
 
 
 class LossScale:
-    """Loss scale, which has the same value on all ranks."""
+    """Scale of the loss, with the same value on all ranks."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._parameters = list(parameters)
@@ -26,22 +26,22 @@ class LossScale:
         self.value = _FIRST
 
     def begin(self) -> None:
-        """Multiply existing gradients by the scale, before a backward adds scaled gradients to them."""
-        for gradients in self._by_kind():
+        """Multiply existing gradients by the scale, because a backward will add scaled gradients to them."""
+        for gradients in self._gradients_by_dtype():
             torch._foreach_mul_(gradients, self.value)
 
     def unscale(self) -> bool:
-        """Divide the gradients by the scale, and adapt the scale; every rank must call this method.
+        """Divide the gradients by the scale, and adapt the scale. Every rank must call this method.
 
         If a gradient of any stage is not finite, all stages drop all gradients. The optimizer then does nothing,
         because it skips parameters without a gradient.
 
         Returns:
-            True if gradients are finite; False if they were dropped.
+            True if all gradients are finite; False if they were dropped.
         """
         bad = torch.zeros((), device=self._device)
         inverse = torch.full((), 1 / self.value, device=self._device)
-        for gradients in self._by_kind():
+        for gradients in self._gradients_by_dtype():
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, bad, inverse)
         if dist.get_world_size() > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
@@ -62,11 +62,10 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state from `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
-    def _by_kind(self) -> Iterable[list[Tensor]]:
-        """Return all gradients, grouped by dtype as torch's operator requires."""
+    def _gradients_by_dtype(self) -> Iterable[list[Tensor]]:
         kinds: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self._parameters:
             if parameter.grad is not None:

@@ -1,9 +1,9 @@
-"""Weight the loss of each micro-batch in the loss of its mini-batch.
+"""Weight of each micro-batch's loss in the loss of its mini-batch.
 
-`loss_fn(output, target)` is a mean over samples, or over other items (for example tokens that are not masked), whose
-number `loss_count(target)` of the model file returns. The loss of a mini-batch is the mean over all of its items. So
-the weight of a micro-batch is its number of items, divided by that of the mini-batch. A model that takes `labels` among
-its inputs and returns its own loss has no targets; its labels are counted instead.
+`loss_fn(output, target)` is a mean over samples, or over other items such as tokens that are not masked. For other
+items, `loss_count(target)` of the model file returns their number. The loss of a mini-batch is the mean over all of its
+items. The weight of a micro-batch is therefore its number of items, divided by that of the mini-batch. A model that
+takes `labels` among its inputs and returns its own loss has no targets; its labels are counted instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ UNCOUNTED: Final = object()
 
 
 def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source: str) -> list[float]:
-    """Return the number of items that the loss of every micro-batch averages over, from the model's `loss_count`.
+    """Return the number of items in each micro-batch, such as labels, over which its loss is a mean.
 
     Args:
-        loss_count: Function that returns the number of items for the targets of a micro-batch.
+        loss_count: Function of the model file that returns the number of items for the targets of a micro-batch.
         targets: Targets of every micro-batch.
         source: File of the model, for messages.
 
@@ -50,12 +50,15 @@ def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source
 def weigh_losses(
     parts: Sequence[MiniBatchPart], counts: Sequence[float], total: float
 ) -> list[tuple[MiniBatchPart, int, list[float]]]:
-    """Return each part with the index of its first micro-batch, and the weights of its micro-batches' losses.
+    """Return, for each part of a mini-batch, the loss weights of its micro-batches.
 
     Args:
         parts: Parts of a mini-batch.
-        counts: Number of items that the loss of each micro-batch averages over; empty without the last stage.
+        counts: Number of items over which each micro-batch's loss is a mean; empty on ranks without the last stage.
         total: Sum of the counts of all replicas. Weights are counts divided by this sum.
+
+    Returns:
+        Each part with the index of its first micro-batch and with its weights.
     """
     weights = [count / total if total else 0.0 for count in counts]  # zeros if no loss counts anything
     firsts = accumulate((part.micro_batches for part in parts), initial=0)
@@ -68,6 +71,6 @@ def sum_of(losses: Sequence[Tensor]) -> Tensor | float:
 
 
 def zero_loss_of(output: Any) -> Tensor:
-    """Return a loss of zero that depends on `output` and has zero gradients."""
+    """Return a loss of zero that depends on `output` and gives it gradients of zero."""
     tensors = [t for t in tensors_in(output) if not isinstance(t, UnreadOutput) and t.is_floating_point()]
     return torch.stack([tensor.flatten()[:0].float().sum() for tensor in tensors]).sum()

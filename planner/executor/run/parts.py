@@ -1,4 +1,4 @@
-"""Cut a mini-batch into micro-batches of the planned size; remaining samples form a smaller micro-batch."""
+"""Cut a mini-batch into micro-batches of the planned size. Remaining samples form a smaller micro-batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from planner.model.load import Batch
 
 @dataclass(frozen=True)
 class MiniBatchPart:
-    """Part of a mini-batch: micro-batches of equal size that run through the pipeline one after another."""
+    """Part of a mini-batch: micro-batches of equal size, which the engine runs in one call."""
 
     batch: Batch
     micro_batches: int
@@ -64,10 +64,10 @@ def count_samples(batch: Batch) -> int | None:
 
 
 def mini_batch_parts(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[MiniBatchPart]:
-    """Yield the parts of a mini-batch, of which this rank may have only the inputs, only the targets, or neither.
+    """Yield the parts of a mini-batch.
 
     Args:
-        batch: The mini-batch.
+        batch: Mini-batch. On this rank, inputs or targets or both may be missing.
         size: Number of samples in the mini-batch.
         micro_batch_size: Planned number of samples in a micro-batch.
         rounds_of: Number of micro-batches in a round of the schedule. If a part has at least one round, its number of
@@ -84,7 +84,7 @@ def mini_batch_parts(batch: Batch, size: int, micro_batch_size: int, *, rounds_o
 
 
 def micro_batches_of(value: Any, count: int) -> list[Any]:
-    """Cut a nested value into `count` equal micro-batches, which are views along the first dimension of its tensors."""
+    """Cut a nested value into `count` equal micro-batches, which are views along the tensors' first dimension."""
     tensors, rebuild = split_tensors(value)
     size = tensors[0].shape[0] // count if tensors else 0
     return [rebuild([tensor.narrow(0, number * size, size) for tensor in tensors]) for number in range(count)]

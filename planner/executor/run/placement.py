@@ -1,11 +1,11 @@
-"""Assign ranks to the devices of pipelines: device by device, one replica after another.
+"""Assignment of ranks to the devices of pipelines: device by device, one replica after another.
 
     rank = replica * K + device         K is the number of devices of a pipeline
 
-`torchrun` gives consecutive ranks to the processes of a machine. So neighboring devices of a pipeline, which exchange
-tensors in every micro-batch, are on the same machine if possible. Replicas, which sum their gradients once per step,
-may be on different machines. The planner assumes the same placement (`planner.core.values.cluster`). The stages of a
-device are defined in `planner.core.values.placement`.
+`torchrun` gives consecutive ranks to the processes of a machine. Neighboring devices of a pipeline, which exchange
+tensors in every micro-batch, are therefore on the same machine if possible. Replicas, which sum their gradients once
+per step, may be on different machines. The planner assumes the same placement (`planner.core.values.cluster`). The
+stages of a device are defined in `planner.core.values.placement`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from planner.core.values.units import pluralize
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlace:
-    """Position of one process in the job: its replica, its device in the pipeline, and its stages."""
+    """Place of one process in the job: its replica, its device in the pipeline, and its stages."""
 
     rank: int
     replica: int
@@ -51,16 +51,16 @@ class ProcessPlace:
         return device_of(stage, self.num_devices, self.placement)
 
     def rank_of(self, stage: int, replica: int | None = None) -> int:
-        """Return the rank that runs `stage` in replica `replica`, by default in this process's replica."""
+        """Return the rank that runs `stage` in a replica, by default in this process's replica."""
         replica = self.replica if replica is None else replica
         return rank_of(stage, replica, self.num_devices, self.placement)
 
 
 def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
-    """Return the position in the job of the process `rank`.
+    """Return the place of a process in the job.
 
     Args:
-        balance: Balance configuration.
+        balance: Balance configuration of the plan.
         rank: Rank of the process.
         num_processes: Number of processes of the job.
 
@@ -71,7 +71,7 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
     if num_processes != balance.num_processes:
         sizes = " or ".join(map(str, balance.smaller))
         raise UsageError(
-            f"the plan needs {_needed(balance)}, but {pluralize(num_processes, 'process', 'es')} "
+            f"the plan needs {_needed_processes(balance)}, but {pluralize(num_processes, 'process', 'es')} "
             f"{'was' if num_processes == 1 else 'were'} started",
             hint=f"run `{launch_command(balance.num_processes, 'train.py')}`"
             + (f"; there are plans for {sizes} processes, too" if sizes else ""),
@@ -91,7 +91,10 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Process groups of one process. A group is None if it would contain all processes, or only this one."""
+    """Process groups of one process.
+
+    A group is None if it would contain all processes, or only this process.
+    """
 
     pipeline: dist.ProcessGroup | None
     """Processes of this replica."""
@@ -100,7 +103,7 @@ class ProcessGroups:
 
     @classmethod
     def of(cls, place: ProcessPlace) -> "ProcessGroups":
-        """Create the process groups for the process at `place`; every process must call this function."""
+        """Create the process groups for the process at `place`. Every process must call this function."""
         if place.num_replicas == 1:
             return cls(None, None)
         # torch requires every process to create every group, even one that does not contain the process.
@@ -110,8 +113,7 @@ class ProcessGroups:
         return cls(pipelines[place.replica], copies[place.rank % place.num_devices])
 
 
-def _needed(balance: Balance) -> str:
-    """Return a text such as `4 processes (2 replicas of 2 devices with 3 stages each)`."""
+def _needed_processes(balance: Balance) -> str:
     devices, replicas, chunks = balance.num_devices, balance.replicas, balance.chunks
     what = f"{pluralize(devices, 'device')} with {chunks} stages each" if chunks > 1 else pluralize(devices, "stage")
     of_replicas = f"{replicas} replicas of {what}" if replicas > 1 else what

@@ -1,4 +1,4 @@
-"""Seed the random draws of a step, such as dropout: one seed for every step, layer and micro-batch.
+"""Seeds for the random draws of a step, such as dropout: one seed for every step, layer and micro-batch.
 
 Because of these seeds, draws do not depend on cuts, schedule or recomputation, and a recomputation needs no stored
 state. The unpartitioned model can draw the same numbers. Outside of steps, all ranks advance their generators equally,
@@ -35,7 +35,7 @@ class StepSeeds:
     """Number of micro-batches of the step before the first one of this part."""
 
     def seed_generators(self, layer: int, micro_batch: int) -> None:
-        """Seed this process's generators for the draws of `layer` in `micro_batch`."""
+        """Seed this process's random generators for a layer and a micro-batch."""
         seed = layer_seed(self.seed, self.step, layer, self.first_micro_batch + micro_batch)
         # `torch.manual_seed` would seed every kind of device, which takes 100 us instead of 1. Python's and NumPy's
         # generators are seeded, too (8 us), because models draw masks and skipped layers from them.
@@ -53,12 +53,12 @@ class HostStates(NamedTuple):
 
     @classmethod
     def current(cls) -> "HostStates":
-        """Return the current states of this process's random generators on the host."""
+        """Return the current states of this process's generators."""
         return cls(torch.get_rng_state(), random.getstate(), cast("tuple[Any, ...]", np.random.get_state(legacy=True)))
 
     @classmethod
     def seeded(cls, seed: int) -> "HostStates":
-        """Return the states after seeding with `seed`; the process's generators are not changed."""
+        """Return the states after seeding with `seed`. The process's generators are not changed."""
         before = cls.current()
         try:
             seed_host(seed)
@@ -68,7 +68,7 @@ class HostStates(NamedTuple):
 
     @classmethod
     def from_plain(cls, states: Mapping[str, Any]) -> "HostStates":
-        """Return the states from the result of `plain`; if it is invalid, raise an error, which may be of any type."""
+        """Return the states from the result of `plain`. An invalid argument raises an error of any type."""
         version, internal, gauss = states["python"]
         kind, key, position, *rest = states["numpy"]
         # NumPy does not check these values, and would read past the end of its state.
@@ -78,7 +78,7 @@ class HostStates(NamedTuple):
         return cls(states["torch"], (version, tuple(internal), gauss), numpy)
 
     def plain(self) -> dict[str, Any]:
-        """Return the states as numbers, lists and a tensor, so that any file can hold them."""
+        """Return the states as numbers, lists and a tensor, which any file can hold."""
         version, internal, gauss = self.python
         kind, key, position, has_gauss, cached = self.numpy
         numpy = [str(kind), key.tolist(), int(position), int(has_gauss), float(cached)]
@@ -92,7 +92,7 @@ class HostStates(NamedTuple):
 
 
 class SeparateStates:
-    """Separate random states, used inside `with` blocks: each block continues from the end of the previous block."""
+    """Random states for use inside `with` blocks. Each block continues from the end of the previous block."""
 
     def __init__(self, states: HostStates) -> None:
         self.states = states
@@ -103,14 +103,14 @@ class SeparateStates:
         self.states.restore()
 
     def __exit__(self, *_: object) -> None:
-        """Keep the random states at the end of the block for the next one, and restore those from before the block."""
+        """Store the generators' states for the next block, and restore the states from before this block."""
         self.states = HostStates.current()
         self._before.restore()
 
 
 @contextmanager
 def keeping_random_state() -> Iterator[None]:
-    """Restore the state of all generators after the block, as if no numbers had been drawn in the block."""
+    """Restore the states of all generators after the block, as if the block had drawn no numbers."""
     of_device = _device_generator()
     python, numpy = random.getstate(), np.random.get_state()
     # Store bytes instead of a tensor, whose 5 kB would appear in the measured memory of a small stage.

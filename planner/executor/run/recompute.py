@@ -1,4 +1,4 @@
-"""Recompute a layer: its activations are dropped, and computed again in its backward.
+"""Recompute a layer: its activations are released after the forward, and computed again in the backward.
 
 The method is that of `torch.utils.checkpoint` with `use_reentrant=True`. The forward runs without a graph. The backward
 runs the forward again with a graph, and then a backward through this graph. Three differences ensure that a recomputed
@@ -6,8 +6,7 @@ layer needs no more memory than a layer that keeps its activations:
 
 - The layer's outputs and their gradients are released as soon as the backward has used them. Torch keeps them until the
   end of the backward.
-- The state of the random generators, 5 kB, is not stored: every run of the layer seeds them first (see
-  `random_state`).
+- The state of the random generators, 5 kB, is not stored: every run of the layer seeds them first (see `random_state`).
 - Outputs that carry no gradient do not get a gradient of zeros.
 """
 
@@ -38,7 +37,7 @@ class RecomputedLayer:
 
 
 def run_recomputed(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any) -> Any:
-    """Return `run(value)`; the backward keeps only `value`, and calls `run` again.
+    """Return `run(value)`. The backward keeps only `value`, and calls `run` again.
 
     Args:
         run: Function that computes the layer's output from its input, both nested values. It must compute the same
@@ -65,12 +64,12 @@ def run_recomputed(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any
     results: Tensors = _Recomputing.apply(run_tensors, layer.carries, anchor, *received)  # type: ignore[no-untyped-call]
     # Autograd holds the arguments of a backward until its end, but releases those of a hook before it.
     node: Any = next(result.grad_fn for result in results if result.grad_fn is not None)
-    node.register_prehook(partial(_take, node.arrived))
+    node.register_prehook(partial(_take_gradients, node.arrived))
     return structure[0](results)
 
 
 class _Recomputing(torch.autograd.Function):
-    """Recomputed layer: its forward builds no graph; its backward runs the layer again and builds the graph."""
+    """Recomputed layer. The forward builds no graph; the backward runs the layer again and builds the graph."""
 
     @staticmethod
     def forward(
@@ -103,9 +102,9 @@ class _Recomputing(torch.autograd.Function):
             results = ctx.run(*(tensor.view_as(tensor) for tensor in inputs))
             pairs = [(t, gradient) for t, gradient in zip(results, ctx.arrived, strict=True) if t.requires_grad]
             ctx.arrived.clear()
-            # Only `waiting` still refers to the gradients, and `_Start` empties it. Nothing refers to the outputs.
+            # Only `waiting` refers to the gradients, and `_BackwardStart` empties it. Nothing refers to the outputs.
             waiting = [gradient for _, gradient in pairs]
-            start: Tensor = _Start.apply(waiting, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
+            start: Tensor = _BackwardStart.apply(waiting, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
             del results, pairs
         # After the block, because this backward must also run without autocast.
         if start.requires_grad:
@@ -113,14 +112,20 @@ class _Recomputing(torch.autograd.Function):
         return (None, None, None, *(tensor.grad for tensor in inputs))
 
 
-def _take(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
-    """Move gradients from autograd to the list `into`: return None for each, so that autograd does not pass them on."""
+def _take_gradients(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
+    """Append `gradients` to the list `into`, and return None values instead.
+
+    The None values make autograd release its references to the gradients.
+    """
     into.extend(gradients)
     return (None,) * len(gradients)
 
 
-class _Start(torch.autograd.Function):
-    """Scalar from which a backward starts with the gradients in `waiting`; it keeps no tensor or gradient alive."""
+class _BackwardStart(torch.autograd.Function):
+    """Scalar from which a backward starts with the gradients in `waiting`.
+
+    It keeps no tensor or gradient alive.
+    """
 
     @staticmethod
     def forward(ctx: Any, waiting: list[Tensor | None], *results: Tensor) -> Tensor:

@@ -62,7 +62,10 @@ class MetricsRelay:
         return box[0]
 
     def finish(self) -> None:
-        """Wait until the neighbor has received the last metrics, which would be lost if the process ended earlier."""
+        """Wait until the neighbor has received the last metrics.
+
+        They would be lost if the process ended earlier.
+        """
         self._wait()
         self._sent = None
 
@@ -77,7 +80,7 @@ class MetricsRelay:
 def transfer(
     operation: Callable[..., Any], numbers: Tensor, rank: int, group: dist.ProcessGroup | None
 ) -> list[dist.Work]:
-    """Begin to send numbers to a rank (`dist.isend`), or to receive numbers from it (`dist.irecv`).
+    """Begin to send numbers to a rank, or to receive numbers from it.
 
     The transfer is a batch of one operation, because NCCL then needs no communicator, and no memory, for this pair of
     ranks.
@@ -85,7 +88,7 @@ def transfer(
     Args:
         operation: `dist.isend` or `dist.irecv`.
         numbers: Tensor to send, or to receive into.
-        rank: The other rank.
+        rank: Rank of the other process.
         group: Process group; None for all processes.
 
     Returns:

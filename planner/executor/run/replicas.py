@@ -5,8 +5,8 @@ gradients are sent together. Buckets follow the order in which backward computes
 the first. A bucket is sent as soon as its gradients and those of all previous buckets are complete.
 
 A weight-gradient pass (W) states which gradients it adds to; all other gradients are complete when the last W begins. A
-whole backward does not, so the first step counts the additions to each gradient in the last micro-batch. There is more
-than one addition if two recomputed layers share the parameter.
+whole backward does not state this, so the first step counts the additions to each gradient in the last micro-batch.
+There is more than one addition if two recomputed layers share the parameter.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ class ReplicaGradients:
         stages: Trainable parameters of every stage of this process, first stage first. Parameters that several stages
             share are sent after the last backward of all stages, because the schedule determines which one ends last.
         group: Processes of all replicas that run the same stages.
-        keeps_earlier: Whether this replica keeps gradients that exist before a step. They are equal in all replicas, so
+        keeps_earlier: True if this replica keeps gradients that exist before a step. They are equal in all replicas, so
             only one replica may add them to the sum.
     """
 
@@ -59,18 +59,18 @@ class ReplicaGradients:
             parameter.register_post_accumulate_grad_hook(self._added)
 
     def begin(self) -> None:
-        """Drop existing gradients unless this replica keeps them; called before the first forward of a mini-batch."""
+        """Drop existing gradients unless this replica keeps them. Call this before the mini-batch's first forward."""
         if not self._keeps_earlier:
             for parameter in self._bucket_of:
                 parameter.grad = None
 
     @contextmanager
     def last_backward(self, stage: int, expected: Mapping[nn.Parameter, int] | None = None) -> Iterator[None]:
-        """Send gradients while the last backward (B or W) of a stage runs inside the block.
+        """Send gradients while the block runs the last backward (B or W) of a stage.
 
         Args:
             stage: Index of the stage among the stages of this process.
-            expected: Number of additions to each gradient in this backward; a gradient that is not listed is already
+            expected: Number of additions to each gradient in this backward. A gradient that is not listed is already
                 complete. None if the numbers are unknown.
         """
         if not self.is_last_part:
@@ -127,13 +127,14 @@ class ReplicaGradients:
 
 
 def is_replica_hook(hook: Callable[..., object]) -> bool:
-    """Return True if a hook on a parameter belongs to `ReplicaGradients`, whose hook only counts its calls."""
+    """Return True if a hook on a parameter belongs to `ReplicaGradients`.
+
+    Such a hook only counts its calls.
+    """
     return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 
 
 class _Bucket:
-    """Parameters whose gradients are summed in one message."""
-
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters = parameters
         self._group = group
@@ -142,11 +143,9 @@ class _Bucket:
 
     @property
     def is_started(self) -> bool:
-        """True if the gradients are being sent."""
         return self._work is not None
 
     def start(self) -> None:
-        """Begin to sum the gradients over the replicas, unless the sum has already begun."""
         if self._work is not None:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
@@ -160,7 +159,10 @@ class _Bucket:
         self._work = dist.all_reduce(flat, group=self._group, async_op=True)
 
     def finish(self, present: set[nn.Parameter]) -> None:
-        """Wait for the sums, and assign them to `present`, the parameters that have a gradient in some replica."""
+        """Wait for the sums, and store them as gradients of `present`.
+
+        These parameters have a gradient in some replica.
+        """
         self.start()
         assert self._work is not None
         self._work.wait()
@@ -170,7 +172,10 @@ class _Bucket:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield groups of consecutive parameters; a group has one dtype, and at most `BUCKET_BYTES` if it has several."""
+    """Yield groups of consecutive parameters of one dtype.
+
+    A group exceeds `BUCKET_BYTES` only if it has one parameter.
+    """
     some: list[nn.Parameter] = []
     for parameter in parameters:
         size = sum(p.nbytes for p in some) + parameter.nbytes

@@ -1,6 +1,6 @@
-"""Check that ranks draw the same mini-batch: the first stage reads its inputs, and the last stage its targets.
+"""Check that all ranks draw the same mini-batch. The first stage reads its inputs, and the last stage its targets.
 
-Otherwise the inputs of some samples would be trained with the targets of other samples.
+With different mini-batches, the inputs of some samples would be trained with the targets of other samples.
 """
 
 import hashlib
@@ -26,14 +26,15 @@ class BatchDigest(NamedTuple):
 
 
 def digest_of_batch(batch: Batch, place: ProcessPlace, *, is_whole: bool) -> BatchDigest:
-    """Return the digests of a mini-batch, or of one replica's part, which must be equal on all ranks that have them.
+    """Return the digests of a mini-batch, or of one replica's part.
 
-    Ranks between the first and the last stage use neither inputs nor targets, and have no digests.
+    The digests must be equal on all ranks that have the values. Ranks between the first and the last stage use neither
+    inputs nor targets, and have no digests.
 
     Args:
-        batch: The mini-batch, or the replica's part.
-        place: Position of this process in the job.
-        is_whole: Whether `batch` is the whole mini-batch.
+        batch: Mini-batch, or the replica's part.
+        place: Place of this process in the job.
+        is_whole: True if `batch` is the whole mini-batch.
     """
     replica = None if is_whole else place.replica
     if not (place.is_first or place.is_last):
@@ -42,7 +43,7 @@ def digest_of_batch(batch: Batch, place: ProcessPlace, *, is_whole: bool) -> Bat
 
 
 def check_same_batch(own_digest: BatchDigest) -> None:
-    """Compare the digests of all ranks; every rank must call this function.
+    """Compare the digests of all ranks. Every rank must call this function.
 
     Raises:
         UsageError: A rank has other inputs or targets than another rank of its pipeline.
@@ -67,7 +68,10 @@ def check_same_batch(own_digest: BatchDigest) -> None:
 
 
 def _digest_of(value: Any) -> str | None:
-    """Return a digest of the tensors in a nested value; None if a tensor is a meta tensor, or if all are constant."""
+    """Return a digest of the tensors in a nested value.
+
+    The result is None if a tensor is a meta tensor, or if all values are constants.
+    """
     tensors = tensors_of(value)
     if any(tensor.is_meta for tensor in tensors) or all(map(_is_constant, tensors)):
         return None

@@ -35,7 +35,7 @@ class Boundary:
 
     @classmethod
     def of(cls, value: Any) -> "Boundary":
-        """Return the boundary that a nested value crosses: its structure, constants, and tensors without values."""
+        """Return the boundary for a nested value: its structure, constants, and tensors without values."""
         leaves, spec = tree_flatten(value)
         if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
             raise ModelError(
@@ -57,7 +57,7 @@ class Boundary:
         return tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
     def check_matches(self, leaves: Sequence[Any], spec: TreeSpec, received: Sequence[Tensor]) -> None:
-        """Check that the value that a stage will send has the structure and shapes that the next stage expects.
+        """Check that a value to send has the structure and shapes of this boundary.
 
         Args:
             leaves: Leaves of the flattened value.
@@ -90,7 +90,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Tensors at every boundary of a chain, and effects of the layers on their input."""
+    """Tensors at every boundary of a chain, and effects of each layer on its input."""
 
     boundaries: tuple[Boundary, ...]
     """Boundaries before every layer, and after the last."""
@@ -107,7 +107,7 @@ class Shapes:
         return self
 
     def stage_writes_input(self, first: int, end: int) -> bool:
-        """Return True if a stage of layers `first` to `end - 1` would write into the tensors that it receives."""
+        """Return True if a stage of layers `first` to `end - 1` would write into its input tensors."""
         for layer in range(first, end):
             if self.writes[layer]:
                 return True
@@ -116,7 +116,10 @@ class Shapes:
         return False
 
     def recomputed_layer(self, layer: int, end: int) -> RecomputedLayer:
-        """Return the properties that are needed to recompute `layer` in a stage whose last layer is `end - 1`."""
+        """Return the properties that a recomputation of `layer` needs.
+
+        The last layer of the stage is `end - 1`.
+        """
         carries = tuple(tensor.requires_grad for tensor in self.boundaries[layer + 1].tensors)
         if layer == len(self.writes) - 1:
             carries = (any(carries),)  # the output of the last layer is the loss
@@ -125,16 +128,15 @@ class Shapes:
 
 
 def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:
-    """Find the boundary tensors of a chain: in the recorded forward (outline), or by running layers without values.
+    """Return the boundary tensors of a chain.
+
+    They are found in the recorded forward (outline), or by running the layers without values.
 
     Args:
-        chain: The chain, on the meta device.
-        inputs: The model's input for one micro-batch, on any device.
+        chain: Chain on the meta device.
+        inputs: Model's input for one micro-batch, on any device.
         precision: Precision of the layers.
-        device: Device of the layers; autocast has different rules on the CPU and on CUDA.
-
-    Returns:
-        Shapes and types of the tensors at every boundary.
+        device: Device of the layers. Autocast has different rules on the CPU and on CUDA.
 
     Raises:
         ModelError: A layer does not fit its input, or cannot be trained in micro-batches.
@@ -143,20 +145,22 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
     received = Boundary.of(to_device(inputs, torch.device("meta")))
     if chain.outline is None:
         with undo_changes(chain.model):
-            first = _run(chain.layers, received, precision, device)
+            first = _run_layers(chain.layers, received, precision, device)
             # Run twice, because a first forward may only initialize, and a layer may be skipped at random.
-            return first.with_gradients_of(_run(chain.layers, received, precision, device))
+            return first.with_gradients_of(_run_layers(chain.layers, received, precision, device))
     size = next((int(tensor.shape[0]) for tensor in received.tensors), 0)
     between = (Boundary.of(chain.outline.meta_inputs(n, size)) for n in range(1, len(chain.layers)))
     behind = Boundary.of(torch.empty((), device="meta", requires_grad=True))  # in place of the output: the loss
     return Shapes((received, *between, behind), chain.outline.writes, chain.outline.aliases)
 
 
-def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None) -> Shapes:
+def _run_layers(
+    layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None
+) -> Shapes:
     """Run the layers one after another, if possible with tensors that have no values.
 
-    Without autocast, these are meta tensors. Autocast does not affect meta tensors, because its rules depend on the
-    device, so under autocast the layers run on fake tensors of the device.
+    Without autocast, these are meta tensors. With autocast, they are fake tensors of the device, because autocast's
+    rules depend on the device and do not affect meta tensors.
     """
     is_fake = device is not None and autocast_dtype(precision) is not None
     mode = FakeTensorMode() if is_fake else nullcontext()
@@ -186,7 +190,7 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
             try:
                 effects = _on_random_values(layer.module, boundaries[-1], precision, device or torch.device("cpu"))
             except (Exception, SystemExit) as with_values:
-                raise _not_run(layer, boundaries[-1], error, with_values) from with_values
+                raise _cannot_run_error(layer, boundaries[-1], error, with_values) from with_values
         writes.append(effects.writes)
         aliases.append(effects.aliases)
         boundaries.append(Boundary.of(effects.output))
@@ -194,15 +198,12 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
 
 
 class _Effects(NamedTuple):
-    """Output of a layer, and its effects on its input."""
-
     output: Any
     writes: bool
     aliases: bool
 
     @classmethod
     def of(cls, module: nn.Module, value: Any) -> "_Effects":
-        """Run a layer on `value`, and return the effects."""
         inputs = tensors_of(value)
         versions = [t._version for t in inputs]
         output = module(value)
@@ -212,23 +213,25 @@ class _Effects(NamedTuple):
 
 
 def _on_random_values(module: nn.Module, received: Boundary, precision: Precision, device: torch.device) -> _Effects:
-    """Run a copy of one layer on random values, the same on every rank; the output is on the meta device.
+    """Run a copy of one layer on random values, and return its output on the meta device.
 
-    A layer that reads values (`.item()`, `if`, NumPy) cannot run on meta tensors. Its output shapes must not depend on
-    the values: in training, they are compared with the shapes found here.
+    The values are the same on every rank. A layer that reads values (`.item()`, `if`, NumPy) cannot run on meta
+    tensors. The shapes of its output must not depend on the values. During training, they are compared with the shapes
+    found here.
     """
     held = (*module.parameters(), *module.buffers(), *attribute_tensors(module))
     with keeping_random_state():
         torch.manual_seed(0)
-        module = copy.deepcopy(module, {id(tensor): _random(tensor, device) for tensor in held})
-        value = received.rebuild([_random(tensor, device).clone() for tensor in received.tensors])
+        module = copy.deepcopy(module, {id(tensor): _random_like(tensor, device) for tensor in held})
+        value = received.rebuild([_random_like(tensor, device).clone() for tensor in received.tensors])
         with forward_context(precision, device):
             effects = _Effects.of(module, value)
     return effects._replace(output=to_device(effects.output, torch.device("meta")))
 
 
-def _not_run(layer: Layer, received: Boundary, error: BaseException, with_values: BaseException) -> PlannerError:
-    """Return the error for a layer that runs neither without values nor on random values."""
+def _cannot_run_error(
+    layer: Layer, received: Boundary, error: BaseException, with_values: BaseException
+) -> PlannerError:
     where = f'layer "{layer.name}" ({type(layer.module).__name__})'
     if type(error) is type(with_values):  # an error in the user's code: the layer's input does not fit
         return explain_error(where, with_values, described_leaves(received.leaves))
@@ -239,8 +242,7 @@ def _not_run(layer: Layer, received: Boundary, error: BaseException, with_values
     )
 
 
-def _random(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor like `tensor` with random values; an integer tensor has zeros."""
+def _random_like(tensor: Tensor, device: torch.device) -> Tensor:
     values = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     values = values.uniform_() if tensor.is_floating_point() else values.zero_()
     if isinstance(tensor, nn.Parameter):
@@ -249,7 +251,7 @@ def _random(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def described_leaves(leaves: Sequence[Any]) -> str:
-    """Return the shapes and dtypes of tensors, and the text of other leaves."""
+    """Return a text with the shapes and dtypes of tensors, and the other leaves."""
     shown = (
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves

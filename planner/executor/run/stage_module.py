@@ -1,8 +1,8 @@
-"""Run one stage as a module: its layers under their original names, recomputed as the plan says.
+"""Stage as a torch module: its layers under their original names, recomputed as the plan says.
 
-Only plain tensors without gaps in memory cross a boundary; tuples and other nested values are flattened before the
-boundary and rebuilt after it. The last stage computes the loss in its forward. So the engine keeps only the scalar loss
-of each micro-batch, and a stage that is recomputed keeps no logits.
+Only plain tensors without gaps in memory cross a boundary. Tuples and other nested values are flattened before the
+boundary and rebuilt after it. The last stage computes the loss in its forward. The engine therefore keeps only the
+scalar loss of each micro-batch, and a stage that is recomputed keeps no logits.
 
 If the plan recomputes single layers, each of them is recomputed separately: the layer's input is kept, and its other
 saved tensors are computed again just before its backward. The last layer of the last stage is recomputed together with
@@ -39,7 +39,7 @@ from planner.model.stage import ModelStage
 
 @contextmanager
 def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
-    """Set modules and their submodules to evaluation mode inside the block; restore each one's mode afterwards."""
+    """Set modules and their submodules to evaluation mode inside the block, and restore their modes afterwards."""
     parts = [part for module in modules for part in module.modules()]
     modes = [part.training for part in parts]
     try:
@@ -52,21 +52,21 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
 
 
 class StageModule(nn.Module):
-    """Layers of one stage, which the engine calls with the tensors of one micro-batch.
+    """Layers of one stage as a module, which the engine calls with the tensors of one micro-batch.
 
     Callers set attributes: before each forward `micro_batch`; before each step `seeds` and, on the last stage,
     `targets` (of every micro-batch). A mini-batch that is smaller than planned also changes `micro_batches`, `received`
     and `sent`.
 
     Args:
-        layers: The layers.
+        layers: Layers of the stage.
         received: Boundary before the first layer.
         sent: Boundary after the last layer, with the layout of its tensors. None on the last stage, or to send
             contiguous tensors.
         recompute: Micro-batches for which the whole stage is recomputed; `layers` if only layers in `recomputed` are.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.
-        copies_input: Whether the layers need a copy of the received tensors, because they write into them.
+        copies_input: True if the layers need a copy of the received tensors, because they write into them.
         carries: For each tensor at the next boundary, True if it carries a gradient.
         recomputed: Properties of layers that are recomputed separately, by index within the stage.
         first_layer: Index of the stage's first layer in the whole model's chain.
@@ -132,12 +132,12 @@ class StageModule(nn.Module):
         """Function that calls the layers, and records the time if the call is a recomputation."""
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the tensors at the next boundary, densely stored; on the last stage, return the loss."""
+        """Return the tensors at the next boundary, without gaps in memory; the loss, on the last stage."""
         with self.statistics.collecting():
             return self._forward(*tensors)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and current tensors of all buffers; a layer may have replaced a buffer's tensor."""
+        """Yield names and current tensors of all buffers. A layer may have replaced a buffer's tensor."""
         parts = [layer for layer in self._layers if isinstance(layer, ModelStage)]
         for part in parts:
             part.share_with(self)
@@ -155,12 +155,12 @@ class StageModule(nn.Module):
         return finished
 
     def release_snapshots(self) -> None:
-        """Release the state that is kept for recomputation, after the last recomputation of a step."""
+        """Release the state that is kept for recomputation. Call this after the last recomputation of a step."""
         for state in (self._state, *self._states.values(), *self._opened):
             state.release_snapshot()
 
     def evaluation_mode(self) -> AbstractContextManager[None]:
-        """Return a context in which all modules of this stage are in evaluation mode."""
+        """Return a context manager in which all modules of this stage are in evaluation mode."""
         return evaluation_mode(*(_model_of(layer) for layer in self._layers))
 
     def _forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -171,7 +171,7 @@ class StageModule(nn.Module):
         # needs an input that requires a gradient. The first stage has none, so `anchor` is this input.
         anchor = torch.zeros((), requires_grad=True)
         arguments = (anchor, self.micro_batch, targets, *tensors)
-        timed = self._timed(self._state.with_same_state(self._run))
+        timed = self._record_second_call(self._state.with_same_state(self._run))
 
         carries, others = self._carries, list[Tensor]()
         splits = any(carries) and not all(carries)
@@ -195,8 +195,7 @@ class StageModule(nn.Module):
         others.clear()
         return tuple(next(merged[does]) for does in carries)
 
-    def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `run`, so that the time of its second call, which is the recomputation in backward, is recorded."""
+    def _record_second_call(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: self.timed_recomputation(lambda: run(*arguments))
 
     def _has_backward(self, tensors: Sequence[Tensor]) -> bool:
@@ -232,7 +231,7 @@ class StageModule(nn.Module):
                 continue
             is_all = index == last and self._loss_fn is not None
             run = self._states[index].with_same_state(partial(self._loss_of, run, targets) if is_all else run)
-            value = run_recomputed(self._timed(run), again, value)
+            value = run_recomputed(self._record_second_call(run), again, value)
             if is_all:
                 loss: Tensor = value
                 return loss
@@ -265,11 +264,11 @@ class StageModule(nn.Module):
 
 
 def _with_graph(result: Any, anchor: Tensor) -> Any:
-    """Return the outputs for checkpointing: none is a parameter, and at least one has a graph if gradients are enabled.
+    """Return the outputs for checkpointing. None is a parameter, and one has a graph if gradients are enabled.
 
     A parameter that a layer returns would become a result of the checkpoint, whose backward would then call itself.
-    Layers that are skipped at random may leave all outputs without a graph, and checkpointing's backward would fail.
-    The anchor, which is zero, gives them one.
+    Layers that are skipped at random may leave all outputs without a graph. The backward of checkpointing would then
+    fail, so an output gets a graph from `anchor`, which is zero.
     """
     outputs = [result] if isinstance(result, Tensor) else list(result)
     if not torch.is_grad_enabled():
@@ -281,7 +280,6 @@ def _with_graph(result: Any, anchor: Tensor) -> Any:
 
 
 def _named_modules(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that the layers run; for a model that is not a Sequential, all of its modules."""
     for layer in layers:
         prefix = "" if isinstance(layer.module, ModelStage) else layer.name
         yield from _model_of(layer.module).named_modules(prefix=prefix)

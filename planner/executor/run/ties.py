@@ -15,12 +15,12 @@ from planner.executor.run.placement import ProcessPlace
 
 
 class TiedGradients:
-    """Sum of the gradients of tied parameters over the ranks that hold them.
+    """Sum of the gradients of tied parameters over the ranks that have copies.
 
     Args:
         shared: Owners (layer, name) of each shared parameter, from `shared_parameters`.
         parameters: Parameters of this rank, by name.
-        place: Position of this rank in the job.
+        place: Place of this rank in the job.
         stage_of: Stage of each layer.
         trained: Names of the trained parameters of all stages.
     """
@@ -64,18 +64,18 @@ class TiedGradients:
                 self._groups.append((held, group))
 
     def begin(self) -> None:
-        """Drop existing gradients of all copies except one before backward: equal gradients must count only once."""
+        """Drop existing gradients of all copies except one, before backward: equal gradients must count only once."""
         self._summed.clear()
         for parameter in self._kept_elsewhere:
             parameter.grad = None
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank that are tied to parameters on ranks of other stages."""
+        """Parameters of this rank that have copies on ranks of other stages."""
         return (parameter for parameters, _ in self._groups for parameter in parameters)
 
     def sum(self) -> None:
-        """Sum the gradients of all copies after backward; a parameter without any gradient gets no gradient."""
+        """Sum the gradients of all copies after backward. A parameter without any gradient gets no gradient."""
         for parameters, group in self._groups:
             present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
             present = present.to(parameters[0].device)

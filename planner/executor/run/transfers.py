@@ -30,44 +30,45 @@ class Message(NamedTuple):
     micro_batch: int
 
 
-class _Coming(NamedTuple):
-    """Message that is being received."""
-
+class _Receiving(NamedTuple):
     buffers: tuple[Tensor, ...]
     works: tuple[dist.Work, ...]
 
 
-class _Sent(NamedTuple):
-    """Message that is being sent; its tensors must live until the send has ended."""
-
+class _Sending(NamedTuple):
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work, ...]
 
 
 class Transfers:
-    """Sender and receiver of messages between this process and other processes of `group` (None: all processes)."""
+    """Sender and receiver of messages between this process and other processes of a group.
+
+    Args:
+        device: Device of the tensors.
+        group: Process group; None for all processes.
+    """
 
     def __init__(self, device: torch.device, group: ProcessGroup | None) -> None:
         self._device, self._group = device, group
-        self._coming: dict[Message, _Coming] = {}
+        self._coming: dict[Message, _Receiving] = {}
         self._in_place: dict[Message, tuple[Tensor, ...]] = {}
-        self._outputs: dict[Message, _Sent] = {}
-        self._gradient: _Sent | None = None
+        self._outputs: dict[Message, _Sending] = {}
+        self._gradient: _Sending | None = None
 
     def post(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
-        """Begin to receive tensors from a process.
+        """Begin to receive tensors from another process.
 
         Args:
             message: Message to receive.
             shapes: Tensors on the meta device, with shape, strides and dtype of the buffers.
-            rank: Sending process.
+            rank: Rank of the sending process.
         """
         buffers = tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self._device) for x in shapes)
         works = (dist.irecv(in_memory_order(buffer), rank, group=self._group) for buffer in buffers)
-        self._coming[message] = _Coming(buffers, tuple(filter(None, works)))
+        self._coming[message] = _Receiving(buffers, tuple(filter(None, works)))
 
     def take(self, message: Message) -> tuple[Tensor, ...]:
-        """Wait for a message and return its tensors."""
+        """Wait for a message, and return its tensors."""
         if message in self._in_place:
             return self._in_place.pop(message)
         coming = self._coming.pop(message)
@@ -75,16 +76,16 @@ class Transfers:
         return coming.buffers
 
     def hand_over(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        """Store the tensors that a stage of this process passes to another stage of the same process."""
+        """Store tensors that a stage of this process passes to another stage of the same process."""
         self._in_place[message] = tensors
 
     def send_output(self, message: Message, tensors: Sequence[Tensor], rank: int) -> None:
         """Begin to send the output of a forward.
 
         Args:
-            message: Key of the forward, which is passed to `release_output` later.
+            message: Kind, stage and micro-batch of the forward; also the argument of `release_output`.
             tensors: Output tensors.
-            rank: Receiving process.
+            rank: Rank of the receiving process.
         """
         self._outputs[message] = self._send([tensor.detach() for tensor in tensors], rank)
 
@@ -95,12 +96,14 @@ class Transfers:
             wait_for_all(sent.works)
 
     def send_gradient(self, tensors: Sequence[Tensor], shapes: Sequence[Tensor], rank: int) -> None:
-        """Begin to send gradients in the layout of the receiver's buffers; then wait until the previous ones are sent.
+        """Begin to send gradients in the layout of the receiver's buffers.
+
+        Then wait until the previous gradients are sent.
 
         Args:
-            tensors: Gradients.
+            tensors: Gradients to send.
             shapes: Tensors on the meta device with the receiver's layout.
-            rank: Receiving process.
+            rank: Rank of the receiving process.
         """
         before = self._gradient
         self._gradient = self._send([match_layout(x, shape) for x, shape in zip(tensors, shapes, strict=True)], rank)
@@ -115,13 +118,13 @@ class Transfers:
             wait_for_all(self._gradient.works)
         self._gradient = None
 
-    def _send(self, tensors: Sequence[Tensor], rank: int) -> _Sent:
+    def _send(self, tensors: Sequence[Tensor], rank: int) -> _Sending:
         flat = tuple(map(in_memory_order, tensors))
         works = (dist.isend(tensor, rank, group=self._group) for tensor in flat)
-        return _Sent(flat, tuple(filter(None, works)))
+        return _Sending(flat, tuple(filter(None, works)))
 
 
 def wait_for_all(works: Iterable[dist.Work]) -> None:
-    """Wait until transfers have ended."""
+    """Wait until all transfers have ended."""
     for work in works:
         work.wait()

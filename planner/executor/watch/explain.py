@@ -1,4 +1,4 @@
-"""Describe a failure: its stage and position, memory, and the lines of the user's code."""
+"""Descriptions of a failure: stage and position, memory, and the lines of the user's code."""
 
 import resource
 import sys
@@ -21,7 +21,10 @@ MOST_NAMED = 3
 
 
 def error_for_exception(error: BaseException, position: Position) -> PlannerError:
-    """Return the error to report for an exception in this process, with stage, position and the user's code."""
+    """Return the error that reports an exception in this process.
+
+    It names the stage and its activity, and quotes the lines of the user's code.
+    """
     root = error
     while root.__cause__ is not None:  # the engine wraps errors of stages
         root = root.__cause__
@@ -30,18 +33,23 @@ def error_for_exception(error: BaseException, position: Position) -> PlannerErro
         return _out_of_memory(root, who, position)
     if isinstance(root, SystemExit):
         return TrainingError(
-            f"{who} exited {position.where} (SystemExit: {root})\n{_frames(root)}".rstrip(),
+            f"{who} exited {position.where} (SystemExit: {root})\n{_user_frames(root)}".rstrip(),
             hint="the other stages have ended, too; to end a run early, leave the loop on every rank",
         )
     first = f"{type(root).__name__}: {root}".strip()
     return TrainingError(
-        f"{who} failed {position.where}: {first}\n{_frames(root)}".rstrip(),
+        f"{who} failed {position.where}: {first}\n{_user_frames(root)}".rstrip(),
         hint="the other stages have ended, too; fix the error, then restart with `--resume auto`",
     )
 
 
 def error_after_exit(left: Mapping[str, Any], position: Position) -> PlannerError:
-    """Return the error of a rank that still waits after another rank exited with code 0."""
+    """Return the error to report if this rank still waits after another rank exited with code 0.
+
+    Args:
+        left: Position of the rank that exited, from `Position.summary`.
+        position: Position of this rank.
+    """
     return TrainingError(
         f"{left['name'] or 'another rank'} exited {left['where']} (SystemExit: 0) "
         f"while {position.name or 'this rank'} waited {position.where}",
@@ -50,7 +58,9 @@ def error_after_exit(left: Mapping[str, Any], position: Position) -> PlannerErro
 
 
 def error_of_hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
-    """Return the error of a hanging job, which names ranks that do not wait (the cause) and ranks that wait.
+    """Return the error that reports a hanging job.
+
+    The error names ranks that do not wait (the cause) and ranks that wait.
 
     Args:
         positions: Position of each rank, from `Position.summary`. At most three ranks of each kind are named: those
@@ -78,7 +88,7 @@ def error_of_hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) 
 
 
 def join_with_count(shown: Sequence[str], count: int, separator: str = "; ") -> str:
-    """Join the first items of a list, and state how many further items there are.
+    """Join the first items of a list, and state how many other items there are.
 
     Args:
         shown: First items of the list.
@@ -93,7 +103,7 @@ def join_with_count(shown: Sequence[str], count: int, separator: str = "; ") -> 
 
 
 def name_of_rank(rank: int, positions: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return the name of a rank for messages, from its position if that is known."""
+    """Return the name of a rank for messages, from the rank's position if that is known."""
     return str(positions.get(rank, {}).get("name") or f"rank {rank}")
 
 
@@ -121,8 +131,7 @@ def _out_of_memory(error: BaseException, who: str, position: Position) -> Planne
     )
 
 
-def _frames(error: BaseException) -> str:
-    """Return the lines of the traceback that are in the user's code; if there are none, return all lines."""
+def _user_frames(error: BaseException) -> str:
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = traceback.extract_tb(error.__traceback__)
     of_user = [frame for frame in frames if not frame.filename.startswith((*ours, "<frozen"))]

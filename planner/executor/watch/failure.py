@@ -50,13 +50,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StoppedBySignal(SystemExit):
-    """Exit of the script on every rank after the same step, because of a signal."""
+    """Exit of the script because of a signal, on every rank after the same step."""
 
 
 class Watch:
-    """Watch of one rank, active inside a `with` block from before the model is built until the end of the script.
+    """Watch of one rank: a thread that reports failures of this rank and of other ranks.
 
-    A rank that waits for another one for more than `timeout_s` seconds reports that the job hangs.
+    Use it as a `with` block, from before the model is built until the end of the script. A rank that waits for another
+    rank for more than `timeout_s` seconds reports that the job hangs.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -103,12 +104,12 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Stop watching; if an error left the block, report it and end the process."""
+        """Stop watching. If an error left the block, report the error and end the process."""
         if os.getpid() != self._process:
             return  # a forked child process leaves the block; it is not a rank
         try:
             if isinstance(error, SystemExit) and not isinstance(error, StoppedBySignal):
-                self._end_by_exit(error)
+                self._report_exit(error)
             elif error is not None and not isinstance(error, SystemExit):
                 self._end(error)
         finally:
@@ -118,12 +119,13 @@ class Watch:
         """Return the signal that ends the run after `steps` steps; 0 if the run continues.
 
         Every rank must call this method after every step. The first rank announces the stop `steps_ahead` steps in
-        advance. No rank can finish a step that the first rank has not begun, so all ranks read the announcement in time
-        and stop after the same step.
+        advance. No rank can finish a step that the first rank has not begun. All ranks therefore read the announcement
+        in time, and stop after the same step.
 
         Args:
-            steps: Number of steps done.
-            steps_ahead: Number of steps between announcement and stop; more than 1 if ranks may be ahead of the first.
+            steps: Number of completed steps.
+            steps_ahead: Number of steps between announcement and stop; more than 1 if ranks may be ahead of the first
+                rank.
         """
         if self._store is None:
             return self._signal
@@ -167,7 +169,7 @@ class Watch:
         self._signalled = time.monotonic()
 
     def _end_at_once(self, number: int) -> NoReturn:
-        if self._claimed():
+        if self._claim_failure():
             name = signal.Signals(number).name
             who = self.position.name or "this rank"
             stopped = f"stopped at once by a second {name}: {who} was {self.position.where}"
@@ -175,8 +177,7 @@ class Watch:
             print(line, file=sys.stderr, flush=True)
         self._leave(128 + number)
 
-    def _end_by_exit(self, error: SystemExit) -> None:
-        """Report that the script has left the block with `sys.exit`, because other ranks may wait for this one."""
+    def _report_exit(self, error: SystemExit) -> None:
         if self._store is None:
             return
         if error.code in {0, None}:  # no error if all ranks exit; a rank that still waits reads the key `quit`
@@ -191,7 +192,7 @@ class Watch:
             return
         self._ending.set()
         code = error.code if isinstance(error.code, int) else 1
-        if self._claimed():  # claim first, because finding the lines of the user's code takes time
+        if self._claim_failure():  # claim first, because finding the lines of the user's code takes time
             print_error(explain.error_for_exception(error, self.position))
             self._leave(code)
         self._leave_quietly(code)
@@ -203,15 +204,16 @@ class Watch:
             message = error
         elif self._store is not None and explain.is_lost_contact(error):
             # A transfer also fails if the other rank has died, which must be reported instead.
-            message = self._lost_contact()
+            message = self._lost_contact_error()
         else:
             message = explain.error_for_exception(error, self.position)
         code = message.exit_code if message is not None else ExitCode.ERROR
-        self._tell(message, code, quietly=128 + self._signal if message is None and self._signal else ExitCode.ERROR)
+        self._report_and_exit(
+            message, code, quietly=128 + self._signal if message is None and self._signal else ExitCode.ERROR
+        )
 
-    def _lost_contact(self) -> PlannerError | None:
-        """Return the error to report for a failed transfer; None if another rank reports the failure."""
-        silent = self._silent(self._liveness)
+    def _lost_contact_error(self) -> PlannerError | None:
+        silent = self._silent_ranks(self._liveness)
         if silent:
             return self._gone(silent, self._liveness)
         if silent is None or self._signal:
@@ -243,31 +245,26 @@ class Watch:
 
     # Private methods: both threads
 
-    def _silent(self, liveness: Liveness) -> list[int] | None:
-        """Return the ranks that stopped writing signs of life without leaving; None if a failure is reported."""
+    def _silent_ranks(self, liveness: Liveness) -> list[int] | None:
         try:
             return liveness.wait_for_silent()
         except dist.DistError:
             return [0]  # the first rank, which held the store
 
-    def _tell(
+    def _report_and_exit(
         self, error: PlannerError | None, code: int = ExitCode.ERROR, *, quietly: int = ExitCode.ERROR
     ) -> NoReturn:
-        """Report an error, unless another rank does, and end this process.
+        """Report an error, unless another rank reports it, and end this process.
 
-        Args:
-            error: The error; None if there is nothing to report.
-            code: Exit code if this rank reports the error.
-            quietly: Exit code if this rank does not report the error.
+        The exit code is `code` if this rank reports the error, otherwise `quietly`.
         """
         self._ending.set()
-        if error is not None and self._claimed():
+        if error is not None and self._claim_failure():
             print_error(error)
             self._leave(code)
         self._leave_quietly(quietly)
 
-    def _claimed(self) -> bool:
-        """Claim the failure in the store, and return True if no other rank has claimed it before."""
+    def _claim_failure(self) -> bool:
         if self._store is None:
             return True
         rank = str(self._rank)
@@ -307,19 +304,22 @@ class Watch:
 
     def _run(self, store: Any) -> None:
         liveness = Liveness(store, self._rank, self._world)
-        self._note_signals_for(liveness.until_next_beat_s())
+        self._record_signals_for(liveness.until_next_beat_s())
         try:
             while not self._over.is_set():
                 liveness.write(self.position)
                 if not self._ending.is_set():
                     self._look(store, liveness)
-                self._note_signals_for(liveness.until_next_beat_s())
+                self._record_signals_for(liveness.until_next_beat_s())
         except dist.DistError:  # the process that holds the store has ended; the main thread's next transfer fails
             if self._signal:
                 self._leave(128 + self._signal)
 
-    def _note_signals_for(self, seconds: float) -> None:
-        """Wait, and record signals, which do not end the wait: ranks must not all read the store at the same time."""
+    def _record_signals_for(self, seconds: float) -> None:
+        """Wait for `seconds`, and record signals that arrive.
+
+        A signal does not end the wait, because all ranks would then read the store at the same time.
+        """
         end = time.monotonic() + seconds
         while not self._over.is_set() and select.select([self._wake[0]], [], [], max(0.0, end - time.monotonic()))[0]:
             for number in self._wake[0].recv(16):
@@ -330,26 +330,26 @@ class Watch:
         if store.check(["news"]):
             self._read_news(store)
         if (self._signal or self._asked) and self.saves_on_stop and not self._has_passed_on:
-            self._pass_on(store, liveness)
-        self._follow_writing(store, liveness)
+            self._announce_stop(store, liveness)
+        self._share_written_bytes(store, liveness)
         # A long computation is not a failure, so only a rank that waits may report one.
         waited_s = self.position.idle_s if self.position.waits_for is not None else 0.0
         if waited_s > self._timeout_s:
-            self._tell(self._hanging(liveness))
+            self._report_and_exit(self._hanging(liveness))
         if waited_s > liveness.silent_s and self._quit is not None:
-            self._tell(explain.error_after_exit(self._quit, self.position))
+            self._report_and_exit(explain.error_after_exit(self._quit, self.position))
         # If a rank has died, the launcher also sends a signal to all ranks. Then the death must be reported.
         if self._signal or (waited_s > liveness.silent_s and self.position.waits_for == STORE):
             silent = liveness.silent()
             if silent:
-                self._tell(self._gone(silent, liveness))
+                self._report_and_exit(self._gone(silent, liveness))
         if self._signal:
             longest_s = liveness.silent_s + 2 * liveness.beat_s
             if not self.saves_on_stop and time.monotonic() - self._signalled > longest_s:
                 self._leave(128 + self._signal)
 
-    def _pass_on(self, store: Any, liveness: Liveness) -> None:
-        """Tell other ranks that the job stops, because a scheduler may send the signal to only one rank."""
+    def _announce_stop(self, store: Any, liveness: Liveness) -> None:
+        """Tell other ranks that the job stops. A scheduler may send the signal to only one rank."""
         if self._rank == 0:
             store.set("stopping", "")
         elif not self._is_stopping:
@@ -371,8 +371,11 @@ class Watch:
             self._is_stopping = True  # before the first rank reads `ready`
             store.add("ready", 1)
 
-    def _follow_writing(self, store: Any, liveness: Liveness) -> None:
-        """Add this rank's written bytes to the sum of all ranks; if the sum has grown, restart the clock of a wait."""
+    def _share_written_bytes(self, store: Any, liveness: Liveness) -> None:
+        """Add this rank's written bytes to the sum of all ranks.
+
+        If the sum has grown, restart the clock of a wait.
+        """
         written = self.position.written_bytes - self._written_bytes
         late_s = min(liveness.silent_s, self._timeout_s / 2)
         if not written and (self.position.waits_for is None or self.position.idle_s < late_s):
@@ -384,7 +387,7 @@ class Watch:
             self.position.restart_clock()
 
     def _hanging(self, liveness: Liveness) -> PlannerError | None:
-        silent = self._silent(liveness)
+        silent = self._silent_ranks(liveness)
         if silent is None:
             return None
         if silent:
@@ -405,6 +408,6 @@ def _store_of_all() -> Any:
 
 
 def print_error(error: PlannerError) -> None:
-    """Print an error and its hint on standard error."""
+    """Print an error and its hint to standard error."""
     hint = f"\n\n{printable_lines(f'hint: {error.hint}')}" if error.hint else ""
     print(f"{printable_lines(f'error: {error}')}{hint}", file=sys.stderr, flush=True)

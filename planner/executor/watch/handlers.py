@@ -1,4 +1,4 @@
-"""Signal handlers of a process that trains; its child processes do not keep them.
+"""Signal handlers of a process that trains. Its child processes do not keep them.
 
 A forked process inherits Python's handlers and the file descriptor that wakes the watch. `multiprocessing.Pool` ends
 its workers with SIGTERM. Without a reset, the worker would write this signal to the descriptor, and the parent would
@@ -14,7 +14,7 @@ _Handler = Callable[[int, FrameType | None], None]
 
 
 class SignalHandlers:
-    """Handler for several signals; their numbers are also written to the non-blocking descriptor `wakeup_fd`."""
+    """Handler for several signals. Signal numbers are also written to the non-blocking file descriptor `wakeup_fd`."""
 
     def __init__(self, numbers: Sequence[signal.Signals], handler: _Handler, wakeup_fd: int) -> None:
         self._woken_before = signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
@@ -22,7 +22,7 @@ class SignalHandlers:
         _installed.append(self)
 
     def restore(self) -> None:
-        """Install the previous handlers and the previous descriptor."""
+        """Install the previous handlers and the previous file descriptor."""
         _installed.remove(self)
         for number, handler in self._handled_before.items():
             signal.signal(number, handler)

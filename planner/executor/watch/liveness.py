@@ -22,7 +22,10 @@ _BEATS_UNTIL_SILENT = 6
 
 
 class Liveness:
-    """Writer and reader of signs of life for one rank, over a connection to the store that no other thread uses."""
+    """Writer and reader of signs of life for one rank.
+
+    It uses a connection to the store that no other thread uses.
+    """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank, self._world = store, rank, world
@@ -45,40 +48,43 @@ class Liveness:
         self._store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **position.summary()}))
 
     def until_next_beat_s(self) -> float:
-        """Return the seconds until this rank's next beat. Every rank has its own slot in the interval between beats.
+        """Return the seconds until this rank's next beat.
 
-        The slots are fixed. If they depended on the end of the last beat, ranks that a slow store answered at the same
-        time would beat at the same time from then on.
+        Every rank has a fixed slot in the interval between beats. If slots depended on the end of the last beat, a slow
+        store could answer many ranks at the same time, and all their later beats would coincide.
         """
         return (self._phase_s - time.monotonic()) % self.beat_s
 
     def leave(self) -> None:
-        """Announce that this rank leaves the job and is not dead. Must be called only once."""
+        """Announce that this rank leaves the job and is not dead. Call this method only once."""
         self._store.set(f"left/{self._rank}", "1")
         self._store.add("left", 1)
 
     def wait_for_ranks(self, seconds: float) -> None:
-        """Wait until all other ranks have left, for at most `seconds`; this rank must have called `leave`."""
+        """Wait for at most `seconds` until all other ranks have left. This rank must have called `leave`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._store.add("left", 0) < self._world:
             time.sleep(self.beat_s / 5)
 
     def positions(self, ranks: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
-        """Return the positions of `ranks`, by default of all ranks; ranks that never wrote a position are left out."""
+        """Return the positions of `ranks`, by default of all ranks.
+
+        Ranks that never wrote a position are left out.
+        """
         keys = [f"at/{rank}" for rank in (range(self._world) if ranks is None else ranks)]
         try:
             if ranks != [self._reader]:  # the reader has certainly written its position
-                keys = self._existing(keys)
+                keys = self._set_keys(keys)
             texts = self._store.multi_get(keys) if keys else []
         except dist.DistError:
             return {}
         return {int(key.removeprefix("at/")): json.loads(text) for key, text in zip(keys, texts, strict=True)}
 
     def silent(self) -> list[int]:
-        """Return the silent ranks that did not call `leave`; on ranks other than the reader, always an empty list.
+        """Return the ranks that are silent and have not left.
 
-        Must be called about once per beat. A rank is silent if calls of this method have seen no new beat of it for
-        `silent_s` seconds.
+        On ranks other than the reader, the list is always empty. Call this method about once per beat. A rank is silent
+        if calls of this method have seen no new beat of it for `silent_s` seconds.
         """
         is_reader = self._is_reader()
         others = [rank for rank in range(self._world) if rank != self._rank] if is_reader else [self._reader]
@@ -99,7 +105,10 @@ class Liveness:
         return []
 
     def wait_for_silent(self) -> list[int] | None:
-        """Wait until the silent ranks are known, and return them; None if a failure is reported during the wait."""
+        """Wait until the silent ranks are known, and return them.
+
+        The result is None if a failure is reported during the wait.
+        """
         self._seen.clear()
         begin = time.monotonic()
         # Half of this time suffices to notice a dead reader, and the rest to find other silent ranks.
@@ -120,14 +129,13 @@ class Liveness:
         return self._reader == self._rank
 
     def _is_each_alive(self) -> bool:
-        """Return True if each rank has either left or written a new beat since this rank first read the positions."""
         return bool(self._seen) and all(
             since > self._first_look for rank, (_, since) in self._seen.items() if rank not in self._left
         )
 
-    def _existing(self, keys: list[str]) -> list[str]:
-        """Return the keys that are set, because reading a key that is not set would wait for it."""
+    def _set_keys(self, keys: list[str]) -> list[str]:
+        """Return the keys that are set. Reading a key that is not set would wait for it."""
         if self._store.check(keys):
             return keys
         half = len(keys) // 2
-        return self._existing(keys[:half]) + self._existing(keys[half:]) if half else []
+        return self._set_keys(keys[:half]) + self._set_keys(keys[half:]) if half else []

@@ -1,4 +1,4 @@
-"""Position of this rank in its training, which other ranks read to report which rank they waited for."""
+"""Current activity of this rank. Other ranks name it when they report a failure or a hang."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ _OUTSIDE = ("at the start", "joining the others", "building the model", "between
 
 
 class Position:
-    """Current activity of this rank, which the main thread sets and the watch reads."""
+    """Current activity of this rank. The main thread sets the activity, and the watch reads it."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
@@ -36,9 +36,9 @@ class Position:
 
         Args:
             doing: Activity, such as "forward of micro-batch 3".
-            stage: Stage of this rank to which the activity belongs, if any.
-            waits_for: Stage for which this rank waits; `ANY` or `STORE` if it is no particular stage; None if this
-                rank does not wait.
+            stage: Stage of this rank to which the activity belongs; None for no particular stage.
+            waits_for: Stage for which this rank waits; `ANY` or `STORE` if it is no particular stage; None if this rank
+                does not wait.
         """
         self._now = (doing, stage, waits_for)
         self._since = time.monotonic()
@@ -49,7 +49,7 @@ class Position:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the activity began, or since `restart_clock`."""
+        """Seconds since the activity began, or since the last call of `restart_clock`."""
         return time.monotonic() - self._since
 
     @property
@@ -64,7 +64,7 @@ class Position:
         return self.name_of(self.stages if stage is None else (stage,), self.replica)
 
     def name_of(self, stages: tuple[int, ...], replica: int) -> str:
-        """Return the name for messages of a process that runs these stages in a replica."""
+        """Return the name, for messages, of a process that runs these stages in a replica."""
         names = [self.names.get(k, f"stage {k}") for k in stages]
         name = names[0] if names else ""
         if len(names) > 1:
@@ -79,7 +79,7 @@ class Position:
         return doing if doing in _OUTSIDE else f"in {doing} of step {self.step}"
 
     def summary(self) -> dict[str, Any]:
-        """Return this rank's name and activity, to be written to the store."""
+        """Return this rank's name and activity in the form that is written to the store."""
         return {
             "name": self.name,
             "where": self.where,

@@ -1,4 +1,4 @@
-"""Access the key-value store that all processes of a job share."""
+"""Access to the key-value store that all processes of a job share."""
 
 import os
 import sys
@@ -19,28 +19,31 @@ _REPORTED_EVERY_S = 10.0
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the number of processes, as set by the process group, or else by the launcher."""
+    """Return this process's rank and the number of processes.
+
+    Both are set by the process group, or by the launcher if there is no group.
+    """
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def holds_store() -> bool:
-    """Return True if this process holds the job's store, which then ends with the process."""
+    """Return True if this process holds the job's store. The store then ends with the process."""
     return rank_and_world_size()[0] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def job_store(timeout: timedelta) -> Store:
-    """Return the job's store: that of the process group, else of the launcher, else one that the first rank creates.
+    """Return the job's store: the process group's, the launcher's, or one that the first rank creates.
 
     A launcher may keep its store when it restarts the processes, which would then find addresses of the previous
-    processes. So each start has a separate key prefix.
+    processes. Each start therefore has a separate key prefix.
 
     Raises:
         TrainingError: Other processes did not join within the timeout.
     """
     store = _get_default_store() if dist.is_initialized() else _launchers_store(timeout)
-    return PrefixStore(f"gpipe-plan/{_start(store, timeout)}", store)
+    return PrefixStore(f"gpipe-plan/{_name_of_start(store, timeout)}", store)
 
 
 def _launchers_store(timeout: timedelta) -> Store:
@@ -55,13 +58,12 @@ def _launchers_store(timeout: timedelta) -> Store:
     return store
 
 
-def _start(store: Store, timeout: timedelta) -> str:
-    """Return a name for this start of the job, equal on all of its processes."""
+def _name_of_start(store: Store, timeout: timedelta) -> str:
     rank, world = rank_and_world_size()
     address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     key = os.getpid(), *address, rank, world  # a forked process must agree on a name of its own
     if key not in _agreed:
-        _agreed[key] = _agree(store, rank, world, timeout)
+        _agreed[key] = _agree_on_name(store, rank, world, timeout)
     return _agreed[key]
 
 
@@ -69,12 +71,12 @@ _agreed: dict[tuple[int | str, ...], str] = {}
 """Names on which this process has agreed with other processes; kept, because it opens the store more than once."""
 
 
-def _agree(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """Return the name of this start of the job, which the first rank chooses and sends to every other rank.
+def _agree_on_name(store: Store, rank: int, world: int, timeout: timedelta) -> str:
+    """Return the name of this start of the job.
 
-    Each process announces itself under a new random name, which tells it from processes of earlier starts. The restart
-    count of torchrun (`TORCHELASTIC_RESTART_COUNT`) would not: machines count separately, so a machine that was lost
-    and came back has a lower count.
+    The first rank chooses the name and sends it to every other rank. To be told from processes of earlier starts, each
+    process announces itself under a new random name. The restart count of torchrun (`TORCHELASTIC_RESTART_COUNT`) could
+    not identify a start: machines count separately, so a machine that was lost and came back has a lower count.
     """
     name = uuid.uuid4().hex
     store.set(f"{_HELLO}/{rank}", name)

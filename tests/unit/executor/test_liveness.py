@@ -133,7 +133,7 @@ def test_a_rank_waits_before_its_first_look(watches: Watches, monkeypatch: pytes
         if len(waits_s) == 2:
             watch._over.set()
 
-    monkeypatch.setattr(Watch, "_note_signals_for", wait)
+    monkeypatch.setattr(Watch, "_record_signals_for", wait)
     monkeypatch.setattr(liveness.time, "monotonic", lambda: 1000.0)
     store = CountingStore()
     (*_, last) = watches(4, store)
@@ -147,7 +147,7 @@ def test_a_signal_does_not_end_the_wait_for_the_next_beat(watches: Watches, monk
     watch._wake[1].send(bytes([signal.SIGTERM]))
     ready = [[watch._wake[0]], []]
     monkeypatch.setattr(failure.select, "select", lambda *_: (ready.pop(0), [], []))
-    watch._note_signals_for(60.0)
+    watch._record_signals_for(60.0)
     assert watch._signal == signal.SIGTERM
     assert not ready
 

@@ -18,7 +18,7 @@ def start(server: dist.TCPStore, world: int) -> list[str]:
 
     def join(rank: int) -> None:
         own = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=SOON)
-        agreed[rank] = store_module._agree(own, rank, world, SOON)
+        agreed[rank] = store_module._agree_on_name(own, rank, world, SOON)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in reversed(range(world))]
     for thread in threads:
@@ -43,9 +43,9 @@ def test_ranks_that_do_not_join_are_named() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
     server.set("gpipe-plan/hello/1", "one that is gone")
     with pytest.raises(TrainingError, match=r"^rank 1, rank 2 did not join within 0\.5 s"):
-        store_module._agree(server, 0, 3, timedelta(seconds=0.5))
+        store_module._agree_on_name(server, 0, 3, timedelta(seconds=0.5))
     with pytest.raises(TrainingError, match=r"rank 0 did not join within 0\.5 s"):
-        store_module._agree(server, 2, 3, timedelta(seconds=0.5))
+        store_module._agree_on_name(server, 2, 3, timedelta(seconds=0.5))
 
 
 def test_awaited_ranks_are_printed_at_intervals(
@@ -54,7 +54,7 @@ def test_awaited_ranks_are_printed_at_intervals(
     monkeypatch.setattr(store_module, "_REPORTED_EVERY_S", 0.2)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
     with pytest.raises(TrainingError):
-        store_module._agree(server, 0, 6, timedelta(seconds=1.0))
+        store_module._agree_on_name(server, 0, 6, timedelta(seconds=1.0))
     lines = capsys.readouterr().err.splitlines()
     assert 1 < len(lines) < 5
     assert all(line.startswith("waiting for rank 1, rank 2, rank 3, 2 others to join for ") for line in lines)
