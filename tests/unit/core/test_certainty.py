@@ -104,7 +104,7 @@ def test_step_ranges_equal_the_extremes_of_their_rows(kind):
 
 def test_peak_ranges_cover_their_rows_and_are_tight():
     page = (PAGES / "memory.md").read_text(encoding="utf-8")
-    assert PEAKS["measured"] == 1 / (1 - int(re.search(r"promised are -(\d)%", page)[1]) / 100)
+    assert PEAKS["measured"] == 1 / (1 - int(re.search(r"Errors of -(\d)%", page)[1]) / 100)
     measured = [*rows("memory.md"), *rows("memory.md", "Kinds of models whose memory is hard to predict")]
     assert len(measured) > 100
     for cells in measured:
