@@ -147,9 +147,7 @@ def _replace(pattern: str, new: str) -> Callable[[Path], None]:
         pytest.param(_append("schema: gpipe-plan/plan/v1\n"), "`schema` is defined twice", id="key-twice"),
     ],
 )
-def test_messages_on_unreadable_files_begin_with_the_file_name(
-    here: Path, capsys: Capsys, *, name: str, arguments: tuple[str, ...], spoil: Callable[[Path], None], told: str
-) -> None:
+def test_messages_on_unreadable_files_begin_with_the_file_name(here, capsys, *, name, arguments, spoil, told):
     spoil(here / name)
     done = refused(capsys, here, *arguments)
     assert re.match(rf"{re.escape(name)}(:\d+)?: error: ", done.error), done.error
@@ -184,9 +182,7 @@ def test_messages_on_unreadable_files_begin_with_the_file_name(
         ("plan.yaml", _replace(r"devices: 2", "devices: true"), "inputs.devices", "true"),
     ],
 )
-def test_messages_on_invalid_values_name_file_line_and_key(
-    here: Path, capsys: Capsys, *, name: str, spoil: Callable[[Path], None], key: str, told: str
-) -> None:
+def test_messages_on_invalid_values_name_file_line_and_key(here, capsys, *, name, spoil, key, told):
     was = (here / name).read_text().splitlines()
     spoil(here / name)
     now = (here / name).read_text().splitlines()
@@ -238,9 +234,7 @@ def test_empty_or_binary_stdin_is_an_input_error(here: Path, capsys: Capsys, mon
     ids=lambda value: value[0],
 )
 @pytest.mark.parametrize("output", ["model.py/inside.yaml", "x" * 300], ids=["under a file", "name too long"])
-def test_unwritable_outputs_are_named_and_leave_no_files(
-    here: Path, capsys: Capsys, arguments: tuple[str, ...], output: str
-) -> None:
+def test_unwritable_outputs_are_named_and_leave_no_files(here, capsys, arguments, output):
     done = refused(capsys, here, *arguments, "-o", output)
     assert done.error.startswith(output)
     assert ": error: cannot be written: " in done.error
@@ -311,9 +305,7 @@ def test_a_folder_as_output_is_refused(here: Path, capsys: Capsys, arguments: tu
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_bad_usage_names_the_option_or_value(
-    here: Path, capsys: Capsys, arguments: tuple[str, ...], told: list[str]
-) -> None:
+def test_bad_usage_names_the_option_or_value(here, capsys, arguments, told):
     done = refused(capsys, here, *arguments)
     assert done.error.startswith("error: ")
     assert [part for part in told if part not in done.error.replace("'", "`")] == [], done.error
@@ -354,9 +346,7 @@ def test_refusals_list_valid_values(here: Path, capsys: Capsys) -> None:
     ],
     ids=" ".join,
 )
-def test_bad_options_of_profile_are_refused_before_measuring(
-    here: Path, capsys: Capsys, options: tuple[str, ...], told: list[str]
-) -> None:
+def test_bad_options_of_profile_are_refused_before_measuring(here, capsys, options, told):
     done = refused(capsys, here, "profile", "model.py", *options)
     assert [part for part in told if part not in done.error] == [], done.error
 

@@ -96,8 +96,7 @@ def train(here: Path, name: str, *arguments: str, mischief: str = "", restarts: 
 def weights(here: Path, checkpoint: str) -> dict[str, Tensor]:
     """Return the exported weights of a checkpoint."""
     assert run(["export", str(here / checkpoint), "-o", str(here / "exported.pt"), "-q"]) == 0
-    state: dict[str, Tensor] = torch.load(here / "exported.pt", weights_only=True)
-    return state
+    return torch.load(here / "exported.pt", weights_only=True)
 
 
 def check_equal(here: Path, folder: str, report: str, losses: list[float]) -> None:
@@ -231,8 +230,7 @@ def _plain_loss(state: dict[str, Tensor], *, step: int) -> float:
     model = loaded.build()
     model.load_state_dict(state)
     for layer in model.children():
-        layer.dropout = 0.0  # type: ignore[assignment]
-    assert loaded.train_batches is not None
+        layer.dropout = 0.0
     batches = seeded_batches((pair for _ in range(3) for pair in loaded.train_batches(8)), 0)
     pair = [next(batches) for _ in range(step + 1)][-1]
     losses = [loaded.loss_fn(model(x), y) for x, y in zip(pair[0].split(2), pair[1].split(2), strict=True)]

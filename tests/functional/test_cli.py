@@ -188,9 +188,7 @@ def test_only_the_result_is_on_stdout(here: Path, capsys: Capsys) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
 )
-def test_format_json_prints_exactly_one_document(
-    here: Path, capsys: Capsys, arguments: tuple[str, ...], schema: str
-) -> None:
+def test_format_json_prints_exactly_one_document(here, capsys, arguments, schema):
     """Its first key is the schema. The same holds if the file itself goes to stdout."""
     done = call(capsys, *arguments, "--format", "json")
     assert done.code == 0, done.err
@@ -247,9 +245,7 @@ def test_a_profile_to_stdout_can_be_solved(empty: Path, capsys: Capsys, monkeypa
     assert call(capsys, SOLVE[0], "-", *SOLVE[1:]).code == 0
 
 
-def test_plans_solved_from_stdin_need_the_profile_option(
-    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_solved_from_stdin_need_the_profile_option(here, capsys, monkeypatch):
     """`check` names `--profile` and does not wait for the terminal."""
     monkeypatch.setattr(sys, "stdin", io.StringIO((here / "profile.yaml").read_text()))
     assert call(capsys, SOLVE[0], "-", *SOLVE[1:]).code == 0
@@ -337,9 +333,7 @@ def test_input_option_replaces_the_example_batch(empty: Path, capsys: Capsys) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "name", "states"), [((), "adamw", 2), (("--optimizer", "sgd"), "sgd", 0)])
-def test_optimizer_option_replaces_adamw(
-    empty: Path, capsys: Capsys, options: tuple[str, ...], name: str, states: int
-) -> None:
+def test_optimizer_option_replaces_adamw(empty, capsys, options, name, states):
     """AdamW keeps two numbers per parameter, and its step counters."""
     assert call(capsys, "profile", "model.py", *FAST, *options).code == 0
     profile = files.read_profile("profile.yaml")
@@ -372,9 +366,7 @@ def test_in_place_layers_are_profiled(empty: Path, capsys: Capsys) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError, ProcessException])
-def test_a_failed_calibration_is_a_warning(
-    empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
+def test_a_failed_calibration_is_a_warning(empty, capsys, monkeypatch, error):
 
     def fail(*_: object, **__: object) -> None:
         raise ProcessException("exploded", 1, 2) if error is ProcessException else error("exploded")
@@ -534,7 +526,6 @@ def test_headroom_auto_equals_the_share_in_its_note(here: Path, capsys: Capsys) 
     """The plans have the same bytes. `check` and `show` use the same share."""
     solved = call(capsys, *SOLVE, "--headroom", "auto")
     share = re.search(r"note: headroom ([\d.]+)% of every memory limit", solved.err)
-    assert share is not None
     plan = Path("plan.yaml").read_bytes()
     assert call(capsys, *SOLVE, "--headroom", f"{share[1]}%").code == 0
     assert Path("plan.yaml").read_bytes() == plan
@@ -611,9 +602,7 @@ def test_check_recomputes_edited_recomputation(here: Path, capsys: Capsys) -> No
     ("balance", "told"),
     [("[2, 2]", "4 layers"), ("[3, 3]", "6 layers"), ("[5, 0]", "every stage needs at least one layer")],
 )
-def test_balances_without_all_layers_or_with_empty_stages_are_refused(
-    here: Path, capsys: Capsys, balance: str, told: str
-) -> None:
+def test_balances_without_all_layers_or_with_empty_stages_are_refused(here, capsys, balance, told):
     replace_once(here / "plan.yaml", "balance: [2, 3]", f"balance: {balance}")
     for arguments in (("check",), ("emit",)):
         refused = call(capsys, *arguments)
@@ -935,7 +924,7 @@ def test_a_closed_pipe_is_no_error(here: Path, arguments: tuple[str, ...], close
     read_end, write_end = os.pipe()
     os.close(read_end)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: write_end}
-    process = subprocess.Popen(command(*arguments), cwd=here, env=environment(), text=True, **streams)  # type: ignore[call-overload]
+    process = subprocess.Popen(command(*arguments), cwd=here, env=environment(), text=True, **streams)
     os.close(write_end)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, "Traceback" in (err or ""), "error" in (err or "")) == (0, False, False), err
@@ -990,7 +979,6 @@ def profiling(empty: Path) -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_profiling_and_keeps_the_measurements(empty: Path, profiling: "subprocess.Popen[str]") -> None:
-    assert profiling.stderr is not None
     assert profiling.stderr.readline().startswith("profiling model.py")
     forwards = empty / ".cache" / "forwards"
     while not forwards.exists() or forwards.stat().st_size < 260:  # layers are being timed
@@ -1046,9 +1034,7 @@ def test_auto_sizes_are_powers_of_two_and_the_batch(empty: Path, capsys: Capsys)
         assert files.read_profile("profile.yaml").micro_batch_sizes == sizes
 
 
-def test_an_interrupt_while_writing_keeps_the_old_plan(
-    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_writing_keeps_the_old_plan(here, capsys, monkeypatch):
     before, names = (here / "plan.yaml").read_bytes(), visible(here)
 
     def interrupted(*_: object) -> None:

@@ -1,6 +1,5 @@
 """Tests of `show` and `check` with plans that contradict their profile."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,7 @@ def _predicted(plan: Plan, **changes: Any) -> Plan:
         (lambda plan: replace(plan, solver=replace(plan.solver, gap=0.5)), "GP205"),
     ],
 )
-def test_show_uses_the_figures_of_the_profile(
-    plan: Plan, edit: Callable[[Plan], Plan], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_uses_the_figures_of_the_profile(plan, edit, told, capsys):
     """Plans with other cuts are not called optimal."""
     right = call(capsys, "show").out
     files.write("plan.yaml", edit(plan))
@@ -72,9 +69,7 @@ def test_show_uses_the_figures_of_the_profile(
         ),
     ],
 )
-def test_show_and_check_refuse_the_same_plans(
-    plan: Plan, edit: Callable[[Plan], Plan], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_and_check_refuse_the_same_plans(plan, edit, code, message, capsys):
     files.write("plan.yaml", edit(plan))
     for arguments in (("show",), ("show", "--html", "x.html"), ("show", "--trace", "x.json"), ("check",)):
         ran = call(capsys, *arguments)

@@ -50,9 +50,7 @@ def test_python_tags_in_yaml_are_refused(folder: Path, tag: str, key: str, capsy
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_emitted_scripts_quote_layer_and_model_names(
-    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_emitted_scripts_quote_layer_and_model_names(folder, name, capsys):
     text = Path("profile.yaml").read_text()
     measured = files.read_profile("profile.yaml")
     assert "h.3" in text

@@ -163,7 +163,7 @@ def test_options_in_the_documentation_exist() -> None:
     others |= {"--rdzv-conf", "--standalone", "--env", "--signal", "--requeue", "--help", "--debug"}
     others |= {"--pipeline-model-parallel-layout", "--mtp-num-layers"}
     group = get_command(app_for(["--help"]))
-    options = {o for command in group.commands.values() for p in command.params for o in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
+    options = {o for command in group.commands.values() for p in command.params for o in (*p.opts, *p.secondary_opts)}
     scripts = ("executor/script.py", "tpu/training.py")
     script = "".join((ROOT / "planner" / name).read_text(encoding="utf-8") for name in scripts)
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):

@@ -119,9 +119,7 @@ def test_plans_that_a_format_cannot_express_write_nothing(here: Path, capsys: Ca
         (("--balance", "-"), 2, "expected whole numbers"),
     ],
 )
-def test_check_balance_replaces_the_cuts_of_the_plan(
-    here: Path, capsys: Capsys, arguments: tuple[str, ...], code: int, expected: str
-) -> None:
+def test_check_balance_replaces_the_cuts_of_the_plan(here, capsys, arguments, code, expected):
     """The plan file does not change."""
     before = (here / "plan.yaml").read_bytes()
     checked = call(capsys, "check", *arguments)

@@ -87,9 +87,7 @@ def test_a_missing_value_points_to_the_help_of_its_command(here: Path, capsys: C
 
 
 @pytest.mark.parametrize(("memory_bytes", "next_"), [(24 * 10**9, " --devices 2\n"), (0, " --devices 2 --mem 8GB\n")])
-def test_the_suggested_command_has_the_memory_of_the_device(
-    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, memory_bytes: int, next_: str
-) -> None:
+def test_the_suggested_command_has_the_memory_of_the_device(here, capsys, monkeypatch, memory_bytes, next_):
     known = random_profile(1, 4)
     known = replace(known, model=replace(known.model, source="model.py:model"))
     profile = replace(known, device=replace(known.device, kind="cuda", how="estimated", memory_bytes=memory_bytes))
@@ -123,9 +121,7 @@ def test_columns_sets_the_width_of_piped_output(here: Path, capsys: Capsys) -> N
 @pytest.mark.parametrize(
     ("mem", "policy", "is_told"), [("25kB", "auto", True), ("25kB", "always", False), ("1MB", "auto", False)]
 )
-def test_a_hint_suggests_recomputation_of_single_layers(
-    here: Path, capsys: Capsys, mem: str, policy: str, *, is_told: bool
-) -> None:
+def test_a_hint_suggests_recomputation_of_single_layers(here, capsys, mem, policy, *, is_told):
     files.write("profile.yaml", profile_of([100.0] * 6, [200.0] * 6, saved_bytes=4_000))
     done = call(
         capsys, "solve", "--devices", "2", "--mem", mem, "--batch", "4", "--schedule", "gpipe", "--recompute", policy

@@ -65,9 +65,7 @@ CODES = [
 @pytest.mark.parametrize(
     ("arguments", "code"), CODES, ids=lambda value: " ".join(value) if value and not isinstance(value, int) else None
 )
-def test_the_exit_code_is_the_same_in_every_format(
-    here: Path, capsys: Capsys, arguments: tuple[str, ...], code: int, format_: str
-) -> None:
+def test_the_exit_code_is_the_same_in_every_format(here, capsys, arguments, code, format_):
     """0 fits, 1 does not fit, 2 is an error: then stdout is empty and stderr has the message."""
     done = call(capsys, "check", *arguments, "--format", format_)
     assert done.code == code, done.err
@@ -106,9 +104,7 @@ OTHERS = [
 @pytest.mark.parametrize(
     ("arguments", "code"), OTHERS, ids=lambda value: " ".join(value) if isinstance(value, tuple) else None
 )
-def test_explain_compare_and_sweep_have_documented_exit_codes(
-    here: Path, capsys: Capsys, arguments: tuple[str, ...], code: int
-) -> None:
+def test_explain_compare_and_sweep_have_documented_exit_codes(here, capsys, arguments, code):
     done = call(capsys, *arguments)
     assert done.code == code, done.err
     assert (done.out == "") == (code == 2)
@@ -207,7 +203,6 @@ def test_ctrl_c_gives_exit_code_130(here: Path, verb: str) -> None:
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,  # noqa: PLW1509
     )
-    assert process.stdin is not None
     # Once it waits for the rest of the file, a pipe full of it has been read.
     process.stdin.write("#" * (1 << 17))
     process.stdin.flush()

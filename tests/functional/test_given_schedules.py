@@ -114,9 +114,7 @@ def test_replicas_share_a_schedule_file(here: Path) -> None:
         ("\x00\n", "row 1"),
     ],
 )  # fmt: skip
-def test_bad_schedule_files_name_row_and_column(
-    here: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
-) -> None:
+def test_bad_schedule_files_name_row_and_column(here, capsys, text, said):
     Path("mine.csv").write_text(text)
     done = call(capsys, "solve", "--schedule", "mine.csv", "--mem", "8GB", "--batch", "4")
     assert done.code == 2
@@ -169,9 +167,7 @@ def test_infeasible_schedule_files_name_a_limit_that_fits(here: Path) -> None:
         ("3W0", "", "device 0: 3I0 is an input-gradient pass, its weight-gradient pass 3W0 is missing"),
     ],
 )
-def test_check_judges_an_edited_action_order(
-    here: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
-) -> None:
+def test_check_judges_an_edited_action_order(here, capsys, old, new, said):
     solved(table("zbv"), output="plan.yaml")
     text = Path("plan.yaml").read_text()
     assert old in text
@@ -197,7 +193,6 @@ def test_check_counts_memory_of_the_edited_order(here: Path, capsys: pytest.Capt
 def test_check_balance_keeps_the_action_order(here: Path) -> None:
     solved(table("zbv"), output="plan.yaml")
     verdict = planner.check("plan.yaml", balance=(1, 3, 1, 3))
-    assert verdict.plan is not None
     assert verdict.plan.balance == (1, 3, 1, 3)
     assert verdict.plan.order
 

@@ -91,9 +91,7 @@ def test_links_combine_with_other_options(here: Path, capsys: Capsys, options: t
         (("--devices", "3", "--link", "1GB/s"), False),
     ],
 )
-def test_a_note_reports_assumed_links_between_nodes(
-    here: Path, capsys: Capsys, options: tuple[str, ...], *, is_noted: bool
-) -> None:
+def test_a_note_reports_assumed_links_between_nodes(here, capsys, options, *, is_noted):
     done = call(capsys, "solve", "--mem", "1GB", "--batch", "16", *options)
     assert done.code == 0, done.err
     assert ("note: no `--inter-link`: links between nodes are assumed" in done.err) == is_noted
@@ -135,9 +133,7 @@ def test_only_the_first_process_prints_the_error(here: Path, capsys: Capsys, mon
 
 
 @pytest.mark.slow
-def test_measured_links_are_blocking_and_slower_for_more_bytes(
-    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_links_are_blocking_and_slower_for_more_bytes(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path)
     done = subprocess.run(

@@ -47,9 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("profile", "model.py:build", "-o", "model.py"),
     ],
 )
-def test_outputs_that_are_inputs_are_refused_before_computing(
-    folder: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_outputs_that_are_inputs_are_refused_before_computing(folder, arguments, capsys):
     (folder / "model.py").write_text("def build(): ...\n")
     (folder / "x").unlink(missing_ok=True)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -79,9 +79,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("show", "broken.yaml"),
     ],
 )
-def test_commands_print_no_control_characters(
-    folder: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_print_no_control_characters(folder, arguments, capsys):
     text = Path("plan.yaml").read_text().replace("schedule: gpipe", 'schedule: "gpipe\\n::error::x"')
     Path("broken.yaml").write_text(text)
     ran = call(capsys, *arguments)

@@ -1,7 +1,6 @@
 """Tests of which files of a checkpoint a rank opens: large jobs read from one file system."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -59,9 +58,7 @@ pipeline.close()
     ],
     ids=["same plan", "replicas", "fewer stages", "more stages"],
 )
-def test_a_rank_opens_only_files_of_its_own_layers_once(
-    first: Case, then: Case, expected: dict[int, list[int]], tmp_path: Path
-) -> None:
+def test_a_rank_opens_only_files_of_its_own_layers_once(first, then, expected, tmp_path):
     """Each once; a weight of the last layer is tied to the first one's, and is stored by both ranks.
 
     Under another plan all ranks continue from the first rank's state.

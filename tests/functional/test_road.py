@@ -17,9 +17,7 @@ SMALL = ["layers=4", "width=64", "feed_forward=256", "heads=4", "vocabulary=256"
 
 
 @pytest.mark.parametrize("recompute", ["never", pytest.param("always", marks=pytest.mark.nightly)])
-def test_measured_memory_is_as_predicted_and_the_loss_falls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: str
-) -> None:
+def test_measured_memory_is_as_predicted_and_the_loss_falls(tmp_path, monkeypatch, recompute):
     """Peak memory of both stages is within -1 % / +5 % of the prediction.
 
     A run above its prediction reports this once.

@@ -88,8 +88,7 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
         timeout=60,
         check=True,
     )
-    told: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])
-    return told
+    return json.loads(done.stderr.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -47,7 +47,6 @@ def test_verify_runs_judges_and_calibrates_a_plan(here: Path, capsys: Capsys) ->
     found = files.read_calibration("calibration.yaml")
     assert found.steps == 2
     assert found.compute > 0
-    assert found.link is not None
     assert found.link.blocking
 
     options = ("--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2")
@@ -59,7 +58,6 @@ def test_verify_runs_judges_and_calibrates_a_plan(here: Path, capsys: Capsys) ->
     profiled = call(capsys, "profile", "model.py", *FAST, "--calibration", "calibration.yaml", "-o", "again.yaml")
     assert profiled.code == 0
     executor = files.read_profile("again.yaml").device.executor
-    assert executor is not None
     assert (executor.link, executor.overhead_us) == (found.link, found.overhead_us)
     shown = call(capsys, "show", "calibration.yaml")
     assert (shown.code, "is a calibration" in shown.err) == (2, True)
@@ -82,9 +80,7 @@ def test_failed_runs_print_the_first_exception_or_exit_code() -> None:
 
 
 @pytest.mark.slow
-def test_verify_judges_a_finished_run_without_torch(
-    here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_judges_a_finished_run_without_torch(here, capsys, monkeypatch):
     monkeypatch.setattr("planner.api.verifying.check_installed", lambda _: pytest.fail("needs torch"))
     plan, profile = files.read_plan("plans/plan.yaml"), files.read_profile("profile.yaml")
     evaluation = Evaluation.of(plan, profile)

@@ -51,9 +51,7 @@ def test_plans_for_several_sizes_equal_single_plans(here: Path, capsys: pytest.C
         ("--devices 3,2 --mem 1MB,1MB,2MB", 2, "names 3 limits for 2 devices"),
     ],
 )
-def test_plans_for_several_sizes_are_written_only_if_all_exist(
-    here: Path, capsys: pytest.CaptureFixture[str], options: str, code: int, message: str
-) -> None:
+def test_plans_for_several_sizes_are_written_only_if_all_exist(here, capsys, options, code, message):
     done = call(capsys, "solve", "--batch", "4", *options.split())
     assert (done.code, message in done.error) == (code, True), done
     assert [path.name for path in here.iterdir()] == ["profile.yaml"]

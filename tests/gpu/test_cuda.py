@@ -70,10 +70,7 @@ def test_the_clock_waits_for_the_device() -> None:
     large, small = torch.randn(4096, 4096, device=CUDA), torch.randn(64, 64, device=CUDA)
     for value in (large, small):
         value @ value  # the first call loads the library
-    times = [
-        typical_us([clock.time_us(lambda v=v: _discard(v @ v)) for _ in range(9)])  # type: ignore[misc]
-        for v in (large, small)
-    ]
+    times = [typical_us([clock.time_us(lambda v=v: _discard(v @ v)) for _ in range(9)]) for v in (large, small)]
     assert times[0] > times[1] > 0
 
 

@@ -141,7 +141,6 @@ def test_open_width_is_at_least_as_fast_as_each_width(profile: Profile, inputs: 
         one = solved(profile, replace(inputs, tensor_parallel=width))
         if one is None:
             continue
-        assert plan is not None
         assert one.tensor_parallel == width
         assert plan.predicted.step_us <= one.predicted.step_us * (1 + 1e-9)
         assert plan.solver.lower_bound_us <= one.predicted.step_us * (1 + 1e-9)

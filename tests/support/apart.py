@@ -276,7 +276,6 @@ def _relative(value: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 
 def _dense(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
     return tensor.detach().clone()
 
 

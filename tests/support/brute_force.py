@@ -174,8 +174,7 @@ class Block:
         return SCHEDULES[self.schedule].actions(self.num_devices, self.micro_batches, self.chunks)
 
     def _at(self, table: FloatArray) -> FloatArray:
-        found: FloatArray = table[self.cuts[:, :-1], self.cuts[:, 1:], self.choices]
-        return found
+        return table[self.cuts[:, :-1], self.cuts[:, 1:], self.choices]
 
     @cached_property
     def peaks(self) -> FloatArray:
@@ -249,13 +248,11 @@ class Block:
                 own[:, d] += table[self.cuts[:, s], self.cuts[:, s + 1]]
             tail = np.maximum(tail, own[:, d] - hidden)
             hidden = hidden + forward[:, d] + alone[:, d] + 2 * sends[:, d]
-        total: FloatArray = pipeline + tail
-        return total
+        return pipeline + tail
 
     def fits(self, caps: Sequence[float]) -> NDArray[np.bool_]:
         """Return True for each plan that fits into the memory limits of the devices; shape (N,)."""
-        fits: NDArray[np.bool_] = np.all(self.peaks <= np.array(caps[: self.num_devices], float), axis=1)
-        return fits
+        return np.all(self.peaks <= np.array(caps[: self.num_devices], float), axis=1)
 
     def ranks(self) -> FloatArray:
         """Return highest peak, moved bytes and sum of squared stage times of each plan; shape (N, 3)."""

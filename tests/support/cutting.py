@@ -29,7 +29,6 @@ class Compared:
     @property
     def crossing(self) -> list[int]:
         """Number of tensors that cross each boundary."""
-        assert self.chain.outline is not None
         return [len(values) for values in self.chain.outline.crossings]
 
 

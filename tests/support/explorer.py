@@ -98,14 +98,12 @@ class Case:
 def answers_of(cases: Sequence[tuple[Case, Sequence[Edit]]], folder: Path) -> list[list[dict[str, Any]]]:
     """Return the figures of the page for every edit."""
     asked = [{"data": case.data, "edits": edits} for case, edits in cases]
-    answered: list[list[dict[str, Any]]] = _run(_LOOP, asked, folder)
-    return answered
+    return _run(_LOOP, asked, folder)
 
 
 def reached(case: Case, edit: Edit, moves: Sequence[tuple[int, int]], folder: Path) -> list[dict[str, Any]]:
     """Return where the handle of a stage stops if it is moved to a layer, for every stage and layer."""
-    found: list[dict[str, Any]] = _run(_REACH, {"data": case.data, "edit": edit, "moves": moves}, folder)
-    return found
+    return _run(_REACH, {"data": case.data, "edit": edit, "moves": moves}, folder)
 
 
 def states_of_addresses(
@@ -118,8 +116,7 @@ def states_of_addresses(
 
 def ranges_of(data: dict[str, Any], figures: dict[str, float], folder: Path) -> list[str]:
     """Return step time, samples per second and peak memory with their error ranges, as the page shows them."""
-    shown: list[str] = _run(_RANGES, {"data": data, "figures": figures}, folder)
-    return shown
+    return _run(_RANGES, {"data": data, "figures": figures}, folder)
 
 
 def _run(script: str, asked: object, folder: Path) -> Any:

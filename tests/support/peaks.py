@@ -51,8 +51,7 @@ def measured_peaks(cases: Sequence[Case], folder: Path) -> list[list[int]]:
     for case, path in zip(cases, paths, strict=True):
         write_balance(case, folder / path)
     run_ranks(cases[0].num_processes, ["worker.py", *paths], folder)
-    peaks: list[list[int]] = json.loads((folder / "peaks.json").read_text())
-    return peaks
+    return json.loads((folder / "peaks.json").read_text())
 
 
 def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -84,7 +83,7 @@ def predictions(
             micro_batches=m,
             batch=m * size,
             settings=tuple(settings.items()),
-            **further,  # type: ignore[arg-type]
+            **further,
         )
         for m in micro_batches
         for choice in recompute

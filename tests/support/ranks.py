@@ -65,7 +65,6 @@ def _ended(
     count: int, arguments: Sequence[str], folder: Path, environment: dict[str, str], *, kills: bool
 ) -> tuple[EndedRanks, list[int]]:
     origin = _origin()
-    assert origin.stdin is not None
     assert origin.stdout is not None
     words = {"count": count, "arguments": list(arguments), "folder": str(folder), "environment": environment}
     origin.stdin.write(json.dumps({**words, "kills": kills}) + "\n")

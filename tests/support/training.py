@@ -133,8 +133,7 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
     (folder / "cases.json").write_text(json.dumps(described))
     worker = str(ROOT / "tests/support/gradient_worker.py")
     run_ranks(cases[0].num_processes, [worker, "cases.json", "results.json"], folder)
-    results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
-    return results
+    return json.loads((folder / "results.json").read_text())
 
 
 def torchrun(num_processes: int, arguments: Sequence[str], folder: Path, *, check: bool = True) -> str:

@@ -55,7 +55,7 @@ def test_added_schedule_is_planned_judged_shown_and_emitted(monkeypatch: pytest.
     With `except-last`, no other backward holds the micro-batch that is not recomputed, so this schedule needs less
     recomputation than GPipe.
     """
-    monkeypatch.setitem(SCHEDULES, Reversed.name, Reversed())  # type: ignore[arg-type]
+    monkeypatch.setitem(SCHEDULES, Reversed.name, Reversed())
     profile = profile_of([10.0] * 4, [20.0] * 4, saved_bytes=100, output_bytes=10, parameter_bytes=20)
     profile = replace(profile, model=Model(source="model.py:build_model"))
     plans = {}

@@ -45,8 +45,7 @@ def loss_of(output: Any, _targets: Any = None) -> Tensor:
     """Return the model's own loss, or a scalar with every element of the output."""
     own = getattr(output, "loss", None)
     if own is not None:
-        loss: Tensor = own
-        return loss
+        return own
     tensors = [t for t in tensors_in(output) if t.is_floating_point()]
     # Not the mean: that of a normalised layer is constant.
     return torch.stack([(t.flatten() * torch.cos(torch.arange(t.numel()))).mean() for t in tensors]).sum()

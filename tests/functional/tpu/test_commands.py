@@ -128,9 +128,7 @@ def test_compiled_memory_is_compared_with_plan_and_chip(temporary: int, cap: int
 
 @pytest.mark.slow
 @installed
-def test_weights_are_loaded_and_saved_under_the_names_of_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_loaded_and_saved_under_the_names_of_the_model(tmp_path, capsys, monkeypatch):
     """Tied weights are saved once."""
     # A script decides how many devices its process has; other tests in this one want the eight that there are.
     import jax
@@ -183,13 +181,13 @@ def _torch_losses(folder: Path, *, steps: int, seed: int) -> tuple[list[float], 
     scope: dict[str, object] = {}
     exec((folder / "model.py").read_text(), scope)
     torch.manual_seed(seed)
-    model = scope["build_model"]()  # type: ignore[operator]
-    optimizer = scope["build_optimizer"](model.parameters())  # type: ignore[operator]
+    model = scope["build_model"]()
+    optimizer = scope["build_optimizer"](model.parameters())
     losses = []
     for step in range(steps):
         torch.manual_seed(seed * 1_000_003 + step)
-        inputs, targets = scope["example_batch"](8)  # type: ignore[operator]
-        loss = scope["loss_fn"](model(inputs), targets)  # type: ignore[operator]
+        inputs, targets = scope["example_batch"](8)
+        loss = scope["loss_fn"](model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -197,9 +195,7 @@ def _torch_losses(folder: Path, *, steps: int, seed: int) -> tuple[list[float], 
     return losses, model
 
 
-def test_profile_without_the_extra_prints_how_to_install_it(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_without_the_extra_prints_how_to_install_it(here, capsys, monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda _: None)
     refused = call(capsys, "profile", "model.py", "--device", "tpu:v2")
     assert refused.code == 2
@@ -215,9 +211,7 @@ def test_profile_without_the_extra_prints_how_to_install_it(
         ((), "the profile does not record what layers need in one compiled program"),
     ],
 )
-def test_plans_that_jax_cannot_run_are_refused_with_a_remedy(
-    here: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], problem: str
-) -> None:
+def test_plans_that_jax_cannot_run_are_refused_with_a_remedy(here, capsys, options, problem):
     _hand_written(here, (10, 10, 10, 10), is_compiled=False)
     assert (
         call(capsys, "solve", "--devices", "4", "--mem", "1GB", "--batch", "8", "--micro-batches", "4", *options).code
@@ -248,15 +242,7 @@ def test_stages_with_too_different_memory_are_refused(here: Path, capsys: pytest
         (None, 1, "the TPU's compiler could decide if the extra were installed: pip install 'gpipe-plan[tpu]'"),
     ],
 )
-def test_the_compiler_decides_if_a_program_fits(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    fits: bool | None,
-    code: int,
-    told: str,
-) -> None:
+def test_the_compiler_decides_if_a_program_fits(here, capsys, monkeypatch, *, fits, code, told):
     _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400))
     cut = ("--balance", "1,3", "--micro-batches", "8")
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0

@@ -305,7 +305,7 @@ def test_plan_has_html_for_notebooks(here: Path) -> None:
     """Names are escaped, and there are no scripts."""
     plan = planner.solve(devices=3, mem="2MB", batch=4)
     odd = replace(plan, stages=(replace(plan.stages[0], first="<script>&", memory_bytes=1), *plan.stages[1:]))
-    html = odd._repr_html_()  # type: ignore[attr-defined]
+    html = odd._repr_html_()
     page = _Checked()
     page.feed(html)
     assert page.open == []
@@ -325,7 +325,7 @@ def test_other_results_show_the_output_of_their_command(here: Path) -> None:
         (files.read_profile("profile.yaml"), "layers"),
     )
     for value, word in results:
-        html = value._repr_html_()  # type: ignore[union-attr]
+        html = value._repr_html_()
         page = _Checked()
         page.feed(html)
         assert page.open == []
@@ -363,7 +363,6 @@ def test_plan_is_compared_with_the_committed_one(repository: Path, monkeypatch: 
     for folder, path in ((repository, "plans/plan.yaml"), (repository / "plans", "plan.yaml")):
         monkeypatch.chdir(folder)
         difference = planner.check(path, against="git:main").difference
-        assert difference is not None
         assert difference.recomputed
         assert [stage.more_bytes for stage in difference.stages] == [0, 2000, 0]
 
@@ -372,7 +371,6 @@ def test_plan_without_its_profile_is_compared_as_written(repository: Path) -> No
     Path("main-plan.yaml").write_text(Path("plans/plan.yaml").read_text())
     gate.write(repository / "plans", widened=1000, cap=2_000_000)
     difference = planner.check("plans/plan.yaml", against="main-plan.yaml").difference
-    assert difference is not None
     assert not difference.recomputed
     assert [stage.more_bytes for stage in difference.stages] == [0, 2000, 0]
 

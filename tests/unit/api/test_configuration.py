@@ -104,9 +104,7 @@ T5 = {
 }
 
 
-def test_engines_without_t5_refuse_its_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_without_t5_refuse_its_plan(tmp_path, capsys, monkeypatch):
     """Only the schedule can be written."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(T5))
@@ -122,9 +120,7 @@ def test_engines_without_t5_refuse_its_plan(
 
 
 @pytest.mark.parametrize("more", [(), ("--expert-parallel", "4")])
-def test_suggested_next_commands_of_a_configuration_work(
-    more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suggested_next_commands_of_a_configuration_work(more, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(ROUTED if more else SMALL))
     ran = call(capsys, "profile", "config.json", "--device", "estimate:h100", *more)
@@ -188,7 +184,6 @@ def test_devices_without_a_known_link_have_one_width(tmp_path: Path) -> None:
     """Without a link, plans of several widths cannot be compared."""
     assert of(tmp_path, device="estimate:t4").widths == ()
     executor = of(tmp_path).device.executor
-    assert executor is not None
     assert executor.link.bytes_per_s == 450e9
 
 
@@ -246,9 +241,7 @@ def test_formula_by_name_equals_its_configuration(tmp_path: Path) -> None:
         (SMALL, {"preset": "llama-3-8b"}, "takes no model"),
     ],
 )
-def test_contradicting_configurations_are_refused(
-    content: Any, options: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_contradicting_configurations_are_refused(content, options, told, tmp_path):
     with pytest.raises(PlannerError) as refused:
         of(tmp_path, content, **options)
     assert told in refused.value.message
@@ -309,13 +302,10 @@ def test_suggested_memory_is_enough_with_default_headroom(tmp_path: Path) -> Non
     with pytest.raises(PlannerError) as refused:
         planner.solve(profile, mem="1MB", reserve="0B", **options)
     named = re.search(r"`--mem` (?:is )?(\S+)", refused.value.hint)
-    assert named is not None
     assert planner.solve(profile, mem=named[1], reserve="0B", **options).stages
 
 
-def test_missing_packages_are_reported_before_the_model_is_built(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_packages_are_reported_before_the_model_is_built(monkeypatch, tmp_path):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "transformers" else name)
     with pytest.raises(MissingPackageError, match="transformers is not installed"):
         of(tmp_path, from_formula="never")
@@ -338,6 +328,5 @@ def test_estimates_keep_headroom_for_their_error_range_by_default(tmp_path: Path
     full = planner.solve(profile, devices=2, mem="4GB", batch=4, headroom="0%")
     assert full.inputs.memory_bytes == (4 * 10**9,) * 2
     (cell,) = planner.sweep(profile, devices=2, batch=4).cells
-    assert cell.plan is not None
     assert cell.memory_bytes == profile.device.memory_bytes
     assert cell.plan.inputs.memory_bytes == (int(cell.memory_bytes * (1 - cell.plan.inputs.headroom)),) * 2

@@ -54,9 +54,7 @@ def test_closed_form_of_gpipe_has_the_bubble_of_its_paper(num_stages: int) -> No
 
 @settings(deadline=None)
 @given(st.integers(1, MOST_STAGES), st.integers(1, MOST_MICRO_BATCHES), st.integers(0, 10**6), st.integers(1, 10**6))
-def test_simulated_gpipe_has_the_bubble_of_its_paper(
-    num_stages: int, micro_batches: int, forward_us: int, backward_us: int
-) -> None:
+def test_simulated_gpipe_has_the_bubble_of_its_paper(num_stages, micro_batches, forward_us, backward_us):
     actions = SCHEDULES["gpipe"].actions(num_stages, micro_batches)
     events = simulate(actions, equal_stages(forward_us, backward_us, num_stages))
     end = max(event.end_us for event in events)

@@ -187,9 +187,7 @@ def test_stages_have_names_times_limit_and_memory(schedule: ScheduleName) -> Non
         ((2, 1), ("never",), 3, 2, "2 stages, but 1 recompute choices"),
     ],
 )
-def test_invalid_partitions_are_refused(
-    balance: tuple[int, ...], recompute: tuple[Recompute, ...] | None, num_layers: int, num_devices: int, said: str
-) -> None:
+def test_invalid_partitions_are_refused(balance, recompute, num_layers, num_devices, said):
     with pytest.raises(UsageError, match=said):
         check_partition(partition_of(balance, 4, recompute), num_layers=num_layers, num_devices=num_devices)
 
@@ -201,7 +199,7 @@ def test_1f1b_with_too_few_micro_batches_is_refused() -> None:
 
 @pytest.mark.parametrize("balance", [(3,), (1, 2), (1, 1, 1)])
 def test_valid_partitions_are_accepted(balance: tuple[int, ...]) -> None:
-    assert check_partition(partition_of(balance, 1), num_layers=3, num_devices=3) is None  # type: ignore[func-returns-value]
+    assert check_partition(partition_of(balance, 1), num_layers=3, num_devices=3) is None
 
 
 def test_intervals_cover_every_layer_once() -> None:
@@ -213,7 +211,6 @@ def test_plan_has_inputs_figures_and_partition() -> None:
     inputs = inputs_of(2, 8, link=LINK)
     solver = SolverReport(method="dynamic-programming", status="optimal", lower_bound_us=96.0)
     plan = Evaluation(costs, partition, inputs.cluster).plan(inputs, solver)
-    assert plan.generator is not None
     assert (plan.generator.name, plan.generator.version) == ("gpipe-plan", __version__)
     assert (plan.inputs, plan.solver) == (inputs, solver)
     assert (plan.micro_batches, plan.micro_batch_size, plan.balance) == (4, 2, (2, 1))
@@ -238,9 +235,7 @@ def test_transfer_over_a_link_without_bandwidth_limit_takes_its_latency() -> Non
 
 @pytest.mark.parametrize("allreduce_us", [0.5, 40.0])
 @pytest.mark.parametrize("name", ["zb-h1", "zbv", "interleaved-zb"])
-def test_replicas_sum_gradients_of_a_chunk_after_its_last_weight_gradient(
-    name: ScheduleName, allreduce_us: float
-) -> None:
+def test_replicas_sum_gradients_of_a_chunk_after_its_last_weight_gradient(name, allreduce_us):
     """By the events of the step: stage by stage as they end their last W, then the device's optimizer steps."""
     costs = costs_at(random_profile(5, 12), 1)
     chunks = 2 if SCHEDULES[name].is_chunked else 1

@@ -20,9 +20,7 @@ def hide_other_packages(monkeypatch: pytest.MonkeyPatch, *installed: str) -> Non
         (("jax", "libtpu"), "torchax is not installed, which TPUs need"),
     ],
 )
-def test_error_lists_all_missing_packages(
-    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], message: str
-) -> None:
+def test_error_lists_all_missing_packages(monkeypatch, installed, message):
     hide_other_packages(monkeypatch, *installed)
     with pytest.raises(MissingPackageError) as refused:
         check_installed("tpu")
@@ -53,9 +51,7 @@ def test_install_command_keeps_the_installed_torch(monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
-def test_configurations_need_transformers(
-    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], missing: str, hint: str
-) -> None:
+def test_configurations_need_transformers(monkeypatch, installed, missing, hint):
     """No extra contains transformers."""
     hide_other_packages(monkeypatch, *installed)
     with pytest.raises(MissingPackageError) as refused:
@@ -67,6 +63,6 @@ def test_configurations_need_transformers(
 def test_other_import_errors_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     hide_other_packages(monkeypatch)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"), importing("train"):
-        import no_such_module  # type: ignore[import-not-found]  # noqa: F401
+        import no_such_module  # noqa: F401
     with pytest.raises(MissingPackageError, match="torch, fvcore, networkx and safetensors"), importing("train"):
         raise ModuleNotFoundError(name="torch.nn")

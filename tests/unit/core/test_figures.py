@@ -59,7 +59,6 @@ def test_false_certificates_are_reported() -> None:
     ):
         verdict = api.check(replace(slow, solver=report), profile=gate.profile())
         assert [each.code for each in verdict.findings] == ["GP205"], report
-        assert verdict.plan is not None
         assert verdict.plan.solver.status == "given"
     assert certificate_problems(slow, slow.solver) == ()
 

@@ -467,8 +467,7 @@ def test_memory_grows_with_micro_batches_in_flight(*, is_exact: bool) -> None:
 
         def totals_with(m: int, in_flight: int, recompute: Recompute) -> NDArray[np.float64]:
             (rows,) = peak_bytes_of_stages(costs, firsts, slice(0, 6), moments_with(m, in_flight), choices=[recompute])  # noqa: B023
-            found: NDArray[np.float64] = rows[valid]  # noqa: B023
-            return found
+            return rows[valid]  # noqa: B023
 
         for recompute in CHOICES:
             totals = [totals_with(m, m, recompute) for m in (1, 2, 3, 5, 9)]

@@ -10,7 +10,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory, window_of_stage
 from planner.core.cost.parts import parts_of
 from planner.core.cost.peak_points import PARTS, PartName, PartsAtPoint, peak_part_counts, stage_peak_points
-from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, Schedule
+from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD
 from planner.core.values.plan import Recompute
 from tests.support.chains import chain, layer, random_profile, record, tensor
 
@@ -47,9 +47,7 @@ def bytes_at(moment: PartsAtPoint, sizes: dict[PartName, int]) -> int:
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("more", [0, 1, 2, 4])
 @pytest.mark.parametrize("last_differs", [False, True])
-def test_closed_forms_have_the_peak_of_the_whole_action_order(
-    schedule: Schedule, num_stages: int, more: int, *, last_differs: bool
-) -> None:
+def test_closed_forms_have_the_peak_of_the_whole_action_order(schedule, num_stages, more, *, last_differs):
     micro_batches = num_stages + more
     walks = peak_part_counts(schedule.actions(num_stages, micro_batches))
     for k, walk in enumerate(walks):
@@ -106,7 +104,7 @@ def test_sizes_of_parts_by_hand(recompute: Recompute) -> None:
     dropped |= {"first_backward": i + o + d + 300 + o, "backward": i + o + d + max(again, 250) + o}
     expected = kept if recompute == "never" else dropped
     last = dropped if recompute == "always" else kept
-    assert {name: found[name] for name in kept} == expected  # type: ignore[index]
+    assert {name: found[name] for name in kept} == expected
     assert (found["kept"], found["last_forward"], found["last_backward"]) == (
         last["held"],
         last["forward"],

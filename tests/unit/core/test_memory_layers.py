@@ -69,9 +69,7 @@ def exact() -> ChainCosts:
         (1, 2, (1,), 3, 2 * (16 + 32) + 16 + 32 + 120 + 32),
     ],
 )
-def test_exact_memory_with_recomputed_layers_by_hand(
-    first: int, end: int, recomputed: tuple[int, ...], m: int, peak: int
-) -> None:
+def test_exact_memory_with_recomputed_layers_by_hand(first, end, recomputed, m, peak):
     """The first backward is the peak."""
     parameters = sum((5, 7, 11)[first:end])
     data = m * (8 * (first == 0) + 2 * (end == 3))
@@ -157,9 +155,7 @@ def in_place() -> ChainCosts:
     ("first", "recomputed", "saved"),
     [(0, (), 100), (0, (3,), 100), (0, (1,), 200), (0, (2,), 200), (1, (), 100), (1, (1,), 100), (1, (2,), 200)],
 )
-def test_recomputed_layer_saves_a_copy_of_an_input_that_is_written(
-    first: int, recomputed: tuple[int, ...], saved: int
-) -> None:
+def test_recomputed_layer_saves_a_copy_of_an_input_that_is_written(first, recomputed, saved):
     """At the start of a stage, the received tensor is the saved one."""
     assert StageLayers.of(in_place(), first, 4).saved_and_peaks(recomputed).saved == saved + 4
 

@@ -94,7 +94,6 @@ def test_waits_are_averaged_over_the_middle_steps():
         1: [RunStep(n, slower(TWO, factor)) for n, factor in enumerate((1, 1, 9))],
     }
     waiting = mean_waits(steps, overlaps=False)
-    assert waiting is not None
     assert waiting.idle_us == {0: 36.0, 1: 33.0}
     assert waiting.transfer_us == {0: 4.0, 1: 6.0}
     assert waiting.overhead_us == 1.0
@@ -103,7 +102,6 @@ def test_waits_are_averaged_over_the_middle_steps():
 
 def test_overlapping_transfers_count_only_if_the_receiver_waits():
     waiting = mean_waits({0: [RunStep(0, tuple(ONE))], 1: [RunStep(0, tuple(TWO))]}, overlaps=True)
-    assert waiting is not None
     assert waiting.crossing_us == {("forward", 0): 3.0, ("backward", 0): 2.0}
 
 

@@ -48,9 +48,7 @@ def test_1f1b_alternates_after_the_warm_up() -> None:
 
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
-def test_every_micro_batch_has_one_forward_and_backward_per_stage(
-    schedule: ScheduleName, num_stages: int, micro_batches: int
-) -> None:
+def test_every_micro_batch_has_one_forward_and_backward_per_stage(schedule, num_stages, micro_batches):
     stages = SCHEDULES[schedule].actions(num_stages, micro_batches)
     assert len(stages) == num_stages
     for stage in stages:
@@ -104,9 +102,7 @@ def test_in_flight_formulas_equal_the_action_order(schedule: ScheduleName, num_s
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
-def test_execution_order_respects_action_orders_and_dependencies(
-    schedule: ScheduleName, chunks: int, num_devices: int
-) -> None:
+def test_execution_order_respects_action_orders_and_dependencies(schedule, chunks, num_devices):
     lists = SCHEDULES[schedule].actions(num_devices, 2 * num_devices, chunks)
     num_stages = num_devices * chunks
     order = execution_order(lists)

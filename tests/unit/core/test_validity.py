@@ -35,7 +35,7 @@ def at_random(draw: random.Random, num_devices: int, chunks: int, micro_batches:
     left = []
     for stage in stages:
         for i in range(micro_batches):
-            left += [Action(stage, kind, i) for kind in draw.choice(["FB", "FIW"])]  # type: ignore[arg-type]
+            left += [Action(stage, kind, i) for kind in draw.choice(["FB", "FIW"])]
     rows: Lists = [[] for _ in range(num_devices)]
     over: set[object] = set()
     while left:
@@ -83,7 +83,7 @@ def mutated(draw: random.Random, rows: Lists) -> Lists:
             row.insert(draw.randrange(len(row) + 1), action)
         case "kind":
             kind = draw.choice([kind for kind in "FBIW" if kind != action.kind])
-            row[place] = Action(action.stage, kind, action.micro_batch)  # type: ignore[arg-type]
+            row[place] = Action(action.stage, kind, action.micro_batch)
         case "stage":
             row[place] = Action(action.stage + draw.choice([-1, 1]), action.kind, action.micro_batch)
         case "micro-batch":

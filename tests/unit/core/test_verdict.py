@@ -115,7 +115,6 @@ def test_limits_of_the_plan_are_judged_by_default() -> None:
 
 def test_recomputed_plan_has_the_overriding_limits() -> None:
     verdict = judge(plan_of(), six_layers(), profile_digest=DIGEST, memory_bytes=(5000, 6000, 7000))
-    assert verdict.plan is not None
     assert [stage.memory_bytes for stage in verdict.plan.stages] == [5000, 6000, 7000]
     assert verdict.plan.inputs.memory_bytes == (5000, 6000, 7000)
 
@@ -135,7 +134,6 @@ def test_changed_profile_makes_the_plan_stale() -> None:
     assert "sha256:0" in verdict.findings[0].message
     assert "sha256:ffff0000ffff" in verdict.findings[0].message
     assert "gpipe-plan solve profile.yaml --devices 3" in verdict.findings[0].hint
-    assert verdict.plan is not None
     assert verdict.plan.stages[0].memory.parameters == 300
 
 
@@ -185,7 +183,6 @@ def test_edited_balance_is_recomputed() -> None:
     assert verdict.fits
     assert codes(verdict) == [("GP203", "warning", None)]
     assert "memory differs in stage 0, 1, 2" in verdict.findings[0].message
-    assert verdict.plan is not None
     assert [(s.first, s.last, s.layers) for s in verdict.plan.stages] == [
         ("h.0", "h.0", 1),
         ("h.1", "h.4", 4),
@@ -207,7 +204,6 @@ def test_edited_plan_is_not_optimal() -> None:
     plan = solve(six_layers(), Request(inputs=inputs_of(3, 4)))
     edited = replace(plan, balance=(1, 4, 1))
     verdict = judge(edited, six_layers(), profile_digest=DIGEST)
-    assert verdict.plan is not None
     assert verdict.plan.predicted.step_us > plan.predicted.step_us
     assert verdict.plan.solver.status != "optimal" or verdict.plan.solver.gap > 0
 
@@ -217,7 +213,6 @@ def test_edited_recomputation_is_recomputed() -> None:
     stages = (plan.stages[0], replace(plan.stages[1], recompute="always"), plan.stages[2])
     verdict = judge(replace(plan, stages=stages), six_layers(), profile_digest=DIGEST)
     assert codes(verdict) == [("GP203", "warning", None)]
-    assert verdict.plan is not None
     assert verdict.plan.stages[1].backward_us == 60.0
     assert verdict.plan.stages[1].memory.in_flight == 4 * 40
 
@@ -229,7 +224,6 @@ def test_edited_micro_batches_are_recomputed() -> None:
     edited = replace(plan, micro_batches=2, micro_batch_size=2)
     verdict = judge(edited, profile, profile_digest=DIGEST)
     assert codes(verdict) == [("GP203", "warning", None)]
-    assert verdict.plan is not None
     assert verdict.plan.predicted.step_us == (2 + 2) * 4 * 3
 
 
@@ -241,7 +235,6 @@ def test_edited_prediction_is_recomputed(factor: float) -> None:
     verdict = judge(edited, six_layers(), profile_digest=DIGEST)
     assert codes(verdict) == [("GP203", "warning", None)]
     assert verdict.fits
-    assert verdict.plan is not None
     assert verdict.plan.predicted.step_us == step_us
 
 
@@ -284,7 +277,6 @@ def test_links_reserve_and_overhead_of_the_plan_are_used() -> None:
     plan = plan_of(**inputs)
     verdict = judge(plan, six_layers(), profile_digest=DIGEST)
     assert codes(verdict) == []
-    assert verdict.plan is not None
     assert verdict.plan.stages[0].memory.reserve == 77
     assert verdict.plan.predicted.step_us == (3 + 3) * (20.5 + 40.5) + 4 * 4.0
 
@@ -292,7 +284,6 @@ def test_links_reserve_and_overhead_of_the_plan_are_used() -> None:
 def test_verdict_keeps_the_inputs_of_the_plan() -> None:
     plan = plan_of()
     verdict = judge(plan, six_layers(), profile_digest=DIGEST)
-    assert verdict.plan is not None
     assert isinstance(verdict.plan.inputs, Inputs)
     assert verdict.plan.inputs == plan.inputs
 

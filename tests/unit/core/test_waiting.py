@@ -38,7 +38,7 @@ def test_shared_gradient_waits_from_its_last_use_to_its_first() -> None:
 def test_stage_with_one_use_has_no_waiting_gradients(first: int, end: int) -> None:
     costs = costs_of()
     for backward in ("first", "later"):
-        assert not waiting_in(costs, backward, first, end).any()  # type: ignore[arg-type]
+        assert not waiting_in(costs, backward, first, end).any()
 
 
 def test_waiting_gradients_of_many_stages_equal_those_of_each() -> None:

@@ -80,9 +80,7 @@ def test_device_speed_does_not_change_collective_times() -> None:
         ({"links": (LINK,) * 7}, (1, 2, 4), (1,)),
     ],
 )
-def test_usable_widths_are_within_nodes_of_equal_devices(
-    asked: dict[str, Any], widths: tuple[int, ...], usable: tuple[int, ...]
-) -> None:
+def test_usable_widths_are_within_nodes_of_equal_devices(asked, widths, usable):
     assert usable_widths(profile(*widths), replace(inputs_of(8, 4, link=LINK), **asked)) == usable
 
 

@@ -17,7 +17,7 @@ SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 1
 
 def by_formula(**other: object) -> Profile:
     options = {"device": "estimate:a100-80gb", "dtype": "bf16-mixed", "rate": "100TFLOP/s", "batch_sizes": "1,2"}
-    return api.profile(from_formula="transformer", **SHAPE, **{**options, **other})  # type: ignore[arg-type]
+    return api.profile(from_formula="transformer", **SHAPE, **{**options, **other})
 
 
 def test_model_flops_are_three_times_the_forward() -> None:
@@ -48,8 +48,6 @@ def test_gpus_of_a_stage_share_its_flops() -> None:
         api.solve(by_formula(tensor_parallel=t), devices=2 * t, batch=8, recompute="never", tokens="1M", price=2)
         for t in (1, 2)
     )
-    assert one.training is not None
-    assert two.training is not None
     assert (one.training.gpus, two.training.gpus) == (2, 4)
     assert two.predicted.flops_utilization == pytest.approx(one.predicted.flops_utilization, rel=0.05)
     assert two.training.gpu_hours == pytest.approx(one.training.gpu_hours, rel=0.05)
@@ -91,20 +89,18 @@ def test_tokens_of_a_sample_are_a_setting_or_the_input_length(model: Model, toke
 
 
 def solved(**options: object) -> Plan:
-    return api.solve(by_formula(), devices=2, batch=8, schedule="gpipe", **options)  # type: ignore[arg-type]
+    return api.solve(by_formula(), devices=2, batch=8, schedule="gpipe", **options)
 
 
 def test_duration_and_cost_of_a_training_run() -> None:
     """A shorter last step counts as a whole one."""
     run = solved(tokens="1M", price="2.50").training
-    assert run is not None
     assert run.steps == -(-(10**6) // (128 * 8)) == 977
     assert run.days == pytest.approx(977 * solved().predicted.step_us / 1e6 / 86400)
     assert run.gpu_hours == pytest.approx(2 * 24 * run.days)
     assert run.cost == pytest.approx(2.5 * run.gpu_hours)
     assert solved(samples=7813).training == replace(run, cost=None)
     step = solved(price=2.5).training
-    assert step is not None
     assert (step.steps, step.gpu_hours) == (1, pytest.approx(run.gpu_hours / 977))
     assert solved().training is None
 
@@ -112,7 +108,6 @@ def test_duration_and_cost_of_a_training_run() -> None:
 def test_cost_includes_unused_devices() -> None:
     inputs = replace(inputs_of(8, 4), samples=400, price=3.0)
     run = training_run(inputs, 3.6e9, workload_of(profile_of([1.0])))
-    assert run is not None
     assert (run.steps, run.gpu_hours, run.cost) == (100, 800, 2400)
 
 
@@ -134,7 +129,6 @@ def test_check_recomputes_the_training_run() -> None:
     profile = by_formula()
     plan = solved(tokens="15T", price="2.50")
     verdict = api.check(plan, profile=profile)
-    assert verdict.plan is not None
     assert verdict.plan.training == plan.training
     assert (plan.inputs.tokens, plan.inputs.price) == (15 * 10**12, 2.5)
 

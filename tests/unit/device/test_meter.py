@@ -104,7 +104,6 @@ def test_backward_is_measured() -> None:
     x, w = torch.randn(1, 1000), torch.randn(1000, 1, requires_grad=True)
     loss = (x @ w).sum()
     usage = CpuMeter().measure(loss.backward)
-    assert w.grad is not None
     assert usage.end_bytes == w.grad.nbytes
     assert usage.peak_bytes >= w.grad.nbytes
 

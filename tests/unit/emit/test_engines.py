@@ -195,9 +195,7 @@ def test_cuts_written_by_hand_are_read(tmp_path: Path, name: str, text: str, bal
         ("deep.json", "[" * 100_000, "cannot be parsed"),
     ],
 )
-def test_files_without_cuts_of_these_layers_are_refused(
-    tmp_path: Path, name: str, text: str | None, expected: str
-) -> None:
+def test_files_without_cuts_of_these_layers_are_refused(tmp_path, name, text, expected):
     path = tmp_path / name
     if text is not None:
         path.write_text(text)
@@ -329,9 +327,7 @@ def tied() -> Profile:
         ("megatron", predicting("mtp.0"), (2, 3), {}, "ends with a head"),
     ],
 )
-def test_plans_that_a_format_cannot_express_are_refused(
-    name: str, profile: Profile | None, balance: tuple[int, ...], how: dict[str, Any], expected: str
-) -> None:
+def test_plans_that_a_format_cannot_express_are_refused(name, profile, balance, how, expected):
     with pytest.raises(UsageError, match=expected) as caught:
         emitted(name, balance, profile, **how)
     assert caught.value.hint
@@ -499,9 +495,7 @@ def test_torchgpipe_builds_the_planned_stages(tmp_path: Path, balance: tuple[int
 
 @pytest.mark.parametrize("balance", BALANCES)
 @ENGINE
-def test_deepspeed_builds_the_planned_stages(
-    tmp_path: Path, balance: tuple[int, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deepspeed_builds_the_planned_stages(tmp_path, balance, capsys):
     """Its constructor cuts the layers on each rank of its topology."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed", exc_type=ImportError)
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology

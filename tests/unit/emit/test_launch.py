@@ -249,20 +249,16 @@ def test_manifest_starts_the_planned_processes(profile: Profile) -> None:
 # Ray
 
 
-def test_ray_script_runs_the_largest_plan_for_the_remaining_devices(
-    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ray_script_runs_the_largest_plan_for_the_remaining_devices(profile, tmp_path, monkeypatch, capsys):
     (tmp_path / "train_ray.py").write_text(written(profile, "ray"))
     (tmp_path / "train.py").write_text("import sys\ndef main():\n    print(*sys.argv[1:])\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_ray.py", "--steps", "9"])
     asked = stand_in_for_ray(monkeypatch, devices=[4, 3])
     spec = importlib.util.spec_from_file_location("train_ray", "train_ray.py")
-    assert spec is not None
-    assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    script.WAIT_S = 0  # type: ignore[attr-defined]
+    script.WAIT_S = 0
     script.main()
     assert [scaling["num_workers"] for scaling in asked] == [4, 2]
     assert asked[0]["use_gpu"]
@@ -314,9 +310,7 @@ def test_hostile_paths_are_escaped_in_launch_files(profile: Profile, name: str, 
     assert not (tmp_path / "x").exists()
 
 
-def test_contradicting_launch_options_are_refused(
-    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contradicting_launch_options_are_refused(profile, tmp_path, monkeypatch):
     """An edited file is kept."""
     monkeypatch.chdir(tmp_path)
     files.write("profile.yaml", profile)
@@ -333,7 +327,7 @@ def test_contradicting_launch_options_are_refused(
         ({"smaller": [plan_of(profile, 2, batch=16)]}, "training would differ"),
     ):
         with pytest.raises(UsageError, match=re.escape(message)):
-            emit(plan, **options)  # type: ignore[arg-type]
+            emit(plan, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["profile.yaml"]
     paths = emit(plan, launch="slurm", smaller=[plan_of(profile, 2)])
     assert [path.name for path in paths] == ["balance.yaml", "balance-2.yaml", "train.sbatch", "train.py"]

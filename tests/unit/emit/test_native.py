@@ -120,9 +120,7 @@ def test_emitted_files_are_repeatable() -> None:
         ("C:x/net.py:Net", ".", ".", "C:x/net.py:Net"),
     ],
 )
-def test_model_path_is_relative_to_the_balance_configuration(
-    tmp_path: Path, source: str, profile_folder: str, folder: str, expected: str
-) -> None:
+def test_model_path_is_relative_to_the_balance_configuration(tmp_path, source, profile_folder, folder, expected):
     """Absolute paths are not changed."""
     profile = profile_of(source)
     write(tmp_path, plan_of(profile, (5, 7)), profile, folder_name=folder, profile_folder=profile_folder)
@@ -222,7 +220,7 @@ def test_decisions_digest_ignores_predictions() -> None:
     assert decisions_digest(replace(plan, predicted=replace(plan.predicted, step_us=1.0))) == digest
     stages = (replace(plan.stages[0], recompute="always"), plan.stages[1])
     other = "never" if plan.stages[0].recompute == "always" else "always"
-    stages = (replace(plan.stages[0], recompute=other), plan.stages[1])  # type: ignore[arg-type]
+    stages = (replace(plan.stages[0], recompute=other), plan.stages[1])
     changed = [
         replace(plan, balance=(6, 6)),
         replace(plan, micro_batches=8),

@@ -61,8 +61,7 @@ class Masked(nn.Module):
         self.nested = {"scales": [torch.rand(8)]}
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = self.linear(value) * self.mask + self.nested["scales"][0]
-        return result
+        return self.linear(value) * self.mask + self.nested["scales"][0]
 
 
 def masked() -> nn.Sequential:
@@ -75,7 +74,7 @@ def tied() -> nn.Sequential:
     embedding, head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
     head.weight = embedding.weight
     inner = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    inner[1].weight = inner[0].weight  # type: ignore[assignment]
+    inner[1].weight = inner[0].weight
     return nn.Sequential(embedding, _Both(inner), head)
 
 
@@ -93,8 +92,7 @@ class _Both(nn.Module):
         self.inner = inner
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = self.inner[1](self.inner[0](value))
-        return result
+        return self.inner[1](self.inner[0](value))
 
 
 def all_tensors(module: nn.Module) -> list[Tensor]:
@@ -152,8 +150,7 @@ class MaskedByNumPy(nn.Module):
         value[torch.from_numpy(np.arange(len(value)) % 2 == 0)] = self.instead
         for block in self.blocks[1:]:
             value = block(value)
-        result: Tensor = value / max(float(value.detach().abs().max()), float(self.scale))
-        return result
+        return value / max(float(value.detach().abs().max()), float(self.scale))
 
 
 def test_a_forward_that_needs_values_is_cut_on_values() -> None:
@@ -208,7 +205,7 @@ def test_layers_of_a_finished_model_keep_their_weights() -> None:
     loaded = finished(plain)
     model = loaded.build()
     layers = stage_layers(loaded, chain_of(model), 1, 3)
-    assert [layer.module for layer in layers] == [model[1], model[2]]  # type: ignore[index]
+    assert [layer.module for layer in layers] == [model[1], model[2]]
 
 
 def test_a_stage_holds_no_weights_of_other_stages_recurrent_layers() -> None:
@@ -225,7 +222,7 @@ def test_a_stage_holds_no_weights_of_other_stages_recurrent_layers() -> None:
     own = sum(tensor.nbytes for tensor in all_tensors(layers[0].module))
     assert own == sum(p.nbytes for p in chain.model.get_submodule(chain.names[at]).parameters())
     assert own <= usage.end_bytes <= own + 1024
-    for part in layers[0].module.model.modules():  # type: ignore[union-attr, operator]
+    for part in layers[0].module.model.modules():
         if isinstance(part, nn.RNNBase):
             assert [id(weight) for weight in part._flat_weights] == [id(p) for p in part.parameters()]
 

@@ -63,7 +63,7 @@ def test_other_machines_and_versions_are_measured_again(tmp_path: Path, measured
 def test_a_broken_cache_is_replaced(tmp_path: Path, measured: list[int], change: object) -> None:
     cache = tmp_path / "executor.json"
     _cost(cache)
-    spoilt = change(cache.read_text())  # type: ignore[operator]
+    spoilt = change(cache.read_text())
     cache.write_text(spoilt)
     assert _cost(cache) == COST
     assert len(measured) == 2
@@ -78,9 +78,7 @@ def test_an_unwritable_cache_does_not_lose_the_measurement(tmp_path: Path, measu
     assert len(measured) == 1
 
 
-def test_calibrations_on_a_busy_machine_are_reported_and_not_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibrations_on_a_busy_machine_are_reported_and_not_cached(tmp_path, monkeypatch):
     found = [
         MeasuredExecutor(COST, is_alone=False),
         MeasuredExecutor(ExecutorCost(overhead_us=1.0, link=COST.link), is_alone=True),

@@ -129,9 +129,7 @@ class Odd(torch.optim.SGD):
         ("Odd", lambda o: SequentialLR(o, [ConstantLR(o), ExponentialLR(o, 0.9)], [2])),
     ],
 )
-def test_any_optimizer_and_scheduler_state_is_resumed_exactly(
-    optimizer: str, schedule: Schedule, tmp_path: Path
-) -> None:
+def test_any_optimizer_and_scheduler_state_is_resumed_exactly(optimizer, schedule, tmp_path):
     build = f"\ndef build_optimizer(parameters):\n    return {optimizer}(parameters, lr=0.01)\n"
     path, folder = balance_of(tmp_path, MODEL + ODD + build), str(tmp_path / "saved")
     whole = train(path, 5, schedule=schedule)

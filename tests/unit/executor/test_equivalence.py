@@ -224,9 +224,7 @@ def test_models_that_do_not_train_are_not_compared() -> None:
 
 
 @pytest.mark.slow
-def test_rounding_errors_amplified_by_the_model_are_accepted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rounding_errors_amplified_by_the_model_are_accepted(monkeypatch):
     monkeypatch.setattr(differences, "LIMIT", 0.0)
     assert checked(Scaled).proof.cuts > 0
 
@@ -377,14 +375,12 @@ class Stack(nn.Module):
         value = self.first(value)
         for layer in self.blocks:
             value = layer(value)
-        return self.head(value)  # type: ignore[no-any-return]
+        return self.head(value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [Stack, lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(9)))])
-def test_a_large_model_is_compared_without_most_of_its_repeated_layers(
-    build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_model_is_compared_without_most_of_its_repeated_layers(build, monkeypatch):
     """Fewer gradients than the model has cover all cuts."""
     monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
     loaded = loaded_model(build, WIDTH)
@@ -405,9 +401,7 @@ class Logarithms(Stack):
 
 
 @pytest.mark.slow
-def test_a_large_model_that_needs_its_own_initial_values_is_compared_with_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_large_model_that_needs_its_own_initial_values_is_compared_with_them(monkeypatch):
     """Random values give an infinite loss. If memory does not suffice, the result says so."""
     monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
     loaded = loaded_model(Logarithms, WIDTH)

@@ -23,7 +23,7 @@ class _Shared:
     """A store whose clone is itself."""
 
     def __init__(self) -> None:
-        self.store = dist.HashStore()  # type: ignore[attr-defined]  # torch lists not all that is public
+        self.store = dist.HashStore()  # torch lists not all that is public
 
     def clone(self) -> Any:
         return self.store

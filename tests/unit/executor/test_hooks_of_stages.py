@@ -23,7 +23,6 @@ class Scale:
 
     def after(self, parameter: Tensor) -> None:
         """Scale an accumulated gradient."""
-        assert parameter.grad is not None
         parameter.grad.mul_(self.factors["weight"][0])
 
 

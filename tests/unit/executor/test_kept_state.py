@@ -241,7 +241,7 @@ def test_state_that_every_cut_would_separate_is_refused(name: str) -> None:
 
 def test_layers_of_a_sequential_that_share_state_are_one_layer() -> None:
     model = sharing(trained=False, at=(0, 1))
-    assert [len(names) for names in chain_of(model, lambda size: torch.randn(size, WIDTH)).outline.modules] == [2, 1, 1]  # type: ignore[union-attr]
+    assert [len(names) for names in chain_of(model, lambda size: torch.randn(size, WIDTH)).outline.modules] == [2, 1, 1]
 
 
 def test_finding_layers_does_not_change_counters() -> None:
@@ -262,9 +262,8 @@ def test_sparse_tensors_are_refused_by_name() -> None:
 def quantized() -> nn.Module:
     """Return a model for quantization-aware training."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    model.qconfig = get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
-    prepared: nn.Module = prepare_qat(model.train())
-    return prepared
+    model.qconfig = get_default_qat_qconfig("fbgemm")
+    return prepare_qat(model.train())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -20,7 +20,7 @@ class CountingStore:
     """A store in this process that counts the keys of all operations."""
 
     def __init__(self) -> None:
-        self._store = dist.HashStore()  # type: ignore[attr-defined]  # torch lists not all that is public
+        self._store = dist.HashStore()  # torch lists not all that is public
         self.count = 0
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -34,8 +34,8 @@ def test_gradients_are_divided_by_the_scale() -> None:
     assert scale.value == FIRST
     assert scale.unscale()
     assert [p.grad is None for p in parameters] == [False, False, True]
-    assert torch.equal(parameters[0].grad, torch.full((3,), 0.1))  # type: ignore[arg-type]
-    assert torch.equal(parameters[1].grad, torch.full((3,), -7.0))  # type: ignore[arg-type]
+    assert torch.equal(parameters[0].grad, torch.full((3,), 0.1))
+    assert torch.equal(parameters[1].grad, torch.full((3,), -7.0))
     assert scale.value == FIRST
 
 

@@ -75,7 +75,7 @@ def test_callback_examples_of_the_documentation_work(tmp_path: Path, monkeypatch
         log_metrics=lambda metrics, *, step: logged.append((metrics, step)),
     )
     for name in ("wandb", "mlflow"):
-        monkeypatch.setitem(sys.modules, name, service)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, name, service)
     (example,) = (block for block in EXAMPLES if to in block)
     names: dict[str, Any] = {}
     exec(compile(example, "training.md", "exec"), names)

@@ -478,9 +478,7 @@ def run_script(path: Path, arguments: ScriptArguments, body: Callable[[Pipeline]
         body(pipeline)
 
 
-def test_scripts_print_steps_peaks_and_the_name_of_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scripts_print_steps_peaks_and_the_name_of_the_report(tmp_path, capsys):
     report = tmp_path / "run.json"
     run_script(balance_of(tmp_path), command_line(steps=3, report=str(report)))
     lines = capsys.readouterr().out.splitlines()

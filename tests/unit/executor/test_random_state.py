@@ -20,7 +20,7 @@ def test_seeds_repeat_in_any_order() -> None:
 
     def drawn(seeds: StepSeeds, layer: int, micro_batch: int) -> list[float]:
         seeds.seed_generators(layer, micro_batch)
-        return torch.rand(3).tolist()  # type: ignore[no-any-return]
+        return torch.rand(3).tolist()
 
     seeds = StepSeeds(seed=3, step=5)
     one, two = drawn(seeds, 0, 4), drawn(seeds, 1, 4)

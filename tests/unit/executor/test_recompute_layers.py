@@ -347,8 +347,7 @@ def test_layers_are_recomputed_only_in_backward() -> None:
 
         def forward(self, value: Tensor) -> Tensor:
             calls.append(1)
-            result: Tensor = self.linear(value).tanh()
-            return result
+            return self.linear(value).tanh()
 
     layer = Counts()
     again = layer_after_another(layer.to("meta"), torch.zeros(2, 8))
@@ -391,8 +390,8 @@ def test_outputs_without_gradient_have_none_after_recomputation() -> None:
     received = value.detach().clone().requires_grad_()
     expected = plain(received)
     (expected[0].sum() + (expected[4] * 2).sum() + (expected[5] * 3).sum()).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(layer.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
-    assert torch.equal(value.grad, received.grad)  # type: ignore[arg-type]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(layer.parameters(), plain.parameters(), strict=True))
+    assert torch.equal(value.grad, received.grad)
 
 
 def test_unused_outputs_need_no_gradient() -> None:
@@ -404,7 +403,7 @@ def test_unused_outputs_need_no_gradient() -> None:
     value = torch.randn(4, requires_grad=True)
     one, _ = run_recomputed(Two(), RecomputedLayer(False, (True, True)), value)
     one.sum().backward()
-    assert torch.equal(value.grad, torch.full((4,), 2.0))  # type: ignore[arg-type]
+    assert torch.equal(value.grad, torch.full((4,), 2.0))
 
 
 @pytest.mark.parametrize(
@@ -436,7 +435,7 @@ def test_saved_inputs_are_not_overwritten_in_place(layers: Sequence[nn.Module]) 
         stage.targets = [None]
         stage(value).backward()
         found = [p.grad for p in model.parameters()]
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), recomputed  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), recomputed
 
 
 def test_recomputation_uses_the_autocast_state_of_the_forward() -> None:
@@ -447,4 +446,4 @@ def test_recomputation_uses_the_autocast_state_of_the_forward() -> None:
     made.sum().backward()
     again, layer.weight.grad = layer.weight.grad, None
     plain.sum().backward()
-    assert torch.equal(again, layer.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(again, layer.weight.grad)

@@ -1,7 +1,6 @@
 """Tests of the recorder of times and peak memory."""
 
 from collections.abc import Callable
-from typing import Literal
 
 import pytest
 import torch
@@ -94,9 +93,7 @@ def test_stage_times_are_medians(recorder: Recorder, clock: Clock) -> None:
     assert recorder.typical_us("forward") == 1001.0
 
 
-def test_the_share_of_a_core_is_measured_after_the_warm_up(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_the_share_of_a_core_is_measured_after_the_warm_up(recorder, monkeypatch, clock):
     times = iter([CoreTime(7, 5), CoreTime(10, 6), CoreTime(11, 9)])
     monkeypatch.setattr("planner.executor.measure.recorder.core_time", lambda: next(times))
     for share in (*[0.0] * WARM_UP_STEPS, 3 / 4, 4 / 8):
@@ -155,9 +152,7 @@ def test_a_run_of_one_step_has_a_peak(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("kind", ["backward", "input backward"])
-def test_recomputation_is_recorded_within_its_backward(
-    recorder: Recorder, kind: Literal["backward", "input backward"]
-) -> None:
+def test_recomputation_is_recorded_within_its_backward(recorder, kind):
     with recorder.step():
         recorder.timed("forward", lambda: recorder.timed_recomputation(lambda: 1, stage=2), stage=2, micro_batch=3)
         assert (

@@ -118,9 +118,7 @@ ONE_FORWARD_ONE_BACKWARD = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 @pytest.mark.parametrize("order", [GPIPE, ONE_FORWARD_ONE_BACKWARD], ids=["gpipe", "1f1b"])
 @pytest.mark.parametrize("balance", [(6,), (2, 2, 2), (3, 3)], ids=str)
-def test_buffers_and_gradients_of_stateful_models_equal_the_unpartitioned_model(
-    sequential: str, recompute: Recompute, order: list[tuple[str, int]], balance: tuple[int, ...]
-) -> None:
+def test_buffers_and_gradients_of_stateful_models_equal_the_unpartitioned_model(sequential, recompute, order, balance):
     """Bit for bit: codebooks, running means, queues, slow copies, counts and spectral norms."""
     loaded = load_model(str(STATEFUL), settings={"sequential": sequential})
     torch.manual_seed(1)
@@ -233,8 +231,7 @@ class WritesInBackward(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             self.write(self)
-        result: Tensor = self.linear(value)
-        return result
+        return self.linear(value)
 
 
 def writes(module: nn.Module) -> None:
@@ -249,9 +246,7 @@ def assigns(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("write", [writes, assigns])
 @pytest.mark.parametrize("single", [False, True], ids=["always", "layers"])
-def test_state_changed_only_by_the_recomputation_is_an_error(
-    write: Callable[[nn.Module], None], *, single: bool
-) -> None:
+def test_state_changed_only_by_the_recomputation_is_an_error(write, *, single):
     """Layer and buffer are named, and the state is restored."""
     model = nn.Sequential(nn.Linear(4, 4), WritesInBackward(write))
     stage = stage_of(model, "layers" if single else "always")
@@ -299,12 +294,12 @@ def test_forwards_that_begin_with_the_same_state_share_its_copy(step: int) -> No
     layer = nn.Module()
     layer.register_buffer("codes", torch.zeros(2))
     layer.register_buffer("front", layer.get_buffer("codes")[:1])
-    layer.calls = 0  # type: ignore[assignment]
+    layer.calls = 0
 
     def run(*, is_changing: bool) -> list[Any]:
         if is_changing:
             layer.get_buffer("codes").add_(1)
-            layer.calls += 1  # type: ignore[operator]
+            layer.calls += 1
         return [*layer.get_buffer("codes").tolist(), *layer.get_buffer("front").tolist(), layer.calls]
 
     state = LayerState([("layer", layer)])

@@ -48,9 +48,7 @@ def test_ranks_that_do_not_join_are_named() -> None:
         store_module._agree_on_name(server, 2, 3, timedelta(seconds=0.5))
 
 
-def test_awaited_ranks_are_printed_at_intervals(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_awaited_ranks_are_printed_at_intervals(monkeypatch, capsys):
     monkeypatch.setattr(store_module, "_REPORTED_EVERY_S", 0.2)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
     with pytest.raises(TrainingError):

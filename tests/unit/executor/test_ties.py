@@ -42,7 +42,6 @@ def test_a_tied_parameter_without_a_gradient_on_any_rank_has_none(monkeypatch: p
     assert table.grad is None
     on_another_rank.fill_(1)
     gradients.sum()
-    assert table.grad is not None
     assert torch.equal(table.grad, torch.full((8, 4), 3.0))
 
 

@@ -72,9 +72,7 @@ def test_malicious_weights_files_run_no_code(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", ["truncated", "empty", "missing", "tensor", "state", "index", "a name", "a folder", "a pipe"]
 )
-def test_damaged_checkpoints_give_one_message_and_exit_code_2(
-    damage: str, path: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_checkpoints_give_one_message_and_exit_code_2(damage, path, step, tmp_path, capsys):
     target = step / ("checkpoint.json" if damage in ("index", "a name") else "rank-00000.safetensors")
     content = bytearray(target.read_bytes())
     if damage in ("missing", "a folder", "a pipe"):
@@ -139,9 +137,7 @@ def test_an_index_that_never_ends_is_refused(damage: str, path: Path, step: Path
         train(path, 3, resume=str(step))
 
 
-def test_files_of_two_checkpoints_are_not_mixed(
-    path: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_two_checkpoints_are_not_mixed(path, step, tmp_path, capsys):
     """A file of another step has the same size. Neither `export` nor a resume uses it."""
     stale = step.with_name("step-00000001") / "rank-00000.safetensors"
     sizes = [len(file.read_bytes()) for file in (stale, step / stale.name)]

@@ -108,9 +108,7 @@ def test_files_without_weights_are_refused_by_name(content: bytes | str, tmp_pat
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_the_printed_command_loads_an_export(
-    suffix: str, model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_printed_command_loads_an_export(suffix, model, tmp_path, capsys):
     state, path = dict(model.state_dict()), tmp_path / f"model{suffix}"
     del state["head.weight"]
     folder = write_checkpoint(tmp_path / "folder", state, tied={"head.weight": "embedding.weight"})
@@ -120,9 +118,7 @@ def test_the_printed_command_loads_an_export(
     assert torch.equal(loaded.head.weight, model.state_dict()["embedding.weight"])
 
 
-def test_exports_are_written_completely_or_not_at_all(
-    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_are_written_completely_or_not_at_all(model, tmp_path, monkeypatch):
     state, path = dict(model.state_dict()), str(tmp_path / "model.pt")
     del state["head.weight"]
     folder = write_checkpoint(tmp_path / "folder", state, tied={"head.weight": "embedding.weight"})
@@ -150,9 +146,7 @@ def test_exports_are_written_completely_or_not_at_all(
         (torch.float8_e4m3fn, '"0.weight" is float8_e4m3fn in the file, float32 in the model'),
     ],
 )
-def test_quantized_boolean_and_complex_weights_are_refused(
-    kind: str, dtype: torch.dtype, message: str, tmp_path: Path
-) -> None:
+def test_quantized_boolean_and_complex_weights_are_refused(kind, dtype, message, tmp_path):
     path = saved({"0.weight": torch.ones(2, 3).to(dtype)}, kind, tmp_path)
     with pytest.raises(UsageError, match=message):
         load_into_linear(path)

@@ -5,7 +5,6 @@ import json
 import sys
 import tracemalloc
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -39,9 +38,7 @@ MULTIPLIED = "x: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("p.yaml", HEAD + "x: &me {a: {b: *me}}\n", "is not YAML: the alias `*me` has no value before it"),
     ],
 )
-def test_small_files_that_expand_are_refused(
-    name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_files_that_expand_are_refused(name, text, message, tmp_path, capsys):
     """Refusal is immediate, in little memory, with the line."""
     path = tmp_path / name
     path.write_text(text)

@@ -1,6 +1,5 @@
 """The names of recomputed layers in plans and balance configurations."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,7 @@ def changed(value: Any, **stage: Any) -> Any:
         ({"recompute": "layers", "recomputed": ("h.2", "h.2")}, '`stages[1].recomputed`: names "h.2" twice'),
     ],
 )
-def test_recompute_layers_and_their_list_require_each_other(
-    make: Callable[[], Any], read: Callable[[str], Any], stage: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_recompute_layers_and_their_list_require_each_other(make, read, stage, said, tmp_path):
     path = str(tmp_path / "file.yaml")
     write(path, changed(make(), **stage))
     with pytest.raises(FileError) as refused:

@@ -68,9 +68,7 @@ def test_sample_profile_is_read(tmp_path: Path) -> None:
         (read, "gpipe-plan profile MODEL.py"),
     ],
 )
-def test_missing_files_have_the_command_that_writes_them(
-    reader: Callable[[str], object], makes_it: str, tmp_path: Path
-) -> None:
+def test_missing_files_have_the_command_that_writes_them(reader, makes_it, tmp_path):
     with pytest.raises(FileError, match=r"nothing\.yaml: no such file") as raised:
         reader(str(tmp_path / "nothing.yaml"))
     assert makes_it in raised.value.hint
@@ -143,9 +141,7 @@ def test_files_without_schema_are_refused(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["profile", "plan", "run", "balance"])
 @pytest.mark.parametrize("version", ["v2", "v0", "v10"])
-def test_other_major_versions_are_refused_with_the_command_to_replace_the_file(
-    kind: str, version: str, tmp_path: Path
-) -> None:
+def test_other_major_versions_are_refused_with_the_command_to_replace_the_file(kind, version, tmp_path):
     commands = {
         "profile": "gpipe-plan profile",
         "plan": "gpipe-plan solve",
@@ -184,9 +180,7 @@ def test_foreign_schemas_are_refused(schema: str, tmp_path: Path) -> None:
         (full_links, read_plan, "is a list of links, a plan is needed"),
     ],
 )
-def test_other_kinds_of_files_are_refused(
-    make: Callable[[], object], reader: Callable[[str], object], said: str, tmp_path: Path
-) -> None:
+def test_other_kinds_of_files_are_refused(make, reader, said, tmp_path):
     assert said in refused(dump(make()), tmp_path, reader).message
 
 
@@ -255,9 +249,7 @@ def test_unknown_keys_without_a_similar_one_get_a_hint(tmp_path: Path) -> None:
         (PROFILE + "'device': {kind: gpu}\n", "device", 2, 7),
     ],
 )
-def test_duplicate_keys_are_refused_with_both_lines(
-    text: str, key: str, first: int, second: int, tmp_path: Path
-) -> None:
+def test_duplicate_keys_are_refused_with_both_lines(text, key, first, second, tmp_path):
     error = refused(text, tmp_path)
     assert f"`{key}` is defined twice, first in line {first}" in error.message
     assert error.line == second
@@ -510,9 +502,7 @@ def test_too_large_numbers_are_refused(tmp_path: Path) -> None:
         (full_partial, "forward_us: [1.5, 1.4]", "forward_us: [1.5, nan]", "expected a number"),
     ],
 )
-def test_links_and_partial_profiles_are_read_strictly(
-    make: Callable[[], object], old: str, new: str, said: str, tmp_path: Path
-) -> None:
+def test_links_and_partial_profiles_are_read_strictly(make, old, new, said, tmp_path):
     """With line and key."""
     text = dump(make())
     assert old in text, text

@@ -115,9 +115,7 @@ ODD_NAMES = (
 
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "json"])
 @pytest.mark.parametrize(("make", "read_kind"), KINDS)
-def test_values_survive_a_round_trip(
-    make: Callable[[], Any], read_kind: Callable[[str], Any], suffix: str, tmp_path: Path
-) -> None:
+def test_values_survive_a_round_trip(make, read_kind, suffix, tmp_path):
     path = str(tmp_path / f"file.{suffix}")
     write(path, make())
     assert read_kind(path) == read(path)
@@ -164,9 +162,7 @@ def test_equal_values_give_the_same_bytes(make: Callable[[], Any], _read: object
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 @pytest.mark.parametrize(("make", "_read"), KINDS)
-def test_reading_and_writing_does_not_change_a_file(
-    make: Callable[[], Any], _read: object, suffix: str, tmp_path: Path
-) -> None:
+def test_reading_and_writing_does_not_change_a_file(make, _read, suffix, tmp_path):
     first, second = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
     write(str(first), make())
     write(str(second), read(str(first)))

@@ -76,9 +76,7 @@ def test_new_file_has_the_permissions_of_the_umask(mask: int, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")], ids=["full", "denied"]
 )
-def test_failing_write_keeps_the_previous_file(
-    step: str, error: OSError, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_write_keeps_the_previous_file(step, error, target, monkeypatch):
     monkeypatch.setattr(os, step, failing(error))
     with pytest.raises(FileError, match=r"plan\.yaml: cannot be written: (No space left on device|Permission denied)"):
         write_text(str(target), "new")

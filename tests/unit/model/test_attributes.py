@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.moe = Experts()
 
     def forward(self, value: Tensor) -> Tensor:
-        return value + self.moe(value)  # type: ignore[no-any-return]
+        return value + self.moe(value)
 
 
 class Mixture(nn.Module):
@@ -77,7 +77,7 @@ class Mixture(nn.Module):
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
         for block in self.blocks:
             value = block(value)
-        return self.head(value), sum(block.moe.aux_loss for block in self.blocks)  # type: ignore[return-value]
+        return self.head(value), sum(block.moe.aux_loss for block in self.blocks)
 
 
 def test_losses_in_attributes_cross_the_cuts() -> None:
@@ -208,18 +208,16 @@ class Hiding(Mixture):
         value = self.stem(value)
         for block in self.blocks:
             value = block(value)
-        return self.head(value), sum(block.hidden.loss for block in self.blocks)  # type: ignore[return-value]
+        return self.head(value), sum(block.hidden.loss for block in self.blocks)
 
 
 def test_missing_cuts_are_explained_and_warned_about() -> None:
     outline = chain_of(Hiding(), values).outline
-    assert outline is not None
     assert outline.names == ("stem", "blocks.0")
     assert outline.note_on_missing_cuts.startswith(
         'the model cannot be cut after 4 of 5 modules (after "blocks.0": a tensor made in blocks.0 (aten::mul)'
     )
     followed = chain_of(Mixture(), values).outline
-    assert followed is not None
     assert not followed.note_on_missing_cuts
     warned: list[str] = []
     loaded = loaded_model(Hiding(), values)
@@ -259,7 +257,7 @@ def test_returned_batch_sizes_follow_the_batch(sizes: tuple[int, ...]) -> None:
     """Returned ints and sizes have the current number of samples, not that of the recorded batch."""
 
     class Counting(Block):
-        def forward(self, given: tuple[Tensor, int, torch.Size]) -> tuple[Tensor, int, torch.Size]:  # type: ignore[override]
+        def forward(self, given: tuple[Tensor, int, torch.Size]) -> tuple[Tensor, int, torch.Size]:
             value, count, size = given
             assert count == value.shape[0]
             assert size == value.shape
@@ -270,7 +268,7 @@ def test_returned_batch_sizes_follow_the_batch(sizes: tuple[int, ...]) -> None:
             given: Any = value, value.shape[0], value.shape
             for block in self.blocks:
                 given = block(given)
-            return self.head(given[0] * given[1]), sum(block.moe.aux_loss for block in self.blocks)  # type: ignore[return-value]
+            return self.head(given[0] * given[1]), sum(block.moe.aux_loss for block in self.blocks)
 
     result = compare(Counted(Counting), values, loss_of, num_stages=5, sizes=sizes)
     assert result.loss_error < 1e-6

@@ -1,7 +1,6 @@
 """Deferred batch normalization updates running statistics once per mini-batch, as the unpartitioned model does."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,9 +46,7 @@ def train_deferred(module: nn.Module, steps: list[Tensor], pieces: list[int]) ->
     ],
 )
 @pytest.mark.parametrize("pieces", [[8], [2, 2, 2, 2], [3, 3, 2]])
-def test_running_statistics_are_those_of_the_mini_batch(
-    build: Callable[[], nn.Module], shape: tuple[int, ...], pieces: list[int]
-) -> None:
+def test_running_statistics_are_those_of_the_mini_batch(build, shape, pieces):
     """Inputs drift and have a large mean. A second forward without collecting changes nothing."""
     steps = [torch.randn(8, *shape) * (step + 1) + 30 * step for step in range(3)]
     ours, theirs = build(), build()
@@ -173,8 +170,7 @@ class Branching(nn.Module):
         self.first, self.second = nn.BatchNorm1d(8), nn.BatchNorm1d(4)
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = self.second(self.first(value)[:, :4])
-        return result
+        return self.second(self.first(value)[:, :4])
 
 
 def test_statistics_bytes_of_a_layer_count_only_its_own_norms() -> None:

@@ -135,7 +135,7 @@ def test_weights_in_one_storage_are_tied() -> None:
 
 def test_weights_tied_within_one_layer_are_not_reported() -> None:
     pair = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    pair[1].weight = pair[0].weight  # type: ignore[assignment]
+    pair[1].weight = pair[0].weight
     assert tied_parameters([Layer("0", pair), Layer("1", nn.Linear(8, 8))]) == {}
 
 

@@ -52,9 +52,7 @@ def write_configuration(folder: Path, content: dict[str, Any], *architectures: s
         ({"model_type": "llava", "text_config": SMALL}, "LlavaForConditionalGeneration", None, "LlamaForCausalLM"),
     ],
 )
-def test_the_task_chooses_head_and_labels(
-    content: dict[str, Any], architecture: str, task: str | None, built: str, tmp_path: Path
-) -> None:
+def test_the_task_chooses_head_and_labels(content, architecture, task, built, tmp_path):
     """Without a task, `architectures` chooses. Parameters are float32."""
     settings = {"sequence": "8"} | ({"task": task} if task else {})
     loaded = load_model(write_configuration(tmp_path, content, architecture), settings=settings)
@@ -67,9 +65,7 @@ def test_the_task_chooses_head_and_labels(
 
 
 @pytest.mark.slow
-def test_a_profiled_configuration_is_planned_and_emitted_as_a_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profiled_configuration_is_planned_and_emitted_as_a_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write_configuration(Path(), SMALL, "LlamaForCausalLM")
     asked = {"from_formula": "never", "sequence": 16, "batch_sizes": 2, "proof_budget": "0s"}
@@ -92,9 +88,7 @@ def test_a_profiled_configuration_is_planned_and_emitted_as_a_script(
         (("LlamaForCausalLM",), {"layers": 3}, "`--layers`"),
     ],
 )
-def test_unknown_tasks_architectures_and_sizes_are_refused(
-    architectures: tuple[str, ...], options: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_unknown_tasks_architectures_and_sizes_are_refused(architectures, options, told, tmp_path):
     with pytest.raises(PlannerError) as refused:
         planner.profile(write_configuration(tmp_path, SMALL, *architectures), from_formula="never", **options)
     assert told in refused.value.message

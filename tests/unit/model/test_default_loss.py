@@ -70,9 +70,7 @@ def load_without_loss(model: nn.Module) -> LoadedModel:
         (lambda logits, loss: SimpleNamespace(loss=loss, extra=logits.mean()), "own `.loss`"),
     ],
 )
-def test_the_only_scalar_or_loss_attribute_is_the_default_loss(
-    answer: Callable[[Tensor, Tensor], Any], noted: str
-) -> None:
+def test_the_only_scalar_or_loss_attribute_is_the_default_loss(answer, noted):
     """The note names it as soon as the chain exists."""
     model = NanoGPT(answer)
     without = load_without_loss(model)

@@ -46,7 +46,6 @@ class Stack(nn.Module):
 def test_boundaries_of_batch_first_recurrent_layers_begin_with_samples(kind: Callable[..., nn.Module]) -> None:
     """A GRU ends with `transpose_`, which once gave (words, b, 8) instead of (b, words, 8)."""
     outline = chain_of(Stack(kind), lambda batch: torch.randn(batch, 5, 8)).outline
-    assert outline is not None
     shapes = [[tuple(t.shape) for t in outline.meta_inputs(n, 3)] for n in (1, 2)]
     assert shapes == [[(3, 5, 8)], [(3, 5, 8)]]
 

@@ -47,7 +47,7 @@ def test_tensors_of_another_layout_are_copied_with_their_gradient() -> None:
     assert made.stride() == (3, 1, 6)
     assert torch.equal(made, value)
     made.backward(VALUE)
-    assert torch.equal(value.grad, VALUE)  # type: ignore[arg-type]
+    assert torch.equal(value.grad, VALUE)
 
 
 def test_layout_is_kept_for_other_batch_sizes() -> None:

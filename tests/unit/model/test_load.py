@@ -65,9 +65,7 @@ NET = "class Net(nn.Sequential):\n    def __init__(self, width=8): super().__ini
         pytest.param("from torch.nn import ReLU, Tanh\n" + NET, "", "Net", 1, id="imported-classes-are-no-entries"),
     ],
 )
-def test_the_entry_is_the_named_or_first_candidate(
-    tmp_path: Path, text: str, entry: str, name: str, layers: int
-) -> None:
+def test_the_entry_is_the_named_or_first_candidate(tmp_path, text, entry, name, layers):
     """Candidates: `build_model`, `model`, then the file's only class that needs no arguments."""
     loaded = load(tmp_path, HEAD + text + EXAMPLE, entry)
     assert loaded.source == f"{tmp_path / 'model.py'}:{name}"
@@ -215,7 +213,7 @@ def example_batch(batch_size, *, width: int = 8): return torch.randn(batch_size,
     inputs = loaded.example_batch(2).inputs
     assert inputs.shape == (2, 5)
     assert loaded.build()(inputs).shape == (2, 5)
-    assert len(loaded.build()) == 3  # type: ignore[arg-type]
+    assert len(loaded.build()) == 3
 
 
 # Batches and losses
@@ -231,7 +229,6 @@ def train_batches(batch_size): return [example_batch(batch_size)]
     assert float(loaded.loss_fn(torch.zeros(2, 4), torch.ones(2, 4))) == 1.0
     optimizer = loaded.build_optimizer([nn.Parameter(torch.zeros(1))])
     assert (loaded.optimizer_name, optimizer.defaults["lr"]) == ("build_optimizer", 0.5)
-    assert loaded.train_batches is not None
     ((inputs, _),) = loaded.train_batches(3)
     assert inputs.shape == (3, 8)
     assert loaded.example_batch(3).num_samples == 3

@@ -30,8 +30,7 @@ class TwoListed(nn.Module):
         self.one, self.other = Listed(), Listed()
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = self.other(self.one(value))
-        return result
+        return self.other(self.one(value))
 
 
 def test_only_unregistered_tensors_are_loose() -> None:
@@ -79,6 +78,5 @@ def test_listed_parameters_of_a_lean_model_are_allocated_with_it() -> None:
 def test_a_layer_holds_parameters_that_it_reads_through_a_list() -> None:
     """Otherwise a stage would run on zeros."""
     chain = chain_of(TwoListed(), lambda size: torch.randn(size, 4))
-    assert chain.outline is not None
     for name, held in zip(chain.names, chain.outline.model_tensors, strict=True):
         assert held == {f"{name}.{part}" for part in ("first", "second", "scale")}

@@ -17,7 +17,7 @@ MODEL = nn.Sequential(*[nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.Li
 class ClippedSGD(torch.optim.SGD):
     """SGD that clips by the norm of all gradients."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
         super().step(closure)
 
@@ -25,7 +25,7 @@ class ClippedSGD(torch.optim.SGD):
 class OneStepSize(torch.optim.SGD):
     """SGD with a step size that is found from all gradients, as D-Adaptation and Prodigy do."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         own = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
         self.param_groups[0]["lr"] = max(1e-6, 0.1 / float(torch.nn.utils.get_total_norm(own)))
         super().step(closure)
@@ -34,7 +34,7 @@ class OneStepSize(torch.optim.SGD):
 class SkipsLarge(torch.optim.SGD):
     """SGD that leaves out a step in which any gradient is large."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         own = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
         if max(float(gradient.abs().max()) for gradient in own) < self.param_groups[0]["limit"]:
             super().step(closure)
@@ -43,7 +43,7 @@ class SkipsLarge(torch.optim.SGD):
 class Lamb(torch.optim.SGD):
     """SGD with a trust ratio for each parameter."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
                 p.grad.mul_(p.detach().norm() / p.grad.norm())
@@ -57,7 +57,7 @@ class SlowWeights(torch.optim.SGD):
         super().__init__(parameters, lr=0.1)
         self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=False):
             p.data.lerp_(slow, 0.5)
@@ -66,7 +66,7 @@ class SlowWeights(torch.optim.SGD):
 class NoisySGD(torch.optim.SGD):
     """SGD with noise (Langevin dynamics)."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for p in self.param_groups[0]["params"]:
             p.data.add_(torch.randn_like(p), alpha=0.01)
@@ -147,7 +147,7 @@ def test_optimizers_that_draw_random_numbers_are_refused() -> None:
 class SkipsInfinite(torch.optim.SGD):
     """SGD that leaves out a step in which any gradient is not finite."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         own = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if all(bool(gradient.isfinite().all()) for gradient in own):
             super().step(closure)
@@ -169,7 +169,7 @@ def test_raising_for_infinite_gradients_is_accepted() -> None:
     """It ends the run on every rank."""
 
     class Strict(SkipsInfinite):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             torch.nn.utils.get_total_norm([p.grad for p in self.param_groups[0]["params"]], error_if_nonfinite=True)
             torch.optim.SGD.step(self, closure)
 
@@ -178,7 +178,7 @@ def test_raising_for_infinite_gradients_is_accepted() -> None:
 
 def test_a_failing_step_is_refused_with_its_message() -> None:
     class Unready(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             raise RuntimeError("call `optimizer.train()` first")
 
     with pytest.raises(ModelError, match=r"Unready raised RuntimeError.*call `optimizer.train\(\)` first"):
@@ -215,7 +215,7 @@ def test_optimizer_of_a_stage_drops_absent_parameters() -> None:
 class HalvesRates(torch.optim.SGD):
     """SGD that from the fifth step on halves all rates if any gradient is large."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         group = self.param_groups[0]
         group["steps"] = group.get("steps", 0) + 1
         if group["steps"] > 5 and max(float(p.grad.abs().max()) for p in group["params"]) > 1.0:

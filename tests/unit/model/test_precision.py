@@ -1,6 +1,5 @@
 """Converted models, and models under autocast."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,9 +82,7 @@ TORCH_CACHES = pytest.mark.parametrize(
 
 
 @TORCH_CACHES
-def test_a_forward_without_gradients_caches_no_cast_without_a_graph(
-    monkeypatch: pytest.MonkeyPatch, torch_caches: Callable[[], bool]
-) -> None:
+def test_a_forward_without_gradients_caches_no_cast_without_a_graph(monkeypatch, torch_caches):
     """A recomputed layer then gets its weight gradients."""
     monkeypatch.setattr(autocast, "_copies_have_graphs", torch_caches)
     layer, value = nn.Linear(8, 8), torch.randn(2, 8)
@@ -106,8 +103,7 @@ class RecomputingFunction(torch.autograd.Function):
     def forward(ctx: Any, layer: nn.Module, value: Tensor, *_parameters: Tensor) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(value)
-        result: Tensor = layer(value)
-        return result
+        return layer(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -117,16 +113,14 @@ class RecomputingFunction(torch.autograd.Function):
 
 
 @TORCH_CACHES
-def test_a_recomputing_autograd_function_caches_no_cast_without_a_graph(
-    monkeypatch: pytest.MonkeyPatch, torch_caches: Callable[[], bool]
-) -> None:
+def test_a_recomputing_autograd_function_caches_no_cast_without_a_graph(monkeypatch, torch_caches):
     monkeypatch.setattr(autocast, "_copies_have_graphs", torch_caches)
     layer, value = nn.Linear(8, 8), torch.randn(2, 8)
     copied: list[Any] = []
     with weight_cast_cache("bf16-mixed", CPU):
         note = OperatorWatch(before=lambda func, args, _: copied.append(args[0]) if "_to_copy" in str(func) else None)
         with forward_context("bf16-mixed", CPU), note:
-            results = [RecomputingFunction.apply(layer, value, *layer.parameters()) for _ in range(2)]  # type: ignore[no-untyped-call]
+            results = [RecomputingFunction.apply(layer, value, *layer.parameters()) for _ in range(2)]
         sum(result.float().sum() for result in results).backward()
     assert layer.weight.grad is not None
     num_copies = sum(tensor.shape == layer.weight.shape for tensor in copied)
@@ -137,7 +131,6 @@ def test_batches_of_train_batches_are_converted() -> None:
     loaded = loaded_model(tied_layers, 64)
     object.__setattr__(loaded, "train_batches", lambda n: [Batch(torch.ones(n, 64), torch.ones(n))])
     batches = in_precision(loaded, "bf16").train_batches
-    assert batches is not None
     ((inputs, targets),) = batches(3)
     assert (inputs.dtype, targets.dtype) == (torch.bfloat16, torch.float32)
 

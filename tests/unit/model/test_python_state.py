@@ -129,7 +129,7 @@ def test_a_draw_changes_the_number_of_its_generator(draw: Any) -> None:
 
 def test_cycles_are_followed_to_a_limited_depth() -> None:
     one, other = Clock(), Clock()
-    one.other, other.other = other, one  # type: ignore[attr-defined]
+    one.other, other.other = other, one
     assert len(numbers_of_attribute(one)) < 10
 
 

@@ -198,9 +198,7 @@ class OverwritesParameter(Blocks):
         (OverwritesParameter, "the model's own code"),
     ],
 )
-def test_in_place_writes_that_torch_refuses_are_reported_with_their_layer(
-    build: Callable[[], nn.Module], where: str
-) -> None:
+def test_in_place_writes_that_torch_refuses_are_reported_with_their_layer(build, where):
     with pytest.raises(ModelError, match=rf"{where}.* writes in place where torch's backward does not") as refused:
         profile_of_model(loaded_model(build, WIDTH))
     assert "`x = x + y` in place of `x += y`" in refused.value.hint

@@ -52,8 +52,7 @@ class CheckpointsItself(nn.Module):
         self.block, self.reentrant = Block(), reentrant
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self._both, value, use_reentrant=self.reentrant)
-        return result
+        return checkpoint(self._both, value, use_reentrant=self.reentrant)
 
     def _both(self, value: Tensor) -> Tensor:
         return torch.sin(self.block(value))
@@ -93,8 +92,7 @@ def test_gradients_cross_cuts_between_blocks_that_checkpoint_themselves(*, reent
 def test_cuts_lie_between_checkpointed_segments_of_several_blocks(*, reentrant: bool) -> None:
     class Segments(Checkpointed):
         def forward(self, value: Tensor) -> Tensor:
-            result: Tensor = checkpoint_sequential(list(self.blocks), 2, self.stem(value), use_reentrant=reentrant)
-            return result
+            return checkpoint_sequential(list(self.blocks), 2, self.stem(value), use_reentrant=reentrant)
 
     assert len(compare_all_ways(Segments(lambda block, value: block(value)), 4).chain.names) == 4
 
@@ -111,8 +109,7 @@ def test_no_cut_follows_a_checkpoint_with_code_after_its_module(*, reentrant: bo
 def test_a_checkpoint_around_the_whole_model_is_refused_with_its_reason() -> None:
     class Whole(Checkpointed):
         def forward(self, value: Tensor) -> Tensor:
-            result: Tensor = checkpoint(super().forward, value, use_reentrant=True)
-            return result
+            return checkpoint(super().forward, value, use_reentrant=True)
 
     with pytest.raises(ModelError, match=r"a function that `torch.utils.checkpoint` runs again as a whole"):
         chain_of(Whole(lambda block, value: block(value)), values)
@@ -210,8 +207,7 @@ def test_results_of_a_module_with_an_autograd_function_cross_cuts() -> None:
             self.block = Block()
 
         def forward(self, value: Tensor) -> Tensor:
-            result: Tensor = RecomputingFunction.apply(self.block, value, *self.block.parameters())  # type: ignore[no-untyped-call]
-            return result
+            return RecomputingFunction.apply(self.block, value, *self.block.parameters())
 
     model = Checkpointed(lambda block, value: block(value))
     model.blocks = nn.ModuleList(Around() for _ in range(3))
@@ -239,9 +235,7 @@ def test_children_of_a_sequential_may_checkpoint_themselves(*, reentrant: bool) 
 
 @REENTRANT
 @pytest.mark.parametrize("in_sequence", [True, False])
-def test_saved_bytes_of_a_checkpointed_layer_are_its_input_and_random_state(
-    *, reentrant: bool, in_sequence: bool
-) -> None:
+def test_saved_bytes_of_a_checkpointed_layer_are_its_input_and_random_state(*, reentrant, in_sequence):
     state_bytes = torch.get_rng_state().nbytes
     if in_sequence:
         model: nn.Module = nn.Sequential(
@@ -277,8 +271,8 @@ def test_gradient_checkpointing_of_transformers_keeps_its_layers(*, reentrant: b
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
-    model.config.use_cache = False  # type: ignore[union-attr]
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.config.use_cache = False
     result = compare(model, real.inputs, loss_of, num_stages=4)
     assert result.loss_error < 1e-6
     assert result.gradient_error < 1e-5

@@ -66,7 +66,6 @@ def compare_all_ways(model: nn.Module, inputs: Callable[[int], Any] = values, **
 
 def sent_shapes(chain: Chain) -> list[list[tuple[int, ...]]]:
     """Return the shapes of tensors that cross each boundary, for three samples."""
-    assert chain.outline is not None
     return [[tuple(t.shape) for t in chain.outline.meta_inputs(n, 3)] for n in range(1, len(chain.layers))]
 
 
@@ -77,7 +76,7 @@ class Skips(Blocks):
         first = self.blocks[0](value)
         second = self.blocks[1](first)
         third = self.blocks[2](second)
-        return self.blocks[3](third + second) + first  # type: ignore[no-any-return]
+        return self.blocks[3](third + second) + first
 
 
 def test_skip_connections_cross_every_boundary_once() -> None:
@@ -90,7 +89,7 @@ class Dictionaries(Blocks):
     """Blocks take and return dicts with an entry that is None."""
 
     class Entry(Block):
-        def forward(self, entries: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        def forward(self, entries: dict[str, Any]) -> dict[str, Any]:
             return {"value": super().forward(entries["value"]), "scale": entries["scale"] * 2, "none": None}
 
     def __init__(self) -> None:
@@ -120,7 +119,7 @@ class Keywords(Blocks):
     """Takes keyword arguments, some of them None, and returns a dataclass."""
 
     class Masked(Block):
-        def forward(self, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        def forward(self, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
             added = super().forward(value)
             return (added if mask is None else added * mask[..., None]), mask
 
@@ -157,9 +156,7 @@ class Translator(nn.Module):
             super().__init__()
             self.bias = nn.Linear(WIDTH, 1)
 
-        def forward(  # type: ignore[override]
-            self, value: Tensor, state: Tensor, bias: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
+        def forward(self, value: Tensor, state: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
             bias = self.bias(state) if bias is None else bias
             return super().forward(value) + state.mean(1, keepdim=True) + bias, bias
 
@@ -212,7 +209,7 @@ class PassesThrough(Blocks):
     """Blocks return their input and a view of it."""
 
     class Handing(Block):
-        def forward(self, value: Tensor, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        def forward(self, value: Tensor, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return super().forward(value), same, same.view_as(same)
 
     def __init__(self) -> None:
@@ -243,7 +240,7 @@ class Tied(Blocks):
         value = self.words(words)
         for block in self.blocks:
             value = block(value + waves)
-        return self.head(value)  # type: ignore[no-any-return]
+        return self.head(value)
 
 
 def words(batch: int) -> Tensor:
@@ -321,7 +318,7 @@ def test_running_statistics_of_stages_equal_the_models() -> None:
     torch.manual_seed(0)
     model, inputs = Normalized(), torch.randn(6, WIDTH)
     chain = chain_of(model, lambda batch: torch.randn(batch, WIDTH))
-    assert int(model.blocks[0][1].num_batches_tracked) == 0  # type: ignore[index]
+    assert int(model.blocks[0][1].num_batches_tracked) == 0
     value: Any = inputs
     for n in range(len(chain.layers)):
         value = chain.stage(n, n + 1)(value)
@@ -395,7 +392,7 @@ class Probing(Blocks):
 
     def forward(self, value: Tensor) -> dict[str, Any]:
         found: list[Tensor] = []
-        hooks = [block.one.register_forward_hook(lambda _m, _i, made: found.append(made)) for block in self.blocks]  # type: ignore[union-attr]
+        hooks = [block.one.register_forward_hook(lambda _m, _i, made: found.append(made)) for block in self.blocks]
         for block in self.blocks:
             value = block(value)
         for hook in hooks:
@@ -428,7 +425,6 @@ class Added(Blocks):
 
 def test_a_sum_between_modules_is_sent_instead_of_its_terms() -> None:
     outline = compare_all_ways(Added(number=5)).chain.outline
-    assert outline is not None
     assert [len(values) for values in outline.crossings] == [1, 1, 1, 1]
     assert set(outline.repeated_code_counts) == {(0, 0)}
     assert not outline.note_on_repeated_code
@@ -453,7 +449,7 @@ class Positioned(Blocks):
     def forward(self, value: Tensor) -> Tensor:
         value = self.blocks[0](value) + self.places
         value = value + self.blocks[2](self.blocks[1](value))
-        return self.blocks[3](value)  # type: ignore[no-any-return]
+        return self.blocks[3](value)
 
 
 def test_a_parameter_in_a_sum_is_held_by_the_stage_that_adds() -> None:
@@ -471,7 +467,7 @@ class ReadAgain(Blocks):
         second = self.blocks[1](first)
         both = first + second
         third = self.blocks[2](second)
-        return self.blocks[3](third) * both + first - second  # type: ignore[no-any-return]
+        return self.blocks[3](third) * both + first - second
 
 
 def test_a_sum_of_sent_tensors_is_computed_again() -> None:
@@ -502,7 +498,7 @@ class Modes(Blocks):
         made = self.blocks[4](value)
         with torch.device("cpu"), Passing():
             value = value + made
-        return self.blocks[5](value)  # type: ignore[no-any-return]
+        return self.blocks[5](value)
 
 
 def test_sums_within_torch_function_modes_are_sent() -> None:
@@ -552,12 +548,10 @@ class Concatenated(nn.Module):
 def test_concatenations_sent_in_parts_are_noted() -> None:
     """A skip connection is no such part."""
     outline = compare_all_ways(Concatenated()).chain.outline
-    assert outline is not None
     assert [len(values) for values in outline.crossings] == [1, 2, 3, 4]
     assert outline.repeated_code_counts == ((0, 0), (0, 0), (2, 1), (3, 1))
     assert '3 tensors cross the boundary after "blocks.3" only for' in outline.note_on_repeated_code
     skips = compare_all_ways(Skips()).chain.outline
-    assert skips is not None
     assert not skips.note_on_repeated_code
 
 
@@ -567,7 +561,7 @@ class Stopped(Blocks):
     def forward(self, value: Tensor) -> Tensor:
         value = self.blocks[1](self.blocks[0](value))
         fixed = self.blocks[2](value).detach()
-        return self.blocks[3](value * fixed)  # type: ignore[no-any-return]
+        return self.blocks[3](value * fixed)
 
 
 def test_detached_tensors_cross_boundaries() -> None:
@@ -624,7 +618,7 @@ class Leaking(Blocks):
         return value
 
     class Leaving(Block):
-        def forward(self, value: Tensor, left: list[Tensor]) -> Tensor:  # type: ignore[override]
+        def forward(self, value: Tensor, left: list[Tensor]) -> Tensor:
             left.append(value * 2)
             return super().forward(value) + left[0]
 

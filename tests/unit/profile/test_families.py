@@ -137,7 +137,6 @@ def test_formula_has_the_parameters_of_nested_language_models(name: str, tmp_pat
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(whole)
     read = configuration_of(tmp_path, ProfileOptions())
-    assert read is not None
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert shape_from_config(read.content, 32, source="config.json").parameters == count(model.model.language_model)
 

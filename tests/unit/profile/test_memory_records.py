@@ -1,6 +1,5 @@
 """Memory records of layers whose exact bytes are known."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -56,16 +55,14 @@ class Stashing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        product: Tensor = gradient * ctx.cosine
-        return product
+        return gradient * ctx.cosine
 
 
 class Stash(nn.Module):
     """A layer with `Stashing`."""
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = Stashing.apply(value)
-        return result
+        return Stashing.apply(value)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +169,7 @@ class Stash(nn.Module):
         ),
     ],
 )
-def test_saved_bytes_of_known_layers(
-    layer: Callable[[], nn.Module],
-    value: Callable[[], Tensor],
-    *,
-    internal: int,
-    inputs: list[BoundaryTensor],
-    outputs: list[BoundaryTensor],
-) -> None:
+def test_saved_bytes_of_known_layers(layer, value, *, internal, inputs, outputs):
     """Each storage counts once; parameters and buffers never count."""
     record = memory_of(layer(), value())
     assert (record.internal_bytes, list(record.inputs), list(record.outputs)) == (internal, inputs, outputs)

@@ -89,8 +89,7 @@ class WithUnusedHead(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         if not self.asks or value.sum().item() > 1e9:
             self.head(value)
-        result: Tensor = self.used(value)
-        return result
+        return self.used(value)
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adagrad", "adafactor"])
@@ -130,8 +129,7 @@ class Heads(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         for block in self.blocks:
             value = block(value)
-        result: Tensor = self.last(value)
-        return result
+        return self.last(value)
 
 
 def profile_of_heads(device: str, *, shared: bool) -> Profile:

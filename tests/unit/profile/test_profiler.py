@@ -99,15 +99,14 @@ class Block(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         if not self.recomputes:
             return self.layers(value)
-        result: Tensor = checkpoint(self.layers, value, use_reentrant=False)
-        return result
+        return checkpoint(self.layers, value, use_reentrant=False)
 
 
 class Scaling(nn.Module):
     """Scales the first input of some blocks by a parameter of the model."""
 
     class Pair(nn.Linear):
-        def forward(self, value: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, value: Tensor, other: Tensor) -> Tensor:
             return super().forward(value) + other
 
     def __init__(self) -> None:
@@ -121,8 +120,7 @@ class Scaling(nn.Module):
         scaled = first * self.scale
         for n, block in enumerate(self.blocks):
             value = block(value, scaled if n < 3 else first)
-        result: Tensor = self.last(value)
-        return result
+        return self.last(value)
 
 
 def test_a_parameter_read_by_code_before_a_layer_belongs_to_the_layer() -> None:
@@ -170,7 +168,7 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, value: Tensor) -> Tensor:
-        self.calls += 1  # type: ignore[operator]
+        self.calls += 1
         return value + torch.rand(16)
 
 
@@ -251,7 +249,7 @@ def test_a_failing_profile_leaves_the_model_untouched() -> None:
         calls += 1
         if calls == 5:
             raise ValueError
-        return _output.mean()  # type: ignore[no-any-return]
+        return _output.mean()
 
     with pytest.raises((ValueError, ModelError)):
         profile_of_model(loaded_model(model, loss_fn=failing), sizes=(2,))
@@ -275,7 +273,7 @@ def test_layer_times_add_up_to_the_models_time() -> None:
         profile = profile_of_model(loaded, sizes=(64,), repeats=6)
         summed = sum(layer.forward_us[0] + layer.backward_us[0] for layer in profile.layers)
         inputs = loaded.example_batch(64).inputs
-        whole = min(clock.time_us(lambda x=inputs: loaded.loss_fn(model(x), None).backward()) for _ in range(8))  # type: ignore[misc]
+        whole = min(clock.time_us(lambda x=inputs: loaded.loss_fn(model(x), None).backward()) for _ in range(8))
         ratios.append(summed / whole)
         if 0.7 < ratios[-1] < 1.3:
             return
@@ -350,7 +348,7 @@ def test_a_layer_that_cannot_be_traced_has_no_flops() -> None:
 
     class Undict(nn.Module):
         def forward(self, value: dict[str, Any]) -> Tensor:
-            return value["value"] * value["number"]  # type: ignore[no-any-return]
+            return value["value"] * value["number"]
 
     layers = profile_of_model(loaded_model(nn.Sequential(nn.Linear(8, 8), Dict(), Undict()))).layers
     assert layers[0].forward_flops[0] > 0

@@ -51,8 +51,7 @@ def test_state_made_once_and_deferred_statistics_are_not_counted() -> None:
         def forward(self, value: Tensor) -> Tensor:
             if self.table is None:
                 self.table = torch.ones(8)
-            result: Tensor = self.linear(value) * self.mask * self.table
-            return result
+            return self.linear(value) * self.mask * self.table
 
     profile = profile_of_model(loaded_model(lambda: nn.Sequential(nn.Linear(8, 8), Table(), nn.BatchNorm1d(8))))
     assert [layer.rewritten_bytes for layer in profile.layers] == [0, 0, 0]

@@ -74,9 +74,7 @@ def test_layers_are_timed_again_while_uncertain(repeats: dict[int, list[int]], m
     assert warnings == []
 
 
-def test_a_spent_time_budget_ends_with_a_warning(
-    repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spent_time_budget_ends_with_a_warning(repeats, monkeypatch):
     """After the least number of repeats; the warning states the uncertainty."""
     monkeypatch.setattr(measured, "time_uncertainty", lambda *_: 0.123)
     warnings: list[str] = []
@@ -299,9 +297,7 @@ def test_an_interrupted_profile_continues_without_measuring_again(monkeypatch: p
         (lambda p: replace(p, generator=replace(p.generator, version="0")), "generator"),
     ],
 )
-def test_partial_profiles_of_something_else_are_not_used(
-    change: Callable[[PartialProfile], PartialProfile], named: str
-) -> None:
+def test_partial_profiles_of_something_else_are_not_used(change, named):
     loaded = small()
     partial = change(interrupt_profile(loaded, 6))
     warnings: list[str] = []

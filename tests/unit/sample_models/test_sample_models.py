@@ -35,8 +35,6 @@ SMALL: dict[str, dict[str, int]] = {
 def load(name: str) -> ModuleType:
     """Load a sample file by its path, as gpipe-plan loads a user's model.py."""
     spec = importlib.util.spec_from_file_location(f"sample_{name}", SAMPLE_MODELS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

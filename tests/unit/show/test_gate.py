@@ -35,7 +35,7 @@ def odd(**changes: object) -> Verdict:
     """Return a verdict whose text has characters that are special in some format."""
     message = 'a|b, c:d%e\nf <g> & "h" \x1b[31m `i` *j* \udc80 \u202e ]]>'.replace("\udc80", "\ufffe")
     finding = Finding(code="GP101", severity="error", message=message, hint="k", stage=1)
-    return Verdict(fits=False, findings=(finding,), plan=gate.plan(), **changes)  # type: ignore[arg-type]
+    return Verdict(fits=False, findings=(finding,), plan=gate.plan(), **changes)
 
 
 FORMATS = {
@@ -66,7 +66,6 @@ def test_github_annotations_are_escaped() -> None:
     """Unescaping in the order of the runner gives the message again."""
     line, answer = github_annotations(odd(), PlanFile(path="a,b:c%.yaml", stage_lines=(5, 6))).splitlines()
     found = re.fullmatch(r"::error file=([^,:]*),line=6,title=([^,:]*)::(.*)", line)
-    assert found is not None
     assert found[1] == "a%2Cb%3Ac%25.yaml"
     data = found[3].replace("%0A", "\n").replace("%0D", "\r").replace("%25", "%")
     told = f"{odd().findings[0].message}\nk"
@@ -77,7 +76,7 @@ def test_github_annotations_are_escaped() -> None:
 @pytest.mark.parametrize(("severity", "command"), [("error", "error"), ("warning", "warning"), ("note", "notice")])
 def test_github_annotations_have_the_severity_of_the_finding(severity: str, command: str) -> None:
     """GitHub calls a note a notice. A plan from standard input has no file."""
-    finding = Finding(code="GP203", severity=severity, message="m")  # type: ignore[arg-type]
+    finding = Finding(code="GP203", severity=severity, message="m")
     text = github_annotations(Verdict(fits=True, findings=(finding,), plan=None), PlanFile(path="-"))
     assert text.startswith(f"::{command} title=GP203 ")
 
@@ -102,7 +101,6 @@ def test_junit_has_a_case_for_the_plan_and_one_per_stage() -> None:
 def test_junit_escapes_unprintable_characters() -> None:
     """XML does not allow all of them."""
     failure = ET.fromstring(junit_xml(odd(), PLACE)).find(".//failure")
-    assert failure is not None
     text = "\n".join(map(escape_unprintable, f"{odd().findings[0].message}\nk".split("\n")))
     assert failure.text == text
     assert not {"\x1b", "\ufffe", "\u202e"} & set(text)
@@ -118,8 +116,8 @@ def _check_sarif(log: dict[str, object]) -> None:
     """Check the requirements of SARIF 2.1.0 (sections 3.13, 3.14, 3.18, 3.19, 3.27, 3.49) on the written parts."""
     assert set(log) == {"$schema", "version", "runs"}
     assert log["version"] == "2.1.0"
-    (run,) = log["runs"]  # type: ignore[misc]
-    driver = run["tool"]["driver"]  # type: ignore[index]
+    (run,) = log["runs"]
+    driver = run["tool"]["driver"]
     assert driver["name"]
     ids = [rule["id"] for rule in driver["rules"]]
     assert len(set(ids)) == len(ids) == len(RULES)
@@ -128,7 +126,7 @@ def _check_sarif(log: dict[str, object]) -> None:
         assert rule["fullDescription"]["text"]
         assert rule["help"]["text"]
         assert rule["defaultConfiguration"]["level"] in ("none", "note", "warning", "error")
-    for result in run["results"]:  # type: ignore[index]
+    for result in run["results"]:
         assert set(result) <= {"ruleId", "ruleIndex", "level", "message", "locations", "partialFingerprints"}
         assert ids[result["ruleIndex"]] == result["ruleId"]
         assert result["level"] in ("none", "note", "warning", "error")

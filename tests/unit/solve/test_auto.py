@@ -46,7 +46,7 @@ def tight() -> Profile:
 def answer(profile: Profile, schedule: str, *, devices: int = 4, batch: int = 16, **more: object) -> Plan:
     """Return the plan with a memory limit of 2000 bytes, unless another one is given."""
     mem = more.pop("mem", 2000)
-    asked = SolverOptions(devices=devices, mem=mem, batch=batch, schedule=schedule, **more)  # type: ignore[arg-type]
+    asked = SolverOptions(devices=devices, mem=mem, batch=batch, schedule=schedule, **more)
     return solve(profile, request_of(profile, WHERE, asked))
 
 
@@ -108,7 +108,7 @@ def test_effort_of_auto_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = 0
     real = partitions.makespans
 
-    def counting(actions, times, **more):  # type: ignore[no-untyped-def]
+    def counting(actions, times, **more):
         nonlocal simulated
         simulated += -(-len(times["forward_us"]) // 1024) * sum(map(len, actions))
         return real(actions, times, **more)
@@ -149,12 +149,10 @@ def test_faster_schedule_is_the_fastest_of_all() -> None:
     profile = tight()
     gpipe = answer(profile, "gpipe")
     other = faster_schedule(profile, gpipe)
-    assert other is not None
     assert other.schedule != "gpipe"
     assert other.predicted.step_us == pytest.approx(answer(profile, "auto").predicted.step_us)
     assert faster_schedule(profile, gpipe, micro_batches=8) is None  # in micro-batches of a size not profiled
     by_layers = faster_schedule(profile, answer(profile, "gpipe", recompute="layers"))
-    assert by_layers is not None
     assert by_layers.inputs.recompute == "layers"
     assert faster_schedule(profile, answer(profile, other.schedule)) is None
 
@@ -165,7 +163,6 @@ def test_replicas_are_suggested_if_they_use_idle_devices() -> None:
     one = answer(profile, "gpipe", mem=UNLIMITED, link="1GB/s,100us")  # too slow for four devices
     assert one.num_gpus < 4
     several = plan_with_replicas(profile, one)
-    assert several is not None
     assert several.num_gpus > one.num_gpus
     assert several.predicted.step_us < one.predicted.step_us
     assert plan_with_replicas(profile, several) is None
@@ -205,9 +202,7 @@ def narrower(inputs: Inputs) -> list[Inputs]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cap", [UNLIMITED, 2500])
-def test_auto_is_never_slower_than_a_more_restricted_request(
-    monkeypatch: pytest.MonkeyPatch, seed: int, cap: int
-) -> None:
+def test_auto_is_never_slower_than_a_more_restricted_request(monkeypatch, seed, cap):
     """The first pass has little effort, so the second pass must find the plans."""
     for module in (search, methods):
         monkeypatch.setattr(module, "MOST_ACTIONS_OF_SEARCH", 300_000)

@@ -60,9 +60,7 @@ def test_fixed_micro_batches_of_an_unprofiled_size_are_refused() -> None:
         ((1, 1000), 1, False, (1,)),
     ],
 )
-def test_micro_batch_counts_are_divisors_with_profiled_sizes(
-    sizes: tuple[int, ...], batch: int, *, extrapolate: bool, counts: tuple[int, ...]
-) -> None:
+def test_micro_batch_counts_are_divisors_with_profiled_sizes(sizes, batch, *, extrapolate, counts):
     profile = random_profile(1, 2, sizes=sizes)
     assert micro_batch_counts(profile, Request(inputs=inputs_of(1, batch, extrapolate=extrapolate))) == counts
 

@@ -85,13 +85,10 @@ def gigabytes() -> Profile:
 @pytest.mark.parametrize("recompute", ["auto", "never", "except-last", "always"])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("reserve", [0, 300_000_000])
-def test_suggested_limit_fits_and_one_percent_less_does_not(
-    recompute: RecomputePolicy, devices: int, reserve: int
-) -> None:
+def test_suggested_limit_fits_and_one_percent_less_does_not(recompute, devices, reserve):
     inputs = dataclasses.replace(inputs_of(devices, 8, memory_bytes=1000, reserve_bytes=reserve), recompute=recompute)
     request = Request(inputs=inputs)
     named = MEM.search(infeasible(gigabytes(), request).hint)
-    assert named is not None
     limit = parse_bytes(named[2])
     assert int(named[1]) == devices
     assert limit > 10**8 + reserve
@@ -106,7 +103,6 @@ def test_suggested_limit_is_exact_on_random_chains(seed: int) -> None:
     profile = random_profile(seed, 6, exact=seed % 2 == 0, sizes=(1, 2))
     request = Request(inputs=inputs_of(3, 4, memory_bytes=1, reserve_bytes=10))
     named = MEM.search(infeasible(profile, request).hint)
-    assert named is not None
     limit = parse_bytes(named[2])
     assert feasible(profile, with_limit(request, limit))
     assert not feasible(profile, with_limit(request, int(limit * 0.99) - 1))
@@ -117,7 +113,6 @@ def test_suggested_limit_is_rounded_up(needed: int) -> None:
     profile = chain(layer("a", parameter_bytes=needed, gradient_bytes=0))
     request = Request(inputs=inputs_of(1, 1, memory_bytes=1))
     named = MEM.search(infeasible(profile, request).hint)
-    assert named is not None
     assert needed <= parse_bytes(named[2]) <= needed * 1.01 + 10
     assert feasible(profile, with_limit(request, parse_bytes(named[2])))
 
@@ -126,7 +121,6 @@ def test_suggested_number_of_devices_fits_and_one_less_does_not() -> None:
     request = Request(inputs=inputs_of(2, 8, memory_bytes=1_600_000_000))
     error = infeasible(gigabytes(), request)
     named = DEVICES.search(error.hint)
-    assert named is not None
     count = int(named[1])
     assert count > 2
     for devices, fits in ((count, True), (count - 1, False)):
@@ -179,7 +173,6 @@ def test_smallest_m_that_fits_is_suggested(micro_batches: int, limit: int, named
     )
     request = Request(inputs=inputs_of(1, 8, memory_bytes=limit), micro_batches=micro_batches)
     said = FITS_M.search(infeasible(profile, request).hint)
-    assert said is not None
     assert int(said[1]) == named
     fits = {m: feasible(profile, dataclasses.replace(request, micro_batches=m)) for m in (1, 2, 4, 8)}
     assert next(m for m in fits if fits[m]) == named
@@ -210,8 +203,6 @@ def test_recomputation_is_suggested_exactly_if_it_helps(policy: RecomputePolicy)
         free = Request(inputs=inputs_of(2, 8))
         need = MEM.search(infeasible(profile, with_limit(request, 1)).hint)
         least = MEM.search(infeasible(profile, with_limit(free, 1)).hint)
-        assert need is not None
-        assert least is not None
         for limit in (parse_bytes(need[2]) * 99 // 100, parse_bytes(least[2]), parse_bytes(least[2]) * 9 // 10):
             if feasible(profile, with_limit(request, limit)):
                 continue
@@ -283,7 +274,6 @@ def test_smallest_limit_is_suggested_for_unequal_devices() -> None:
     profile = profile_of([1.0] * 4, parameter_bytes=200)
     request = Request(inputs=uneven())
     named = MEM.search(infeasible(profile, request).hint)
-    assert named is not None
     assert feasible(profile, with_limit(request, parse_bytes(named[2])))
     assert not feasible(profile, with_limit(request, parse_bytes(named[2]) * 99 // 100))
 

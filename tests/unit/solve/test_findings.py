@@ -76,9 +76,7 @@ def test_min_max_cuts_of_a_frozen_backbone_are_slower() -> None:
         ([30, 30, 30, 20, 20, 60, 30, 10], [10, 10, 10, 20, 80, 10, 40, 80], 3, 16, 1.03),
     ],
 )
-def test_best_cuts_differ_between_gpipe_and_1f1b(
-    forward: list[float], backward: list[float], devices: int, batch: int, lost: float
-) -> None:
+def test_best_cuts_differ_between_gpipe_and_1f1b(forward, backward, devices, batch, lost):
     """GPipe waits for the largest forward and the largest backward, 1F1B for the largest sum of one stage."""
     profile, inputs = profile_of(forward, backward), inputs_of(devices, batch)
     gpipe = solve(profile, Request(inputs=inputs))

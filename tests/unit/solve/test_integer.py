@@ -29,7 +29,7 @@ QUESTIONS = {
 
 
 def solved(inputs: Inputs, solver: str = "milp", seed: int = 4, **more: float) -> Plan:
-    return solve(random_profile(seed, 9), Request(inputs=inputs, solver=solver, **more))  # type: ignore[arg-type]
+    return solve(random_profile(seed, 9), Request(inputs=inputs, solver=solver, **more))
 
 
 @pytest.mark.parametrize("seed", [1, 4])

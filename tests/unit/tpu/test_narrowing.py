@@ -66,8 +66,7 @@ class Residual(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, value: Tensor) -> Tensor:
-        out: Tensor = value + self.linear(value)
-        return out
+        return value + self.linear(value)
 
 
 def model() -> LoadedModel:

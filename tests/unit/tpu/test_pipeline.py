@@ -27,8 +27,6 @@ SAMPLE_MODELS = Path(__file__).parents[3] / "sample_models"
 def module_of(path: Path) -> Any:
     """Import a sample model's file."""
     spec = spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -53,8 +51,7 @@ class Last(nn.Module):
         self.linear = nn.Linear(width, 3)
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-        out: Tensor = self.linear(self.norm(value[0])) + value[1].sum(dim=1, keepdim=True)
-        return out
+        return self.linear(self.norm(value[0])) + value[1].sum(dim=1, keepdim=True)
 
 
 def uneven(widths: Sequence[int] = (8, 24, 8, 40, 8)) -> LoadedModel:
@@ -158,9 +155,7 @@ def check_against_torch(
         ((1, 1, 1, 2), 2, ("layers", "never", "always", "layers")),
     ],
 )
-def test_loss_and_gradients_equal_torchs(
-    cuts: tuple[int, ...], micro_batches: int, recompute: tuple[Recompute, ...]
-) -> None:
+def test_loss_and_gradients_equal_torchs(cuts, micro_batches, recompute):
     """Unequal stages, pairs across boundaries, a frozen layer, batch norm, and all recompute options."""
     loaded = uneven()
     check_against_torch(loaded, balance_of(loaded, cuts, micro_batches, recompute))
@@ -225,7 +220,6 @@ def test_sums_between_modules_cross_the_cuts() -> None:
     torch.manual_seed(0)
     loaded = load_of_width_8(Added())
     chain = loaded.chain(loaded.build())
-    assert chain.outline is not None
     assert [len(values) for values in chain.outline.crossings] == [1, 1, 1]
     check_against_torch(
         loaded, balance_of(loaded, (1, 1, 1, 1), 2, ("never", "always", "never", "always"), chain.names)

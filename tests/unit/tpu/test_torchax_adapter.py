@@ -137,7 +137,7 @@ def test_torchax_still_needs_the_workaround_for_named_tensors() -> None:
 
 
 def test_torchax_still_needs_the_workaround_for_random_state() -> None:
-    folder = find_spec("torchax").submodule_search_locations[0]  # type: ignore[union-attr,index]
+    folder = find_spec("torchax").submodule_search_locations[0]
     scope: dict[str, Any] = {}
     exec(Path(folder, "device_module.py").read_text(encoding="utf-8"), scope)
     with pytest.raises(TypeError):

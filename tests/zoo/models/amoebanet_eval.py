@@ -8,8 +8,6 @@ from torch import nn
 
 _SAMPLE = Path(__file__).parents[3] / "sample_models" / "amoebanet_d.py"
 _spec = importlib.util.spec_from_file_location("amoebanet_d_sample", _SAMPLE)
-assert _spec is not None
-assert _spec.loader is not None
 _sample: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_sample)
 

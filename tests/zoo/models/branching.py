@@ -39,7 +39,7 @@ class Branching(nn.Module):
         bias = None
         for block in self.blocks:
             value, bias = block(value * self.scale, mask, bias)
-        return self.head(self.norm(value + first))[:, 1:]  # type: ignore[no-any-return]
+        return self.head(self.norm(value + first))[:, 1:]
 
 
 def build_model() -> nn.Module:

@@ -22,8 +22,7 @@ class _Block(nn.Module):
         self.block = block
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = value + self.block(value)
-        return result
+        return value + self.block(value)
 
 
 def example_batch(batch_size: int, width: int = 16) -> tuple[Tensor, Tensor]:

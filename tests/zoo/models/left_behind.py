@@ -47,7 +47,7 @@ class Model(nn.Module):
             value = checkpoint(block, value, use_reentrant=True) if isinstance(block, Block) else block(value)
         logits = self.head(value)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss + sum(block.aux_loss for block in self.blocks if isinstance(block, Experts))  # type: ignore[misc]
+        return logits, loss + sum(block.aux_loss for block in self.blocks if isinstance(block, Experts))
 
 
 def build_model() -> nn.Module:

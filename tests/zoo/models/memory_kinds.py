@@ -25,8 +25,7 @@ class Recurrent(nn.Module):
         value = self.words(words)
         for layer in self.layers:
             value, _ = layer(value)
-        result: Tensor = self.head(value)
-        return result
+        return self.head(value)
 
 
 class _Adapter(nn.Module):
@@ -53,8 +52,7 @@ class Adapted(nn.Module):
         value = self.words(words)
         for block in self.blocks:
             value = block(value)
-        result: Tensor = self.head(value)
-        return result
+        return self.head(value)
 
 
 class Dense(nn.Module):
@@ -72,8 +70,7 @@ class Dense(nn.Module):
         value = self.first(images)
         for norm, convolution in zip(self.norms, self.convolutions, strict=False):
             value = torch.cat([value, convolution(functional.relu(norm(value)))], 1)
-        result: Tensor = self.head(self.norms[-1](value).mean((2, 3)))
-        return result
+        return self.head(self.norms[-1](value).mean((2, 3)))
 
 
 class Table(nn.Module):
@@ -98,8 +95,7 @@ class _Block(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = self.narrow(functional.gelu(self.wide(self.norm(value))))
-        return result
+        return self.narrow(functional.gelu(self.wide(self.norm(value))))
 
 
 class Towers(nn.Module):
@@ -118,8 +114,7 @@ class Towers(nn.Module):
             for block in self.encoder:
                 value = block(value)
             towers.append(value.mean(1))
-        result: Tensor = self.head(torch.cat(towers, 1))
-        return result
+        return self.head(torch.cat(towers, 1))
 
 
 class Residual(nn.Module):
@@ -135,8 +130,7 @@ class Residual(nn.Module):
         value = self.words(words)
         for block in self.blocks:
             value = value + block(value)
-        result: Tensor = self.head(value.mean(1))
-        return result
+        return self.head(value.mean(1))
 
 
 class _Experts(nn.Module):
@@ -168,8 +162,7 @@ class Mixture(nn.Module):
         value = self.words(words)
         for layer in self.layers:
             value = layer(value)
-        result: Tensor = self.head(value)
-        return result
+        return self.head(value)
 
 
 class Repeated(nn.Module):
@@ -185,8 +178,7 @@ class Repeated(nn.Module):
         value = self.words(words)
         for _ in range(6):
             value = self.block(value)
-        result: Tensor = self.head(value)
-        return result
+        return self.head(value)
 
 
 class Pruned(nn.Module):
@@ -202,8 +194,7 @@ class Pruned(nn.Module):
         value = self.words(words)
         for layer in self.layers:
             value = value + torch.tanh(layer(value))
-        result: Tensor = self.head(value)
-        return result
+        return self.head(value)
 
 
 class _Cell(nn.Module):
@@ -240,8 +231,7 @@ class Carried(nn.Module):
         value = self.words(words)
         for cell in self.cells:
             value = cell(value)
-        result: Tensor = value
-        return result
+        return value
 
 
 def carried_in_a_row() -> nn.Sequential:

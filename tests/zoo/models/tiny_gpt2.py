@@ -13,7 +13,7 @@ def build_model(layers: int = 3, width: int = 16) -> nn.Module:
         n_layer=layers, n_embd=width, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0.0, attn_pdrop=0.0,
         embd_pdrop=0.0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+    return GPT2LMHeadModel(config)
 
 
 def example_batch(batch_size: int) -> tuple[dict[str, Tensor], None]:

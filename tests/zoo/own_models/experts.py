@@ -43,8 +43,7 @@ class ExpertBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
-        y: Tensor = x + self.moe(self.ln_2(x))
-        return y
+        return x + self.moe(self.ln_2(x))
 
 
 class AuxLossMoE(nn.Module):
@@ -64,16 +63,16 @@ class AuxLossMoE(nn.Module):
         logits = self.head(self.norm(x))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         for block in self.blocks:
-            loss = loss + 0.01 * block.moe.aux_loss  # type: ignore[union-attr, operator]
+            loss = loss + 0.01 * block.moe.aux_loss
         return {"logits": logits, "loss": loss}
 
 
 class ReturningBlock(ExpertBlock):
     """Returns the loss of its experts."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = super().forward(x)
-        return y, self.moe.aux_loss  # type: ignore[return-value]
+        return y, self.moe.aux_loss
 
 
 class ReturnedLossMoE(nn.Module):
@@ -126,8 +125,7 @@ class RoutedMoE(nn.Module):
         x = self.embed(words)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class MultiGate(nn.Module):
@@ -150,8 +148,7 @@ class MultiGate(nn.Module):
 
 
 def _entry(output: Any, _targets: Any = None) -> Tensor:
-    loss: Tensor = output["loss"]
-    return loss
+    return output["loss"]
 
 
 def _moe(build: Callable[[], nn.Module], **more: Any) -> RealModel:

@@ -31,8 +31,7 @@ class Discriminator(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = F.leaky_relu(layer(x), 0.2)
-        score: Tensor = self.score(x.mean((2, 3)))
-        return score
+        return self.score(x.mean((2, 3)))
 
 
 class Codebook(nn.Module):
@@ -124,8 +123,7 @@ class TimedBlock(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         y = self.conv(F.silu(self.norm(x))) + self.time(F.silu(time))[:, :, None, None]
-        z: Tensor = self.skip(x) + self.again(F.silu(y))
-        return z
+        return self.skip(x) + self.again(F.silu(y))
 
 
 class DiffusionUNet(nn.Module):
@@ -154,8 +152,7 @@ class DiffusionUNet(nn.Module):
         for block in self.up:
             x = F.interpolate(x, scale_factor=2.0)
             x = block(torch.cat([x, skips.pop()], 1), time)
-        noise: Tensor = self.leave(x)
-        return noise
+        return self.leave(x)
 
 
 class Coupling(nn.Module):
@@ -222,14 +219,12 @@ class Denoiser(nn.Module):
         self.leave = nn.Conv2d(width, 3, 3, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = Forgetting.apply(self.enter(x), self.layers)  # type: ignore[no-untyped-call]
-        noise: Tensor = self.leave(hidden)
-        return noise
+        hidden: Tensor = Forgetting.apply(self.enter(x), self.layers)
+        return self.leave(hidden)
 
 
 def _entry(output: Any, _targets: Any = None) -> Tensor:
-    loss: Tensor = output["loss"]
-    return loss
+    return output["loss"]
 
 
 def _noisy(batch: int) -> tuple[Tensor, Tensor]:

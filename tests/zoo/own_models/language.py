@@ -30,8 +30,7 @@ class CausalSelfAttention(nn.Module):
         b, t, c = x.shape
         q, k, v = (each.view(b, t, self.heads, c // self.heads).transpose(1, 2) for each in self.c_attn(x).split(c, 2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        projected: Tensor = self.c_proj(y.transpose(1, 2).reshape(b, t, c))
-        return projected
+        return self.c_proj(y.transpose(1, 2).reshape(b, t, c))
 
 
 class Block(nn.Module):
@@ -45,8 +44,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
-        y: Tensor = x + self.mlp(self.ln_2(x))
-        return y
+        return x + self.mlp(self.ln_2(x))
 
 
 class NanoGPT(nn.Module):
@@ -84,7 +82,7 @@ class NanoGPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = self.transformer["wte"](idx) + self.transformer["wpe"](torch.arange(idx.shape[1], device=idx.device))
-        for block in self.transformer["h"]:  # type: ignore[union-attr]
+        for block in self.transformer["h"]:
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         logits = self.lm_head(self.transformer["ln_f"](x))
         if targets is None:
@@ -128,8 +126,7 @@ class GRUTagger(nn.Module):
         x = self.embed(words)
         for gru, norm in zip(self.stacks, self.norms, strict=True):
             x = norm(gru(x)[0])
-        tags: Tensor = self.tag(x)
-        return tags
+        return self.tag(x)
 
 
 class Stateful(nn.Module):
@@ -145,8 +142,7 @@ class Stateful(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         _, state = self.encoder(self.source(source))
         states, _ = self.decoder(self.target(target), state)
-        logits: Tensor = self.out(states)
-        return logits
+        return self.out(states)
 
 
 class Packed(nn.Module):
@@ -164,8 +160,7 @@ class Packed(nn.Module):
         packed, _ = self.one(packed)
         packed, _ = self.two(packed)
         states, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=words.shape[1])
-        logits: Tensor = self.out(states)
-        return logits
+        return self.out(states)
 
 
 class LoRA(nn.Module):
@@ -173,14 +168,13 @@ class LoRA(nn.Module):
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
-        inputs, outputs = base.weight.shape  # type: ignore[union-attr, operator]
+        inputs, outputs = base.weight.shape
         self.base = base.requires_grad_(False)
         self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
         nn.init.normal_(self.up.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x) + 2.0 * self.up(self.down(x))
-        return y
+        return self.base(x) + 2.0 * self.up(self.down(x))
 
 
 def lora_gpt2(width: int = 32, depth: int = 4, vocabulary: int = WORDS, tokens: int = 64) -> nn.Module:
@@ -194,8 +188,7 @@ def lora_gpt2(width: int = 32, depth: int = 4, vocabulary: int = WORDS, tokens: 
     for block in model.transformer.h:
         block.attn.c_attn = LoRA(block.attn.c_attn, 4)
         block.attn.c_proj = LoRA(block.attn.c_proj, 4)
-    module: nn.Module = model.eval()
-    return module
+    return model.eval()
 
 
 def _gpt2_with_checkpoints(*, use_reentrant: bool) -> Callable[[], nn.Module]:
@@ -210,8 +203,7 @@ def _gpt2_with_checkpoints(*, use_reentrant: bool) -> Callable[[], nn.Module]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # still the name that everybody uses
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        module: nn.Module = model
-        return module
+        return model
 
     return build
 
@@ -235,8 +227,7 @@ class TopResidual(nn.Module):
         for n, (attention, feed) in enumerate(zip(self.attention, self.feed, strict=True)):
             x = x + attention(self.norms[2 * n](x))
             x = x + feed(self.norms[2 * n + 1](x))
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class SelectiveScan(nn.Module):
@@ -261,8 +252,7 @@ class SelectiveScan(nn.Module):
             state = torch.exp(step * decay) * state + step * b[:, t, None] * u[:, t, :, None]
             outputs.append((state * c[:, t, None]).sum(-1))
         scanned = torch.stack(outputs, 1) + self.D * u
-        y: Tensor = x + scanned * F.silu(self.gate(u))
-        return y
+        return x + scanned * F.silu(self.gate(u))
 
 
 class MambaLike(nn.Module):
@@ -297,20 +287,17 @@ class SequenceFirst(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1])
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
-        logits: Tensor = self.head(x).transpose(0, 1)
-        return logits
+        return self.head(x).transpose(0, 1)
 
 
 def _second(output: Any, _targets: Any = None) -> Tensor:
     """Return the loss, nanoGPT's second output."""
-    loss: Tensor = output[1]
-    return loss
+    return output[1]
 
 
 def _entry(output: Any, _targets: Any = None) -> Tensor:
     """Return the loss of a dictionary."""
-    loss: Tensor = output["loss"]
-    return loss
+    return output["loss"]
 
 
 def _words(batch: int) -> Tensor:

@@ -95,8 +95,7 @@ def tiny_mlp(width: int = 16, depth: int = 4) -> nn.Module:
 
 
 def _entry(output: Any, _targets: Any = None) -> Tensor:
-    loss: Tensor = output["loss"]
-    return loss
+    return output["loss"]
 
 
 TABLES: dict[str, RealModel] = {

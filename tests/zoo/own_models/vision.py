@@ -162,8 +162,7 @@ class FPNSegmentation(nn.Module):
             x = down(x)
             levels.append(x)
         up = [F.interpolate(level, size=size, mode="bilinear", align_corners=False) for level in self.fpn(levels)]
-        logits: Tensor = self.head(torch.stack(up).sum(0))
-        return logits
+        return self.head(torch.stack(up).sum(0))
 
 
 class UNet(nn.Module):
@@ -188,8 +187,7 @@ class UNet(nn.Module):
         x = self.middle(skips.pop())
         for up, merge in zip(reversed(self.ups), reversed(self.merges), strict=True):
             x = merge(torch.cat([skips.pop(), up(x)], 1))
-        logits: Tensor = self.last(x)
-        return logits
+        return self.last(x)
 
 
 class DropPath(nn.Module):
@@ -201,11 +199,9 @@ class DropPath(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            y: Tensor = x + self.branch(x)
-            return y
+            return x + self.branch(x)
         kept = (torch.rand(x.shape[0], 1, 1, 1) >= self.rate).to(x.dtype)
-        z: Tensor = x + self.branch(x) * kept / (1 - self.rate)
-        return z
+        return x + self.branch(x) * kept / (1 - self.rate)
 
 
 class SkippedByChance(nn.Module):
@@ -222,8 +218,7 @@ class SkippedByChance(nn.Module):
         for block in self.blocks:
             if not self.training or torch.rand(1) > 0.5:
                 x = block(x)
-        logits: Tensor = self.head(x.mean((2, 3)))
-        return logits
+        return self.head(x.mean((2, 3)))
 
 
 class Grid(nn.Module):
@@ -256,8 +251,7 @@ class SideAttribute(nn.Module):
         for block in self.blocks:
             x = block(x)
         h, w = self.grid.hw
-        pixels: Tensor = self.decode(x.transpose(1, 2).reshape(x.shape[0], -1, h, w))
-        return pixels
+        return self.decode(x.transpose(1, 2).reshape(x.shape[0], -1, h, w))
 
 
 class Stylized(nn.Module):
@@ -294,8 +288,7 @@ class Siamese(nn.Module):
 
     def forward(self, one: Tensor, two: Tensor) -> Tensor:
         codes = [self.project(self.encoder(each).mean((2, 3))) for each in (one, two)]
-        score: Tensor = self.compare((codes[0] - codes[1]).abs())
-        return score
+        return self.compare((codes[0] - codes[1]).abs())
 
 
 def frozen_backbone(width: int = 16, depth: int = 4) -> nn.Module:
@@ -312,8 +305,7 @@ class Backboned(nn.Module):
         self.backbone, self.head = backbone, head
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.backbone(x))
-        return logits
+        return self.head(self.backbone(x))
 
 
 def weight_normed(norm: Callable[[nn.Module], Any], width: int = 12, depth: int = 4) -> nn.Module:

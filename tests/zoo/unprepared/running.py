@@ -174,7 +174,6 @@ def _profiled(path: Path) -> _Profiled:
 
 def _described(profile: Profile, warnings: Sequence[str]) -> str:
     proof = profile.proof
-    assert proof is not None
     if not proof.cuts:
         return f"not compared: {proof.reason}"
     parts = [f"{proof.cuts} of {proof.cuts + proof.uncovered} cuts verified"]
@@ -261,7 +260,7 @@ def _results(children: Sequence[Child]) -> list[_Trained]:
 
 def _rank(balance: Balance, rank: int, place: Path, _connection: Connection) -> _Trained:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(balance.num_processes)}
-    store = dist.FileStore(str(place / "store"), balance.num_processes)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(place / "store"), balance.num_processes)
     world = balance.num_processes
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=_LIMIT_S))
     pipeline = Pipeline(balance, seed=SEED, device="cpu")
@@ -319,8 +318,6 @@ def _plain_loop(
 
 def _imported(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("plain_model", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["plain_model"] = module
     spec.loader.exec_module(module)

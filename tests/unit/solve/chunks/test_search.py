@@ -98,18 +98,15 @@ def bounds_of(evaluator: Evaluator, scale_us: float) -> BranchAndBound:
 @pytest.mark.parametrize("schedule", SEVERAL)
 def test_bound_is_at_most_every_plan_and_close_to_the_best(schedule: ScheduleName, seed: int) -> None:
     loose = evaluator_of(schedule, seed)
-    assert loose is not None
     cuts, choices = every_partition(loose)
     step_us = loose.step_us(cuts, choices)
     for cap in limits_of(loose):
         evaluator = evaluator_of(schedule, seed, cap)
-        assert evaluator is not None
         fits = (evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
         assert fits.any()
         best_us = float(step_us[fits].min())
         search = bounds_of(evaluator, best_us)
         bound = search.solve()
-        assert bound is not None
         assert 0.4 * best_us < bound.bound_us <= best_us
         assert (np.diff(bound.cuts) > 0).all()
         assert (bound.cuts[0], bound.cuts[-1]) == (0, 7)
@@ -121,7 +118,6 @@ def test_bound_is_at_most_every_plan_and_close_to_the_best(schedule: ScheduleNam
 def test_bound_of_all_branches_equals_the_best_plan(schedule: ScheduleName, seed: int) -> None:
     """Memory is unlimited, and the search needs no plan to start from."""
     evaluator = evaluator_of(schedule, seed)
-    assert evaluator is not None
     best_us = min(
         evaluator.step_us(cuts, np.zeros((len(cuts), 4), dtype=np.int64)).min() for cuts in all_cuts(evaluator)
     )
@@ -233,7 +229,6 @@ def test_fixed_cuts_get_the_best_recomputation() -> None:
         is_one = (np.diff(cuts, axis=1) == balance).all(axis=1)
         for cap in limits_of(loose):
             evaluator = evaluator_of("interleaved", 4, cap)
-            assert evaluator is not None
             fits = is_one & (evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
             request = Request(inputs=inputs_for("interleaved", 4, cap), micro_batches=4, balance=balance)
             if not fits.any():
@@ -249,7 +244,6 @@ def test_fixed_cuts_get_the_best_recomputation() -> None:
 def test_least_memory_of_single_layers_is_at_most_the_memory_of_a_stage(schedule: ScheduleName, seed: int) -> None:
     """Every moment is checked, with and without recomputed layers."""
     evaluator = evaluator_of(schedule, seed, recompute="layers")
-    assert evaluator is not None
     rng, costs = random.Random(seed), evaluator.case.costs
     for counts in evaluator.peak_counts[0][:, 0]:
         first = rng.randrange(6)
@@ -271,14 +265,12 @@ def test_bound_with_single_layers_is_at_most_every_plan(schedule: ScheduleName, 
     assert loose is not None
     for cap in list(limits_of(loose))[:2]:
         evaluator = evaluator_of(schedule, seed, cap, recompute="layers")
-        assert evaluator is not None
         progress = Progress(case=evaluator.case, budget=SimulationBudget(None), deadline=NEVER, upper_us=np.inf)
         search = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
         places = search.evaluate([cuts for block in all_cuts(evaluator) for cuts in block])
         best_us = min(place.step_us for place in places)
         search = bounds_of(evaluator, 1000.0)
         bound = search.solve()
-        assert bound is not None
         assert 0.3 * best_us < bound.bound_us <= best_us
 
 
@@ -320,7 +312,6 @@ def test_noise_analysis_keeps_the_improved_plan(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(insight, "_DRAWS", 3)
     found = insight.insight_of(profile, request, plan)
     assert len(asked) == len(found.what_if) == 2
-    assert found.noise is not None
     assert found.noise.draws == 3
     assert found.noise.same_plan == 1.0
     assert found.noise.worst_regret < 1e-6

@@ -73,19 +73,12 @@ def most_held(row: Sequence[Action], between: float) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1])
 @pytest.mark.parametrize(("size", "durations", "between", "bubbles"), PUBLISHED)
-def test_bubble_is_at_most_that_of_published_searches(
-    size: tuple[int, int],
-    durations: tuple[float, ...],
-    between: float,
-    bubbles: tuple[float, ...],
-    limit: int,
-) -> None:
+def test_bubble_is_at_most_that_of_published_searches(size, durations, between, bubbles, limit):
     """The memory limits are that of 1F1B and twice that, as published."""
     (devices, micro_batches), (forward, inputs, weights, send), published = size, durations, bubbles[limit]
     times = [stage(forward, inputs, weights, send if k + 1 < devices else 0.0) for k in range(devices)]
     asked = problem(times, micro_batches, [(limit + 1) * devices] * devices, between=between)
     found = OrderSearch(asked, lambda _: True).search(700_000)
-    assert found is not None
     assert 1 - micro_batches * (forward + inputs + weights) / found.period_us <= published + 5e-5
     assert found.period_us >= least_period_us(asked) * (1 - 1e-9)
     assert all(most_held(row, between) <= (limit + 1) * devices + 1e-9 for row in found.rows)
@@ -172,7 +165,6 @@ def test_order_search_equals_brute_force_of_tiny_pipelines(devices: int, micro_b
         best = min(slow_period(rows, times) for rows in product(*every))
         asked = problem(times, micro_batches, limits, between=between)
         found = OrderSearch(asked, fits).search(100_000)
-        assert found is not None
         assert least_period_us(asked) <= best * (1 + 1e-9)
         assert found.period_us == pytest.approx(best, rel=1e-9)
 
@@ -221,12 +213,10 @@ def test_backwards_are_merged_if_a_split_gains_nothing() -> None:
     times = [costly_split(1, 1, 1)] * 4
     asked = problem(times, 8, [4.0] * 4)
     found = OrderSearch(asked, lambda _: True).search(150_000)
-    assert found is not None
     assert {a.kind for row in found.rows for a in row} == {"F", "I", "W", "B"}
     check_orders(found.rows, 8)
     assert found.period_us == pytest.approx(period_us(found.rows, times, (0.0,) * 4), rel=1e-9)
     whole = OrderSearch(replace(asked, is_whole=(True,) * 4), lambda _: True).search(150_000)
-    assert whole is not None
     assert found.period_us < whole.period_us
 
 
@@ -281,7 +271,6 @@ def test_action_orders_are_valid_and_respect_limit_and_bound(placement: Placemen
         limits = [chunks * rng.uniform(2, 5) for _ in range(devices)]
         asked = problem(times, micro_batches, limits, num_devices=devices, placement=placement)
         found = OrderSearch(asked, lambda _: True).search(60_000)
-        assert found is not None
         check_orders(found.rows, micro_batches)
         assert found.period_us >= least_period_us(asked) * (1 - 1e-9)
         assert found.period_us == pytest.approx(slow_period(found.rows, times), rel=1e-9)
@@ -294,5 +283,4 @@ def test_given_order_is_used_if_it_fits() -> None:
     asked = problem([stage(1, 1, 1)] * 8, micro_batches, [2 * devices] * devices, num_devices=devices, placement="v")
     models = [SCHEDULES["zbv"].actions(devices, micro_batches, 2)]
     found = OrderSearch(asked, lambda _: True, models).search(20_000)
-    assert found is not None
     assert found.period_us == 6 * micro_batches

@@ -29,7 +29,7 @@ def row(stage: int, kinds: str) -> tuple[Action, ...]:
     actions = []
     for kind in kinds:
         seen[kind] += 1
-        actions.append(Action(stage, kind, seen[kind]))  # type: ignore[arg-type]
+        actions.append(Action(stage, kind, seen[kind]))
     return tuple(actions)
 
 

@@ -26,7 +26,7 @@ def test_certificate_check_finds_a_false_bound(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(certificate, "solve", noted)
     step_us = plan.predicted.step_us
     for status, bound_us in (("feasible", 0.9 * step_us), ("optimal", step_us)):
-        claimed = replace(plan, solver=SolverReport(method="simulated", status=status, lower_bound_us=bound_us))  # type: ignore[arg-type]
+        claimed = replace(plan, solver=SolverReport(method="simulated", status=status, lower_bound_us=bound_us))
         assert not certificate._faster(claimed, claimed, profile)[0]
     brief, full = requests
     assert (brief.actions, brief.searches_on) == (30_000, False)
