@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from planner.core.values.profile import Granularity
 from planner.model.calling import arguments_of
 from planner.model.chain import Chain, chain_of
+from tests.zoo.real_model import loss_of
 
-__all__ = ["Compared", "compare"]
+__all__ = ["Compared", "compare", "compare_all_ways", "sequences"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,24 @@ def compare(
             for name, g in gradients.items()
         ),
     )
+
+
+def sequences(batch: int) -> Tensor:
+    """Return inputs of most models in tests: (batch, 5, 8)."""
+    return torch.randn(batch, 5, 8)
+
+
+def compare_all_ways(
+    model: nn.Module, example_inputs: Callable[[int], Any] = sequences, *, num_stages: int = 3, sizes: Any = (3, 3)
+) -> Compared:
+    """Compare fine and coarse cuts with the model, with and without recomputation; return the last comparison."""
+    for granularity in ("fine", "coarse"):
+        for recompute in (True, False):
+            ways = {"granularity": granularity, "recompute": recompute, "num_stages": num_stages, "sizes": sizes}
+            result = compare(model, example_inputs, loss_of, **ways)
+            assert result.loss_error < 1e-6
+            assert result.gradient_error < 1e-5
+    return result
 
 
 def _in_one_piece(

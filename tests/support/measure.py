@@ -16,7 +16,9 @@ from planner.profile.units import Unit, UnitInput
 
 
 def mean_loss(output: Any, _target: Any) -> Tensor:
-    """Return a scalar from any output."""
+    """Return the model's own loss, or a scalar from any output."""
+    if getattr(output, "loss", None) is not None:
+        return output.loss
     tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return torch.stack([tensor.mean() for tensor in tensors]).mean()
 

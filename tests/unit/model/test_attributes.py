@@ -10,41 +10,13 @@ from torch import Tensor, nn
 
 from planner.model.attributes import AttributeSnapshot
 from planner.model.chain import chain_of
-from planner.model.nests import tensors_in
 from planner.profile import ProfilerOptions, profile_model
-from tests.support.cutting import Compared, compare
+from tests.support.cutting import compare, compare_all_ways
+from tests.support.cutting import sequences as values
 from tests.support.measure import loaded_model
+from tests.zoo.real_model import loss_of
 
 WIDTH = 8
-
-
-def loss_of(output: Any) -> Tensor:
-    """Return a loss in which every element has its own weight."""
-    floats = [t for t in tensors_in(output) if t.requires_grad]
-    return torch.stack([(t.flatten() * torch.cos(torch.arange(t.numel()))).mean() for t in floats]).sum()
-
-
-def values(batch: int) -> Tensor:
-    return torch.randn(batch, 5, WIDTH)
-
-
-def compare_all_ways(model: nn.Module, num_stages: int = 4, **options: Any) -> Compared:
-    """Compare fine and coarse cuts, with and without recomputation, at batch sizes that were not recorded."""
-    for granularity in ("fine", "coarse"):
-        for recompute in (True, False):
-            result = compare(
-                model,
-                values,
-                loss_of,
-                granularity=granularity,
-                recompute=recompute,
-                num_stages=num_stages,
-                sizes=(3, 5),
-                **options,
-            )
-            assert result.loss_error < 1e-6
-            assert result.gradient_error < 1e-5
-    return result
 
 
 class Experts(nn.Module):
@@ -81,7 +53,7 @@ class Mixture(nn.Module):
 
 
 def test_losses_in_attributes_cross_the_cuts() -> None:
-    result = compare_all_ways(Mixture())
+    result = compare_all_ways(Mixture(), num_stages=4, sizes=(3, 5))
     assert result.chain.names == ("blocks.0", "blocks.1", "blocks.2", "blocks.3", "head")
     assert result.crossing == [2, 3, 4, 5]
 
@@ -110,7 +82,7 @@ class Listed(Mixture):
 
 
 def test_losses_appended_to_a_list_cross_the_cuts() -> None:
-    result = compare_all_ways(Listed())
+    result = compare_all_ways(Listed(), num_stages=4, sizes=(3, 5))
     assert len(result.chain.names) == 5
     assert result.crossing == [2, 3, 4, 5]
 
@@ -142,7 +114,7 @@ class Grid(SimpleNamespace):
 
 def test_later_layers_read_shapes_and_tensors_that_the_first_layer_stored() -> None:
     """Stored batch sizes follow the size of the batch."""
-    result = compare_all_ways(Noting())
+    result = compare_all_ways(Noting(), num_stages=4, sizes=(3, 5))
     assert len(result.chain.names) == 5
 
 
@@ -182,7 +154,7 @@ def test_recording_does_not_set_attributes() -> None:
     before = AttributeSnapshot(model.named_modules())
     chain_of(model, values)
     assert before.changes() == []
-    assert compare_all_ways(model).crossing == [2, 3, 4, 5]
+    assert compare_all_ways(model, num_stages=4, sizes=(3, 5)).crossing == [2, 3, 4, 5]
 
 
 class Hidden:

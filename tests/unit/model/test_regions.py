@@ -11,21 +11,13 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from planner.core.errors import ModelError
 from planner.model.chain import chain_of
-from tests.support.cutting import Compared, compare
+from tests.support.cutting import compare, compare_all_ways
 from tests.support.measure import loaded_model, profile_of_model
+from tests.unit.model.test_stages import Block
 from tests.zoo.real_models import REAL_MODELS, loss_of
 
 WIDTH = 8
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False])
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.two(torch.tanh(self.one(value)))
 
 
 class Checkpointed(nn.Module):
@@ -62,30 +54,24 @@ def values(batch: int) -> Tensor:
     return torch.randn(batch, WIDTH)
 
 
-def compare_all_ways(model: nn.Module, num_stages: int = 5) -> Compared:
-    """Compare fine and coarse cuts with the whole model, with and without recomputation."""
-    for granularity in ("fine", "coarse"):
-        for recompute in (True, False):
-            result = compare(
-                model, values, loss_of, granularity=granularity, recompute=recompute, num_stages=num_stages
-            )
-            assert result.loss_error < 1e-6
-            assert result.gradient_error < 1e-5
-    return result
-
-
 @REENTRANT
 def test_gradients_cross_cuts_between_checkpointed_blocks(*, reentrant: bool) -> None:
     """No cut goes through a checkpointed block."""
     model = Checkpointed(lambda block, value: checkpoint(block, value, use_reentrant=reentrant))
-    assert compare_all_ways(model).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    assert compare_all_ways(model, values, num_stages=5).chain.names == (
+        "stem",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "blocks.3",
+    )
 
 
 @REENTRANT
 def test_gradients_cross_cuts_between_blocks_that_checkpoint_themselves(*, reentrant: bool) -> None:
     model = Checkpointed(lambda block, value: block(value))
     model.blocks = nn.ModuleList(CheckpointsItself(reentrant=reentrant) for _ in range(3))
-    assert compare_all_ways(model, 4).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2")
+    assert compare_all_ways(model, values, num_stages=4).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2")
 
 
 @REENTRANT
@@ -94,7 +80,7 @@ def test_cuts_lie_between_checkpointed_segments_of_several_blocks(*, reentrant: 
         def forward(self, value: Tensor) -> Tensor:
             return checkpoint_sequential(list(self.blocks), 2, self.stem(value), use_reentrant=reentrant)
 
-    assert len(compare_all_ways(Segments(lambda block, value: block(value)), 4).chain.names) == 4
+    assert len(compare_all_ways(Segments(lambda block, value: block(value)), values, num_stages=4).chain.names) == 4
 
 
 @REENTRANT
@@ -103,7 +89,7 @@ def test_no_cut_follows_a_checkpoint_with_code_after_its_module(*, reentrant: bo
     model = Checkpointed(
         lambda block, value: checkpoint(lambda given: torch.sin(block(given)), value, use_reentrant=reentrant)
     )
-    assert compare_all_ways(model, 2).chain.names == ("stem", "blocks.0")
+    assert compare_all_ways(model, values, num_stages=2).chain.names == ("stem", "blocks.0")
 
 
 def test_a_checkpoint_around_the_whole_model_is_refused_with_its_reason() -> None:
@@ -138,7 +124,7 @@ def test_results_inside_an_autograd_function_are_not_cut() -> None:
     apply = RecomputingFunction.apply
     model = Checkpointed(lambda block, value: apply(block, value, *block.parameters()))
     with torch.random.fork_rng():
-        assert compare_all_ways(model, 2).chain.names == ("stem", "blocks.0")
+        assert compare_all_ways(model, values, num_stages=2).chain.names == ("stem", "blocks.0")
 
     class Without(Checkpointed):
         def forward(self, value: Tensor) -> Tensor:
@@ -175,7 +161,7 @@ def test_functions_without_modules_run_again_after_each_cut(function: Callable[[
                 value = block(value) * read
             return value
 
-    assert compare_all_ways(Read(lambda block, value: block(value))).chain.names == (
+    assert compare_all_ways(Read(lambda block, value: block(value)), values, num_stages=5).chain.names == (
         "stem",
         *(f"blocks.{n}" for n in range(4)),
     )
@@ -195,7 +181,7 @@ def test_masks_made_under_vmap_are_computed_again_after_each_cut() -> None:
             return value
 
     model = Masked(lambda block, value: block(value))
-    assert compare_all_ways(model).chain.names == ("stem", *(f"blocks.{n}" for n in range(4)))
+    assert compare_all_ways(model, values, num_stages=5).chain.names == ("stem", *(f"blocks.{n}" for n in range(4)))
 
 
 def test_results_of_a_module_with_an_autograd_function_cross_cuts() -> None:
@@ -211,7 +197,7 @@ def test_results_of_a_module_with_an_autograd_function_cross_cuts() -> None:
 
     model = Checkpointed(lambda block, value: block(value))
     model.blocks = nn.ModuleList(Around() for _ in range(3))
-    assert compare_all_ways(model, 4).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2")
+    assert compare_all_ways(model, values, num_stages=4).chain.names == ("stem", "blocks.0", "blocks.1", "blocks.2")
 
 
 @REENTRANT

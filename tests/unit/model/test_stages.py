@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from planner.core.errors import ModelError
 from planner.model.chain import Chain, chain_digest, chain_of, shared_parameters, tied_parameters
-from planner.model.nests import tensors_in
-from tests.support.cutting import Compared, compare
+from tests.support.cutting import compare, compare_all_ways
+from tests.support.cutting import sequences as values
+from tests.zoo.real_model import loss_of
 
 WIDTH = 8
 
@@ -36,32 +37,12 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(make() for _ in range(number))
 
 
-def values(batch: int) -> Tensor:
-    return torch.randn(batch, 5, WIDTH)
-
-
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     """Disable the garbage collector, so that tensors in cycles stay alive."""
     gc.disable()
     yield
     gc.enable()
-
-
-def loss_of(output: Any) -> Tensor:
-    """Return a loss in which every element has its own weight."""
-    floats = [t for t in tensors_in(output) if t.requires_grad]
-    return torch.stack([(t.flatten() * torch.cos(torch.arange(t.numel()))).mean() for t in floats]).sum()
-
-
-def compare_all_ways(model: nn.Module, inputs: Callable[[int], Any] = values, **options: Any) -> Compared:
-    """Compare fine and coarse cuts with the whole model, with and without recomputation."""
-    for granularity in ("fine", "coarse"):
-        for recompute in (True, False):
-            result = compare(model, inputs, loss_of, granularity=granularity, recompute=recompute, **options)
-            assert result.loss_error < 1e-6
-            assert result.gradient_error < 1e-5
-    return result
 
 
 def sent_shapes(chain: Chain) -> list[list[tuple[int, ...]]]:

@@ -31,7 +31,7 @@ from planner.profile.backends.gpu_kernels import GpuKernels
 from planner.show.terminal.profile import profile_text
 from planner.show.terminal.style import Style
 from planner.solve import solve
-from tests.support.measure import loaded_model, mean_loss, profile_of_model
+from tests.support.measure import loaded_model, profile_of_model
 from tests.support.moments import moments_with
 from tests.zoo.real_models import REAL_MODELS
 
@@ -54,11 +54,6 @@ def words(size: int) -> Tensor:
 
 def loss_of_first_word(output: Tensor, _targets: Any) -> Tensor:
     return cross_entropy(output, torch.zeros(len(output), dtype=torch.long))
-
-
-def own_loss(output: Any, target: Any) -> Tensor:
-    """Return the model's own loss, or a mean."""
-    return output.loss if getattr(output, "loss", None) is not None else mean_loss(output, target)
 
 
 def split_memory(costs: ChainCosts, first: int, end: int) -> dict[str, float]:
@@ -95,7 +90,7 @@ def test_estimated_memory_equals_measured_memory(name: str) -> None:
         loaded = loaded_model(blocks, words, loss_fn=loss_of_first_word, build_optimizer=adam)
     else:
         known = REAL_MODELS[name]
-        loaded = loaded_model(known.build, known.inputs, loss_fn=own_loss, build_optimizer=adam)
+        loaded = loaded_model(known.build, known.inputs, build_optimizer=adam)
     guess, truth = estimated(loaded, 4), profile_of_model(loaded, sizes=(4,))
     for a, b in zip(guess.layers, truth.layers, strict=True):
         assert (a.name, a.parameter_bytes, a.optimizer_bytes) == (b.name, b.parameter_bytes, b.optimizer_bytes)

@@ -13,7 +13,7 @@ from planner.model.load import LoadedModel
 from planner.profile import model_changes, profiler
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_units
-from tests.support.measure import loaded_model, mean_loss, profile_of_model
+from tests.support.measure import loaded_model, profile_of_model
 from tests.zoo.real_models import REAL_MODELS
 
 
@@ -24,15 +24,10 @@ def mlp(width: int = 16, *, tied: bool = False) -> nn.Sequential:
     return model
 
 
-def own_loss(output: Any, target: Any) -> Tensor:
-    """Return the model's own loss, or a mean."""
-    return output.loss if getattr(output, "loss", None) is not None else mean_loss(output, target)
-
-
 def load_real(name: str) -> LoadedModel:
     """Load one of the real models."""
     known = REAL_MODELS[name]
-    return loaded_model(known.build, known.inputs, loss_fn=own_loss)
+    return loaded_model(known.build, known.inputs)
 
 
 def test_a_lean_model_has_shapes_and_buffers_and_no_weights() -> None:
