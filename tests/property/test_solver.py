@@ -81,24 +81,26 @@ def check_rank(problem: Problem, plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@examples(250)
-@given(problems(GPIPE))
-def test_gpipe_equals_brute_force(problem: Problem) -> None:
-    plan = check_plan(problem)
-    if plan is not None:
-        assert plan.solver.status == "optimal"
-        check_rank(problem, plan)
+@pytest.mark.parametrize(
+    ("features", "count"),
+    [
+        pytest.param(GPIPE, 250, id="gpipe"),
+        # Devices differ in memory limit and speed, and links within nodes from links between them.
+        pytest.param(UNLIKE, 200, id="unlike devices"),
+        pytest.param(REPLICAS, 100, id="replicas"),
+        pytest.param(RULES, 150, id="placement rules and tied layers"),
+    ],
+)
+def test_gpipe_equals_brute_force(features: Features, count: int) -> None:
+    @examples(count)
+    @given(problems(features))
+    def equal(problem: Problem) -> None:
+        plan = check_plan(problem)
+        if plan is not None:
+            assert plan.solver.status == "optimal"
+            check_rank(problem, plan)
 
-
-@pytest.mark.slow
-@examples(200)
-@given(problems(UNLIKE))
-def test_gpipe_on_unlike_devices_equals_brute_force(problem: Problem) -> None:
-    """Devices differ in memory limit and speed, and links within nodes from links between them."""
-    plan = check_plan(problem)
-    if plan is not None:
-        assert plan.solver.status == "optimal"
-        check_rank(problem, plan)
+    equal()
 
 
 @pytest.mark.slow
@@ -121,26 +123,6 @@ def test_different_links_equal_brute_force(features: Features) -> None:
         check_plan(problem)
 
     equal()
-
-
-@pytest.mark.slow
-@examples(100)
-@given(problems(REPLICAS))
-def test_replicas_equal_brute_force(problem: Problem) -> None:
-    plan = check_plan(problem)
-    if plan is not None:
-        assert plan.solver.status == "optimal"
-        check_rank(problem, plan)
-
-
-@pytest.mark.slow
-@examples(150)
-@given(problems(RULES))
-def test_placement_rules_and_tied_layers_equal_brute_force(problem: Problem) -> None:
-    plan = check_plan(problem)
-    if plan is not None:
-        assert plan.solver.status == "optimal"
-        check_rank(problem, plan)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import random
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -85,30 +86,25 @@ def test_closed_form_equals_the_simulator() -> None:
     assert with_last > 100
 
 
-def test_forward_and_backward_have_separate_bottlenecks() -> None:
-    """T = ΣF + (M-1) max F + ΣB + (M-1) max B, with maxima on different stages."""
-    stages = [
-        StageTimes(forward_us=10, backward_us=1, last_backward_us=1),
-        StageTimes(forward_us=2, backward_us=9, last_backward_us=9),
-    ]
-    assert gpipe_step_us(stages, 5) == 12 + 4 * 10 + 10 + 4 * 9
-
-
-def test_slow_link_is_the_bottleneck() -> None:
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "step_us"),
+    [
+        # The bottlenecks of forward and backward are different stages.
+        (((10, 1, 1), (2, 9, 9)), 5, 12 + 4 * 10 + 10 + 4 * 9),
+        # The link is the bottleneck.
+        (((1, 2, 2, 7), (3, 4, 4)), 4, 1 + 7 + 3 + 3 * 7 + 4 + 7 + 2 + 3 * 7),
+        # A blocking link adds to the receiver.
+        (((1, 2, 2, 7, True), (3, 4, 4)), 4, 1 + 10 + 3 * 10 + 4 + 9 + 3 * 9),
+        # One micro-batch takes the sum of all times.
+        (((1, 100, 2, 5), (3, 100, 4)), 1, 1 + 5 + 3 + 4 + 5 + 2),
+    ],
+    ids=["two bottlenecks", "slow link", "blocking link", "one micro-batch"],
+)
+def test_gpipe_steps_by_hand(stages: tuple[tuple[Any, ...], ...], micro_batches: int, step_us: int) -> None:
     """T = ΣF + ΣC + (M-1) max(F, C), and the same backward."""
-    stages = [
-        StageTimes(forward_us=1, backward_us=2, last_backward_us=2, send_us=7),
-        StageTimes(forward_us=3, backward_us=4, last_backward_us=4),
-    ]
-    assert gpipe_step_us(stages, 4) == 1 + 7 + 3 + 3 * 7 + 4 + 7 + 2 + 3 * 7
-
-
-def test_blocking_link_adds_to_the_receiver() -> None:
-    stages = [
-        StageTimes(forward_us=1, backward_us=2, last_backward_us=2, send_us=7, blocking=True),
-        StageTimes(forward_us=3, backward_us=4, last_backward_us=4),
-    ]
-    assert gpipe_step_us(stages, 4) == 1 + 10 + 3 * 10 + 4 + 9 + 3 * 9
+    names = ("forward_us", "backward_us", "last_backward_us", "send_us", "blocking")
+    times = [StageTimes(**dict(zip(names, stage, strict=False))) for stage in stages]
+    assert gpipe_step_us(times, micro_batches) == step_us
 
 
 @pytest.mark.parametrize("num_jobs", [1, 2, 3, 8])
@@ -126,14 +122,6 @@ def test_flow_shop_equals_its_recursion(num_jobs: int) -> None:
             for n, (p, q) in enumerate(machines):
                 done[n] = before = max(done[n], before) + (q if job == num_jobs - 1 else p)
         assert flow_shop_us(machines, num_jobs) == pytest.approx(done[-1], rel=1e-12)
-
-
-def test_one_micro_batch_takes_the_sum_of_all_times() -> None:
-    stages = [
-        StageTimes(forward_us=1, backward_us=100, last_backward_us=2, send_us=5),
-        StageTimes(forward_us=3, backward_us=100, last_backward_us=4),
-    ]
-    assert gpipe_step_us(stages, 1) == 1 + 5 + 3 + 4 + 5 + 2
 
 
 @pytest.mark.parametrize(("num_stages", "published"), [(2, 1.8), (4, 3.4), (8, 6.3)])

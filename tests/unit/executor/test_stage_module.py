@@ -1,6 +1,6 @@
 """Tests of a stage as a module: boundaries, names and recomputation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -151,24 +151,11 @@ def test_a_boundary_rebuilds_structure_and_constants() -> None:
 # The module
 
 
-def stage(
-    layers: Sequence[Layer],
-    received: Any,
-    *,
-    recompute: Recompute = "never",
-    micro_batches: int = 1,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
-    copies_input: bool = False,
-) -> StageModule:
+def stage(layers: Sequence[Layer], received: Any, **options: Any) -> StageModule:
     """Return a stage that receives a value like `received`."""
-    return StageModule(
-        layers,
-        received=Boundary.of(received),
-        recompute=recompute,
-        micro_batches=micro_batches,
-        loss_fn=loss_fn,
-        copies_input=copies_input,
-    )
+    received = received if isinstance(received, Boundary) else Boundary.of(received)
+    default = {"recompute": "never", "micro_batches": 1, "loss_fn": None, "copies_input": False}
+    return StageModule(layers, received=received, **{**default, **options})
 
 
 def test_parameters_of_a_stage_have_the_models_names() -> None:
@@ -326,13 +313,10 @@ def test_recomputed_layers_are_those_of_the_predicted_time(recompute: Recompute,
         layer.module.register_forward_hook(lambda *_, n=n: calls.append(n))
     value = torch.randn(2, 8)
     for k, first in enumerate((0, 2)):
-        module = StageModule(
+        module = stage(
             layers[first : first + 2],
-            received=known.boundaries[first],
+            known.boundaries[first],
             recompute=recompute,
-            micro_batches=1,
-            loss_fn=None,
-            copies_input=False,
             carries=[t.requires_grad for t in known.boundaries[first + 2].tensors],
             recomputed={n: known.recomputed_layer(first + n, first + 2) for n in range(2 * bool(recomputed))},
         )
@@ -385,21 +369,14 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_outputs_without_gradient_do_not_require_one(recompute: Recompute) -> None:
     """The engine has no gradient for a mask."""
-    module = Masked()
-    stage = StageModule(
-        [Layer("0", module)],
-        received=Boundary.of(torch.empty(2, 4, device="meta", requires_grad=True)),
-        recompute=recompute,
-        micro_batches=1,
-        loss_fn=None,
-        copies_input=False,
-        carries=(True, False),
-    )
+    masked = Masked()
+    received = torch.empty(2, 4, device="meta", requires_grad=True)
+    module = stage([Layer("0", masked)], received, recompute=recompute, carries=(True, False))
     given = torch.randn(2, 4, requires_grad=True)
-    value, mask = stage(given)
+    value, mask = module(given)
     assert (value.requires_grad, mask.requires_grad) == (True, False)
     value.sum().backward()
-    assert torch.equal(given.grad, module.linear.weight.sum(0).expand(2, 4))
+    assert torch.equal(given.grad, masked.linear.weight.sum(0).expand(2, 4))
 
 
 class MaskedAndSkipped(nn.Module):
@@ -414,19 +391,13 @@ class MaskedAndSkipped(nn.Module):
 
 
 def test_a_recomputed_stage_of_skipped_layers_has_no_gradients() -> None:
-    stage = StageModule(
-        [Layer("0", MaskedAndSkipped())],
-        received=Boundary.of(torch.empty(2, 4, device="meta")),
-        recompute="always",
-        micro_batches=1,
-        loss_fn=None,
-        copies_input=False,
-        carries=(False, True),
+    module = stage(
+        [Layer("0", MaskedAndSkipped())], torch.empty(2, 4, device="meta"), recompute="always", carries=(False, True)
     )
-    mask, value = stage(torch.randn(2, 4))
+    mask, value = module(torch.randn(2, 4))
     assert (mask.requires_grad, value.requires_grad) == (False, True)
     value.sum().backward()
-    assert all(parameter.grad is None for parameter in stage.parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 class WithTable(nn.Module):
@@ -442,13 +413,10 @@ class WithTable(nn.Module):
 
 def test_a_recomputed_stage_allocates_no_gradient_of_a_table() -> None:
     """Its backward needs memory for the recomputed table only."""
-    module = StageModule(
+    module = stage(
         [Layer("0", WithTable())],
-        received=Boundary.of(torch.empty(2, 4, device="meta", requires_grad=True)),
+        torch.empty(2, 4, device="meta", requires_grad=True),
         recompute="always",
-        micro_batches=1,
-        loss_fn=None,
-        copies_input=False,
         carries=(True, False),
     )
     value, _ = module(torch.randn(2, 4, requires_grad=True))
@@ -459,14 +427,10 @@ def test_a_recomputed_stage_allocates_no_gradient_of_a_table() -> None:
 def test_sent_shapes_must_be_the_planned_ones() -> None:
     """One message with the shapes, before anything is sent."""
     layers = [Layer("0", nn.Linear(8, 8))]
-    module = StageModule(
+    module = stage(
         layers,
-        received=Boundary.of(torch.zeros(2, 5, 8, device="meta")),
+        torch.zeros(2, 5, 8, device="meta"),
         sent=Boundary.of(torch.zeros(2, 5, 8, device="meta", requires_grad=True)),
-        recompute="never",
-        micro_batches=1,
-        loss_fn=None,
-        copies_input=False,
     )
     module(torch.zeros(2, 5, 8))
     expected = r"a stage that received float32\[2, 4, 8\] should send float32\[2, 5, 8\], but has float32\[2, 4, 8\]"
@@ -482,14 +446,10 @@ def test_constants_at_a_boundary_must_be_the_planned_ones() -> None:
         def forward(self, value: Tensor) -> tuple[Tensor, int]:
             return value.mean(1), value.shape[1]
 
-    module = StageModule(
+    module = stage(
         [Layer("0", Length())],
-        received=Boundary.of(torch.zeros(2, 5, 8, device="meta")),
+        torch.zeros(2, 5, 8, device="meta"),
         sent=Boundary.of((torch.zeros(2, 8, device="meta"), 5)),
-        recompute="never",
-        micro_batches=1,
-        loss_fn=None,
-        copies_input=False,
     )
     module(torch.zeros(2, 5, 8))
     with pytest.raises(ModelError, match=r"should send float32\[2, 8\], 5, but has float32\[2, 8\], 4"):

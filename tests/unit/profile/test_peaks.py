@@ -11,41 +11,47 @@ pytestmark = pytest.mark.slow
 KINDS = Path(__file__).parents[2] / "zoo/models/memory_kinds.py"
 
 
+MANY = {"micro_batches": (4,)}
+
+
 @pytest.mark.parametrize(
-    "kind", ["recurrent", "adapted", pytest.param("dense", marks=pytest.mark.nightly), "table", "tiny"]
+    ("kind", "options", "count"),
+    [
+        *((kind, {}, 3 * 4) for kind in ("recurrent", "adapted", "table", "tiny")),
+        pytest.param("dense", {}, 3 * 4, marks=pytest.mark.nightly),
+        # Weights are computed in each forward. Each micro-batch has its own; the last one stays in an attribute.
+        *(
+            (kind, {**MANY, "schedule": schedule}, 3 * 2)
+            for kind in ("pruned", "pruned in a row")
+            for schedule in ("gpipe", "1f1b")
+        ),
+        # Layers used twice: in one stage their gradients wait for each other, in several they are summed over ranks.
+        *(("towers", {"stages": stages}, stages * 4) for stages in (1, 2, 3)),
+    ],
 )
-def test_predicted_peaks_of_all_stages_are_within_the_promise(tmp_path: Path, kind: str) -> None:
-    found = predictions(KINDS, {"kind": kind}, tmp_path)
-    off = {
-        key: sizes for key, sizes in found.items() if not PROMISED.allows_peak(predicted=sizes[0], measured=sizes[1])
-    }
-    assert len(found) == 3 * 4
-    assert off == {}
+def test_predicted_peaks_of_all_stages_are_within_the_promise(kind, options, count, tmp_path):
+    found = predictions(KINDS, {"kind": kind}, tmp_path, **options)
+    assert len(found) == count
+    assert {key: (p, m) for key, (p, m) in found.items() if not PROMISED.allows_peak(predicted=p, measured=m)} == {}
 
 
-def test_peak_of_a_stage_that_calls_a_block_again(tmp_path: Path) -> None:
-    found = predictions(KINDS, {"kind": "repeated"}, tmp_path, micro_batches=(4,), recompute=("always",))
-    assert len(found) == 3
+@pytest.mark.parametrize(
+    ("kind", "options", "stages", "count"),
+    [
+        # A stage calls one block again.
+        ("repeated", {**MANY, "recompute": ("always",)}, (0, 1, 2), 3),
+        # The loss compares the input with the output, so the middle stage relays the input.
+        ("compared", {**MANY, "schedule": "1f1b"}, (1,), 2),
+        # Each recomputed micro-batch saves the state that modules keep between forwards.
+        *((kind, MANY, (0, 1, 2), 3 * 2) for kind in ("carried", "carried in a row")),
+    ],
+)
+def test_predicted_peaks_are_within_a_thousandth(kind, options, stages, count, tmp_path):
+    found = predictions(KINDS, {"kind": kind}, tmp_path, **options)
+    found = {key: sizes for key, sizes in found.items() if key[2] in stages}
+    assert len(found) == count
     for key, (predicted, measured) in found.items():
         assert abs(predicted / measured - 1) < 0.001, (key, predicted, measured)
-
-
-def test_peak_of_a_stage_that_relays_the_input(tmp_path: Path) -> None:
-    """The loss compares the input with the output."""
-    found = predictions(KINDS, {"kind": "compared"}, tmp_path, micro_batches=(4,), schedule="1f1b")
-    middle = {recompute: sizes for (_, recompute, stage), sizes in found.items() if stage == 1}
-    assert len(middle) == 2
-    for recompute, (predicted, measured) in middle.items():
-        assert abs(predicted / measured - 1) < 0.001, (recompute, predicted, measured)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("kind", ["pruned", "pruned in a row"])
-def test_peaks_with_weights_computed_in_each_forward(tmp_path: Path, kind: str, schedule: str) -> None:
-    """Each micro-batch has its own; the last one stays in an attribute."""
-    found = predictions(KINDS, {"kind": kind}, tmp_path, micro_batches=(4,), schedule=schedule)
-    assert len(found) == 3 * 2
-    assert {key: (p, m) for key, (p, m) in found.items() if not PROMISED.allows_peak(predicted=p, measured=m)} == {}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -54,23 +60,6 @@ def test_peaks_with_parameters_without_gradient(tmp_path: Path, replicas: int) -
     found = predictions(KINDS, {"kind": "unused"}, tmp_path, stages=2, micro_batches=(2,), replicas=replicas)
     for key, (predicted, measured) in found.items():
         assert -0.001 < predicted / measured - 1 < (0.25 if replicas > 1 else 0.001), (key, predicted, measured)
-
-
-@pytest.mark.parametrize("kind", ["carried", "carried in a row"])
-def test_peaks_with_state_kept_between_forwards(tmp_path: Path, kind: str) -> None:
-    """Each recomputed micro-batch saves its own state."""
-    found = predictions(KINDS, {"kind": kind}, tmp_path, micro_batches=(4,))
-    assert len(found) == 3 * 2
-    for key, (predicted, measured) in found.items():
-        assert abs(predicted / measured - 1) < 0.001, (key, predicted, measured)
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_peaks_with_layers_used_twice(tmp_path: Path, stages: int) -> None:
-    """In one stage their gradients wait for each other; in several they are summed over ranks."""
-    found = predictions(KINDS, {"kind": "towers"}, tmp_path, stages=stages)
-    assert len(found) == stages * 4
-    assert {key: (p, m) for key, (p, m) in found.items() if not PROMISED.allows_peak(predicted=p, measured=m)} == {}
 
 
 def test_a_step_holds_at_most_400_bytes_outside_of_stages(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 from planner.api.solving import solve as api_solve
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
-from planner.core.values.plan import Inputs
 from planner.core.values.profile import Model
 from planner.solve import Request, solve
 from planner.solve.cases import micro_batch_counts
@@ -84,43 +83,6 @@ def test_min_micro_batch_limits_the_number_of_micro_batches() -> None:
         micro_batch_counts(profile, dataclasses.replace(asked, micro_batches=8))
 
 
-@pytest.mark.parametrize(
-    ("balance", "said"),
-    [
-        ((2, 2), "adds up to 4 layers, the profile has 5"),
-        ((3, 3), "adds up to 6 layers, the profile has 5"),
-        ((5, 0), "at least one layer"),
-        ((6, -1), "at least one layer"),
-        ((), "at least one layer"),
-        ((1, 1, 3), "3 stages need 3 devices, there are 2"),
-    ],
-)
-def test_wrong_balance_is_refused(balance: tuple[int, ...], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        solve(profile_of([1.0] * 5), Request(inputs=inputs_of(2, 4), balance=balance))
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        inputs_of(0, 4),
-        dataclasses.replace(inputs_of(2, 4), memory_bytes=(10**9,)),
-        dataclasses.replace(inputs_of(2, 4), memory_bytes=(10**9,) * 3),
-        dataclasses.replace(inputs_of(2, 4), memory_bytes=()),
-    ],
-    ids=["no device", "a cap too few", "a cap too many", "no cap"],
-)
-def test_memory_limits_and_devices_must_match(inputs: Inputs) -> None:
-    with pytest.raises(UsageError):
-        solve(profile_of([1.0] * 5), Request(inputs=inputs))
-
-
-@pytest.mark.parametrize("batch", [0, -4])
-def test_batch_without_samples_is_refused(batch: int) -> None:
-    with pytest.raises(UsageError, match=f"{batch}"):
-        solve(profile_of([1.0] * 2), Request(inputs=inputs_of(1, batch)))
-
-
 def test_cuts_for_1f1b_differ_from_cuts_for_gpipe() -> None:
     """The best cuts under GPipe take 8 % longer under 1F1B."""
     profile = profile_of([30, 10, 10, 10], [20, 20, 20, 60])
@@ -147,28 +109,25 @@ def test_cuts_for_1f1b_differ_from_cuts_for_gpipe() -> None:
         ({"replicas": 2}, {"micro_batches": 4}, "a batch of 2 cannot be split into 4 equal micro-batches"),
         ({"together": (("layers.1", "head"),)}, {}, '`--together` names the layer "head"'),
         ({"apart": (("tail", "layers.1"),)}, {}, '`--apart` names the layer "tail"'),
+        ({"replicas": 0}, {"micro_batches": 3}, "a batch of 4 cannot be split into 3 equal micro-batches"),
+        ({}, {"balance": (2, 2)}, "adds up to 4 layers, the profile has 5"),
+        ({}, {"balance": (3, 3)}, "adds up to 6 layers, the profile has 5"),
+        *(({}, {"balance": balance}, "at least one layer") for balance in ((5, 0), (6, -1), ())),
+        ({}, {"balance": (1, 1, 3)}, "3 stages need 3 devices, there are 2"),
+        ({"batch": 0}, {}, "0"),
+        ({"batch": -4}, {}, "-4"),
+        # Not numbers of anything, or not as many memory limits as devices: any message will do.
+        *(({"memory_bytes": (10**9,) * count}, {}, ".") for count in (0, 1, 3)),
+        ({"devices": 0, "memory_bytes": ()}, {}, "."),
+        *(({"speeds": (1.0, speed)}, {}, "^(?!.*batch of -)") for speed in (0.0, -1.0)),
+        ({"replicas": -1}, {}, "^(?!.*batch of -)"),
+        ({"schedule": "interleaved", "chunks": -1}, {}, "^(?!.*batch of -)"),
     ],
 )
 def test_contradicting_options_are_refused(changes: dict[str, Any], options: dict[str, Any], said: str) -> None:
     inputs = dataclasses.replace(inputs_of(2, 4), **changes)
     with pytest.raises(UsageError, match=said):
         solve(profile_of([1.0] * 5), Request(inputs=inputs, **options))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"speeds": (1.0, 0.0)},
-        {"speeds": (1.0, -1.0)},
-        {"replicas": -1},
-        {"schedule": "interleaved", "chunks": -1},
-    ],
-    ids=["speed 0", "speed below 0", "replicas below 0", "chunks below 0"],
-)
-def test_meaningless_numbers_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as refused:
-        solve(profile_of([1.0] * 5), Request(inputs=dataclasses.replace(inputs_of(2, 4), **changes)))
-    assert "batch of -" not in refused.value.message
 
 
 def test_empty_groups_of_layers_have_no_effect() -> None:
@@ -189,12 +148,6 @@ def test_fixed_micro_batches_leave_the_replicas_open() -> None:
     inputs = dataclasses.replace(inputs_of(2, 2), replicas=0)
     plan = solve(profile_of([1.0] * 3), Request(inputs=inputs, micro_batches=1))
     assert (plan.replicas, plan.micro_batches, plan.micro_batch_size) == (2, 1, 1)
-
-
-def test_micro_batches_that_no_number_of_replicas_allows_are_refused() -> None:
-    inputs = dataclasses.replace(inputs_of(2, 4), replicas=0)
-    with pytest.raises(UsageError, match="a batch of 4 cannot be split into 3 equal micro-batches"):
-        solve(profile_of([1.0] * 3), Request(inputs=inputs, micro_batches=3))
 
 
 def test_sizes_between_profiled_ones_are_used() -> None:
