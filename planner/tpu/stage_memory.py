@@ -16,7 +16,7 @@ from planner.core.cost.layer_memory import BACKWARD, FORWARD
 from planner.core.cost.parts import Parts, PartSize, all_parts, running_part
 from planner.core.cost.peak_points import BACKWARDS, FORWARDS
 from planner.core.cost.size_costs import SizeCosts, additive_costs
-from planner.core.cost.stages import Stages, StageWindow
+from planner.core.cost.stages import StageTable, StageTableBuilder
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import ArrayKind, LayerProfile, ProgramMemory
 
@@ -64,14 +64,14 @@ class CompiledLayerMemory:
     arrays: tuple[ProgramArrays, ...]
     """Arrays of each layer at the nearest profiled size; empty if the profile does not list them."""
 
-    def in_stages(self, window: StageWindow, micro_batches: int) -> "CompiledStageMemory":
-        """Return the memory of each stage in `window`, computed from the memory of the stage's layers."""
-        carried_before = sums_before(self.carried)[window.firsts][:, None]
+    def in_stages(self, builder: StageTableBuilder, micro_batches: int) -> "CompiledStageMemory":
+        """Return the memory of each stage in `builder`, computed from the memory of the stage's layers."""
+        carried_before = sums_before(self.carried)[builder.firsts][:, None]
         return CompiledStageMemory(
-            straight=window.highest(self.level[window.columns]) - carried_before,
-            narrowed=window.sums(self.narrowed) + micro_batches * window.sums(self.narrowed_input),
-            padding=window.sums(self.padding) + window.sums(self.laid_out),
-            waiting=window.sums(self.waiting),
+            straight=builder.highest(self.level[builder.columns]) - carried_before,
+            narrowed=builder.sums(self.narrowed) + micro_batches * builder.sums(self.narrowed_input),
+            padding=builder.sums(self.padding) + builder.sums(self.laid_out),
+            waiting=builder.sums(self.waiting),
         )
 
 
@@ -79,7 +79,7 @@ class CompiledLayerMemory:
 class CompiledStageMemory:
     """Memory of stages that are compiled as one executable each, in bytes.
 
-    This memory is needed in addition to the memory in `Stages`.
+    This memory is needed in addition to the memory in `StageTable`.
     """
 
     straight: FloatArray
@@ -91,7 +91,7 @@ class CompiledStageMemory:
     waiting: FloatArray
     """Additional bytes that arrays of a forward take until loops store them in rows."""
 
-    def parts(self, s: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
+    def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> Parts:
         """Return the memory parts of stages that are compiled as one executable each.
 
         Gradients exist during the whole step. A loop over micro-batches stores activations in arrays with one slot for

@@ -1,15 +1,12 @@
 """Costs of the layers of a chain at one micro-batch size: input of the time and memory models.
 
-Arrays have shape (L,) unless stated otherwise. Times are in microseconds, sizes in bytes of one micro-batch. Records of
-arrays have no equality (`eq=False`), because `==` on arrays does not return one truth value.
+Arrays have one entry per layer unless stated otherwise: shape (L,) for L layers. Times are in microseconds, sizes in
+bytes of one micro-batch. Classes with arrays have no equality (`eq=False`), because `==` on arrays returns an array.
 
     boundary i        layer i         boundary i + 1
     ----------->  [ saved, peaks ]  ----------->
     input[i]                         output[i]           forward
     input_gradient[i]                output_gradient[i]  backward
-
-A level is the highest memory of a micro-batch while a layer runs. It includes what the micro-batch has saved in earlier
-layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +22,7 @@ from planner.core.values.profile import LayerProfile
 
 if TYPE_CHECKING:
     from planner.core.cost.parts import Parts
-    from planner.core.cost.stages import Stages, StageWindow
+    from planner.core.cost.stages import StageTable, StageTableBuilder
 
 
 BUCKET_BYTES = 4 * 2**20
@@ -34,7 +31,7 @@ BUCKET_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedParameters:
-    """Parameters that layers `first` < `second` share; a stage with both layers stores these bytes once."""
+    """Parameters that two layers share, `first` < `second`. A stage with both layers stores their bytes once."""
 
     first: int
     second: int
@@ -54,7 +51,7 @@ ALWAYS: Final = ("parameters", "optimizer", "buffers")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerState:
-    """Bytes of each layer that do not depend on the micro-batch, one array for each component.
+    """Bytes of each layer that do not depend on the micro-batch size, one array for each component.
 
     `bytes_field` returns the field of `LayerProfile` from which an array is read.
     """
@@ -75,19 +72,19 @@ class LayerState:
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> "LayerState":
-        """Return the bytes of the state of `layers`, read from their profiles."""
+        """Return the bytes of the layers' parameters, optimizer state, buffers and other state, from their profiles."""
         names = {each.name: bytes_field(each.name) for each in fields(cls)}
         return cls(**{name: np.array([getattr(layer, of) for layer in layers], float) for name, of in names.items()})
 
     @property
     def always(self) -> FloatArray:
-        """Bytes of each layer that exist during the whole step, summed over the components in `ALWAYS`."""
+        """Bytes of each layer that exist during the whole step: the sum of the components in `ALWAYS`."""
         always: FloatArray = np.sum([getattr(self, name) for name in ALWAYS], axis=0)
         return always
 
 
 def bytes_field(component: str) -> str:
-    """Return the field of `LayerProfile` with the bytes of a component: `cast_bytes` for `casts`."""
+    """Return the name of the `LayerProfile` field for a component: `cast_bytes` for `casts`."""
     return f"{component.removesuffix('s')}_bytes"
 
 
@@ -113,11 +110,11 @@ class Boundaries:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerMemory:
-    """Memory that a micro-batch saves in each layer, and its highest memory (level) while the layer runs.
+    """Memory that one micro-batch saves in each layer, and its peak memory while each layer runs.
 
-    A level is counted from the memory before this micro-batch, in a stage that begins with layer 0. For a stage that
-    begins with layer i, subtract `saved[:i].sum()`. Without exact records, a level is the transient memory on top of
-    all saved memory.
+    A peak is counted from the memory before this micro-batch, in a stage that begins with layer 0. For a stage that
+    begins with layer i, subtract `saved[:i].sum()`. Without exact records, a peak is only the transient memory of the
+    layer, in addition to all saved memory.
     """
 
     saved: FloatArray
@@ -149,7 +146,7 @@ class LayerMemory:
 class SplitBackwardCosts:
     """Costs of a split backward: I is the input-gradient pass, W the weight-gradient pass.
 
-    Levels are counted as in `LayerMemory`. Levels of I include what later layers store for W. Levels of W include what
+    Peaks are counted as in `LayerMemory`. Peaks of I include what later layers store for W. Peaks of W include what
     earlier layers store for W.
     """
 
@@ -164,9 +161,9 @@ class SplitBackwardCosts:
     input: FloatArray
     """Highest memory of a later I."""
     end_first_input: FloatArray
-    """Highest memory of the first I if a stage ends with the layer, without the stage's output and its gradient."""
+    """Peak memory of the first I if a stage ends with the layer, without the stage's output and its gradient."""
     end_input: FloatArray
-    """Highest memory of a later I if a stage ends with the layer, without the stage's output and its gradient."""
+    """Peak memory of a later I if a stage ends with the layer, without the stage's output and its gradient."""
     first_weight: FloatArray
     """Highest memory of the first W, including the parameter gradients that it allocates."""
     weight: FloatArray
@@ -174,16 +171,16 @@ class SplitBackwardCosts:
 
 
 class StageMemoryModel(Protocol):
-    """Memory records of stages whose layers come from an extension with a memory model, such as compiled layers.
+    """Memory of stages, computed by an extension that has its own memory model, such as compiled layers.
 
-    Arrays have the shape of a `StageWindow`.
+    Arrays have one row per first layer and one column per last layer, as in a `StageTable`.
     """
 
-    def parts(self, s: "Stages", recompute: Recompute, *, in_flight: int) -> "Parts":
-        """Return the parts of the stages' memory; the arguments are those of `planner.core.cost.parts.parts_of`.
+    def parts(self, s: "StageTable", recompute: Recompute, *, in_flight: int) -> "Parts":
+        """Return the parts of the stages' memory, as `planner.core.cost.parts.parts_of` does for other layers.
 
         Args:
-            s: Stages of a window.
+            s: Stages, by first and last layer.
             recompute: Recompute choice of all these stages.
             in_flight: Largest number of micro-batches in flight on a stage.
         """
@@ -191,19 +188,18 @@ class StageMemoryModel(Protocol):
 
 
 class LayerMemoryModel(Protocol):
-    """Memory records of layers from an extension with a memory model: a frozen dataclass of arrays."""
+    """Memory of layers, from an extension that has its own memory model: a frozen dataclass of arrays."""
 
-    def in_stages(self, window: "StageWindow", micro_batches: int) -> StageMemoryModel:
-        """Return the memory records of all stages of a window."""
+    def in_stages(self, builder: "StageTableBuilder", micro_batches: int) -> StageMemoryModel:
+        """Return the memory of the stages in a table, for M micro-batches."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storages:
-    """Tensor storages that cross boundaries between layers; arrays of shape (storages,).
+    """Tensor storages that cross boundaries between layers; every array has shape (storages,).
 
-    Every output tensor of a layer has an entry. The entry has 0 bytes if the tensor shares the storage of another
-    entry.
+    Each output tensor of a layer has an entry. It has 0 bytes if the tensor shares the storage of another entry.
     """
 
     maker: IntArray
@@ -219,7 +215,7 @@ class Storages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Relays:
-    """Gradients that consecutive layers pass on unchanged; arrays of shape (relays,)."""
+    """Gradients that consecutive layers pass back unchanged; every array has shape (relays,)."""
 
     first: IntArray
     """First of the consecutive layers."""
@@ -229,7 +225,7 @@ class Relays:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainCosts:
-    """Costs of L layers for micro-batches of `micro_batch_size` samples."""
+    """Times and memory of the L layers of a chain, for micro-batches of `micro_batch_size` samples."""
 
     micro_batch_size: int
     names: tuple[str, ...]
@@ -252,8 +248,7 @@ class ChainCosts:
     """True if split backwards were not measured. I and W are then assumed to take half of the backward each, and all
     saved tensors to be kept for W."""
     exact: bool
-    """True if levels come from exact records; else memory is an upper bound that adds saved bytes and transient
-    peaks."""
+    """True if `memory` comes from exact records; else it is an upper bound: saved bytes plus transient peaks."""
     memory_model: LayerMemoryModel | None
     """Memory records of layers with a memory model of their own; None if a model of this package applies."""
     storages: Storages
@@ -263,37 +258,37 @@ class ChainCosts:
     """Size of the largest message with gradients to other replicas, in bytes; 0 with one replica."""
 
     def of_replicas(self, replicas: int) -> "ChainCosts":
-        """Return the costs for one of `replicas` data-parallel pipelines."""
+        """Return the costs of one of `replicas` data-parallel pipelines; only `bucket_bytes` changes."""
         return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
 
     @property
     def split_backward(self) -> SplitBackwardCosts:
-        """Costs of the split backward."""
+        """Costs of split backwards."""
         return self.compute_split_backward()
 
     @property
     def has_backward(self) -> BoolArray:
-        """Mask of layers with a backward: the layer or an earlier one has trained parameters; shape (L,).
+        """Mask of the layers with a backward: the layer or an earlier one has trained parameters; shape (L,).
 
         Layers without a backward, and stages that end with one, are never recomputed. If no layer has gradients, the
-        profile has no information about training, and all layers have a backward.
+        profile does not say which layers are trained, and all layers have a backward.
         """
         trained = np.cumsum(self.gradients + self.state.idle) > 0
         return trained if trained[-1] else np.ones_like(trained)
 
     @property
     def num_layers(self) -> int:
-        """Number of layers L."""
+        """Number of layers, L."""
         return len(self.names)
 
 
 def sums_before(per_layer: FloatArray) -> FloatArray:
-    """Return prefix sums of shape (L+1,): entry i is the sum of `per_layer` over layers 0 to i - 1."""
+    """Return prefix sums of shape (L+1,): entry i is the sum of `per_layer` over the layers 0 to i - 1."""
     sums: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
     return sums
 
 
 def sums_after(per_layer: FloatArray) -> FloatArray:
-    """Return suffix sums of shape (L,): entry i is the sum of `per_layer` over layers i + 1 to L - 1."""
+    """Return suffix sums of shape (L,): entry i is the sum of `per_layer` over the layers i + 1 to L - 1."""
     sums: FloatArray = per_layer.sum() - np.cumsum(per_layer)
     return sums

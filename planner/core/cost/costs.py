@@ -26,7 +26,7 @@ from planner.core.values.profile import MemoryDetail, Profile
 
 
 def covers_size(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -> bool:
-    """Return True if the profile covers this micro-batch size.
+    """Return True if a profile can predict costs for a micro-batch size.
 
     Args:
         profile: Profile of a model.
@@ -40,12 +40,12 @@ def covers_size(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -
 
 
 def saved_bytes(details: Sequence[MemoryDetail]) -> list[int]:
-    """Return the bytes saved for backward, by layer, from exact records. A storage counts at the layer that made it."""
+    """Return the bytes that each layer saves for backward. A storage counts only at the layer that creates it."""
     return [int(size) for size in CrossingStorages(details).saved()]
 
 
 def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
-    """Return the costs of every layer at one micro-batch size; a `CostTable` is faster for several sizes.
+    """Return the costs of every layer at one micro-batch size. For several sizes, a `CostTable` is faster.
 
     Args:
         profile: Profile of a model.
@@ -59,7 +59,7 @@ def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = Fal
 
 
 class CostTable:
-    """Table of a profile's costs, interpolated for any micro-batch size."""
+    """Costs of a profile's layers, which can be interpolated for any micro-batch size."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -103,7 +103,7 @@ class CostTable:
         )
 
     def times_at(self, micro_batch_size: int, *, extrapolate: bool = False) -> tuple[FloatArray, FloatArray]:
-        """Return the forward and backward times of every layer at `micro_batch_size`, in microseconds."""
+        """Return the forward and the backward time of every layer at `micro_batch_size`, in microseconds."""
         layers, weights = self._profile.layers, self._weights(micro_batch_size, extrapolate=extrapolate)
         forward = [(np.array([layer.forward_us[n] for layer in layers]), weight) for n, weight in weights]
         backward = [(np.array([layer.backward_us[n] for layer in layers]), weight) for n, weight in weights]
@@ -139,7 +139,7 @@ class CostTable:
 
 
 class CostsAtSize:
-    """Costs at one micro-batch size. Memory is computed on first use, because times alone rule out many sizes.
+    """Times and memory of a chain at one micro-batch size. Memory is computed only when it is read.
 
     Args:
         table: Costs of the profile.
@@ -157,7 +157,7 @@ class CostsAtSize:
 
     @cached_property
     def costs(self) -> ChainCosts:
-        """Times and memory of the chain."""
+        """Times and memory of the chain's layers, computed on first use."""
         return self._table.at(self._size, extrapolate=self._extrapolate).of_replicas(self._replicas)
 
 

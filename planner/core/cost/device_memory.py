@@ -1,13 +1,13 @@
-"""Peak memory of a device that runs several chunks of the chain in turn (interleaved schedules).
+"""Peak memory of a device that runs several stages (chunks) of the chain, as in interleaved schedules.
 
-    peak = max over t of sum over v of (always[v] + sum over p of moments[t, v, p] * parts[v, p])
+    peak = max over t of sum over v of (always[v] + sum over p of counts[t, v, p] * parts[v, p])
 
     t    point in the step           v    chunk of the device, 0 to V-1
     p    part, one of `PARTS`        N    number of devices or partitions evaluated at once
     S    number of stages            K    number of devices
 
-Each chunk is a stage with the parts of `planner.core.cost.parts`. The counts `counts` follow from the device's
-instruction list, transfers included (`planner.core.cost.peak_points`). Differences from a device with one stage:
+Each chunk is a stage with the parts of `planner.core.cost.parts`. `counts` follow from the device's instruction list
+(`planner.core.cost.peak_points`). Differences from a device with one stage:
 
 - Every part is rounded to whole bytes, so that the memory of the chunks in a plan adds up to the device's peak.
 - Parameters that two chunks share count once. A tensor that one chunk passes to the next chunk on the same device also
@@ -24,10 +24,10 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import SavedAndPeaks
-from planner.core.cost.memory import window_of_stage
+from planner.core.cost.memory import table_of_stage
 from planner.core.cost.parts import PartSize, shared_parts_of
 from planner.core.cost.peak_points import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
-from planner.core.cost.stages import Stages, stages_in, with_recomputed_layers
+from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
 
@@ -58,7 +58,7 @@ class ChunkMemory(NamedTuple):
     """Bytes of each of `PARTS`, shape (parts,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
-        """Return the memory of this chunk without its `shared` bytes, which the memory of another chunk includes.
+        """Return the memory of this chunk without the bytes that count in another chunk of the device.
 
         Args:
             shared: Bytes to subtract, arrays of shape (1, 1).
@@ -72,11 +72,12 @@ class ChunkMemory(NamedTuple):
 
 
 class ChunkMemoryFunction(NamedTuple):
-    """Memory of a chunk as a function of its recomputed layers; arrays have shape (parts,).
+    """Memory of a chunk as a function of the layers that it recomputes; every array has shape (parts,).
 
-    bytes of a part = max(least, rest + saved * S) + highest memory of the action
+    bytes of a part = max(least, rest + saved * S) + peak
 
-    S is the memory that one micro-batch saves for its backward, in bytes. It depends on the recomputed layers.
+    S is the memory, in bytes, that one micro-batch saves for its backward. S and the peak depend on the recomputed
+    layers.
     """
 
     always: float
@@ -87,21 +88,20 @@ class ChunkMemoryFunction(NamedTuple):
     saved: IntArray
     """Number of times that S is included in each part."""
     peak: IntArray
-    """For each part, index of the field of `LayerPeaks` that is added as highest memory of the action; -1 for none."""
+    """For each part, the field of `LayerPeaks` that is added, as its index; -1 for none."""
 
     def parts(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
-        """Return the bytes of each of `PARTS`, shape (..., parts).
+        """Return the bytes of each of `PARTS`; the last dimension is the part.
 
         Args:
             saved: Saved bytes S, shape (..., 1).
-            peaks: Highest memory of each kind of action (fields of `LayerPeaks`), then a 0 for parts that no
-                action determines; shape (..., 4).
+            peaks: Peak memory in the order of `LayerPeaks`, then a 0 for parts without a peak; shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
         return parts
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemoryFunction":
-        """Return the memory of this chunk without its `shared` bytes, which the memory of another chunk includes.
+        """Return the memory of this chunk without the bytes that count in another chunk of the device.
 
         Args:
             shared: Bytes to subtract, arrays of shape (1, 1).
@@ -113,10 +113,9 @@ class ChunkMemoryFunction(NamedTuple):
 
 
 class SharedBytes(NamedTuple):
-    """Bytes to subtract from each of S stages in N partitions, because another chunk of the device includes them.
+    """Bytes of each stage that count in another chunk of the same device; every array has shape (partitions, stages).
 
-    Arrays have shape (N, S). Parameters that two chunks share count only in the later chunk, together with their
-    gradients and optimizer state.
+    Parameters that two chunks share count only in the later chunk, with their gradients and optimizer state.
     """
 
     parameters: FloatArray
@@ -124,7 +123,7 @@ class SharedBytes(NamedTuple):
     optimizer: FloatArray
     casts: FloatArray
     received: FloatArray
-    """Input from the previous stage, if both stages are on one device: it counts as output of the previous stage."""
+    """Input from a previous stage on the same device. It counts as output of the previous stage."""
 
 
 def chunk_memory(
@@ -137,21 +136,18 @@ def chunk_memory(
     recomputed: Collection[int] = (),
     splits_backward: bool = False,
 ) -> ChunkMemory:
-    """Return the memory of the chunk with layers `first`..`end - 1`.
+    """Return the memory of one chunk with the layers `first` to `end - 1`, without the reserve.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
-        first: First layer.
+        costs: Costs of the layers at the plan's micro-batch size.
+        first: First layer of the chunk.
         end: One past the last layer.
         micro_batches: Number of micro-batches M.
         recompute: Recompute choice of the chunk.
-        recomputed: Recomputed layers, counted along the chain, if `recompute` is `layers`.
+        recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         splits_backward: True if the schedule splits backwards.
-
-    Returns:
-        Bytes of the chunk, without the reserve.
     """
-    stages, recompute = window_of_stage(
+    stages, recompute = table_of_stage(
         costs,
         first,
         end,
@@ -168,22 +164,19 @@ def chunk_memory(
 def chunk_memory_function(
     costs: ChainCosts, first: int, end: int, *, micro_batches: int, splits_backward: bool = False
 ) -> ChunkMemoryFunction:
-    """Return the memory of a chunk as a function of its recomputed layers.
+    """Return the memory of the layers `first` to `end - 1` as a function of the layers that are recomputed.
 
-    With saved bytes and peaks from `planner.core.cost.layer_memory.StageLayers.memory`, the function returns the parts
-    of `chunk_memory(..., recompute="layers")`.
+    The function of saved bytes and peaks returns the parts of `chunk_memory(..., recompute="layers")`.
+    `StageLayers.saved_and_peaks` computes its arguments.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
-        first: First layer.
+        costs: Costs of the layers at the plan's micro-batch size.
+        first: First layer of the chunk.
         end: One past the last layer.
         micro_batches: Number of micro-batches M.
         splits_backward: True if the schedule splits backwards.
-
-    Returns:
-        Coefficients of each part, in bytes.
     """
-    stages = stages_in(
+    stages = stage_table(
         costs, np.array([first]), slice(first, end), micro_batches=micro_batches, splits_backward=splits_backward
     )
     none, much = (
@@ -203,17 +196,15 @@ def chunk_memory_function(
     )
 
 
-def chunk_totals(stages: Stages, recompute: Recompute) -> FloatArray:
-    """Return, for each stage of a window, the bytes that always exist and the bytes of each of `PARTS`.
-
-    The stages may share a device with other stages.
+def chunk_totals(stages: StageTable, recompute: Recompute) -> FloatArray:
+    """Return the permanent bytes and the bytes of each of `PARTS`, for each stage of a table.
 
     Args:
         stages: The stages; if `recompute` is `layers`, a result of `with_recomputed_layers`.
         recompute: Recompute choice of the stages; stages without a backward recompute nothing.
 
     Returns:
-        Whole bytes, shape (1 + parts, first layers, last layers).
+        Whole bytes, shape (1 + parts, first layers, last layers). Entry 0 has the permanent bytes.
     """
     totals = shared_parts_of(stages, recompute).totals(stages.shape)
     if recompute in ("never", "layers") or not stages.forward_only.any():
@@ -222,18 +213,18 @@ def chunk_totals(stages: Stages, recompute: Recompute) -> FloatArray:
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:
-    """Return the bytes to subtract from each of S stages in N partitions: another chunk of the device includes them.
+    """Return the bytes of each stage that another chunk on the same device also stores, and that count only there.
 
     Shared parameters count in the later chunk, because its backward runs first and allocates the gradients.
 
     Args:
-        costs: Costs of the chain.
-        cuts: First layer of every stage, and the number of layers; shape (N, S+1).
+        costs: Costs of the layers.
+        cuts: First layer of every stage, then the number of layers, for each partition; shape (partitions, stages + 1).
         num_devices: Number of devices K.
         placement: Placement of the stages on the devices.
 
     Returns:
-        Whole bytes, arrays of shape (N, S).
+        Whole bytes; every array has shape (partitions, stages).
     """
     device = np.array([device_of(stage, num_devices, placement) for stage in range(cuts.shape[1] - 1)])
     shared = np.zeros((len(SharedBytes._fields), len(cuts), cuts.shape[1] - 1))
@@ -244,7 +235,7 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
         sizes = np.rint([tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes, tie.cast_bytes])
         second = (cuts[:, 1:-1] <= tie.second).sum(axis=1)
         is_open = np.ones(len(cuts), bool)
-        # The nearest layer on the device counts. Within one stage, `Stages` already counts tied layers once.
+        # The nearest layer on the device counts. Within one stage, `StageTable` already counts tied layers once.
         for layer in (tie.first, *reversed(tie.earlier)):
             first = (cuts[:, 1:-1] <= layer).sum(axis=1)
             same_device = is_open & (device[second] == device[first])
@@ -261,8 +252,8 @@ def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) ->
     """Return an upper bound of the input bytes that `subtract_shared` removes from one device.
 
     Args:
-        costs: Costs of the chain.
-        counts: Number of parts of each kind on the device, in the order of `PARTS`.
+        costs: Costs of the layers.
+        counts: Number of each of `PARTS` on the device, in this order.
     """
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
@@ -271,11 +262,11 @@ def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) ->
 def subtract_shared(
     always: FloatArray, parts: FloatArray, shared: SharedBytes, *, exact: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the memory of stages without the bytes that the memory of another chunk of the device includes.
+    """Return the memory of stages without the bytes that count in another chunk of their device.
 
     Args:
-        always: Constant bytes, shape (N, S); without exact records, they include gradients.
-        parts: Bytes of each of `PARTS`, shape (N, S, parts).
+        always: Permanent bytes, shape (partitions, stages); without exact records, they include gradients.
+        parts: Bytes of each of `PARTS`, shape (partitions, stages, parts).
         shared: Bytes to subtract.
         exact: True if the costs come from exact records.
 
@@ -292,12 +283,13 @@ def subtract_shared(
 
 
 def device_peaks(always: FloatArray, parts: FloatArray, *, counts: IntArray | FloatArray) -> FloatArray:
-    """Return the peak of N devices with V chunks each, in bytes; shape (N,).
+    """Return the peak memory of each of N devices with V chunks, in bytes; shape (N,).
 
     Args:
-        always: Constant bytes, shape (N, V).
+        always: Permanent bytes of each chunk, shape (N, V).
         parts: Bytes of each of `PARTS`, shape (N, V, parts).
-        counts: Counts of the device from `planner.core.cost.peak_points.peak_part_counts`.
+        counts: Number of each of `PARTS` on the device at each point in the step (`peak_part_counts`), shape (points,
+            V, parts).
     """
     alive = parts.reshape(len(parts), -1) @ counts.reshape(len(counts), -1).T
     peaks: FloatArray = always.sum(axis=1) + alive.max(axis=1)
@@ -307,13 +299,13 @@ def device_peaks(always: FloatArray, parts: FloatArray, *, counts: IntArray | Fl
 def device_peaks_by_choice(
     always: FloatArray, parts: FloatArray, choices: IntArray, *, counts: IntArray | FloatArray
 ) -> FloatArray:
-    """Return the peaks of N devices with V chunks each, for each combination of recompute choices.
+    """Return the peak memory of each of N devices, for each combination of recompute choices of its V chunks.
 
     Args:
-        always: Bytes that a chunk holds during the whole step, for each of C recompute choices; shape (C, N, V).
-        parts: Bytes of each of `PARTS` for each recompute choice, shape (C, N, V, parts).
-        choices: Index of the recompute choice of each chunk in every combination, shape (combinations, V).
-        counts: Count of each part of each chunk at every point in the step, as for `device_peaks`.
+        always: Permanent bytes of each chunk with each of C recompute choices, shape (C, N, V).
+        parts: Bytes of each of `PARTS` with each recompute choice, shape (C, N, V, parts).
+        choices: Recompute choices of the chunks, one combination per row; shape (combinations, V).
+        counts: Number of each of `PARTS` at each point in the step, shape (points, V, parts).
 
     Returns:
         Bytes, shape (N, combinations).
@@ -329,11 +321,11 @@ def device_peaks_by_choice(
 def chunk_memory_at_peak(
     chunks: Sequence[ChunkMemory], counts: IntArray, reserve_bytes: int = 0
 ) -> tuple[StageMemory, ...]:
-    """Return the memory of each chunk at the device's peak, by component; the sum over the chunks is the peak.
+    """Return the memory of each chunk by component, at the point in the step when the device needs most memory.
 
     Args:
         chunks: Chunks of the device.
-        counts: Counts of the device from `planner.core.cost.peak_points.peak_part_counts`.
+        counts: Number of each of `PARTS` at each point in the step (`peak_part_counts`).
         reserve_bytes: Memory reserve of the device, counted in the first chunk.
     """
     parts = np.stack([chunk.parts for chunk in chunks])
@@ -349,7 +341,7 @@ def chunk_memory_at_peak(
 
 
 def bytes_by_component(parts: FloatArray) -> FloatArray:
-    """Divide the bytes of every part among the components (`ITEMS`) under which a plan lists them.
+    """Divide the bytes of each part among the components (`ITEMS`) under which a plan lists them.
 
     Args:
         parts: Whole bytes of each of `PARTS`; shape (..., parts).

@@ -1,4 +1,4 @@
-"""Evaluation of a partition by the cost model: the only module that computes the times and memory of a plan.
+"""Evaluation of a partition: the only module that computes the predicted times and memory of a plan.
 
 Solver, `check`, `show` and `emit` all read an `Evaluation`, so their predictions are equal. The other modules of this
 package do the calculations.
@@ -37,9 +37,9 @@ from planner.core.values.profile import GENERATOR, Profile
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Predictions for a partition of a chain on a cluster; each prediction is computed when it is first read.
+    """Predicted times and memory of a partition of a chain on a cluster, computed when they are first read.
 
-    Times of stage k are named as in docs/cost-model.md: F_k, B_k, R_k, C_k and U_k.
+    Stage times have the symbols of docs/cost-model.md: F_k, B_k, R_k, C_k and U_k for stage k.
     """
 
     costs: ChainCosts
@@ -48,14 +48,15 @@ class Evaluation:
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> "Evaluation":
-        """Return the evaluation of the partition that `plan` records.
+        """Return the evaluation of the partition that a plan stores.
 
         Args:
             plan: The plan.
             profile: Profile that has the plan's layers.
 
         Raises:
-            UsageError: The profile lacks the plan's width, its micro-batch size, or a layer that the plan recomputes.
+            UsageError: The profile lacks the plan's number of GPUs per layer, its micro-batch size, or one of its
+                layers.
         """
         priced = profile_of_plan(plan, profile)
         costs = costs_at(priced, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
@@ -117,7 +118,7 @@ class Evaluation:
 
     @cached_property
     def replica_sums_us(self) -> tuple[float, ...]:
-        """All-reduce time of each stage's gradients over the replicas, in microseconds."""
+        """Time of the all-reduce of each stage's gradients over the replicas, in microseconds."""
         costs = self.costs
         sizes = (
             costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
@@ -127,7 +128,7 @@ class Evaluation:
 
     @cached_property
     def updates_us(self) -> FloatArray:
-        """Time of all-reduces and optimizer steps (U) of each device, over all its chunks, in microseconds; shape (K,).
+        """Time of all-reduces and optimizer steps (U) of each device, in microseconds; shape (devices,).
 
         All-reduces that end before the device's last action do not count.
         """
@@ -142,7 +143,7 @@ class Evaluation:
 
     @cached_property
     def optimizer_us(self) -> float:
-        """Time by which all-reduces and optimizer delay the next step, in microseconds; only for whole backwards."""
+        """Time by which all-reduces and optimizer steps delay the next step, in microseconds, for whole backwards."""
         updates_us = self.updates_us
         # A device's first chunk is the last one that it runs in a step, and the first one in the next step.
         first = self.stage_times[: self.partition.num_devices]
@@ -150,7 +151,7 @@ class Evaluation:
 
     @cached_property
     def pipeline_us(self) -> float:
-        """Time of a step in microseconds without all-reduces and optimizer: by a formula for GPipe, else simulated."""
+        """Time of a step in microseconds, without all-reduces and optimizer steps."""
         if self.partition.schedule_object.has_closed_form:
             return gpipe_step_us(self.stage_times, self.partition.micro_batches)
         if self._splits_backward:
@@ -159,7 +160,7 @@ class Evaluation:
 
     @cached_property
     def step_us(self) -> float:
-        """Time of a step in microseconds, including all-reduces and optimizer."""
+        """Time of a step in microseconds, including all-reduces and optimizer steps."""
         if self._splits_backward:
             # Weight-gradient passes fill the end of the step, so the period follows from each device's begin and end.
             return period_us(self.actions, self.stage_times, self.updates_us.tolist())
@@ -210,7 +211,7 @@ class Evaluation:
 
     @cached_property
     def chunks(self) -> tuple[ChunkMemory, ...]:
-        """Memory of each stage as a chunk of its device. Parameters that chunks of one device share count once."""
+        """Memory of each stage as one of the chunks of its device. Parameters that these chunks share count once."""
         partition, intervals = self.partition, self.partition.intervals()
         costs = self.costs.of_replicas(partition.replicas)
         cuts = np.array([[0, *(end for _, end in intervals)]])
@@ -229,7 +230,7 @@ class Evaluation:
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Peak memory of each stage, by component; if stages share a device, the stage's part of the device's peak."""
+        """Memory of each stage at the peak of its device, by component."""
         partition, num_stages = self.partition, len(self.partition.balance)
         if partition.schedule_object.has_known_peak_points:
             return tuple(
@@ -257,7 +258,7 @@ class Evaluation:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Stages with their times and memory, as a plan records them."""
+        """Stages with their times and memory, as a plan stores them."""
         costs, partition = self.costs, self.partition
         return tuple(
             Stage(
@@ -277,10 +278,10 @@ class Evaluation:
         )
 
     def plan(self, inputs: Inputs, solver: SolverReport) -> Plan:
-        """Return the plan that records the partition and its predictions.
+        """Return a plan with the partition and its predictions.
 
         Args:
-            inputs: Request that the plan answers, for the same cluster.
+            inputs: Request to the solver that the plan answers, for the same cluster.
             solver: Report of the search, which becomes part of the plan; gap and lower bound are 0 for given cuts.
         """
         partition = self.partition

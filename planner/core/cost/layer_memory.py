@@ -1,4 +1,4 @@
-"""Compute the memory of a stage that recomputes some of its layers, each on its own.
+"""Memory of a stage that recomputes some of its layers, each layer separately.
 
 For every micro-batch in flight, a recomputed layer saves its input and a copy of the state that its forward changes.
 Other tensors that its backward needs exist only while this backward runs. The computation goes through the layers of a
@@ -45,11 +45,11 @@ FORWARD, FIRST_BACKWARD, BACKWARD = 0, 1, 2
 
 
 class LayerPeaks(NamedTuple):
-    """Peaks of single layers in whole bytes; the last axis is the layer.
+    """Peak memory of each layer's forward, first backward and later backwards, in whole bytes.
 
-    With exact records, peaks are counted from the memory that earlier layers have saved, and peaks of the first
-    backward include the gradients of the layer's parameters. Without exact records, all three arrays are
-    equal, and contain the transient memory of each layer.
+    The last dimension of each array is the layer. With exact records, a peak is counted from the memory that earlier
+    layers have saved, and the first backward includes the layer's parameter gradients. Without exact records, all three
+    arrays are equal: the transient memory of each layer.
     """
 
     forward: FloatArray
@@ -58,7 +58,7 @@ class LayerPeaks(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Storage that a layer creates and that a later layer saves only if the later layer is recomputed."""
+    """Storage that a layer creates, and that a later layer saves only if the later layer is recomputed."""
 
     until: int
     """Index of the last layer that reads the storage."""
@@ -71,22 +71,25 @@ Bytes = TypeVar("Bytes", float, FloatArray)
 
 
 class SavedAndPeaks(NamedTuple, Generic[Bytes]):
-    """Bytes that a micro-batch saves in a stage with single recomputed layers, and highest memory during its passes."""
+    """Bytes that one micro-batch saves in a stage, and peak memory of the stage's forward and backward.
+
+    The stage may recompute some of its layers. Without exact records, the three peaks are equal: transient memory.
+    """
 
     saved: Bytes
     forward: Bytes
     first_backward: Bytes
     backward: Bytes
-    """Highest memory of a later backward. Without exact records, the three peaks are equal: transient memory."""
+    """Peak memory of a later backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """Memory of each layer of a stage, in whole bytes, from which the stage's memory is computed.
+    """Memory of each layer of a stage with the layers `first` to `end - 1`, in whole bytes.
 
-    The stage has the layers `first`..`end - 1`. If `stacked` is true, peaks are counted from the memory that earlier
-    layers have saved, otherwise from the memory that all layers have saved. Peaks of backwards include the stage's
-    output, which the engine stores. Peaks of the first backward include parameter gradients of later layers.
+    If `stacked` is true, peaks are counted from the memory that earlier layers have saved, otherwise from the memory
+    that all layers have saved. Peaks of backwards include the stage's output, which the engine stores. Peaks of the
+    first backward include parameter gradients of later layers.
     """
 
     first: int
@@ -111,7 +114,7 @@ class StageLayers:
         """Return the memory of the layers of a stage.
 
         Args:
-            costs: Costs of the chain at the micro-batch size.
+            costs: Costs of the layers at the micro-batch size.
             first: First layer of the stage.
             end: One past its last layer.
 
@@ -140,7 +143,7 @@ class StageLayers:
         )
 
     def saved_and_peaks(self, recomputed: Collection[int]) -> SavedAndPeaks[float]:
-        """Return saved bytes and peaks of the stage if the layers `recomputed` (indices in the chain) are recomputed.
+        """Return the stage's saved bytes and peaks if it recomputes the layers `recomputed` (indices in the chain).
 
         Complexity: O(end - first).
         """
@@ -149,7 +152,7 @@ class StageLayers:
         return SavedAndPeaks(*(float(each[0]) for each in self.saved_and_peaks_by_choice(is_recomputed)))
 
     def saved_and_peaks_by_choice(self, recomputed: BoolArray) -> SavedAndPeaks[FloatArray]:
-        """Return saved bytes and peaks of the stage for N choices of recomputed layers at once.
+        """Return the stage's saved bytes and peaks for each of N choices of recomputed layers.
 
         Args:
             recomputed: True for recomputed layers, shape (N, end - first); ignored for layers without a backward.
@@ -181,11 +184,11 @@ class StageLayers:
 
 
 def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return upper bounds of the memory by which recomputation of each layer reduces the memory of a micro-batch.
+    """Return upper bounds of the memory that a micro-batch saves if a layer is recomputed.
 
     Returns:
-        Two arrays of shape (L,), in bytes. The first array is for a layer that begins a stage. For other layers, use
-        the second array: if such a layer is recomputed, the stage must store its input, even if no layer saves it.
+        Two arrays of shape (L,), in bytes. The first one is for a layer that begins a stage. The second one is for
+        other layers, whose input the stage must then store.
     """
     dropped = np.rint(costs.memory.internal) + _sum_by_maker(costs, costs.storages.kept_by_maker)
     # Only storages with one reader count, because another reader may save a storage already.
@@ -196,19 +199,19 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 
 
 def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """Return saved bytes and peaks of stages, for lower bounds that hold for any choice of recomputed layers.
+    """Return saved bytes and peaks of stages, from which lower bounds for any recomputed layers follow.
 
-    To get a lower bound of the saved bytes, subtract the `most_savings` of all recomputed layers. To get a lower bound
-    of a peak, subtract only the `most_savings` of recomputed layers before the layer that runs at the peak.
+    For a lower bound of the saved bytes, subtract the `most_savings` of all recomputed layers. For a lower bound of a
+    peak, subtract only the `most_savings` of recomputed layers before the layer that runs at the peak.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
+        costs: Costs of the layers at the plan's micro-batch size.
         firsts: First layers of the stages, ascending.
         span: Last layers of the stages.
 
     Returns:
-        Saved bytes and peaks, arrays of shape (firsts, span). Row a, column e is the stage of layers `firsts[a]`..
-        `span.start + e`. Entries with the last layer before the first layer are meaningless.
+        Saved bytes and peaks, one row per first layer and one column per last layer; shape (firsts, span). Entries
+        whose last layer is before the first layer are meaningless.
     """
     kept = most_savings(costs)[0] + _sum_by_maker(costs, costs.storages.kept_by_readers)
     unkept, into = np.rint(costs.storages.kept_by_nobody), np.zeros(costs.num_layers + 2)
@@ -231,7 +234,7 @@ def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> t
     if not costs.exact:
         transient = highest(np.broadcast_to(backward[layer], saved.shape))
         return saved, LayerPeaks(transient, transient, transient)
-    received = passing.received_input(passing.unkept, into[layers])
+    received = passing.received_input_bytes(passing.unkept, into[layers])
     forward = np.minimum(forward, no_grad)[layer] + into[layer] - received
     output, through = np.rint(costs.boundaries.output)[layer], np.cumsum(np.rint(costs.gradients))
     casts = sums_before(np.rint(costs.state.casts))
@@ -239,18 +242,17 @@ def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> t
     at_end = copied[first] + highest(np.rint(cast_gradient_peaks(costs))[layer]) + casts_through - casts[first]
     at_end = np.where(casts_through > casts[first], at_end, 0.0)
 
-    def highest_backward(
+    def peak_backward(
         peaks: FloatArray, later_bytes: FloatArray, end_twice: FloatArray, backward: Backward
     ) -> FloatArray:
         tops = before[layers] + (peaks - later_bytes)[layers]
-        highest = passing.highest_backward(tops, np.rint(end_twice)[layers], backward)
+        highest = passing.peak_backward(tops, np.rint(end_twice)[layers], backward)
         return highest + later_bytes[layer] + copied[first] - before[first]
 
     return saved, LayerPeaks(
         highest(saved_before + forward),
-        highest_backward(first_backward, through, costs.memory.end_twice_first, "first") + output,
-        np.maximum(highest_backward(backward, casts[1:], costs.memory.end_twice, "later"), at_end - passing.all)
-        + output,
+        peak_backward(first_backward, through, costs.memory.end_twice_first, "first") + output,
+        np.maximum(peak_backward(backward, casts[1:], costs.memory.end_twice, "later"), at_end - passing.all) + output,
     )
 
 
@@ -258,7 +260,7 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     stage, passing = slice(first, end), RelayedTensors(costs, np.array([first]), np.arange(first, end))
     # Gradients of relayed tensors are in the engine's buffers. They are not in the peaks of the last layer.
     gone_by = float(passing.all[0, -1])
-    counted_twice = np.zeros((2, end - first)) + passing.gradients(np.array([end - 1]))[:, 0]
+    counted_twice = np.zeros((2, end - first)) + passing.passed_gradients(np.array([end - 1]))[:, 0]
     counted_twice[:, -1] = float(passing.kept[0, -1]), 0.0
     all_kept, all_no_grad = _peaks_with_and_without_grad(costs)
     forward, first_backward, backward = (peak[stage] for peak in all_kept)
@@ -288,25 +290,25 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 
 
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
-    """Return the memory that converts gradients of each layer's autocast copies to parameter gradients; shape (L,).
+    """Return, for each layer, the memory that converts gradients of autocast copies to parameter gradients; shape (L,).
 
-    These bytes, from exact records, are in addition to the gradients of all copies (`casts` bytes). Autograd processes
-    operations in reverse order, and the forward of the first micro-batch recorded the copies. So in later backwards,
-    gradients of all copies wait until autograd has processed all other operations of the stage.
+    These bytes are in addition to the gradients of all copies (`casts` bytes). Autograd processes operations in reverse
+    order, and the forward of the first micro-batch made the copies. So in later backwards, gradients of all copies wait
+    until autograd has processed all other operations of the stage.
     """
     return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
 
 def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return the highest memory of each layer's backward, if the first micro-batch is recomputed under autocast.
+    """Return the peak memory of each layer's backward, if the first micro-batch is recomputed under autocast.
 
     Gradients of autocast copies then wait until the backward of the stage ends. Gradients of parameters without a copy
     exist from the backward of their layer.
 
     Returns:
-        Two arrays of shape (L,) in bytes. The first array is the highest memory, counted as in `LayerMemory.backward`.
-        It includes the gradients of both kinds of this and later layers of the chain. The second array has the bytes of
-        these gradients, summed from layer 0 to each layer.
+        Two arrays of shape (L,) in bytes. The first one is the peak, counted as in `LayerMemory.backward`, with the
+        gradients of this and later layers of the chain. The second one is the sum of these gradients over the layers 0
+        to i, for each layer i.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
     level = costs.memory.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()

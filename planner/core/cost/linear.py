@@ -1,4 +1,4 @@
-"""Symbolic clock: a linear expression in unknown times."""
+"""Linear expressions in unknown times, which replace numbers as clocks of the simulator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Linear:
         return bool(self.factors) or self.constant != 0
 
     def __add__(self, other: "Linear | float") -> "Linear":
-        """Return the sum."""
+        """Return the sum of the expression and `other`."""
         if not isinstance(other, Linear):
             return Linear(self.factors, self.constant + other)
         factors = dict(self.factors)
@@ -27,9 +27,9 @@ class Linear:
         return Linear(factors, self.constant + other.constant)
 
     def __sub__(self, other: "Linear") -> "Linear":
-        """Return the difference."""
+        """Return the difference of the expression and `other`."""
         return self + other.times(-1.0)
 
     def times(self, factor: float) -> "Linear":
-        """Return the product with a number."""
+        """Return the product of the expression and a number."""
         return Linear({unknown: factor * value for unknown, value in self.factors.items()}, factor * self.constant)

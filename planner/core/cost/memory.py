@@ -1,4 +1,4 @@
-"""Compute the peak memory of a stage that has a device to itself, over one training step.
+"""Peak memory of a stage that has a device to itself, over one training step.
 
     bytes at a point in the step = always + sum over parts of count * size
     peak                         = largest of these sums, over all points in the step
@@ -21,11 +21,11 @@ from planner.core.cost.layer_memory import SavedAndPeaks, StageLayers
 from planner.core.cost.parts import Parts, parts_of
 from planner.core.cost.passing import is_simple
 from planner.core.cost.peak_points import PartsAtPoint, PeakPoints
-from planner.core.cost.stages import Stages, stages_in, with_arrays, with_recomputed_layers
+from planner.core.cost.stages import StageTable, stage_table, with_arrays, with_recomputed_layers
 from planner.core.values.plan import Recompute, StageMemory
 
 _MOST_AT_ONCE: Final = 1 << 17
-"""Largest window, in stages, from which single stages are selected; this limits transient memory."""
+"""Largest table, in stages, from which single stages are selected; this limits transient memory."""
 
 
 def stage_memory(
@@ -38,18 +38,18 @@ def stage_memory(
     recomputed: Collection[int] = (),
     reserve_bytes: int = 0,
 ) -> StageMemory:
-    """Return the peak memory of the stage that runs layers `first`..`end - 1`, by component.
+    """Return the peak memory of the stage with the layers `first` to `end - 1`, by component.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
+        costs: Costs of the layers at the plan's micro-batch size.
         first: First layer.
         end: One past the last layer.
         points: Points in the step at which the stage may have its peak (`stage_peak_points`).
-        recompute: Which micro-batches the stage recomputes, or `layers`.
+        recompute: Recompute choice of the stage.
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         reserve_bytes: Memory reserve of the device, which becomes the component `reserve`.
     """
-    stages, recompute = window_of_stage(
+    stages, recompute = table_of_stage(
         costs, first, end, micro_batches=points.micro_batches, recompute=recompute, recomputed=recomputed
     )
     return _memory_at_peak(stages, recompute, points, reserve_bytes)[0]
@@ -66,18 +66,18 @@ def stage_memories(
 ) -> list[StageMemory]:
     """Return the peak memory of several stages, by component; see `stage_memory`.
 
-    In a chain that `is_simple`, all stages are computed together, which is faster.
+    If `is_simple` holds for the chain, all stages are computed together, which is faster.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
-        intervals: First layer and end of each stage.
-        points: Points in the step at which the stages may have their peak.
+        costs: Costs of the layers at the plan's micro-batch size.
+        intervals: First layer of each stage, and one past its last layer.
+        points: Points in the step at which each stage may have its peak.
         recompute: Recompute choice of each stage.
         recomputed: Recomputed layers of each stage, as indices in the chain, if its choice is `layers`.
         reserve_bytes: Memory reserve of each device.
     """
     most = max(end - first for first, end in intervals)
-    # Messages to replicas and recomputed layers are known only for single stages, not for a window.
+    # Messages to replicas and recomputed layers are known only for single stages, not for a table.
     is_one_by_one = not is_simple(costs) or costs.bucket_bytes or "layers" in recompute
     if is_one_by_one or len(intervals) * most > _MOST_AT_ONCE:
         return [
@@ -85,33 +85,35 @@ def stage_memories(
             for interval, each, choice, layers in zip(intervals, points, recompute, recomputed, strict=True)
         ]
     firsts, ends = np.array(intervals).T
-    window = stages_in(costs, firsts, most, micro_batches=points[0].micro_batches)
+    table = stage_table(costs, firsts, most, micro_batches=points[0].micro_batches)
     columns = ends - firsts - 1
-    never = np.broadcast_to(window.forward_only, window.shape)[np.arange(len(firsts)), columns]
+    never = np.broadcast_to(table.forward_only, table.shape)[np.arange(len(firsts)), columns]
     alike: dict[tuple[int, Recompute], list[int]] = {}
     for k, choice in enumerate(recompute):
         alike.setdefault((points[k].in_flight, "never" if never[k] else choice), []).append(k)
     memories = [StageMemory()] * len(intervals)
     for (_, choice), places in alike.items():
-        stages = _select_stages(window, np.array(places), columns[places])
+        stages = _select_stages(table, np.array(places), columns[places])
         for k, memory in zip(places, _memory_at_peak(stages, choice, points[places[0]], reserve_bytes), strict=True):
             memories[k] = memory
     return memories
 
 
-def _select_stages(window: Stages, rows: IntArray, columns: IntArray) -> Stages:
+def _select_stages(table: StageTable, rows: IntArray, columns: IntArray) -> StageTable:
     def of(array: NDArray[Any]) -> NDArray[Any]:
-        return np.broadcast_to(array, window.shape)[rows, columns][:, None]
+        return np.broadcast_to(array, table.shape)[rows, columns][:, None]
 
     single, peaks, memory_model = (
-        with_arrays(window, of),
-        with_arrays(window.peaks, of),
-        with_arrays(window.memory_model, of),
+        with_arrays(table, of),
+        with_arrays(table.peaks, of),
+        with_arrays(table.memory_model, of),
     )
     return replace(single, shape=(len(rows), 1), peaks=peaks, memory_model=memory_model)
 
 
-def _memory_at_peak(stages: Stages, recompute: Recompute, points: PeakPoints, reserve_bytes: int) -> list[StageMemory]:
+def _memory_at_peak(
+    stages: StageTable, recompute: Recompute, points: PeakPoints, reserve_bytes: int
+) -> list[StageMemory]:
     parts = parts_of(stages, recompute, in_flight=points.in_flight)
     every = [
         {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(point).items()}
@@ -124,7 +126,7 @@ def _memory_at_peak(stages: Stages, recompute: Recompute, points: PeakPoints, re
     ]
 
 
-def window_of_stage(
+def table_of_stage(
     costs: ChainCosts,
     first: int,
     end: int,
@@ -133,22 +135,22 @@ def window_of_stage(
     recompute: Recompute,
     recomputed: Collection[int],
     splits_backward: bool = False,
-) -> tuple[Stages, Recompute]:
-    """Return a window whose last column is one stage, and the recompute choice that the stage actually uses.
+) -> tuple[StageTable, Recompute]:
+    """Return a table for the stage with the layers `first` to `end - 1`, and its actual recompute choice.
 
-    The stage has the layers `first`..`end - 1`.
+    The stage is in the only row and in the last column. Its actual choice is `never` if it has no backward.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
+        costs: Costs of the layers at the plan's micro-batch size.
         first: First layer.
         end: One past the last layer.
         micro_batches: M.
-        recompute: Recompute choice; a stage without a backward recomputes nothing.
+        recompute: Requested recompute choice.
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         splits_backward: True if the schedule splits backwards.
     """
     layers = slice(first, end)
-    stages = stages_in(costs, np.array([first]), layers, micro_batches=micro_batches, splits_backward=splits_backward)
+    stages = stage_table(costs, np.array([first]), layers, micro_batches=micro_batches, splits_backward=splits_backward)
     if recompute == "layers":
         every = StageLayers.of(costs, first, end)
         return with_recomputed_layers(stages, every.saved_and_peaks(frozenset(recomputed))), recompute
@@ -159,25 +161,26 @@ def window_of_stage(
 def peak_bytes_of_stages(
     costs: ChainCosts,
     firsts: IntArray,
-    columns: slice | int,
+    lasts: slice | int,
     points: PeakPoints,
     *,
     choices: Sequence[Recompute],
 ) -> list[FloatArray]:
-    """Return the peak memory of stages in bytes, one array of shape (firsts, columns) for each recompute choice.
+    """Return the peak memory of stages in bytes: one array for each recompute choice.
 
-    Values equal the totals of `stage_memory`. Entries with the last layer before the first layer are meaningless.
+    Each array has one row per first layer and one column per last layer. Entries whose last layer is before the first
+    layer are meaningless. Other values equal the totals of `stage_memory`.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
-        firsts: First layers; must ascend.
-        columns: Last layers, or number of lengths, as in `stages_in`.
+        costs: Costs of the layers at the plan's micro-batch size.
+        firsts: First layers, ascending.
+        lasts: Last layers, or a number of columns, as in `stage_table`.
         points: Points in the step at which the stages may have their peak.
         choices: Recompute choices except `layers`.
     """
     if "layers" in choices:
         raise ValueError("`layers` differs from stage to stage: use `stage_memory`")
-    stages = stages_in(costs, firsts, columns, micro_batches=points.micro_batches)
+    stages = stage_table(costs, firsts, lasts, micro_batches=points.micro_batches)
     totals = {choice: _peaks(stages, points, choice) for choice in choices}
     if not stages.forward_only.any():
         return list(totals.values())
@@ -185,7 +188,7 @@ def peak_bytes_of_stages(
     return [np.where(stages.forward_only, never, total) for total in totals.values()]
 
 
-def _peaks(stages: Stages, points: PeakPoints, recompute: Recompute) -> FloatArray:
+def _peaks(stages: StageTable, points: PeakPoints, recompute: Recompute) -> FloatArray:
     parts = parts_of(stages, recompute, in_flight=points.in_flight)
     # Components that are in no part have the same size at every point in the step.
     changing = {item for size in parts.sizes.values() for item in size.items}
@@ -201,15 +204,16 @@ def _peaks(stages: Stages, points: PeakPoints, recompute: Recompute) -> FloatArr
 
 
 class StageMemoryFunction(NamedTuple):
-    """Memory of many stages at one point in the step, as a function of their `SavedAndPeaks`, in bytes.
+    """Memory of many stages at one point in the step, in bytes, as a function of `SavedAndPeaks`.
 
-    Memory is `fixed + weight * SavedAndPeaks.saved`, plus the peak of `SavedAndPeaks` that `peak` selects.
+    Memory is `fixed + weight * saved`, plus the peak that `peak` selects.
     """
 
     fixed: FloatArray
-    """Bytes that do not depend on recomputed layers, such as parameters, optimizer state, buffers and the mini-batch;
-    shape (firsts, stop - firsts[0])."""
+    """Bytes that do not depend on the recomputed layers, such as parameters and optimizer state; one row per first
+    layer, one column per last layer."""
     weight: int
+    """Number of times that the saved bytes count."""
     peak: int | None
     """Position in `LayerPeaks` of the peak that is added; None if none is added."""
 
@@ -217,19 +221,18 @@ class StageMemoryFunction(NamedTuple):
 def stage_memory_functions(
     costs: ChainCosts, firsts: IntArray, stop: int, points: PeakPoints
 ) -> tuple[StageMemoryFunction, ...]:
-    """Return the memory of stages that recompute single layers, as linear functions of saved bytes and peaks.
+    """Return the memory of stages as functions of the layers that they recompute, one for each point in the step.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
+        costs: Costs of the layers at the plan's micro-batch size.
         firsts: First layers of the stages, ascending.
-        stop: The stages end with the layers `firsts[0]`..`stop - 1`.
+        stop: One past the last layer at which a stage may end; the smallest last layer is `firsts[0]`.
         points: Points in the step at which the stages may have their peak.
 
     Returns:
-        One function for each point in the step at which a stage may have its peak. Entries with the last layer before
-        the first layer are undefined.
+        One function for each point. Entries whose last layer is before the first layer are undefined.
     """
-    stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=points.micro_batches)
+    stages = stage_table(costs, firsts, slice(int(firsts[0]), stop), micro_batches=points.micro_batches)
     empty = with_recomputed_layers(stages, SavedAndPeaks(0.0, 0.0, 0.0, 0.0))
     parts = parts_of(empty, "layers", in_flight=points.in_flight)
     return tuple(_linear_memory(parts, point, stages.shape) for point in parts.peak_points(points))

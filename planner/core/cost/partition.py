@@ -1,4 +1,4 @@
-"""Partition: the decisions of a plan (cuts, number of micro-batches, schedule, recomputation) without predictions."""
+"""Decisions of a plan without predictions: cuts, micro-batches, schedule, recomputation and replicas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Partition:
 
     @classmethod
     def of(cls, plan: Plan, names: Sequence[str]) -> "Partition":
-        """Return the partition that `plan` records.
+        """Return the partition that a plan stores.
 
         Args:
             plan: The plan.
@@ -63,12 +63,12 @@ class Partition:
         return tuple(pairwise(accumulate(self.balance, initial=0)))
 
     def device_of(self, stage: int) -> int:
-        """Return the device of a pipeline, 0 to K-1, that runs `stage`."""
+        """Return the index, 0 to K-1, of the device of a pipeline that runs `stage`."""
         return device_of(stage, self.num_devices, self.placement)
 
     @property
     def schedule_object(self) -> Schedule:
-        """Schedule named `self.schedule`, or one with the action orders `self.order` if a search has found these."""
+        """Schedule named `self.schedule`. It has the action orders `self.order` if a search found them."""
         return schedule_of(self.schedule, self.order)
 
     @property
@@ -77,18 +77,18 @@ class Partition:
         return self.schedule_object.placement
 
     def chunks_of(self, device: int) -> tuple[int, ...]:
-        """Return the stages that `device` of a pipeline runs, in the order of the chain."""
+        """Return the stages of `device` of a pipeline, in pipeline order."""
         return stages_on(device, self.num_devices, self.chunks, self.placement)
 
     def recomputed_in(self, stage: int) -> tuple[int, ...]:
-        """Return the layers that `stage` recomputes if its choice is `layers`; empty otherwise."""
+        """Return the recomputed layers of `stage` if its recompute choice is `layers`; else an empty tuple."""
         return self.recomputed[stage] if self.recomputed else ()
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Return the actions of every device, in order.
+        """Return the actions of every device of a pipeline, in order.
 
         Raises:
-            UsageError: The schedule does not support these numbers of devices, micro-batches or chunks.
+            UsageError: The schedule cannot run with this number of devices, micro-batches or chunks.
         """
         return self.schedule_object.actions(self.num_devices, self.micro_batches, self.chunks)
 
@@ -105,7 +105,7 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
     """Raise an error if a partition is not valid for a chain and a cluster.
 
     In a valid partition, every layer belongs to one stage, no stage is empty, there are enough devices, and every stage
-    runs the layers that it recomputes.
+    contains the layers that it recomputes.
 
     Args:
         partition: The partition.

@@ -44,29 +44,31 @@ from planner.core.cost.peak_points import (
     PartsAtPoint,
     PeakPoints,
 )
-from planner.core.cost.stages import SplitBackwardMemory, Stages
+from planner.core.cost.stages import SplitBackwardMemory, StageTable
 from planner.core.values.plan import ITEMS, Item, Recompute
 
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
-    """Size of one part of a stage's memory, for many stages at once: an array of bytes for each memory component."""
+    """Size of one part of a stage's memory, for many stages at once."""
 
     items: Mapping[Item, FloatArray]
+    """Bytes by memory component."""
     saved: int = 0
-    """Number of times that the saved bytes of a micro-batch (S) are included, if stages recompute single layers."""
+    """Number of times that the saved bytes S are included, for stages that recompute some of their layers."""
     peak: int | None = None
-    """If stages recompute single layers: index of the field of `LayerPeaks` that is included; None for no peak."""
+    """Index of the field of `LayerPeaks` that is included, for stages that recompute some of their layers; None for
+    no peak."""
 
     @property
     def total(self) -> FloatArray | float:
-        """Sum over all components, in bytes."""
+        """Bytes of the part, summed over the components."""
         return sum(self.items.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Memory of many stages: bytes that always exist, and parts that exist at some points in the step."""
+    """Memory of many stages: permanent bytes, and parts that exist at some points in the step."""
 
     always: Mapping[Item, FloatArray]
     sizes: Mapping[PartName, PartSize]
@@ -75,13 +77,13 @@ class Parts:
     """True if the last micro-batch is not recomputed like the others."""
 
     def peak_points(self, points: PeakPoints) -> Iterator[PartsAtPoint]:
-        """Return the points in a step, in order, at which stages with these parts may have their peak."""
+        """Return the points in a step, in order, at which these stages may have their peak memory."""
         for point in points.apart if self.last_differs else points.alike:
             if "message" in self.sizes or ("message", 1) not in point:
                 yield point
 
     def at(self, point: PartsAtPoint) -> dict[Item, FloatArray]:
-        """Return the memory at a point in the step, in bytes by component."""
+        """Return the memory of the stages at a point in the step, in bytes by component."""
         items = dict(self.always)
         for name, count in point:
             if name in self.sizes:
@@ -91,11 +93,11 @@ class Parts:
         return items
 
     def one_stage_by_component(self) -> tuple[FloatArray, FloatArray]:
-        """Return the memory of one stage by component: the stage in the first row and last column of the arrays.
+        """Return the memory of one stage by component: the stage in the first row and the last column of the arrays.
 
         Returns:
-            Bytes that exist during the whole step, shape (items,) in the order of `ITEMS`; and bytes of each part,
-            shape (parts, items), in the order of `PARTS` and `ITEMS`.
+            Permanent bytes, shape (items,) in the order of `ITEMS`; and bytes of each part, shape (parts, items), in
+            the order of `PARTS` and `ITEMS`.
         """
         always, sizes = np.zeros(len(ITEMS)), np.zeros((len(PARTS), len(ITEMS)))
         for item, size in self.always.items():
@@ -106,19 +108,18 @@ class Parts:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Return the memory of stages in one array, summed over the components.
+        """Return the permanent bytes and the bytes of each of `PARTS`, summed over the components.
 
         Returns:
-            Whole bytes, shape (1 + parts, *shape). Entry 0 of the first axis has the bytes that exist during the whole
-            step. The other entries have the bytes of each of `PARTS`.
+            Whole bytes, shape (1 + parts, *shape). Entry 0 has the permanent bytes.
         """
         always = sum(np.rint(size) for size in self.always.values())
         parts = [np.rint(self.sizes[name].total) if name in self.sizes else 0.0 for name in PARTS]
         return np.stack([np.broadcast_to(part, shape) for part in (always, *parts)])
 
 
-def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
-    """Return the parts of stages that have a device each.
+def parts_of(stages: StageTable, recompute: Recompute, *, in_flight: int) -> Parts:
+    """Return the memory parts of stages that each have a device to themselves.
 
     Args:
         stages: The stages; if `recompute` is `layers`, a result of `with_recomputed_layers`.
@@ -134,17 +135,17 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
     return replace(parts, sizes={**parts.sizes, **dict.fromkeys((*FORWARDS, *BACKWARDS), parts.sizes["message"])})
 
 
-def shared_parts_of(stages: Stages, recompute: Recompute) -> Parts:
-    """Return the parts of stages that may share a device with other stages."""
+def shared_parts_of(stages: StageTable, recompute: Recompute) -> Parts:
+    """Return the memory parts of stages that may share their device with other stages."""
     return (_exact if stages.exact else _additive)(stages, _in_effect(stages, recompute))
 
 
-def _in_effect(stages: Stages, recompute: Recompute) -> Recompute:
+def _in_effect(stages: StageTable, recompute: Recompute) -> Recompute:
     # If there is one micro-batch, it is the last one.
     return "never" if recompute == "except-last" and stages.micro_batches == 1 else recompute
 
 
-def _exact(s: Stages, recompute: Recompute) -> Parts:
+def _exact(s: StageTable, recompute: Recompute) -> Parts:
     I, O, S, D, J = s.input, s.own_output, s.saved, s.copied_input, s.rewritten
     R = s.renewed
     A, E = I + S + R, I + O + J
@@ -183,7 +184,7 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
 
 
 def _exact_split_backward(
-    s: Stages, split_backward: SplitBackwardMemory, recompute: Recompute
+    s: StageTable, split_backward: SplitBackwardMemory, recompute: Recompute
 ) -> dict[PartName, PartSize]:
     I, O, D, J = s.input, s.own_output, s.copied_input, s.rewritten
     gradient = s.output_gradient
@@ -214,14 +215,16 @@ def _exact_split_backward(
     return parts
 
 
-def _making_gradients(s: Stages, in_flight: FloatArray, peak: FloatArray, most: FloatArray | None = None) -> PartSize:
+def _making_gradients(
+    s: StageTable, in_flight: FloatArray, peak: FloatArray, most: FloatArray | None = None
+) -> PartSize:
     # Not all gradients exist at the peak of the first backward. At most the bytes of the level are listed as gradients.
     gradients = np.minimum(s.gradients if most is None else most, peak)
     size = running_part(in_flight, peak - gradients, s.output_gradient, peak=FIRST_BACKWARD)
     return replace(size, items={**size.items, "gradients": gradients})
 
 
-def _message(s: Stages, in_flight: FloatArray) -> PartSize:
+def _message(s: StageTable, in_flight: FloatArray) -> PartSize:
     transfer = s.output_gradient + s.message
     if s.micro_batches > 1:
         return running_part(in_flight, s.peaks.message, transfer, peak=BACKWARD)
@@ -229,7 +232,7 @@ def _message(s: Stages, in_flight: FloatArray) -> PartSize:
     return replace(first, items={**first.items, "transfer": transfer})
 
 
-def _additive(s: Stages, recompute: Recompute) -> Parts:
+def _additive(s: StageTable, recompute: Recompute) -> Parts:
     A, E = s.input + s.saved, s.input + s.output + s.rewritten
     keeps = recompute in ("never", "layers")
     held = PartSize({"in_flight": A if keeps else E}, saved=int(keeps))
@@ -269,14 +272,14 @@ def running_part(
         working: Bytes of temporary tensors.
         transfer: Bytes of transfer buffers, if any.
         saved: Number of times that saved bytes are included, as in `PartSize`.
-        peak: Position in `LayerPeaks` of the peak that is included, as in `PartSize`.
+        peak: Index of the field of `LayerPeaks` that is included, as in `PartSize`.
     """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
     return PartSize(items if transfer is None else {**items, "transfer": transfer}, saved, peak)
 
 
 def all_parts(
-    s: Stages,
+    s: StageTable,
     recompute: Recompute,
     *,
     waiting: PartSize,
@@ -284,9 +287,7 @@ def all_parts(
     output_gradient: FloatArray,
     running: Mapping[PartName, PartSize],
 ) -> Parts:
-    """Return all parts of the memory of stages.
-
-    The arguments are the parts that depend on the kind of memory records (exact or not). This function adds the others.
+    """Return all memory parts of stages, from the parts that depend on the kind of memory records.
 
     Args:
         s: The stages.

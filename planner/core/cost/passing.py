@@ -1,4 +1,4 @@
-"""Compute the memory of tensors that a stage receives and sends on, and of storages that are counted twice.
+"""Memory of tensors that a stage receives and sends on, and of storages that are counted twice.
 
 A skip connection crosses every boundary between the layer that creates it and the last layer that reads it. On a stage
 between these layers, the tensor is input and output at the same time, in one storage. Its gradient is also input and
@@ -16,13 +16,13 @@ _BLOCK = 512
 
 
 class RelayedTensors:
-    """Bytes of tensors that a stage receives and sends on unchanged, for each pair of first and last layer of a stage.
+    """Bytes of tensors that a stage receives and sends on unchanged, in whole bytes.
 
-    Arrays contain whole bytes, and have shape (firsts, layers) or broadcast to it. If a stage copies its input, it
-    sends the copy, which is not the received tensor and does not count.
+    Arrays have one row per first layer and one column per last layer of a stage: shape (firsts, layers), or broadcast
+    to it. If a stage copies its input, it sends the copy instead of the received tensor, and the tensor does not count.
 
     Args:
-        costs: Costs of the chain.
+        costs: Costs of the layers.
         firsts: First layers of stages, in any order.
         layers: Last layers of stages: consecutive and ascending.
     """
@@ -46,64 +46,64 @@ class RelayedTensors:
         self.kept = _bypassing_bytes(costs)[layers] - by_readers
         """Bytes of tensors that the stage creates before its last layer and sends, and that a receiving layer saves."""
 
-    def received_input(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the bytes of each layer's input that the stage received; for its first layer, all of `own_input`.
+    def received_input_bytes(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
+        """Return the part of each layer's input that its stage received from earlier stages; shape (firsts, layers).
 
         Args:
-            sizes: The attribute `unkept` or `all` of this object.
-            own_input: Input of each of `layers`, in bytes.
+            sizes: `unkept` or `all` of this object, which decides which tensors count.
+            own_input: Input of each of `layers`, in bytes, for stages that begin with the layer.
         """
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
-    def gradients(self, ends: IntArray) -> FloatArray:
-        """Return the bytes of received gradients that are still unchanged when the backward of a layer runs.
+    def passed_gradients(self, ends: IntArray) -> FloatArray:
+        """Return the bytes of received gradients that no layer has changed or used when a layer's backward runs.
 
-        A stage receives the gradient of each output tensor. The layer that created the tensor uses up the gradient. A
-        layer that reads the tensor adds to the gradient.
+        A stage receives the gradient of each of its output tensors. The layer that created the tensor uses up the
+        gradient. A layer that reads the tensor adds to the gradient.
 
         Args:
             ends: Last layers of the stages: consecutive and ascending.
 
         Returns:
-            Shape (layers, ends): layer whose backward runs, last layer of the stage. It may be (1, 1) for zeros.
+            Shape (layers, ends): layer whose backward runs, last layer of the stage. Zeros may have shape (1, 1).
         """
         return _spanning(*self._relays, self._layers, ends)
 
-    def highest_backward(self, tops: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
-        """Return the highest memory of a stage's backward, over all layers of the stage; shape (firsts, layers).
+    def peak_backward(self, peaks: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
+        """Return the peak memory of each stage's backward, shape (firsts, layers).
 
         The stage's output and its gradient are not included, because the stage stores them once.
 
         Args:
-            tops: Highest memory of the backward of each of `layers`.
-            end_twice: Bytes of `tops` that would count twice if a stage ends with the layer (`LayerMemory.end_twice`).
-            backward: Backward of the first or of a later micro-batch, to include waiting gradients of shared
-                parameters; None to leave these gradients out.
+            peaks: Peak memory of the backward of each of `layers`.
+            end_twice: Part of `peaks` that would count twice if a stage ends with the layer (`LayerMemory.end_twice`).
+            backward: `first` or `later` micro-batch, to include waiting gradients of shared parameters; None to leave
+                these gradients out.
         """
         inside = self._is_first | self._after_first
         blocks = range(0, len(self._layers), _BLOCK)
         before_end = np.concatenate(
-            [self._highest_before_last_layer(tops, slice(n, n + _BLOCK), backward) for n in blocks], axis=1
+            [self._peak_before_last_layer(peaks, slice(n, n + _BLOCK), backward) for n in blocks], axis=1
         )
-        at_end = tops - end_twice - self.kept + self._waiting_at_end(backward)
+        at_end = peaks - end_twice - self.kept + self._waiting_at_end(backward)
         highest = np.maximum(before_end, at_end) - self.all
         return np.where(inside, highest, 0.0)
 
-    def highest_weight_backward(self, tops: FloatArray, backward: Backward) -> FloatArray:
-        """Return the highest memory of a stage's weight-gradient pass (W), over all layers of the stage.
+    def peak_weight_backward(self, peaks: FloatArray, backward: Backward) -> FloatArray:
+        """Return the peak memory of each stage's weight-gradient pass (W), shape (firsts, layers).
 
         W sends no tensors. Gradients of shared parameters wait until all layers that use the parameter have run W.
 
         Args:
-            tops: Highest memory of W of each of `layers`.
-            backward: W of the first or of a later micro-batch.
+            peaks: Peak memory of W of each of `layers`.
+            backward: `first` or `later` micro-batch.
         """
-        running = np.maximum.accumulate(np.where(self._is_first | self._after_first, tops, 0.0), axis=1)
+        running = np.maximum.accumulate(np.where(self._is_first | self._after_first, peaks, 0.0), axis=1)
         if not self._costs.ties:
             return running
         for n in range(0, len(self._layers), _BLOCK):
             ends = self._layers[n : n + _BLOCK]
-            levels = np.where(self._layers[:, None] <= ends, tops[:, None], -np.inf)
+            levels = np.where(self._layers[:, None] <= ends, peaks[:, None], -np.inf)
             for waiting in waiting_rows(self._costs, backward, self._firsts, layers=self._layers, ends=ends):
                 rows = np.maximum(self._highest_from(levels + waiting.bytes), 0.0)
                 running[waiting.rows, n : n + _BLOCK] = rows[waiting.rows]
@@ -119,9 +119,9 @@ class RelayedTensors:
                 found[waiting.rows, n : n + _BLOCK] = np.diag(waiting.bytes)
         return found
 
-    def _highest_before_last_layer(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
+    def _peak_before_last_layer(self, peaks: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
         ends = self._layers[block]
-        levels = np.where(self._layers[:, None] < ends, tops[:, None] - self.gradients(ends), -np.inf)
+        levels = np.where(self._layers[:, None] < ends, peaks[:, None] - self.passed_gradients(ends), -np.inf)
         rows = self._highest_from(levels)
         if backward is not None:
             for waiting in waiting_rows(self._costs, backward, self._firsts, layers=self._layers, ends=ends):
@@ -135,7 +135,7 @@ class RelayedTensors:
 
 
 class NoRelayedTensors:
-    """Replacement for `RelayedTensors` in chains that are simple (`is_simple`), where no stage relays tensors.
+    """Replacement of `RelayedTensors` for chains without skip connections and shared parameters (`is_simple`).
 
     Args:
         first: First layers, shape (rows, 1).
@@ -146,27 +146,25 @@ class NoRelayedTensors:
         self._is_first, self._inside = last == first, last >= first
         self.unkept = self.all = np.zeros((1, 1))
 
-    def received_input(self, _sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the bytes of each layer's input that the stage received: `own_input` for its first layer, else 0."""
+    def received_input_bytes(self, _sizes: FloatArray, own_input: FloatArray) -> FloatArray:
+        """Return the part of each layer's input that its stage received: `own_input` of its first layer, else 0."""
         return np.where(self._is_first, own_input, 0.0)
 
-    def highest_backward(
-        self, tops: FloatArray, end_twice: FloatArray, _backward: Backward | None = None
-    ) -> FloatArray:
-        """Return the highest memory of a stage's backward; see `RelayedTensors.highest_backward`.
+    def peak_backward(self, peaks: FloatArray, end_twice: FloatArray, _backward: Backward | None = None) -> FloatArray:
+        """Return the peak memory of each stage's backward; see `RelayedTensors.peak_backward`.
 
         Args:
-            tops: Highest memory during the backward of each layer, in bytes.
-            end_twice: Part of it that counts twice if the layer is the last of its stage.
-            _backward: First or later backward; makes no difference here.
+            peaks: Peak memory of the backward of each layer, in bytes.
+            end_twice: Part of `peaks` that counts twice if the layer is the last of its stage.
+            _backward: Ignored.
         """
-        highest = np.maximum.accumulate(np.where(self._inside, tops, -np.inf), axis=1)
+        highest = np.maximum.accumulate(np.where(self._inside, peaks, -np.inf), axis=1)
         before_end = np.concatenate([np.full((len(highest), 1), -np.inf), highest[:, :-1]], axis=1)
-        return np.where(self._inside, np.maximum(before_end, tops - end_twice), 0.0)
+        return np.where(self._inside, np.maximum(before_end, peaks - end_twice), 0.0)
 
 
 def is_simple(costs: ChainCosts) -> bool:
-    """Return True if no tensor bypasses a layer, as skip connections do, and no layers share parameters."""
+    """Return True if the chain has no skip connections, and no layers that share parameters."""
     storages = costs.storages
     kept = storages.kept_by_readers + storages.kept_by_maker + storages.kept_by_nobody
     return not (costs.ties or costs.relays.bytes.any() or kept[storages.until > storages.maker + 1].any())

@@ -98,7 +98,7 @@ PartsAtPoint = tuple[tuple[PartName, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPoints:
-    """Points in the step, in order, at which a device with one stage can have its peak."""
+    """Points in the step at which a device with one stage can have its peak memory, in order."""
 
     micro_batches: int
     """Number of micro-batches per step (M)."""
@@ -111,7 +111,7 @@ class PeakPoints:
 
 
 def stage_peak_points(schedule: Schedule, *, micro_batches: int, num_later: int = 0) -> PeakPoints:
-    """Return the points in the step at which a device with one stage can have its peak.
+    """Return the points in the step at which a device with one stage can have its peak memory.
 
     Args:
         schedule: GPipe or 1F1B.
@@ -170,18 +170,18 @@ def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[Pa
 
 
 class PartCounts(NamedTuple):
-    """Numbers of parts on a device with V chunks: arrays of shape (actions, V, parts), in the order of `PARTS`."""
+    """Number of each of `PARTS` in each of a device's V chunks, during its actions; shape (actions, V, parts)."""
 
     during: IntArray
     """Counts while an action runs."""
     message: IntArray
     """Counts while an action runs, if the last backward of each stage sends gradients to other replicas."""
     after: IntArray
-    """Counts after each action, until the next action begins."""
+    """Counts between each action and the next one."""
 
 
 class CountChanges(NamedTuple):
-    """Changes of the numbers of parts on a device by one action.
+    """Changes of the numbers of `PARTS` on a device by one action.
 
     Each tuple is a flat list of pairs (index, number to add); index = chunk * len(PARTS) + position in `PARTS`.
     """
@@ -196,9 +196,9 @@ class CountChanges(NamedTuple):
 
 
 def count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
-    """Return how each action of a device changes the numbers of parts on this device, which are 0 at first.
+    """Return, for each device, how each action changes the numbers of `PARTS`, which are 0 at first.
 
-    For each device, the changes by the optimizer's step of each chunk follow those of the actions.
+    After the actions of a device, the changes by the optimizer's step of each chunk follow.
     """
     last = _last_micro_batch(actions)
     return tuple(
@@ -212,7 +212,7 @@ def _last_micro_batch(actions: Sequence[Sequence[Action]]) -> int:
 
 
 def part_counts(actions: Sequence[Sequence[Action]]) -> tuple[PartCounts, ...]:
-    """Return the number of parts of each device during and after every action."""
+    """Return, for each device, the number of each of `PARTS` during and after every action."""
     chunks = len({action.stage for action in actions[0]})
     return tuple(_counts(changes[:-chunks], chunks) for changes in count_changes(actions))
 
@@ -362,12 +362,12 @@ class _PartCounter:
 
 @lru_cache(maxsize=1024)
 def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """Return the numbers of parts on each device, at all points in the step at which the device can have its peak.
+    """Return, for each device, the number of each of `PARTS` at all points where its memory can have its peak.
 
-    These points include the optimizer's step. Points are left out if another point has at least as many of every part.
+    The optimizer's steps are included. A point is left out if another point has at least as many of every part.
 
     Returns:
-        One array of shape (points, V, parts) per device.
+        One array of shape (points, V, parts) per device with V chunks.
     """
     last, chunks = _last_micro_batch(actions), len({action.stage for action in actions[0]})
     return tuple(
@@ -377,10 +377,11 @@ def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray,
 
 
 def optimizer_steps(chunks: int) -> IntArray:
-    """Return the numbers of parts on a device during the optimizer's step of each chunk, without the autocast cache.
+    """Return the number of each of `PARTS` on a device during the optimizer's step of each of its V chunks.
 
     Returns:
-        Array of shape (V, V, parts): chunk whose parameters are updated, chunk that has the parts, part.
+        Array of shape (V, V, parts): chunk whose parameters are updated, chunk that has the parts, part. The autocast
+        cache does not count.
     """
     steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1

@@ -40,7 +40,7 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Times of a stage for one micro-batch, in microseconds."""
+    """Times of one stage for one micro-batch, in microseconds."""
 
     forward_us: float
     backward_us: float
@@ -65,7 +65,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Time interval of one action, or of the transfer that follows an action; `stage` is then the sender."""
+    """Start and end of one action, or of one transfer. For a transfer, `stage` is the sender."""
 
     kind: str
     """Letter of the action (F, B, I or W); `send F` or `send B` for a transfer, by its direction."""
@@ -79,7 +79,7 @@ class Event:
 
 
 class Durations(NamedTuple, Generic[Clock]):
-    """Durations of actions and transfers of all stages, as numbers, arrays over partitions, or linear expressions."""
+    """Durations of the actions and transfers of all stages, as numbers, arrays or linear expressions."""
 
     durations: Mapping[str, Sequence[Clock]]
     """Durations of actions, by letter (F, B, I, W) and then by stage."""
@@ -99,7 +99,7 @@ _NAMES: Final[Mapping[str, tuple[str, str]]] = {
 
 
 class DeviceSpans(NamedTuple, Generic[Clock]):
-    """Begin and end of each device's step. A device begins with its first action, or with a blocking transfer to it."""
+    """Start and end of each device's step. A step starts with an action, or with a blocking transfer to the device."""
 
     begins: Sequence[Clock]
     ends: Sequence[Clock]
@@ -108,17 +108,16 @@ class DeviceSpans(NamedTuple, Generic[Clock]):
 
 
 def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> tuple[Event, ...]:
-    """Return all events of one step, sorted by start time.
+    """Simulate one step and return all its actions and transfers, sorted by start time.
 
-    A stage sends its result to the next stage, or a gradient to the previous one, over the link between their devices.
-    Stages on one device need no transfer. In a loop placement, a link from device K-1 to device 0 is used as well.
+    Stages on one device need no transfer. In a loop placement, device K-1 also sends to device 0.
 
     Args:
         actions: Actions of each of the K devices, in order.
-        stages: Times of each stage, in the order of the chain; a multiple of K.
+        stages: Times of each stage, in pipeline order; a multiple of K.
 
     Raises:
-        ValueError: The action lists wait for each other in a circle, or the stages are not a multiple of the devices.
+        ValueError: The devices wait for each other in a circle, or the number of stages is not a multiple of K.
     """
     events: list[Event] = []
 
@@ -138,20 +137,20 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
 
 
 def last_end_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> float:
-    """Return the time at which a step's last event ends, in microseconds; faster than `simulate`."""
+    """Return the time at which the last action or transfer of a step ends, in microseconds."""
     return max(_compute_spans(actions, stages).ends, default=0.0)
 
 
 def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], own_us: Sequence[float]) -> float:
-    """Return the time from the start of a step to the start of the next one, in microseconds.
+    """Return the time from the start of a step to the start of the next step, in microseconds.
 
     A device starts its next step when it has finished its own actions and its optimizer's step, even if other devices
-    still run the previous step. The result is the longest time of any device from its first action to the end of its
-    optimizer's step. If a step starts in each such period, no action waits longer than in a single step.
+    still run the previous step. So the period is the longest time of any device from its first action to the end of its
+    optimizer's step.
 
     Args:
         actions: Actions of each of the K devices, in order.
-        stages: Times of each stage, in the order of the chain.
+        stages: Times of each stage, in pipeline order.
         own_us: Time of all-reduces and optimizer steps (U) of each device, without all-reduces that end before the
             device's last action.
     """
@@ -162,11 +161,11 @@ def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes],
 def early_allreduces_us(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], sums_us: Sequence[float]
 ) -> list[float]:
-    """Return, for each device, the time of all-reduces that end before the device's last action, in microseconds.
+    """Return, for each device, the time of all-reduces that end before its last action, in microseconds.
 
     Args:
         actions: Actions of each device, in order.
-        stages: Times of each stage, in the order of the chain.
+        stages: Times of each stage, in pipeline order.
         sums_us: Time of the all-reduce of each stage's gradients over the replicas.
     """
     return _early_allreduces(actions, _compute_spans(actions, stages), sums_us, max)
@@ -180,20 +179,18 @@ def makespans(
     own_us: FloatArray | None = None,
     sums_us: FloatArray | None = None,
 ) -> FloatArray:
-    """Return the step times of N partitions of a chain, all with the same number of stages.
+    """Return the step time of each of N partitions of a chain into S stages, in microseconds.
+
+    The results equal those of `last_end_us`, or those of `period_us` if `own_us` is given, bit for bit.
 
     Args:
         actions: Actions of each of the K devices, in order.
-        times: Arrays by the names of the fields of `StageTimes`, shape (N, S) for S = K V stages in the order of the
-            chain. Times of split backwards may be missing if the schedule does not split backwards.
+        times: Arrays of shape (N, S), by the names of the fields of `StageTimes`. Times of split backwards may be
+            missing if the schedule does not split backwards.
         blocking: True if a transfer keeps the receiver busy: shape (S,), or one value for all.
-        own_us: Time of all all-reduces and optimizer steps (U) of each device, shape (N, K). If given, periods are
-            returned.
-        sums_us: Time of each stage's all-reduce, shape (N, S). All-reduces that end early (`early_allreduces_us`)
-            reduce `own_us`.
-
-    Returns:
-        Microseconds, shape (N,): bit for bit the results of `last_end_us`, or of `period_us` if `own_us` is given.
+        own_us: Time of all-reduces and optimizer steps (U) of each device, shape (N, K); None if they do not count.
+        sums_us: Time of each stage's all-reduce, shape (N, S). All-reduces that end early (`early_allreduces_us`) are
+            subtracted from `own_us`.
 
     Raises:
         ValueError: As in `simulate`, or the arrays' shapes differ.
@@ -235,11 +232,11 @@ def device_spans(
     begin: Clock,
     later_of: Callable[[Clock, Clock], Clock],
 ) -> DeviceSpans[Clock]:
-    """Return when each device begins and ends its step, with times of any type, such as linear expressions.
+    """Return when each device starts and ends its step, with times of any type, such as linear expressions.
 
     Args:
         actions: Actions of each device, in order.
-        times: Times of all stages.
+        times: Durations of actions and transfers.
         begin: Time at the start of the step.
         later_of: Function that returns the later of two times.
 

@@ -1,4 +1,4 @@
-"""Convert a profile at one of its micro-batch sizes to arrays over the layers.
+"""Costs of a profile at one of its micro-batch sizes, as arrays over the layers.
 
 There are three kinds of profiles. If every layer has exact records, they are composed along the chain. If layers have
 only the required fields, memory is an upper bound: all bytes that may be stored are summed, and peaks are transients on
@@ -27,14 +27,13 @@ from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SizeCosts:
-    """Memory of a chain's layers, and times of their split backwards, at one of the profile's micro-batch sizes."""
+    """Memory of a chain's layers, and times of split backwards, at one of the profile's micro-batch sizes."""
 
     gradients: FloatArray
     boundaries: Boundaries
     memory: LayerMemory
     split_backward: Callable[[], SplitBackwardCosts]
-    """Function that computes the costs of a split backward; called on first use, since few schedules split
-    backwards."""
+    """Function that computes the costs of split backwards on first use, because few schedules split backwards."""
     memory_model: LayerMemoryModel | None = None
     target: float = 0.0
     crossing: dict[tuple[int, int], Crossing]
@@ -43,7 +42,10 @@ class SizeCosts:
 
 
 def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """Return the costs from required fields of the layers, at the micro-batch size with index `n` in the profile."""
+    """Return upper bounds of the costs, for layers without exact memory records.
+
+    `n` is the index of the micro-batch size in the profile.
+    """
     output = _per_layer(layers, lambda layer: layer.output_bytes[n])
     saved = _per_layer(layers, lambda layer: layer.saved_bytes[n])
     forward = _per_layer(layers, lambda layer: layer.forward_peak_bytes[n] if layer.forward_peak_bytes else 0)
@@ -85,7 +87,10 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
 
 
 def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """Return the costs composed from exact records of all layers, at the profile's micro-batch size with index `n`."""
+    """Return the costs of layers that all have exact memory records (`MemoryDetail`).
+
+    `n` is the index of the micro-batch size in the profile.
+    """
     details = [layer.detail[n] for layer in layers]
     storages = CrossingStorages(details)
     crossing, relays, writes = storages.crossing(), storages.relays(), np.array(writes_received(details))

@@ -38,7 +38,7 @@ _EXCEPT_LAST = CHOICES.index("except-last")
 
 
 class BusyTimes(NamedTuple):
-    """Times of stages for one micro-batch, in microseconds; the fields are those of `StageTimes`."""
+    """Compute times of stages for one micro-batch, in microseconds. The fields are those of `StageTimes`."""
 
     forward_us: FloatArray
     backward_us: FloatArray
@@ -57,12 +57,12 @@ def busy_times(
     speed: Numbers = 1.0,
     overhead_us: Numbers = 0.0,
 ) -> BusyTimes:
-    """Return how long stages are busy with one micro-batch.
+    """Return the compute times of stages for one micro-batch.
 
     Args:
         forward_us: Sum of the forward times of the stage's layers.
         backward_us: Sum of the backward times of the stage's layers, without recomputation.
-        recompute: Recompute choice of each stage, as an index into `CHOICES`, or `LAYERS`; negative values mean 0.
+        recompute: Recompute choice of each stage: index into `CHOICES`, or `LAYERS`; negative values mean 0.
         has_backward: False for stages without a backward, which recompute nothing.
         layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         speed: Speed of the stage's device, relative to the profiled device.
@@ -76,7 +76,7 @@ def busy_times(
 
 
 class SplitBackwardTimes(NamedTuple):
-    """Times of both passes of a split backward for one micro-batch, in microseconds; fields as in `StageTimes`."""
+    """Times of both passes of a split backward for one micro-batch, in microseconds."""
 
     input_backward_us: FloatArray
     last_input_backward_us: FloatArray
@@ -91,10 +91,10 @@ def split_backward_times(
     speed: Numbers = 1.0,
     overhead_us: Numbers = 0.0,
 ) -> SplitBackwardTimes:
-    """Return the times of both passes of a split backward; recomputation is part of the input-gradient pass.
+    """Return the times of both passes of a split backward. Recomputation is part of the input-gradient pass.
 
     Args:
-        busy: Times of the same stages with whole backwards, which include the time of recomputation.
+        busy: Times of the same stages with whole backwards.
         input_us: Sum of the input-gradient times (I) of the stage's layers.
         weight_us: Sum of the weight-gradient times (W) of the stage's layers.
         speed: Speed of the stage's device, relative to the profiled device.
@@ -109,37 +109,37 @@ def split_backward_times(
 
 
 def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return how much longer the next stage can take for its optimizer's step than this stage: F + B - R + 2 C.
+    """Return how much longer the next stage's optimizer step may take than this stage's: F + B - R + 2 C.
 
-    The next stage ends its last backward earlier than this stage by B - R + C, and begins its next forward later by F +
-    C. The recomputation R does not count, because this stage may recompute while a slower next stage still computes.
+    F, B, R and C are this stage's forward, backward, recomputation and transfer. The next stage ends its last backward
+    earlier, by B - R + C, and begins its next forward later, by F + C. R does not count, because this stage may
+    recompute while a slower next stage still computes.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
 
 
 def extended_tail_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> FloatArray:
-    """Return the delay of the next step by all-reduces and optimizer, after a stage is added before the first stage.
+    """Return the delay of the next step by all-reduces and optimizer steps, after a stage is added before all others.
 
     Args:
         tail_us: Delay for the pipeline without the added stage.
         own_us: Time of the added stage's all-reduce and optimizer step (U).
-        hidden_us: Additional time that later stages have, by the function `hidden_us` of the added stage.
+        hidden_us: Result of the function `hidden_us` for the added stage.
     """
     tail: FloatArray = np.maximum(own_us, np.subtract(tail_us, hidden_us))
     return tail
 
 
 def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
-    """Return the time from a step's last backward to the start of the next step.
+    """Return the delay of the next step by all-reduces and optimizer steps.
+
+    Device k has the additional time sum_{j<k} hidden_j, because it ends its last backward before device 0 and begins
+    the next step after it. So the delay is the largest U_k - sum_{j<k} hidden_j over all devices k, and at least U_0.
 
     Args:
         own_us: Time of all-reduces and optimizer steps (U) of each device; shape (..., K).
         hidden_us: Result of the function `hidden_us` for each device's first stage; shape (..., K).
-
-    Returns:
-        Max over k of U_k - sum_{j<k} hidden_j, shape (...), at least U_0. Device k has the additional time sum_{j<k}
-        hidden_j, because it ends its last backward before device 0 and begins the next step after it.
     """
     tail: FloatArray = np.zeros(own_us.shape[:-1])
     for k in reversed(range(own_us.shape[-1])):
@@ -148,7 +148,7 @@ def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
 
 
 def shared_gradient_bytes(ties: Sequence[TiedParameters], first: IntArray | int, end: IntArray | int) -> FloatArray:
-    """Return the gradient bytes of shared parameters that a sum over layers first..end-1 would count twice.
+    """Return the gradient bytes of shared parameters that a sum over the layers of a stage would count twice.
 
     Args:
         ties: Shared parameters of the chain.
@@ -163,7 +163,7 @@ def shared_gradient_bytes(ties: Sequence[TiedParameters], first: IntArray | int,
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSums:
-    """Prefix sums of costs: entry i is the sum over layers 0 to i - 1; arrays of shape (L+1,).
+    """Prefix sums of layer costs, shape (L+1,): entry i is the sum over the layers 0 to i - 1.
 
     The sum over a stage is the difference of two entries.
     """
@@ -182,10 +182,10 @@ class ChainSums:
 
     @classmethod
     def of(cls, costs: ChainCosts, cluster: Cluster, replicas: int) -> "ChainSums":
-        """Return the prefix sums of a chain's costs.
+        """Return the prefix sums of the costs of all layers.
 
         Args:
-            costs: Costs of the chain at the micro-batch size.
+            costs: Costs of the layers at the micro-batch size.
             cluster: Devices and links.
             replicas: R.
         """
@@ -204,12 +204,12 @@ class ChainSums:
     def busy_times(
         self, first: IntArray, end: IntArray, recompute: ArrayLike, *, speed: Numbers, layers_us: Numbers = 0.0
     ) -> BusyTimes:
-        """Return how long stages of layers first..end-1 are busy with one micro-batch; see the function `busy_times`.
+        """Return the compute times of stages for one micro-batch.
 
         Args:
             first: First layer of each stage.
             end: One past the last layer of each stage; arrays are broadcast.
-            recompute: Index into `CHOICES`, or `LAYERS`.
+            recompute: Recompute choice of each stage: index into `CHOICES`, or `LAYERS`.
             speed: Speed of the stage's device, relative to the profiled device.
             layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         """
@@ -226,7 +226,7 @@ class ChainSums:
     def split_backward_times(
         self, busy: BusyTimes, first: IntArray, end: IntArray, *, speed: Numbers
     ) -> SplitBackwardTimes:
-        """Return the times of both passes of a split backward of layers first..end-1.
+        """Return the times of both passes of a split backward.
 
         Args:
             busy: Times of the same stages with whole backwards.
@@ -248,7 +248,7 @@ class ChainSums:
         return sums_before(self.costs.split_backward.input_us), sums_before(self.costs.split_backward.weight_us)
 
     def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:
-        """Return the time of the all-reduce and the optimizer's step (U) of stages of layers first..end-1.
+        """Return the time (U) of each stage's all-reduce and optimizer step, in microseconds.
 
         Args:
             first: First layer of each stage.
@@ -259,7 +259,7 @@ class ChainSums:
         return optimizer_us if self.replicas == 1 else optimizer_us + self.replica_sums_us(first, end)
 
     def replica_sums_us(self, first: IntArray, end: IntArray) -> FloatArray:
-        """Return the all-reduce time of the gradients of layers first..end-1, in microseconds."""
+        """Return the time of each stage's gradient all-reduce over the replicas, in microseconds."""
         gradient_bytes = self.gradient_bytes[end] - self.gradient_bytes[first]
         unshared_bytes = gradient_bytes - shared_gradient_bytes(self.costs.ties, first, end)
         return self.cluster.allreduce_us(unshared_bytes, self.replicas)

@@ -1,8 +1,8 @@
-"""Compute sums and maxima over the layers of stages, for many stages of a chain at once.
+"""Memory of many stages of a chain at once: sums and maxima over the layers of each stage.
 
-A window has a row for each of several first layers and a column for each of several last layers, or of several lengths.
-Each entry is a stage. `planner.core.cost.parts` composes the bytes of stages into parts of memory, and
-`planner.core.cost.peak_points` counts the parts at each point in the step.
+A table has one row for each of several first layers, and one column for each of several last layers or lengths. Each
+entry is a stage. `planner.core.cost.parts` divides the bytes of stages into parts, and `planner.core.cost.peak_points`
+counts the parts at each point in the step.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,10 +25,10 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagePeaks:
-    """Highest memory of the running micro-batch, for many stages at once, in bytes.
+    """Peak memory of the micro-batch that runs on a stage, for many stages at once, in bytes.
 
     Received input and transfer buffers are not included. Backwards include the stage's output, which the engine stores
-    until they end. Without exact records, values are transient memory, on top of all saved memory.
+    until they end. Without exact records, the arrays contain transient memory, in addition to all saved memory.
     """
 
     forward: FloatArray
@@ -50,7 +50,7 @@ class StagePeaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitBackwardMemory:
-    """Bytes of many stages with a split backward; I is the input-gradient pass, W the weight-gradient pass."""
+    """Memory of many stages with a split backward; I is the input-gradient pass, W the weight-gradient pass."""
 
     held: FloatArray
     """Bytes that a micro-batch stores between I and W."""
@@ -67,10 +67,11 @@ class SplitBackwardMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stages:
-    """Bytes of all stages of a window; arrays have shape (firsts, ends) or broadcast to it, see `stages_in`.
+class StageTable:
+    """Memory of many stages, in bytes: one row per first layer, one column per last layer or length.
 
-    Values of stages whose last layer is before their first are meaningless.
+    Some arrays have one row, one column or both, if all entries are equal. Entries whose last layer is before the first
+    layer are meaningless.
     """
 
     micro_batches: int
@@ -84,8 +85,7 @@ class Stages:
     casts: FloatArray
     rewritten: FloatArray
     renewed: FloatArray
-    """Tensors that each forward stores in module attributes; every micro-batch that keeps its activations keeps a
-    copy."""
+    """Tensors that each forward stores in module attributes; a micro-batch that keeps its activations has its own."""
     data: FloatArray
     """Bytes of inputs and targets of the mini-batch that the stage reads."""
     input: FloatArray
@@ -112,31 +112,36 @@ class Stages:
     split_backward: SplitBackwardMemory | None
     """Memory with a split backward; None if not requested."""
     recomputes_layers: bool = False
-    """True if `saved` and `peaks` apply to stages that recompute single layers."""
+    """True if `saved` and `peaks` are for stages that recompute some of their layers."""
 
 
-def stages_in(
-    costs: ChainCosts, firsts: IntArray, columns: slice | int, *, micro_batches: int, splits_backward: bool = False
-) -> Stages:
-    """Return all stages that begin with one of the layers `firsts` and end with one of the layers `columns`.
+def stage_table(
+    costs: ChainCosts, firsts: IntArray, lasts: slice | int, *, micro_batches: int, splits_backward: bool = False
+) -> StageTable:
+    """Return the memory of all stages that begin with one of `firsts` and end with one of `lasts`.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
+        costs: Costs of the layers at the plan's micro-batch size.
         firsts: First layers.
-        columns: Last layers. In a chain that `is_simple`, this may be a number of columns for stages of 1, 2, … layers;
-            values of stages beyond the end of the chain are then meaningless.
+        lasts: Last layers. A number n means stages of 1 to n layers instead, if `is_simple` holds for the chain; stages
+            beyond the end of the chain are then meaningless.
         micro_batches: M.
-        splits_backward: True to include the memory with a split backward; only if `columns` is a slice.
+        splits_backward: True to include the memory with a split backward; only if `lasts` is a slice.
 
     Complexity: O(columns) for each of `firsts`.
     """
-    window = StageWindow(costs, firsts, columns)
-    stages = window.stages(micro_batches)
-    return replace(stages, split_backward=window.split_backward(stages)) if splits_backward else stages
+    builder = StageTableBuilder(costs, firsts, lasts)
+    stages = builder.table(micro_batches)
+    return replace(stages, split_backward=builder.split_backward(stages)) if splits_backward else stages
 
 
-def with_recomputed_layers(stages: Stages, levels: SavedAndPeaks[Any]) -> Stages:
-    """Return the stages in whole bytes, with saved bytes and peaks from `levels` of stages with recomputed layers."""
+def with_recomputed_layers(stages: StageTable, levels: SavedAndPeaks[Any]) -> StageTable:
+    """Return the stages in whole bytes, with `levels` as saved bytes and peaks.
+
+    Args:
+        stages: The stages without recomputation.
+        levels: Saved bytes and peaks of these stages if they recompute some of their layers.
+    """
 
     def of_all(size: FloatArray | float) -> FloatArray:
         return np.full(stages.shape, size)
@@ -174,7 +179,7 @@ def _whole(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def with_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]]) -> _Record:
-    """Return a record in which `change` was applied to each array; None stays None."""
+    """Return a copy of a record with `change` applied to each array; None stays None."""
     if record is None:
         return record
     whole: Any = record
@@ -188,11 +193,8 @@ def with_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]])
     return cast("_Record", replace(whole, **changed))
 
 
-class StageWindow:
-    """Sums and running maxima over the layers of all stages of a window.
-
-    Rows are first layers, columns last layers. If columns are given as lengths, each row has its own last layers.
-    """
+class StageTableBuilder:
+    """Builder of a `StageTable`: sums and maxima over the layers of each stage."""
 
     def __init__(self, costs: ChainCosts, firsts: IntArray, columns: slice | int) -> None:
         self.costs = costs
@@ -209,8 +211,8 @@ class StageWindow:
             self.passing = RelayedTensors(costs, firsts, self.columns)
         self.saved_before = sums_before(costs.memory.saved)[firsts][:, None]
 
-    def stages(self, micro_batches: int) -> Stages:
-        """Return the stages of the window, see `stages_in`."""
+    def table(self, micro_batches: int) -> StageTable:
+        """Return the memory of the stages; see `stage_table`."""
         costs, passing = self.costs, self.passing
         state, edge, shape = costs.state, costs.boundaries, (len(self.firsts), self.last.shape[1])
         is_last = self.last == costs.num_layers - 1
@@ -230,7 +232,7 @@ class StageWindow:
         always = {item: self._sums_with_ties(getattr(state, item), item) for item in ALWAYS}
         always["buffers"] = always["buffers"] + self.sums(costs.memory.attributes)
         batch = np.where(self.first == 0, edge.input[0], 0.0) + np.where(is_last, costs.target, 0.0)
-        return Stages(
+        return StageTable(
             micro_batches=micro_batches,
             exact=costs.exact,
             shape=shape,
@@ -258,7 +260,7 @@ class StageWindow:
             split_backward=None,
         )
 
-    def split_backward(self, stages: Stages) -> SplitBackwardMemory:
+    def split_backward(self, stages: StageTable) -> SplitBackwardMemory:
         """Return the memory of the stages with a split backward."""
         costs, split_backward = self.costs, self.costs.split_backward
         by_input = np.maximum(costs.gradients - split_backward.weight_gradients, 0.0)
@@ -294,7 +296,7 @@ class StageWindow:
         )
 
     def sums(self, per_layer: FloatArray) -> FloatArray:
-        """Return the sum over the layers of every stage; shape (1, 1) if all values are 0."""
+        """Return, for each stage, the sum of `per_layer` over its layers; shape (1, 1) if all values are 0."""
         if not per_layer.any():
             return np.zeros((1, 1))
         through = sums_before(per_layer)
@@ -302,16 +304,16 @@ class StageWindow:
         return between
 
     def highest(self, levels: FloatArray) -> FloatArray:
-        """Return the maximum of `levels` over the layers of every stage in the window.
+        """Return, for each stage, the maximum of `levels` over its layers.
 
         Args:
-            levels: Bytes of each layer (column) for each first layer of a stage (row); broadcast to this shape.
+            levels: Bytes of each layer (column), for each first layer of a stage (row), or broadcast to this shape.
         """
         running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, levels, 0.0), axis=1)
         return running
 
     def _highest_backward(self, level: FloatArray, end_twice: FloatArray, which: Backward | None = None) -> FloatArray:
-        return self.passing.highest_backward(level[self.columns], end_twice[self.columns], which) - self.saved_before
+        return self.passing.peak_backward(level[self.columns], end_twice[self.columns], which) - self.saved_before
 
     def _sums_with_ties(self, per_layer: FloatArray, component: str) -> FloatArray:
         total = self.sums(per_layer)
@@ -331,8 +333,8 @@ class StageWindow:
         costs, levels, edge, columns = self.costs, self.costs.memory, self.costs.boundaries, self.columns
         passing, casts = self.passing, self.costs.state.casts
         # Received tensors count as the stage's input, even if a later layer of the stage reads them.
-        unkept = passing.received_input(passing.unkept, edge.unkept_input[columns])
-        alive = passing.received_input(passing.all, edge.input_alive[columns])
+        unkept = passing.received_input_bytes(passing.unkept, edge.unkept_input[columns])
+        alive = passing.received_input_bytes(passing.all, edge.input_alive[columns])
         backward = self._highest_backward(levels.backward, levels.end_twice, "later")
         backward = backward - sums_after(casts)[self.last] + output
         first_backward = self._highest_backward(levels.first_backward, levels.end_twice_first, "first")

@@ -1,4 +1,4 @@
-"""Compute the step time of GPipe in closed form.
+"""Step time of GPipe in closed form.
 
 All stages finish their forwards before stage K-1 starts its first backward. So forward and backward are two flow shops,
 one after the other. In the first, M jobs pass the machines stage 0, link 0, stage 1, ..., stage K-1; in the second, in
@@ -18,13 +18,13 @@ def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> floa
     """Return the makespan of `num_jobs` jobs that pass machines in order; all jobs except the last have equal times.
 
     Args:
-        machines: For each machine, the time p of each of the jobs 1..n-1, and the time q of job n.
-        num_jobs: n, at least 1.
+        machines: For each machine, the time p of each of the jobs 1 to n - 1, and the time q of job n.
+        num_jobs: Number of jobs n, at least 1.
 
     Returns:
-        Max over k of sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q, where k is the last machine at which the last job
-        waits for the other jobs. In the code, a is the sum of p so far, x the largest p so far, and d the time at which
-        the last job leaves the machine.
+        The largest sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q over all machines k, on which the last job may wait
+        for the other jobs. In the code, a is the sum of p so far, x the largest p so far, and d the time at which the
+        last job leaves the machine.
     """
     a = x = d = 0.0
     for p, q in machines:
@@ -38,7 +38,7 @@ def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> floa
 
 
 def gpipe_step_us(stages: Sequence[StageTimes], micro_batches: int) -> float:
-    """Return the time from the first forward to the last backward of GPipe with M micro-batches, in microseconds."""
+    """Return the time from the first forward to the end of the last backward of GPipe, in microseconds."""
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []  # collected from stage 0 to K-1, and run from K-1 to 0
     received_us = 0.0

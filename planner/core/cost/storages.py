@@ -1,7 +1,8 @@
-"""Storages that cross the boundaries of a chain, the layers that make them, and the layers that save them.
+"""Storages that cross the boundaries of a chain, the layers that create them, and the layers that save them.
 
 A storage may cross several boundaries (views, in-place layers, skip connections). It is saved if any layer saves a
-tensor in it. It counts once, at the layer that made it. Comparisons with real allocators show that this rule is exact.
+tensor in it. It counts once, at the layer that created it. Comparisons with real allocators show that this rule is
+exact.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from planner.core.values.profile import BoundaryTensor, LayerProfile, MemoryDeta
 
 
 class Relay(NamedTuple):
-    """Tensor that consecutive layers pass on unchanged, so that its gradient is also passed back unchanged."""
+    """Tensor that consecutive layers pass on unchanged. Its gradient is also passed back unchanged."""
 
     origin: int
     place: int
@@ -21,19 +22,20 @@ class Relay(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """Storage that crosses boundaries."""
+    """Bytes of a storage that crosses boundaries, by the kind of layer that saves it."""
 
     until: int
     bytes: tuple[float, float, float]
-    """Bytes of the storage, in one of three entries; the other two entries are 0.
-
-    The first entry is used if a receiving layer saves the storage, the second if only the layer that makes it does,
-    and the third if no layer saves it.
-    """
+    """The bytes are in one of three entries, and the other two are 0: entry 0 if a receiving layer saves the
+    storage, entry 1 if only the layer that creates it saves it, entry 2 if no layer saves it."""
 
 
 def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], Crossing]:
-    """Return the storages that cross boundaries if a profile has only the required fields: one output per layer."""
+    """Return the storages that cross boundaries, for layers without exact memory records.
+
+    Each layer then has one output, which crosses only the next boundary. `n` is the index of the micro-batch size in
+    the profile.
+    """
     outputs = {}
     for index, layer in enumerate(layers):
         output, saved = float(layer.output_bytes[n]), float(layer.saved_bytes[n])
@@ -43,12 +45,12 @@ def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int,
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Storage that crosses boundaries, with the layers that make, save and receive it."""
+    """Storage that crosses boundaries, with the layers that create, save and receive it."""
 
     origin: int
-    """Layer that makes the storage; -1 for the model's input."""
+    """Layer that creates the storage; -1 for the model's input."""
     place: int
-    """Index among the storages that this layer makes."""
+    """Index among the storages that this layer creates."""
     bytes: int
     kept: bool
     """True if any layer saves the storage."""
@@ -60,7 +62,7 @@ class Storage:
 
 
 class CrossingStorages:
-    """Table of the storages that cross boundaries."""
+    """All storages that cross boundaries of a chain, found from exact memory records."""
 
     def __init__(self, details: Sequence[MemoryDetail]) -> None:
         self.details = details
@@ -104,7 +106,7 @@ class CrossingStorages:
         return storage
 
     def saved(self) -> list[float]:
-        """Return the bytes saved for backward, by layer. A saved storage counts at the layer that made it."""
+        """Return the bytes that each layer saves for backward. A storage counts only at the layer that creates it."""
         saved = [float(detail.internal_bytes) for detail in self.details]
         for storage in self.storages:
             if storage.kept and storage.origin >= 0:
@@ -112,7 +114,7 @@ class CrossingStorages:
         return saved
 
     def crossing(self) -> dict[tuple[int, int], Crossing]:
-        """Return every storage by its maker: the layer that makes it, and its index among this layer's storages."""
+        """Return every storage, by the layer that creates it and its index among this layer's storages."""
         crossing = {}
         for each in self.storages:
             own = float(each.bytes)
@@ -121,7 +123,7 @@ class CrossingStorages:
         return crossing
 
     def relays(self) -> dict[Relay, int]:
-        """Return the tensors that layers pass on, with bytes of gradients; consecutive layers form one relay."""
+        """Return the tensors that layers pass on unchanged, each with the bytes of its gradient."""
         relays = {}
         for each in self.storages:
             sizes = each.relaying
@@ -132,15 +134,15 @@ class CrossingStorages:
         return relays
 
     def passing(self) -> list[int]:
-        """Return, for each layer, the bytes of storages from earlier layers that cross the boundary after it."""
+        """Return, for the boundary after each layer, the bytes of storages that earlier layers created."""
         return [sum([s.bytes for s in each if s.origin < n]) for n, each in enumerate(self.crossing_after)]
 
     def bytes_after(self) -> list[int]:
-        """Return the bytes that cross the boundary after each layer; a storage of several tensors counts once."""
+        """Return, for the boundary after each layer, the bytes that cross it; a storage counts once."""
         return [sum([storage.bytes for storage in each]) for each in self.crossing_after]
 
     def unkept_after(self) -> list[int]:
-        """Return, for each layer, the bytes of storages that no layer saves and that cross the boundary after it."""
+        """Return, for the boundary after each layer, the bytes of crossing storages that no layer saves."""
         return [sum([storage.bytes for storage in each if not storage.kept]) for each in self.crossing_after]
 
 

@@ -1,4 +1,4 @@
-"""Compute the memory of waiting gradients, which belong to parameters that several layers of a stage share.
+"""Memory of waiting gradients, which belong to parameters that several layers of a stage share.
 
 Autograd sums the gradients of all uses of a parameter within a micro-batch, and adds the sum to the gradient of earlier
 micro-batches. So a second gradient exists from the backward of the last layer that uses the parameter to the backward
@@ -24,16 +24,13 @@ Backward = Literal["first", "later"]
 
 
 class WaitingGradients(NamedTuple):
-    """Bytes of gradients of shared parameters that wait, for the stages that begin with some of the first layers."""
+    """Bytes of waiting gradients of shared parameters, for stages that begin with some of the first layers."""
 
     rows: BoolArray
-    """True for the entries of `firsts` (the argument of `waiting_rows`) to which `bytes` applies; shape (firsts,)."""
+    """True for each of the `firsts` of `waiting_rows` to which `bytes` applies; shape (firsts,)."""
     bytes: FloatArray
-    """Bytes to add to the highest memory of a backward; shape (layers, ends): layer that runs, last layer of the stage.
-
-    Values for the first backward may be negative, because its highest memory includes the gradients of all later
-    layers.
-    """
+    """Bytes to add to the peak memory of a backward; shape (layers, ends): layer that runs, last layer of the stage.
+    They may be negative in the first backward, whose peak includes the gradients of all later layers."""
 
 
 def waiting_rows(
@@ -42,8 +39,8 @@ def waiting_rows(
     """Yield the bytes of waiting gradients, for groups of stages that contain the same shared parameters.
 
     Args:
-        costs: Costs of the chain.
-        backward: Backward of the first micro-batch, or of a later micro-batch.
+        costs: Costs of the layers.
+        backward: `first` or `later` micro-batch.
         firsts: First layers of stages.
         layers: Layers whose backward runs.
         ends: Last layers of stages.
@@ -69,7 +66,7 @@ def waiting_rows(
 
 
 def staying_gradients(costs: ChainCosts) -> FloatArray:
-    """Return the bytes by which the peak of each layer's backward grows if its gradients are not freed; shape (L,)."""
+    """Return how many bytes each layer's backward peak grows if its gradients are not freed; shape (L,)."""
     first = costs.memory.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
     later = costs.memory.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))
@@ -84,13 +81,13 @@ def waiting_in(costs: ChainCosts, backward: Backward, first: int, end: int) -> F
     """Return the bytes of gradients that wait while the backward of each layer of one stage runs.
 
     Args:
-        costs: Costs of the chain.
-        backward: Backward of the first micro-batch, or of a later micro-batch.
+        costs: Costs of the layers.
+        backward: `first` or `later` micro-batch.
         first: First layer of the stage.
         end: One past its last layer.
 
     Returns:
-        Bytes to add to the highest memory of each layer's backward, shape (end - first,).
+        Bytes to add to the peak memory of each layer's backward, shape (end - first,).
     """
     firsts, layers = np.array([first]), np.arange(first, end)
     for waiting in waiting_rows(costs, backward, firsts, layers=layers, ends=layers[-1:]):

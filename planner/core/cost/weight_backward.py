@@ -1,4 +1,4 @@
-"""Compute the highest memory during weight-gradient passes (W), for many stages at once.
+"""Peak memory of weight-gradient passes (W), for many stages at once.
 
 W of a stage runs from the last layer to the first layer. While W of one layer runs, these bytes exist:
 
@@ -20,44 +20,44 @@ from planner.core.cost.chain_costs import ChainCosts, sums_after, sums_before
 from planner.core.cost.passing import RelayedTensors
 
 if TYPE_CHECKING:
-    from planner.core.cost.stages import StageWindow
+    from planner.core.cost.stages import StageTableBuilder
 
 
-def weight_peaks(window: "StageWindow", passing: RelayedTensors) -> tuple[FloatArray, FloatArray]:
-    """Return the highest memory in the first W, including the gradients that it creates, and in a later W.
+def weight_peaks(builder: "StageTableBuilder", passing: RelayedTensors) -> tuple[FloatArray, FloatArray]:
+    """Return the peak memory of each stage's first W, with the gradients that it creates, and of a later W.
 
     Args:
-        window: Stages.
+        builder: Builder of the table of stages.
         passing: Tensors that these stages receive and send on.
 
     Returns:
-        Two arrays of bytes, shape (firsts, columns).
+        Two arrays of bytes, one row per first layer and one column per last layer.
     """
     costs, columns, split_backward, casts = (
-        window.costs,
-        window.columns,
-        window.costs.split_backward,
-        window.costs.state.casts,
+        builder.costs,
+        builder.columns,
+        builder.costs.split_backward,
+        builder.costs.state.casts,
     )
-    levels, held_before = weight_backward_peaks(costs), sums_before(split_backward.held)[window.firsts][:, None]
+    levels, held_before = weight_backward_peaks(costs), sums_before(split_backward.held)[builder.firsts][:, None]
     # Levels include gradients of all later layers of the chain.
-    first = passing.highest_weight_backward(levels.first[columns], "first")
+    first = passing.peak_weight_backward(levels.first[columns], "first")
     first = first - sums_after(levels.waiting)[None, columns] - held_before
-    later = passing.highest_weight_backward(split_backward.weight[columns], "later")
+    later = passing.peak_weight_backward(split_backward.weight[columns], "later")
     later = later - sums_after(casts)[None, columns] - held_before
     if not casts.any():
         return first, later
-    waiting = window.sums(casts)
-    at_end = np.where(waiting > 0, waiting + window.highest(levels.turning[columns]), 0.0)
-    at_end_of_first = window.sums(split_backward.weight_gradients) + window.highest(casts[columns])
+    waiting = builder.sums(casts)
+    at_end = np.where(waiting > 0, waiting + builder.highest(levels.turning[columns]), 0.0)
+    at_end_of_first = builder.sums(split_backward.weight_gradients) + builder.highest(casts[columns])
     return np.maximum(first, at_end_of_first), np.maximum(later, at_end)
 
 
 class WeightBackwardPeaks(NamedTuple):
-    """Highest memory of W of each layer, with waiting gradients of autocast copies; arrays of shape (L,) in bytes."""
+    """Peak memory of W of each layer under autocast, in bytes; every array has shape (L,)."""
 
     first: FloatArray
-    """Highest memory in the first W, including `waiting` of all later layers of the chain."""
+    """Peak memory of the first W, including `waiting` of all later layers of the chain."""
     waiting: FloatArray
     """Bytes of the layer's gradients that exist from the layer's W until W of the whole stage ends."""
     turning: FloatArray
@@ -66,7 +66,7 @@ class WeightBackwardPeaks(NamedTuple):
 
 
 def weight_backward_peaks(costs: ChainCosts) -> WeightBackwardPeaks:
-    """Return the highest memory of W of each layer, for stages that end with the last layer of the chain."""
+    """Return the peak memory of W of each layer, for stages that end with the last layer of the chain."""
     split_backward, casts = costs.split_backward, costs.state.casts
     made = split_backward.weight_gradients
     # A parameter with a low-precision copy first has a gradient of the copy.

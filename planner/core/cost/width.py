@@ -28,16 +28,16 @@ from planner.core.values.units import pluralize
 
 
 def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Link) -> float:
-    """Return the time of a layer's all-reduces within a group, for one direction of a micro-batch.
+    """Return the time of a layer's all-reduces in the forward or in the backward of a micro-batch, in microseconds.
 
     Args:
-        size_bytes: Bytes of all all-reduces of the layer together.
+        size_bytes: Bytes of all these all-reduces together.
         count: Number of all-reduces.
-        tensor_parallel: GPUs of a group (T).
+        tensor_parallel: Number of GPUs that share each layer (T).
         link: Link within a node.
 
     Returns:
-        The time in microseconds; 0 for T = 1.
+        The time; 0 for T = 1.
     """
     if tensor_parallel == 1:
         return 0.0
@@ -46,30 +46,29 @@ def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Li
 
 
 def widths_of(profile: Profile) -> tuple[int, ...]:
-    """Return the widths (numbers of GPUs that share each layer) for which the profile has costs, ascending."""
+    """Return the numbers of GPUs that share each layer (widths) for which the profile has costs, ascending."""
     return tuple(sorted(layers_by_width(profile)))
 
 
 def has_collectives(profile: Profile, width: int) -> bool:
-    """Return True if the profile's times do not include the all-reduces in groups of `width` GPUs."""
+    """Return True if all-reduces among `width` GPUs must be added to the profile's times."""
     layers = layers_by_width(profile)[width]
     return width > 1 and any(layer.collectives or layer.collective_bytes for layer in layers)
 
 
 def profile_at_width(profile: Profile, cluster: Cluster) -> Profile:
-    """Return the profile at a cluster's tensor-parallel width. Each device of the cluster is a group of GPUs.
+    """Return the profile for the number of GPUs that share each layer in a cluster (its width).
 
-    Times of the result include the collectives within a group.
-
-    If replicas divide the optimizer, each layer has the optimizer costs of one replica. If experts are divided among E
-    replicas, the optimizer is divided only among the R/E replicas with the same experts.
+    Times of the result include the all-reduces among these GPUs. If replicas divide the optimizer, each layer has the
+    optimizer costs of one replica. If experts are divided among E of R replicas, the optimizer is divided among the R/E
+    replicas with the same experts.
 
     Args:
         profile: Profile with one or several widths.
-        cluster: Cluster whose devices are the groups.
+        cluster: Cluster in which each device is a group of GPUs that share each layer.
 
     Returns:
-        Profile with one width; `profile` itself if it has only this width, no collectives, and the whole optimizer.
+        Profile with one width; `profile` itself if it needs no change.
 
     Raises:
         UsageError: The profile has no costs for the width.
@@ -85,23 +84,20 @@ def profile_at_width(profile: Profile, cluster: Cluster) -> Profile:
 
 
 def profile_of_plan(plan: Plan, profile: Profile) -> Profile:
-    """Return the profile at the plan's tensor-parallel width, with times that include collectives.
+    """Return the profile for the plan's number of GPUs that share each layer, with times that include all-reduces.
 
     Raises:
-        UsageError: The profile has no costs for the width.
+        UsageError: The profile has no costs for this number.
     """
     return profile_at_width(profile, plan.cluster)
 
 
 def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
-    """Return the widths (numbers of GPUs that share each layer) that a request allows, ascending.
+    """Return the numbers of GPUs that share each layer (widths) that a request allows, ascending; at least one.
 
     Args:
         profile: The profile.
         inputs: The request.
-
-    Returns:
-        At least one width.
 
     Raises:
         UsageError: No width is possible, or the link within a node is unknown.
@@ -123,16 +119,16 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
 
 
 def merge_widths(profiles: Mapping[str, Profile]) -> Profile:
-    """Return one profile with the widths of several profiles of the same model on the same device.
+    """Return one profile from several profiles of a model that differ in the number of GPUs that share each layer.
 
     Args:
         profiles: The profiles by the names of their files.
 
     Returns:
-        The merged profile; the smallest width comes first.
+        The merged profile; the smallest number comes first.
 
     Raises:
-        UsageError: Two profiles differ in more than the width, or have the same width.
+        UsageError: Two profiles differ in more than this number, or have the same number.
     """
     ordered = sorted(profiles.items(), key=lambda item: item[1].tensor_parallel)
     (name, first), *others = ordered
@@ -169,23 +165,23 @@ _SAME: Final[Mapping[str, Callable[[Profile], object]]] = {
 
 
 def with_layers(profile: Profile, change: Callable[[LayerProfile], LayerProfile]) -> Profile:
-    """Return the profile with `change` applied to every layer at every width."""
+    """Return the profile with `change` applied to every layer, for each number of GPUs that share the layers."""
     widths = tuple(replace(width, layers=tuple(map(change, width.layers))) for width in profile.widths)
     return replace(profile, layers=tuple(map(change, profile.layers)), widths=widths)
 
 
 class WidthTables:
-    """Cost tables of a profile at every width; each table is computed once."""
+    """Cost tables of a profile, one for each number of GPUs that share each layer, computed on first use."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._tables: dict[tuple[int, int, Link, float], CostTable] = {}
 
     def at(self, cluster: Cluster) -> CostTable:
-        """Return the cost table at the tensor-parallel width of a cluster.
+        """Return the cost table for the number of GPUs that share each layer in `cluster`.
 
         Raises:
-            UsageError: The profile has no costs for the width.
+            UsageError: The profile has no costs for this number.
         """
         key = cluster.tensor_parallel, cluster.optimizer_shards, cluster.link, cluster.speed(0)
         if key not in self._tables:
@@ -194,7 +190,7 @@ class WidthTables:
 
 
 def layers_by_width(profile: Profile) -> dict[int, tuple[LayerProfile, ...]]:
-    """Return the layers of the profile by width (number of GPUs that share each layer)."""
+    """Return the layers of the profile, by the number of GPUs that share each layer."""
     return {profile.tensor_parallel: profile.layers, **{each.tensor_parallel: each.layers for each in profile.widths}}
 
 

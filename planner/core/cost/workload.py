@@ -41,7 +41,7 @@ class Workload:
 
 
 def workload_of(profile: Profile) -> Workload:
-    """Return the work of a sample of the profiled model, at the largest profiled micro-batch size."""
+    """Return the tokens and FLOPs of a sample, from the costs at the largest profiled micro-batch size."""
     sizes = profile.micro_batch_sizes
     n = sizes.index(max(sizes))
     return Workload(
@@ -57,7 +57,7 @@ def workload_of(profile: Profile) -> Workload:
 
 
 def training_run(inputs: Inputs, step_us: float, workload: Workload, *, devices: int = 0) -> TrainingRun | None:
-    """Return duration and cost of the training run whose length a request gives.
+    """Return the duration and cost of the training run whose length a request gives.
 
     Args:
         inputs: The request, with the length of the run or a price.
@@ -66,8 +66,8 @@ def training_run(inputs: Inputs, step_us: float, workload: Workload, *, devices:
         devices: Number of devices to pay for; 0 for those of the request.
 
     Returns:
-        The training run; a run of one step if only the price is given. None if neither length nor price is given, or if
-        the length is in tokens and the tokens of a sample are not known.
+        The training run, which has one step if only the price is given. None if neither length nor price is given, or
+        if the length is in tokens and the number of tokens of a sample is not known.
     """
     samples = inputs.samples
     if inputs.tokens and workload.tokens:

@@ -11,7 +11,7 @@ from planner.core.cost.device_memory import SharedBytes, bytes_by_component, sub
 from planner.core.cost.parts import Parts, parts_of, shared_parts_of
 from planner.core.cost.peak_points import PARTS
 from planner.core.cost.stage_time import CHOICES, ChainSums, hidden_us
-from planner.core.cost.stages import Stages, stages_in
+from planner.core.cost.stages import StageTable, stage_table
 from planner.core.schedule import KINDS
 from planner.core.values.plan import ITEMS, Recompute
 from planner.show.explore.tables import ZERO, NumberTable
@@ -43,7 +43,7 @@ class _Block(NamedTuple):
 
     rows: IntArray
     """Indices of the rows."""
-    stages: Stages
+    stages: StageTable
     """All stages between some first layers and some last layers; more than the rows."""
     places: tuple[IntArray, IntArray]
     """Position of each row's stage in `stages`."""
@@ -100,7 +100,7 @@ def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator
         rows = np.flatnonzero((group >= at) & (group < stop))
         yield _Block(
             rows=rows,
-            stages=stages_in(costs, firsts[at:stop], columns, micro_batches=micro_batches, splits_backward=True),
+            stages=stage_table(costs, firsts[at:stop], columns, micro_batches=micro_batches, splits_backward=True),
             places=(group[rows] - at, cells.end[rows] - 1 - columns.start),
             received=costs.boundaries.input[cells.first[rows]],
         )

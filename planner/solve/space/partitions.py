@@ -23,7 +23,7 @@ from planner.core.cost.layer_memory import SavedAndPeaks, least_saved_and_peaks,
 from planner.core.cost.peak_points import PARTS, peak_part_counts
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import CHOICES, BusyTimes, SplitBackwardTimes, hidden_us, optimizer_tail_us
-from planner.core.cost.stages import Stages, stages_in, with_recomputed_layers
+from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
 from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule
 from planner.core.values.placement import device_of, stages_on
@@ -267,10 +267,10 @@ class Evaluator:
         fill_stage_tables(list(np.moveaxis(parts, -1, 0)), block)
         return parts
 
-    def _stages_in(self, firsts: IntArray, stop: int) -> Stages:
+    def _stages_in(self, firsts: IntArray, stop: int) -> StageTable:
         case, layers = self.case, slice(int(firsts[0]), stop)
         splits = case.schedule.splits_backward
-        return stages_in(case.costs, firsts, layers, micro_batches=case.micro_batches, splits_backward=splits)
+        return stage_table(case.costs, firsts, layers, micro_batches=case.micro_batches, splits_backward=splits)
 
     @cached_property
     def _any_by_layers(self) -> ChunkMemoryFunction:

@@ -8,7 +8,7 @@ import pytest
 from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.device_memory import SharedBytes, chunk_memory, shared_bytes
 from planner.core.cost.peak_points import PARTS, part_counts
-from planner.core.cost.stages import SplitBackwardMemory, stages_in
+from planner.core.cost.stages import SplitBackwardMemory, stage_table
 from planner.core.schedule import SCHEDULES
 from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, SplitMemory
 
@@ -64,7 +64,7 @@ def profile_of_layers(*layers: LayerProfile) -> Profile:
 def halves_of(profile: Profile, first: int, end: int) -> SplitBackwardMemory:
     """Return the split backward of the stage of layers `first` to `end - 1`."""
     columns = slice(first, end)
-    halves = stages_in(
+    halves = stage_table(
         costs_at(profile, 1), np.array([first]), columns, micro_batches=4, splits_backward=True
     ).split_backward
     assert halves is not None

@@ -16,7 +16,7 @@ from planner.api.solver_request import request_of
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.memory import stage_memory
-from planner.core.cost.stages import stages_in
+from planner.core.cost.stages import stage_table
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
 from planner.core.values.plan import ProfileReference
@@ -58,7 +58,9 @@ def loss_of_first_word(output: Tensor, _targets: Any) -> Tensor:
 
 def split_memory(costs: ChainCosts, first: int, end: int) -> dict[str, float]:
     """Return the memory components of a stage with split backward, by name."""
-    stage = stages_in(costs, np.array([first]), slice(first, end), micro_batches=3, splits_backward=True).split_backward
+    stage = stage_table(
+        costs, np.array([first]), slice(first, end), micro_batches=3, splits_backward=True
+    ).split_backward
     assert stage is not None
     return {field.name: float(np.ravel(getattr(stage, field.name))[-1]) for field in fields(stage)}
 
