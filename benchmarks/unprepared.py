@@ -29,26 +29,32 @@ from tests.zoo.unprepared import UnpreparedModel, unprepared_models  # noqa: E40
 from tests.zoo.unprepared.running import MICRO_BATCH_SIZE, MICRO_BATCHES, STEPS, Outcome, try_model  # noqa: E402
 
 _TEXT = """\
-# Models that nothing was prepared for
+# Unprepared models
 
 `python benchmarks/unprepared.py` on {cpu}, {cores} cores, torch {torch},
-Python {python}. {models} small models as users write them (`tests/zoo/unprepared`). Each is profiled, check
-included. A model that is not refused is trained as a pipeline of two stages and of three, without recomputation (1F1B)
-and, where the profile allows it, with recomputation (GPipe); and as a V of two devices with split backwards (ZB-V,
-or ZB-H1 if there are fewer than four layers): {steps} steps of {micro_batches} micro-batches of {size} samples,
-each rank in a process of its own. A plain PyTorch loop in another process trains the same micro-batches.
+Python {python}. {models} small models as users write them (`tests/zoo/unprepared`). Each is profiled, including the
+equivalence check. A model that is not refused is trained as a pipeline of two and of three stages, without
+recomputation (1F1B) and, if the profile allows it, with recomputation (GPipe). It is also trained on two devices with
+split backward (ZB-V, or ZB-H1 if it has fewer than four layers). Each run has {steps} steps of {micro_batches}
+micro-batches of {size} samples, and each rank its own process. A plain PyTorch loop in another process trains the same
+micro-batches.
 
-Error: the largest difference of a loss, relative to the loss, or of a parameter or buffer at the end, relative to how
-far it moved. A model is right if that is at most 1e-4, or at most ten times what the plain loop makes of a rounding
-error in its initial parameters. A model is refused if `profile` says no, and what to do.
+The error is the largest difference of a loss, relative to the loss, or of a final parameter or buffer, relative to its
+change during the run. A model is right if its error is at most 1e-4, or at most ten times the difference that a
+rounding error in the initial parameters makes in the plain loop. A model is refused if `profile` refuses it, with the
+reason and a remedy.
 
-{right} are right, {refused} refused, {wrong} wrong, {late} died late, {unhelpful} were refused without help. Of
-those that are right, {removed} lost some cuts, and {kept} must not be recomputed.
+{right} models are right, {refused} are refused, {wrong} are wrong, {late} fail only in training, {unhelpful} are
+refused without a remedy. Of the right models, {removed} lost some cuts, and {kept} must not be recomputed.
 
-The last column is the commit on which a row was measured: {commits}.
+The last column is the commit on which a row was measured: {commits}.{older}
 
 | kind | model | verdict | error | pipelines | profile | problem | commit |
 |---|---|---|---|---|---|---|---|"""
+
+_OLDER = """
+Rows of a commit `before X` were measured on an earlier tree than X and on another CPU, some of them without the V.
+They quote the messages of that tree."""
 
 _GOOD = ("right", "refused")
 
@@ -114,7 +120,8 @@ def _page(rows: dict[tuple[str, str], str]) -> str:
         unhelpful=verdicts["unhelpful"],
         removed=sum("cannot be cut" in said for said in profiled),
         kept=sum("recomputed stages" in said for said in profiled),
-        commits=", ".join(f"{count} of {commit}" for commit, count in commits.most_common()),
+        commits=", ".join(f"{count} {commit}" for commit, count in commits.most_common()),
+        older=_OLDER if any(commit.startswith("before") for commit in commits) else "",
     )
     return "\n".join([text, *known, ""])
 
