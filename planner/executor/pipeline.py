@@ -30,6 +30,7 @@ from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
 from planner.model.optimizer_scope import check_optimizer
 from planner.model.optimizers import ModelOptimizer
+from planner.model.process_group import hide_process_group_in_step
 from planner.model.seeding import seed_process
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ class Pipeline:
         if build is not self.model.build_optimizer and self.balance.num_stages > 1:
             check_optimizer(build, self._assembly.whole_parameters, self.device)  # the profile had another optimizer
         optimizer = ModelOptimizer(build, self._assembly.whole_parameters).build_for(self._assembly.parameter_pairs())
+        hide_process_group_in_step(optimizer)
         self._trainer.record_learning_rates(optimizer)
         return optimizer
 

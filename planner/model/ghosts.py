@@ -12,7 +12,9 @@ A ghost contains one of torch's fake tensors. The model does not get the fake te
 tensors for a sign of compilation and then run other code.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
@@ -39,6 +41,10 @@ SHAPE_ONLY = frozenset(
     )
 )
 """Operators that read the shape of their argument, but none of its values."""
+
+
+_is_updating = ContextVar("_is_updating", default=False)
+"""True inside `updating_parameters`."""
 
 
 class NeedsValuesError(Exception):
@@ -123,6 +129,35 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
     for tensor in tensors:
         if isinstance(tensor, AbsentGhost):
             raise control_flow_error(f'{where} depends on "{tensor.origin}", which another stage has')
+
+
+@contextmanager
+def updating_parameters(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse an optimizer whose step, inside the block, takes values of another stage for this stage's parameters.
+
+    Args:
+        parameters: Parameters of this stage by name.
+
+    Raises:
+        ModelError: The step, or a hook on it, computes with values of another stage and of this stage together.
+    """
+    token = _is_updating.set(True)
+    try:
+        yield
+    finally:
+        _is_updating.reset(token)
+    for name, parameter in parameters.items():
+        # `parameter.data = ghost` leaves a parameter whose memory does not exist; a read of it would end the process.
+        if parameter.numel() and not parameter.is_meta and parameter.data_ptr() == 0:
+            raise _update_error(f'replaces "{name}" by a tensor that another stage has')
+
+
+def _update_error(what: str) -> ModelError:
+    return ModelError(
+        f"`step()` of the optimizer, or a hook on it, {what}",
+        hint="let `step()` update each parameter by its own gradient and state; update a moving average of a weight in "
+        "the `forward` of one module that has both the weight and its average",
+    )
 
 
 def ghost_like(tensor: Tensor, device: torch.device, origin: str = "") -> Ghost:
@@ -226,11 +261,29 @@ def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
     return ghost
 
 
+def _has_values(arguments: Any) -> bool:
+    """Return True if a tensor with at least one dimension among the arguments is no ghost."""
+    found = False
+
+    def look(tensor: Tensor) -> Tensor:
+        nonlocal found
+        found = found or (tensor.ndim > 0 and not isinstance(tensor, FakeTensor))
+        return tensor
+
+    _mapped(look, arguments)
+    return found
+
+
 def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> None:
     """Fill ordinary tensors into which `func` writes an absent ghost with NaN.
 
     Existing tensors cannot become ghosts, so NaN marks wrong results.
+
+    Raises:
+        ModelError: The tensor cannot contain NaN, or an optimizer's step computes with an ordinary tensor and a ghost.
     """
+    if _is_updating.get() and _has_values((args, kwargs)):
+        raise _update_error(f'computes with "{origin}", which another stage has')
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -1,7 +1,6 @@
 """Load a user's model.py: find its functions by name, and call them with the user's settings."""
 
 import contextlib
-import copy
 import importlib.util
 import inspect
 import sys
@@ -23,12 +22,14 @@ from planner.model.autocast import forward_context
 from planner.model.calling import arguments_of
 from planner.model.chain import Chain, chain_of
 from planner.model.configuration import configuration_module
+from planner.model.copying import copy_module
 from planner.model.default_loss import DefaultLoss
 from planner.model.growth import SIZES
 from planner.model.inputs import BATCH_FIRST, input_tensor
 from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
 from planner.model.optimizers import Builder, optimizer_builder
+from planner.model.process_group import hidden_process_group
 from planner.model.settings import public_names, typed_settings
 from planner.model.shared_memory import check_separate_memory
 from planner.model.user_errors import explain_user_errors
@@ -182,7 +183,7 @@ def load_object(
         ModelError: `model` is not an `nn.Module`, or its inputs are unknown.
     """
     module = ModuleType("given")
-    content = {"model": copy.deepcopy(model), "example_batch": example_batch, "loss_fn": loss_fn}
+    content = {"model": copy_module(model), "example_batch": example_batch, "loss_fn": loss_fn}
     vars(module).update({name: value for name, value in content.items() if value is not None})
     loaded = _loaded(
         "the model", module, "model", settings=None, inputs=inputs, optimizer=optimizer, granularity=granularity
@@ -271,7 +272,7 @@ def _builder(
     typed = typed_settings(f"{path}:{name}", value, settings)
 
     def build() -> nn.Module:
-        with explain_user_errors(path, f"`{name}()`"):
+        with explain_user_errors(path, f"`{name}()`"), hidden_process_group():
             model = value(**typed)
         if not isinstance(model, nn.Module):
             raise ModelError(

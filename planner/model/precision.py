@@ -1,6 +1,5 @@
 """Prepare a model for the requested precision: convert it, or run it under autocast."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Model
+from planner.model.copying import copy_module
 from planner.model.load import Batch, LoadedModel, load_model
 
 _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -91,7 +91,7 @@ def converted(module: nn.Module, precision: Precision) -> nn.Module:
     tensors = (*module.parameters(), *module.buffers())
     if dtype is None or not any(t.is_floating_point() and t.dtype != dtype for t in tensors):
         return module
-    return convert(copy.deepcopy(module), precision)
+    return convert(copy_module(module), precision)
 
 
 def dtype_of(module: nn.Module) -> str:

@@ -1,7 +1,6 @@
 """Build the layers of a stage, with the same initial parameters as `torch.manual_seed(S); build_model()`."""
 
 import contextlib
-import copy
 import shlex
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from planner.executor.build.own_stage import BuildError, build_only, to_meta
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, refuse_sparse
 from planner.model.closures import other_reachable_tensors
+from planner.model.copying import copy_module
 from planner.model.ghosts import Ghost, ghost_like
 from planner.model.growth import SIZES
 from planner.model.lean import allocate_parameters
@@ -66,7 +66,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
         # Copy the model and replace every tensor in the copy, because the file may return the same model each time.
         # Tied tensors stay tied.
-        model = copy.deepcopy(model, {id(tensor): _emptied(tensor) for tensor in _all_tensors(model)})
+        model = copy_module(model, {id(tensor): _emptied(tensor) for tensor in _all_tensors(model)})
     model = convert(model, loaded.precision)
     try:
         return loaded.chain(model)
@@ -257,7 +257,7 @@ def _instances_for_stages(model: nn.Module, chain: Chain, count: int) -> list[nn
     changed = {state.name for state in chain.outline.recording.states}
     own = {id(tensor) for name, tensor in named_tensors(model) if name in changed and not tensor.requires_grad}
     tensors = [tensor for tensor in _reachable_tensors([model]) if id(tensor) not in own or isinstance(tensor, Ghost)]
-    return [model, *(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}) for _ in range(count - 1))]
+    return [model, *(copy_module(model, {id(tensor): tensor for tensor in tensors}) for _ in range(count - 1))]
 
 
 def _reachable_tensors(modules: Sequence[nn.Module]) -> list[Tensor]:

@@ -120,8 +120,9 @@ def check_equivalence(
         if len(found.wrong) == found.num_cuts:
             why = next(iter(found.wrong.values()))
             raise ModelError(
-                f"the model cannot be cut: its stages do not train as it does in a plain loop ({why})",
-                hint="let `forward` return what later modules need, instead of passing it in global variables, "
+                f"the model cannot be cut: its stages do not train as it does in a plain loop ({why.text})",
+                hint=why.hint
+                or "let `forward` return what later modules need, instead of passing it in global variables, "
                 "closures or hooks, and keep values that last from step to step in buffers of the module "
                 "(`register_buffer`)",
             )

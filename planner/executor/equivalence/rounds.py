@@ -49,13 +49,24 @@ _DRAWS = 2
 because a change may or may not flip a ReLU."""
 
 
+class Reason(NamedTuple):
+    """Reason why stages do not train as the model does, with a hint if the reason has one of its own."""
+
+    text: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        """Return text and hint in one line."""
+        return "; ".join(filter(None, self))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundResult:
     """Record and wrong cuts of one round of the equivalence check."""
 
     proof: Proof
     num_cuts: int = 0
-    wrong: Mapping[str, str] = field(default_factory=dict)
+    wrong: Mapping[str, Reason] = field(default_factory=dict)
     """Reason for each layer that no stage may end with."""
     is_failure: bool = False
     """True if an error other than a limit on time or memory has prevented the comparison."""
@@ -111,7 +122,7 @@ class CheckRound:
         compared: list[int] = []
         recomputed, took_s = "", 0.0
         relative: dict[str, float] = {}
-        wrong: dict[int, str] = {}
+        wrong: dict[int, Reason] = {}
         for number, cuts in enumerate(split_into_groups(wanted, most)):
             if number and time.monotonic() + took_s > self.request.deadline:
                 break
@@ -172,28 +183,27 @@ class CheckRound:
         found, problem = self._compare_pipeline(cuts, "except-last")
         # If forwards write into state, also compare without recomputation: recomputed layers keep no graph, which the
         # forward of another micro-batch could damage by writing into it.
-        if not problem and not any(rank.writes_state for rank in found):
+        if not problem.text and not any(rank.writes_state for rank in found):
             return _GroupResult(found)
         again, still = self._compare_pipeline(cuts, "never")
-        if not still:
-            return _GroupResult(again, differs_recomputed=problem)
+        if not still.text:
+            return _GroupResult(again, differs_recomputed=str(problem))
         if len(cuts) == 1:
             return _GroupResult(again, wrong={cuts[0]: still})
-        alone: dict[int, str] = {}
+        alone: dict[int, Reason] = {}
         for cut in cuts:
             # A cut for which there is no more time counts as wrong.
             is_late = time.monotonic() > self.request.deadline + self.request.budget_s
             alone[cut] = still if is_late else self._compare_pipeline([cut], "never")[1]
-        wrong = {cut: why for cut, why in alone.items() if why}
+        wrong = {cut: why for cut, why in alone.items() if why.text}
         # If no cut is wrong alone, only several cuts at once cause the problem, and all of them are removed.
         return _GroupResult(again, wrong=wrong or dict.fromkeys(cuts, still))
 
-    def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], str]:
+    def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], Reason]:
         """Train a pipeline with these cuts, and compare it with the reference.
 
         Returns:
-            Differences of each rank, and a text about the largest difference that is not a rounding error; empty if
-            there is none.
+            Differences of each rank, and the largest difference that is not a rounding error; empty if there is none.
         """
         balance = _balance(self.subject, cuts, recompute)
         limit_s = self.request.limit_s
@@ -211,14 +221,15 @@ class CheckRound:
             raise
         except ChildError as error:
             if not _is_lost_connection(error):
-                changes = "modified by an inplace operation" in error.message
-                return [], "; ".join(filter(None, [error.message, error.hint or (_IN_PLACE_HINT if changes else "")]))
+                hint = _IN_PLACE_HINT if "modified by an inplace operation" in error.message else ""
+                # Hints about a training that diverges are wrong here, because the plain loop does not diverge.
+                return [], Reason(error.message, error.hint if error.is_user_error else hint)
             found = self._run_ranks(trial)  # try again, because a connection failed, not a stage
         different = _name_unequal_copies(found)
         if different:
-            return found, different
+            return found, Reason(different)
         relative = _merged_differences(found)
-        return found, largest_unexplained_difference(relative, self._rounding_noise)
+        return found, Reason(largest_unexplained_difference(relative, self._rounding_noise))
 
     def _run_ranks(self, trial: PipelineTrial) -> list[Differences]:
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
@@ -300,7 +311,7 @@ def _wait_for_reference(child: Child) -> None:
 class _GroupResult(NamedTuple):
     found: Sequence[Differences]
     """Differences of each rank."""
-    wrong: Mapping[int, str] = {}
+    wrong: Mapping[int, Reason] = {}
     """Reason for each wrong cut."""
     differs_recomputed: str = ""
     """Text about a difference from the reference that occurs only with recomputation; empty if there is none."""

@@ -28,6 +28,7 @@ from planner.executor.equivalence.differences import (
 )
 from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
+from planner.model.ghosts import updating_parameters
 from planner.model.gradient_files import keep_gradients_in_files
 from planner.model.load import LoadedModel
 from planner.model.module_tensors import attribute_tensors
@@ -118,7 +119,8 @@ class _RankTraining:
         return self._found
 
     def _update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        optimizer.step()
+        with updating_parameters(self._named):
+            optimizer.step()
         if not self._found.late_step:  # of the late steps, only the last update is compared
             self._compare_update(optimizer, step)
         optimizer.zero_grad()

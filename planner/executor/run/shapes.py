@@ -1,6 +1,5 @@
 """Find the shapes of all boundary tensors of a chain, and which layers write or return their input."""
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from planner.executor.run.recompute import RecomputedLayer
 from planner.model.autocast import autocast_dtype, forward_context
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer
+from planner.model.copying import copy_module
 from planner.model.layout import meta_tensor_like
 from planner.model.load import to_device
 from planner.model.module_tensors import attribute_tensors
@@ -173,7 +173,7 @@ def _run_layers(
 
     if is_fake:
         # Copy all layers at once, so that tied parameters stay tied.
-        modules = copy.deepcopy(modules, {id(t): fake(t) for t in (*modules.parameters(), *modules.buffers())})
+        modules = copy_module(modules, {id(t): fake(t) for t in (*modules.parameters(), *modules.buffers())})
 
     def without_values(module: nn.Module, boundary: Boundary) -> _Effects:
         # Copy the tensors: a layer cannot write into a leaf, and a write into the copy can be detected.
@@ -222,7 +222,7 @@ def _on_random_values(module: nn.Module, received: Boundary, precision: Precisio
     held = (*module.parameters(), *module.buffers(), *attribute_tensors(module))
     with keeping_random_state():
         torch.manual_seed(0)
-        module = copy.deepcopy(module, {id(tensor): _random_like(tensor, device) for tensor in held})
+        module = copy_module(module, {id(tensor): _random_like(tensor, device) for tensor in held})
         value = received.rebuild([_random_like(tensor, device).clone() for tensor in received.tensors])
         with forward_context(precision, device):
             effects = _Effects.of(module, value)

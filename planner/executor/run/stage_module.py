@@ -33,6 +33,7 @@ from planner.model.autocast import caching_only_with_graph
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Layer, register
 from planner.model.layout import match_layout
+from planner.model.process_group import hidden_process_group
 from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
 
@@ -133,7 +134,7 @@ class StageModule(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the tensors at the next boundary, without gaps in memory; the loss, on the last stage."""
-        with self.statistics.collecting():
+        with self.statistics.collecting(), hidden_process_group():
             return self._forward(*tensors)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:

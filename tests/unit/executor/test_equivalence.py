@@ -542,7 +542,7 @@ class Grows(nn.Module):
 def test_models_that_change_their_path_later_are_refused(*, frozen: bool) -> None:
     with pytest.raises(ModelError, match="took another path than when it was profiled") as refused:
         checked(lambda: Grows(frozen=frozen))
-    assert "curriculum" in refused.value.hint
+    assert refused.value.hint.startswith("every step must run the same layers")
 
 
 class Clamped(nn.Linear):
@@ -556,8 +556,9 @@ class Clamped(nn.Linear):
 
 @pytest.mark.slow
 def test_weights_changed_in_place_by_forward_are_refused_with_a_hint() -> None:
-    with pytest.raises(ModelError, match=r"a parameter in place: do it after the optimizer's step"):
+    with pytest.raises(ModelError, match="modified by an inplace operation") as refused:
         checked(lambda: nn.Sequential(*(nn.Sequential(Clamped(WIDTH, WIDTH), nn.ReLU()) for _ in range(3))))
+    assert "a parameter in place: do it after the optimizer's step" in refused.value.hint
 
 
 class Unmasked(nn.Module):

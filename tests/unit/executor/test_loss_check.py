@@ -238,3 +238,41 @@ def test_own_losses_average_over_all_labels_as_in_a_plain_loop(tmp_path: Path) -
     write(str(tmp_path / "balance.yaml"), balance)
     (tmp_path / "train.py").write_text(TRAIN)
     run_ranks(4, ["train.py"], tmp_path)
+
+
+def test_tensors_of_an_object_in_the_output_are_no_parameters(tmp_path: Path) -> None:
+    """An autoencoder returns the object of its posterior; the parameters behind it are read through the output."""
+    text = """
+import torch
+from torch import nn
+
+
+class Posterior:
+    def __init__(self, value):
+        self.mean = value.clamp(-1, 1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, value):
+        posterior = Posterior(self.encoder(value))
+        return self.decoder(posterior.mean), posterior
+
+
+def build_model():
+    return Net()
+
+
+def example_batch(batch_size):
+    return torch.randn(batch_size, 4), torch.randn(batch_size, 4)
+
+
+def loss_fn(output, target):
+    return (output[0] - target).square().mean() + output[1].mean.square().mean()
+"""
+    loaded = load_with_loss(tmp_path, text)
+    assert check_loss(loaded).warnings == ()
+    assert check_equivalence(loaded, budget_s=20.0).proof.gradients == 6

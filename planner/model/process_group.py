@@ -1,0 +1,39 @@
+"""Hide torch's process group from the user's code, which then runs as in a plain loop.
+
+Much code has branches such as `if dist.is_initialized(): dist.all_reduce(center)`. In a pipeline, other ranks run other
+layers. They would never join this operation, so this rank would wait for them forever.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def hidden_process_group() -> Iterator[None]:
+    """Let `dist.is_initialized()` return False inside the block, except for operations with an explicit group."""
+    world = dist.group.WORLD
+    dist.group.WORLD = None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = world
+
+
+def hide_process_group_in_step(optimizer: torch.optim.Optimizer) -> None:
+    """Hide the process group in every `step()` of an optimizer."""
+    step = optimizer.step
+
+    @wraps(step)
+    def hidden_step(_self: Any, *args: Any, **kwargs: Any) -> Any:
+        with hidden_process_group():
+            return step(*args, **kwargs)
+
+    # Schedulers of learning rates expect a bound method.
+
+    optimizer.step = MethodType(hidden_step, optimizer)  # type: ignore[method-assign]

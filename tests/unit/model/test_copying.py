@@ -1,0 +1,32 @@
+"""Modules are copied although their attributes hold objects that Python cannot copy."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.model.copying import copy_module
+
+
+class Logs(nn.Module):
+    """Module with an open file, and with a lock beside numbers in a dict."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.file = path.open("w")
+        self.meters: dict[str, Any] = {"lock": threading.Lock(), "sums": [1.0]}
+
+
+def test_a_copy_shares_only_objects_that_cannot_be_copied(tmp_path: Path) -> None:
+    module = nn.Sequential(Logs(tmp_path / "log"))
+    other = nn.Parameter(torch.zeros(2))
+    made: Any = copy_module(module, {id(module[0].layer.bias): other})[0]
+    assert made.file is module[0].file
+    assert made.meters["lock"] is module[0].meters["lock"]
+    assert made.meters["sums"] is not module[0].meters["sums"]
+    assert made.layer.bias is other
+    assert made.layer.weight is not module[0].layer.weight
+    made.file.close()

@@ -1,0 +1,44 @@
+"""The process group is hidden from the user's code, and only from it."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.model.process_group import hidden_process_group, hide_process_group_in_step
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_group_is_visible_again_after_an_error() -> None:
+    with pytest.raises(ValueError, match="not been initialized"), hidden_process_group(), hidden_process_group():
+        dist.get_world_size()
+    assert dist.get_world_size() == 1
+
+
+def test_explicit_groups_work_in_the_block() -> None:
+    """Gradients are summed over replicas while a backward of the model runs."""
+    group = dist.new_group([0])
+    with hidden_process_group():
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_a_step_sees_no_group_and_is_counted_by_schedulers() -> None:
+    seen: list[bool] = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer.register_step_post_hook(lambda *_: seen.append(dist.is_initialized()))
+    before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    hide_process_group_in_step(optimizer)
+    after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.step()
+    before.step()
+    after.step()
+    assert seen == [False]
+    assert dist.is_initialized()
