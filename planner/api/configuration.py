@@ -87,7 +87,7 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
 
 
 def note_part(configuration: Configuration, options: ProfileOptions) -> None:
-    """Add a note if the model has more parts than its language model."""
+    """Call `options.note` if the model has more parts than its language model."""
     if configuration.part:
         options.note(f"only the language model (`{configuration.part}`) is planned, without vision or audio parts")
 

@@ -31,7 +31,7 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
 
 
 def default_batch(profile: Profile, devices: int) -> int:
-    """Return the smallest multiple of the largest profiled size with a sample per device."""
+    """Return the smallest multiple of the largest profiled micro-batch size that is at least `devices`."""
     largest = max(profile.micro_batch_sizes)
     return largest * max(1, ceil(devices / largest))
 

@@ -37,7 +37,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionField:
-    """Field of a dataclass of options: a keyword in Python, and mostly an option too."""
+    """Field of a dataclass of options: a keyword in Python, usually an option on the command line too."""
 
     name: str
     annotation: Any

@@ -59,7 +59,7 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
 
 
 def ineffective_options(options: SolverOptions, inputs: Inputs) -> Iterator[str]:
-    """Yield a note for each given option without effect, because of other options."""
+    """Yield a note for each given option that has no effect because of other options."""
     if options.inter_link is not None and inputs.node_devices == 0:
         yield "`--inter-link` has no effect without `--nodes`: all devices are in one node"
     if inputs.replicas == 1:

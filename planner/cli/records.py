@@ -11,9 +11,9 @@ from planner.api.option import Option, OptionField, option_fields_of
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that replaces a command's parameter `options` by options.
+    """Return a decorator that gives a command an option for each field of `record`.
 
-    Each field of `record` becomes an option. Help lists the options at the position of `options`; flags come after all
+    These options replace the command's parameter `options`. Help lists them at its position; flags come after all
     options with values.
     """
     taken = [(keyword, keyword.option) for keyword in option_fields_of(record) if keyword.option is not None]

@@ -62,7 +62,8 @@ class AttributeSnapshot:
 
     Args:
         modules: Pairs of a module's path and the module.
-        of_model: Snapshot of the whole model. Containers that it has too get the same path as in it.
+        of_model: Snapshot of the whole model. A list, dict or object that is in both snapshots has the path from this
+            one.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "AttributeSnapshot | None" = None) -> None:
@@ -165,7 +166,7 @@ def stored_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
 
 @contextmanager
 def undo_attribute_changes(model: nn.Module, changes: Iterable[AttributeChange]) -> Iterator[None]:
-    """Undo recorded attribute changes when the block ends, which frees tensors and their graphs."""
+    """Undo recorded attribute changes when the `with` block ends, which frees tensors and their graphs."""
     before: list[tuple[Any, Any, Any]] = []
     for change in changes:
         try:

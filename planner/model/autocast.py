@@ -49,7 +49,8 @@ def forward_context(precision: Precision, device: torch.device, *, keep: bool = 
 def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that prevents autocast from clearing its weight cache.
 
-    Autocast is not enabled in this context; it clears the cache when the outermost context ends.
+    Autocast clears the cache when its outermost context ends. This context is the outermost, and does not enable
+    autocast.
     """
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, enabled=False)

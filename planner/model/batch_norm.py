@@ -36,7 +36,7 @@ def uses_batch_in_evaluation(model: nn.Module) -> bool:
 
 @contextmanager
 def deferred_batch_norms(model: nn.Module) -> Iterator["BatchStatistics"]:
-    """Collect batch normalization statistics in the block, instead of updating running statistics.
+    """Collect batch normalization statistics in the `with` block, instead of updating running statistics.
 
     Raises:
         ModelError: The model has a `SyncBatchNorm`.
@@ -78,7 +78,7 @@ class BatchStatistics:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect the statistics of one micro-batch, whose forward runs in the block."""
+        """Collect the statistics of one micro-batch, whose forward runs in the `with` block."""
         self.is_collecting = True
         try:
             yield

@@ -20,7 +20,7 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def intercept_calls(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of each module, inside the block, by a call of `run(module, forward, args, kwargs)`."""
+    """Replace each module's forward in the `with` block by `run(module, forward, args, kwargs)`."""
     with ExitStack() as stack:
         for module in dict.fromkeys(modules):
             stack.callback(_restore, module, vars(module).get("forward"))

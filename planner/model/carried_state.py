@@ -61,7 +61,7 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
 @dataclass(frozen=True, kw_only=True)
 class SecondForward:
-    """Second forward of a model, which shows what it reads of the first forward's attributes."""
+    """Second forward of a model, which shows which attributes of the first forward it reads."""
 
     recording: Recording
     storages: Mapping[Key, frozenset[int]]

@@ -77,9 +77,9 @@ class Chain:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Name of each boundary for the option `uncut`.
+        """Names of the boundaries, as in the option `uncut`.
 
-        The name is that of the layer before the boundary in the chain without `uncut`.
+        A boundary has the name of the layer before it, in the chain with all cuts.
         """
         return self.names[:-1] if self.outline is None else self.outline.ends
 
@@ -207,9 +207,9 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Return, for each tied parameter's name, its names in other layers.
+    """Return, for each tied parameter, the names of the same parameter in other layers.
 
-    If a name in another layer does not begin with that layer's name, the layer's name replaces it.
+    If a name does not show the layer, the layer's name is returned instead.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

@@ -128,7 +128,7 @@ class Cuts:
         return tuple(self._sent_results.values())
 
     def sent_result(self, operator: int, cut: int) -> FunctionResult | None:
-        """Return the operator's result if it is sent across the cut; None if it is computed again."""
+        """Return the operator's result if it is sent across the cut; else None."""
         result = self._sent_results.get(operator)
         return (
             result if result is not None and result.exit < cut and self.repetition.is_repeated(operator, cut) else None
@@ -156,7 +156,9 @@ class Cuts:
         return frozenset(name for names in inside for name in names) | crossing.model_tensors | returned
 
     def missing_outputs(self, cut: int, model_tensors: frozenset[str]) -> frozenset[int]:
-        """Return the outputs that the loss does not read and stages after `cut` cannot compute.
+        """Return the unread outputs that stages after `cut` cannot compute.
+
+        An output is unread if the loss does not read it.
 
         Args:
             cut: Time of the cut.
@@ -276,10 +278,9 @@ class Cuts:
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
-        """Return `cuts` without cuts inside a call that many more bytes cross than both ends of the call.
+        """Remove each cut inside a call if many more bytes cross it than the start and end of the call.
 
-        At the ends of the call, outputs that the loss does not read count too. So the choice does not depend on the
-        loss.
+        At the start and end, outputs that the loss does not read count too. So the choice does not depend on the loss.
         """
         narrow = []
         for cut in cuts:

@@ -275,7 +275,7 @@ def _has_values(arguments: Any) -> bool:
 
 
 def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> None:
-    """Fill ordinary tensors into which `func` writes an absent ghost with NaN.
+    """Fill ordinary tensors with NaN if `func` writes an absent ghost into them.
 
     Existing tensors cannot become ghosts, so NaN marks wrong results.
 

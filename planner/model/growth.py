@@ -39,7 +39,11 @@ def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
 
 
 def candidates_in_both(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
-    """Return the candidates for sent results that both recordings have, with their shapes."""
+    """Return function results that may be sent across cuts and occur in both recordings.
+
+    Returns:
+        Their shapes in both recordings, by function result.
+    """
     other_shapes = {place: other.values[candidate.value][1].shape for place, candidate in _candidates_by_place(other)}
     pairs = {}
     for place, candidate in _candidates_by_place(recording):
@@ -117,9 +121,10 @@ def cut_errors(
 
 
 def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], FunctionResult]]:
-    """Yield the candidates for sent results, each with a position that is equal in every recording.
+    """Yield function results that may be sent across cuts, each with its position.
 
-    Numbers of calls are not equal, because a module may call more modules for another batch size.
+    The position is equal in every recording. Numbers of calls are not equal, because a module may call more modules for
+    another batch size.
     """
     places: list[tuple[int, ...]] = [()] * len(recording.calls)
     # A parent precedes its children in `calls`, so the place of the parent is already known.

@@ -28,7 +28,10 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def attribute_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the tensors in plain attributes (also in lists and dicts), except parameters and buffers."""
+    """Return tensors in attributes of modules that are no parameters or buffers.
+
+    Lists and dicts in attributes are searched too.
+    """
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     leaves = [leaf for part in module.modules() for _, value in _attributes(part) for leaf in tree_leaves(value)]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held]
@@ -64,7 +67,7 @@ def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> lis
 
 @contextmanager
 def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace every parameter and buffer by `other(tensor)` in the block, and restore them at its end."""
+    """Replace every parameter and buffer by `other(tensor)` in the `with` block, and restore them at its end."""
     before = [(table, dict(table)) for table in _tables(module)]
     changed = replace_tensors(module, other)
     try:
@@ -78,7 +81,7 @@ def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> It
 
 
 def parameters_as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
-    """Replace parameters and buffers in the block by ghosts (tensors without values).
+    """Replace parameters and buffers in the `with` block by ghosts (tensors without values).
 
     Tied tensors stay tied.
     """

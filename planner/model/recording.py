@@ -78,7 +78,7 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionResult:
-    """Result of a torch function that a module's own code called between its submodules.
+    """Result of a torch function that a module's own code called, between calls of submodules.
 
     It may be sent across a cut instead of its operands (`planner.model.sent_results`).
     """

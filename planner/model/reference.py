@@ -94,8 +94,9 @@ def train_reference(
 ) -> list[float]:
     """Train the model in a plain loop and write its states to `folder`.
 
-    The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`. The loop ends before a late step
-    in which the loss is not finite or the model raises an error, because the user's own data may not cause that.
+    The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`. After `options.steps` steps
+    follow late steps. The loop ends before a late step in which the loss is not finite or the model raises an error,
+    because the user's own data may not cause that.
 
     Args:
         loaded: The model.
@@ -165,9 +166,9 @@ def _steps(options: ReferenceOptions) -> Iterator[int]:
 
 
 def _raise_unless_late(error: Exception, step: int, options: ReferenceOptions) -> None:
-    """Raise `error` again, unless it comes in a late step.
+    """Raise `error` again, unless it comes in a step after `options.steps`.
 
-    The user's own data may not cause an error in a late step.
+    The user's own data may not cause an error in these late steps.
     """
     is_refusal = isinstance(error, ModelError) and not isinstance(error, _NotFiniteError)
     if step < options.steps or is_refusal:
@@ -327,7 +328,7 @@ def _unscale(trained: Sequence[nn.Parameter], scale: float) -> float:
 
 @contextmanager
 def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Callable[[int, int], None]]:
-    """Seed the random generators at the start of every layer in the block.
+    """Seed the random generators at the start of every layer in the `with` block.
 
     Yields a function to call before each micro-batch, with the indices of step and micro-batch.
     """

@@ -75,9 +75,9 @@ def wait_for_state(folder: Path, name: str) -> bool:
 
 
 def sampled_values(tensor: Tensor) -> Tensor:
-    """Return a tensor's values in one dimension; of a large tensor, one to two million of them.
+    """Return a tensor's values in one dimension.
 
-    The values of a large tensor are evenly spaced. Sampling a sample changes nothing.
+    Of a large tensor, only one to two million evenly spaced values are returned. Sampling a sample changes nothing.
     """
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() >> 20)].clone()

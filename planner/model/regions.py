@@ -27,7 +27,7 @@ _CHECKPOINT = inspect.unwrap(checkpointing.checkpoint).__code__
 
 @dataclass(kw_only=True)
 class Region:
-    """Period of a forward, from `begin` to `end`, through which no cut may go if it calls modules."""
+    """Period of a forward, from `begin` to `end`, that no cut may divide if modules are called in it."""
 
     begin: int
     end: int
@@ -65,9 +65,9 @@ class RegionFinder:
         self._levels: list[list[tuple[FrameType, int]]] = [[]]  # for each running call: the regions in its own code
 
     def regions_around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
-        """Return the numbers of the regions in which a frame runs, and set their end to `time`.
+        """Return the numbers of the regions in which the code of a stack frame runs.
 
-        The outermost region comes first.
+        The outermost region comes first. The end of these regions is set to `time`.
         """
         self._levels[-1] = self._in_code_at_work(frame, time)
         around = tuple(number for level in self._levels for _, number in level)
@@ -99,7 +99,7 @@ class RegionFinder:
 
 @contextmanager
 def without_reentrance() -> Iterator[None]:
-    """Replace re-entrant checkpointing in the block by non-reentrant checkpointing."""
+    """Replace re-entrant checkpointing in the `with` block by non-reentrant checkpointing."""
     before = checkpointing.CheckpointFunction
     checkpointing.CheckpointFunction = _NotReentrant  # type: ignore[assignment, misc]
     try:

@@ -26,7 +26,7 @@ class Repetition:
         return run.time < cut <= self._exit_of(self._runner_of[run.call])
 
     def exposes_results(self, call: int, cut: int) -> bool:
-        """Return True if the call ends before the cut and repeated code can read its results."""
+        """Return True if a call ends before the cut, and code that runs again after it can read its results."""
         if call < 0:  # all code of the model may use its inputs
             return True
         maker = self._recording.calls[call]
@@ -34,7 +34,10 @@ class Repetition:
         return is_over and cut <= self._exit_of(self._runner_of[maker.parent])
 
     def exposed_tensors(self, storage: int, cut: int) -> set[int]:
-        """Return the indices of tensors in a storage that calls returned and repeated code can read."""
+        """Return the indices of tensors in a storage that code can read which runs again after the cut.
+
+        These are results of calls that ended before the cut.
+        """
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes_results(call, cut)}
 

@@ -73,7 +73,9 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
 
 
 def repeated_reads_and_writes(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
-    """Return what code reads and writes that runs before a cut and again after it.
+    """Return the tensors that repeated code reads and writes.
+
+    Repeated code runs before a cut and again after it.
 
     Returns:
         Names of the parameters and buffers that it reads, and numbers of the storages that it writes.

@@ -96,7 +96,7 @@ class SplitBackward:
 
     @contextmanager
     def weight_cast_cache(self) -> Iterator[None]:
-        """Cache autocast's weight copies in the block, for weights with deferred gradients.
+        """Cache autocast's weight copies in the `with` block, for weights with deferred gradients.
 
         Torch does not cache these copies.
         """

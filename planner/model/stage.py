@@ -68,8 +68,8 @@ class ModelStage(nn.Module):
     def call_at_layers(self, listener: Callable[[int], None]) -> None:
         """In each forward, call `listener` when a layer begins, with its index in the stage.
 
-        If the model draws from Python's or NumPy's generator, `listener` is also called for repeated code of earlier
-        layers. The layer just before the stage has the index -1.
+        If the model draws from Python's or NumPy's generator, `listener` is also called for code of earlier layers that
+        runs again. The layer just before the stage has the index -1.
         """
         self._part.listen(listener)
 
@@ -104,7 +104,10 @@ class ModelStage(nn.Module):
 
     @property
     def tensors_of_repeated_code(self) -> list[Tensor]:
-        """Parameters and buffers of the stage that repeated code of earlier layers reads."""
+        """Parameters and buffers of the stage that code of earlier layers reads.
+
+        This code runs again in the stage.
+        """
         return [tensor_named(self._part.model, name) for name in self._part.repeated]
 
     @property

@@ -90,7 +90,7 @@ class StandIns:
             return zeros_without_memory(tensor.shape, tensor.dtype, self._device)
 
     def output(self, number: int, name: str, leaf: Any) -> Any:
-        """Return a stand-in for a missing leaf of the model's output that the loss does not read.
+        """Return a replacement for a leaf of the model's output that the loss does not read.
 
         Args:
             number: Index of the leaf.
@@ -98,7 +98,7 @@ class StandIns:
             leaf: Leaf that the stage's forward returned: a tensor of the right shape, another value, or `ABSENT`.
 
         Returns:
-            The stand-in, or `leaf` itself if it is neither a tensor nor absent.
+            A stand-in, or `leaf` itself if it is neither a tensor nor absent.
 
         Raises:
             LookupError: The leaf is absent, and its shape or value is not known from the recording.
@@ -122,7 +122,7 @@ class StandIns:
 
     @contextmanager
     def in_model(self, names: Sequence[str]) -> Iterator[None]:
-        """Replace the parameters and buffers with these names by stand-ins in the block."""
+        """Replace the parameters and buffers with these names by stand-ins in the `with` block."""
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         for full in names:
             path, _, name = full.rpartition(".")

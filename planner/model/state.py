@@ -79,7 +79,7 @@ class StateOwner:
 
 
 def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
-    """Return the modules with state of some layers, each module once.
+    """Return the modules that own the state of some layers, each module once.
 
     Args:
         layers: Pairs of a layer's name and its module. For a `ModelStage`, the modules of the model that own its

@@ -20,7 +20,7 @@ _UNFIT = "the torchvision that is installed does not fit torch: install the one 
 
 @contextmanager
 def explain_user_errors(path: str, action: str, *, hint: str = _DEBUG) -> Iterator[None]:
-    """Convert errors of user code in the block to a `ModelError` with the line in the file.
+    """Convert errors of user code in the `with` block to a `ModelError` with the line in the file.
 
     Inside the block, modules next to the file can be imported, as in a script. Printed output goes to stderr, because
     stdout is reserved for the command's result.

@@ -31,7 +31,7 @@ _ABSENT = object()
 
 @contextmanager
 def undo_changes(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Restore module attributes and variables of the user's files when the block ends.
+    """Restore module attributes and variables of the user's files when the `with` block ends.
 
     Args:
         model: The model.

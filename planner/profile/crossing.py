@@ -150,9 +150,9 @@ class _EntranceFunction(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Autograd function whose backward takes gradients from a list and empties the list.
+    """Autograd function whose backward takes gradients out of a list.
 
-    So their memory can be reused.
+    The list then keeps no gradient in memory.
     """
 
     @staticmethod

@@ -133,7 +133,7 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
 def optimizer_boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: ModelOptimizer, *, device: torch.device, meter: Meter
 ) -> list[int]:
-    """Return the transient bytes of the optimizer between each layer and the previous layer.
+    """Return, for each layer, the transient bytes of updating it right after the previous layer.
 
     An optimizer that updates parameter by parameter, such as torch's Adam, may release the last tensor of a parameter
     only during the update of the next one. Then two large neighboring parameters need more than each layer alone. The

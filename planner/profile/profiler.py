@@ -151,7 +151,7 @@ def _raise_of_model(loaded: LoadedModel, model: nn.Module, error: Exception) -> 
 
 @contextmanager
 def keep_model_unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore a model's buffers and gradients, and the random generators, when the block ends."""
+    """Restore a model's buffers and gradients, and the random generators, when the `with` block ends."""
     holders = [(module, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]

@@ -1,8 +1,8 @@
 """Time forward and backward of every distinct layer at every micro-batch size; the backward whole and split.
 
 All layers are timed once, then all a second time, and so on. If the machine slows down for a while, this affects all
-layers alike. It also prevents that a layer finds data in a cache that would not be there in training. For the same
-reason, equal layers of a model take turns: a single one would keep its parameters in the cache.
+layers alike. This order also prevents that a layer finds data in a cache that would not be there in training. For the
+same reason, equal layers of a model take turns: a single one would keep its parameters in the cache.
 """
 
 import gc
@@ -179,7 +179,10 @@ def split_backward_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def layers_exceeding_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
-    """Return the first layers with a digest whose parameters together exceed the cache, or all."""
+    """Return layers with the same digest, enough for their parameters to exceed the cache.
+
+    If the parameters of all such layers fit into the cache, all are returned.
+    """
     equal = [unit for unit in units if unit.digest == digest]
     size = equal[0].parameter_bytes
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]

@@ -6,8 +6,8 @@ results, are those of a real run. From these follow
 - memory: each storage counts from its creation to its release. Workspaces of kernels are not included.
 - time: the time of an operator is the longest of three. They are its floating-point operations divided by the sustained
 rate (by the peak rate if none is known), its bytes divided by the peak bandwidth, and the time to launch a kernel. Real
-kernels take longer, because none reaches both peaks, but by a factor that differs less between layers than the times
-do. If a layer runs a grouped product (of experts), the sustained rate of models with experts is used for all layers.
+kernels take longer, because none reaches both peaks. But the ratio of real to estimated time is similar for all layers.
+If a layer runs a grouped product (of experts), the sustained rate of models with experts is used for all layers.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -151,7 +151,7 @@ class EstimatedBackend:
 
 @contextmanager
 def as_ghosts_if_lean(task: ProfilingTask) -> Iterator[None]:
-    """Replace parameters and buffers without values by ghosts in the block.
+    """Replace parameters and buffers without values by ghosts in the `with` block.
 
     A ghost is a tensor that torch's operators accept although it has no values.
     """

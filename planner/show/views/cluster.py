@@ -46,7 +46,10 @@ def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | No
 
 
 def length_words(inputs: Inputs) -> str:
-    """Return the length of the training run, such as `1T tokens`; `1 step` with only a price."""
+    """Return the length of the training run, such as `1T tokens`.
+
+    It is `1 step` if the request has a price and no length.
+    """
     if inputs.tokens:
         return f"{count_option(inputs.tokens)} tokens"
     return f"{count_option(inputs.samples)} samples" if inputs.samples else "1 step"

@@ -94,7 +94,7 @@ class Table:
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
     def scales(self) -> Mapping[str, TimeScale]:
-        """Return the unit of time for each quantity `per` of the columns."""
+        """Return the common unit of time for all columns with the same `per`, by `per`."""
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
