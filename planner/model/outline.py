@@ -76,7 +76,7 @@ class Outline:
     note_on_missing_cuts: str
     """Note that many cuts are not possible, with a reason; empty if nearly all useful cuts are possible."""
     sent_results: tuple[FunctionResult, ...]
-    """Joins of the recording, which may cross the cuts after them (`planner.model.sent_results`)."""
+    """Results of the model's own code that may be sent across the cuts after them (`planner.model.sent_results`)."""
     missing: tuple[frozenset[int], ...]
     """For each cut, the leaves of the model's output that the loss does not read and later stages cannot compute."""
 
@@ -176,12 +176,12 @@ def outline_of(
     recording = _recorded(model, example_inputs, SIZES[0], loss_of)
     other = _recorded(model, example_inputs, SIZES[1])
     candidates = candidates_in_both(recording, other)
-    # A join is sent for every batch size, so a candidate must occur in both recordings.
+    # A result is sent for every batch size, so a candidate must occur in both recordings.
     recording.candidates = list(candidates)
     cuts = Cuts(recording, model)
     chosen, problems = cuts.choose(granularity)
     shapes, varying = shapes_in_both(recording, other, chosen)
-    # No call returns a join, so the shapes of joins are added here.
+    # No call returns these results, so their shapes are added here.
     shapes |= {result.value: candidates[result] for result in cuts.sent_results}
     crossings = ((cut, name, cuts.crossing(cut).values) for cut, name in _named_cuts(recording, model, chosen))
     chosen = _without_errors(cut_errors(crossings, shapes, varying), chosen, problems)

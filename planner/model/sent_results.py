@@ -82,7 +82,7 @@ class _SentResultFinder:
         return replaced_bytes + needs_held > self._num_bytes(candidate.value)
 
     def _sources(self, operator: int, cut: int) -> Iterator[int]:
-        # A tensor that other code reads after the cut is sent anyway, so the join would not replace it.
+        # A tensor that other code reads after the cut is sent anyway, so the result would not replace it.
         for version in dict.fromkeys(self._recording.reads[operator]):
             if all(self._is_over(time, operator, cut) for time in self._flow[version]["uses"]):
                 yield version

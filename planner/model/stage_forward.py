@@ -128,7 +128,7 @@ class StageForward:
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._inside or is_in_vmap():
             return forward(*args, **kwargs)
-        # The calling code must by now have computed every join that the recording has before this call.
+        # The calling code must by now have computed every sent result that the recording has before this call.
         self._end_gap()
         call = self._expected(module)
         # A constant call, such as one that makes a mask of positions, is cheaper to repeat than to send.

@@ -10,7 +10,7 @@ from planner.model.outline import Outline
 from planner.model.recording import END, FunctionResult
 
 _ResultsInGap = dict[Called, FunctionResult]
-"""Joins between two calls of submodules, by the call of a torch function that computes each join."""
+"""Sent results between two calls of submodules, by the call of a torch function that computes each of them."""
 
 
 class StagePart:
@@ -97,7 +97,7 @@ class StagePart:
         calls = self.outline.recording.calls
         crossing = {*self.received, *self.sent}
         self.sent_results: dict[tuple[int, int], _ResultsInGap] = {}
-        """Joins by (number of a call, number of submodules that it has called before)."""
+        """Sent results by (number of a call, number of submodules that it has called before)."""
         for result in self.outline.sent_results:
             if result.value in crossing or result.exit + 1 in times:
                 self.sent_results.setdefault((result.call, result.gap), {})[result.called] = result

@@ -21,9 +21,9 @@ from planner.profile.units import Unit, UnitInput
 def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, frozenset[str]]:
     """Return the names of trained parameters that never get a gradient, by digest of the layer.
 
-    The names are those in the first layer with this digest. Layers that read tensor values have none, because other
-    values may use other parameters (of experts). Parameters that any layer with this digest shares with another layer
-    are left out: they may get a gradient there.
+    Layers with equal operators have the same digest; the names are those in the first of them. Layers that read tensor
+    values have none, because other values may use other parameters (of experts). Parameters that any layer with this
+    digest shares with another layer are left out: they may get a gradient there.
     """
     found = {
         digest: _without_gradient(unit, records.inputs[digest, records.sizes[0]])

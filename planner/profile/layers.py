@@ -16,7 +16,7 @@ from planner.profile.units import Key
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCosts:
-    """Measurements of every distinct layer, by its digest (and micro-batch size)."""
+    """Measurements of every distinct layer, by digest of its operators (and micro-batch size)."""
 
     records: UnitRecords
     casts_bytes: Mapping[str, int]

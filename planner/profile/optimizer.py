@@ -95,8 +95,8 @@ def has_additive_peaks(module: nn.Module, whole: ModelOptimizer, *, meter: Meter
     """Return True if an update's transient memory grows with the number of parameters.
 
     Otherwise it depends on the largest parameter only. Updates of two and of three copies of the layer's parameters are
-    compared. One copy could show too little, because the update of a parameter may begin while a tensor of the previous
-    one still exists.
+    compared. One copy could show too little: the update of a parameter may begin while a tensor of the previous one
+    still exists.
 
     Args:
         module: A layer.
@@ -115,11 +115,11 @@ def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn
 def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], whole: ModelOptimizer) -> list[int]:
     """Return, for every layer, the index of the first layer whose update costs the same.
 
-    Layers with equal digests have different costs if their parameters are in groups with other options, or in none.
+    Layers with equal operators have different costs if their parameters are in groups with other options, or in none.
 
     Args:
         modules: Module of every layer.
-        digests: Digest of every layer.
+        digests: Digest of the operators of every layer.
         whole: Optimizer of the whole model.
     """
     options = {id(p): group.cost_options for group in whole.groups() for p in group.parameters}

@@ -52,7 +52,10 @@ class RecordingHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRecords:
-    """Traced layers (units), and the memory of each distinct one at every size that fits."""
+    """Traced layers, and the memory of distinct ones at every micro-batch size that fits.
+
+    Layers with equal operators have the same digest. Only the first of them is distinct.
+    """
 
     units: tuple[Unit, ...]
     sizes: tuple[int, ...]
@@ -63,23 +66,23 @@ class UnitRecords:
 
     @cached_property
     def distinct(self) -> dict[str, Unit]:
-        """Layers to measure, by digest: the first of all layers with equal digests."""
+        """Layers to measure, by digest of their operators: the first layer with each digest."""
         return {unit.digest: unit for unit in reversed(self.units)}
 
     @property
     def names(self) -> dict[str, str]:
-        """Names of the layers to measure, by digest."""
+        """Names of the layers to measure, by digest of their operators."""
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
     def measure_distinct(self, figure: Callable[[Unit, UnitInput], _Figure]) -> dict[str, _Figure]:
-        """Return `figure(unit, input)` for every distinct layer, by digest.
+        """Return `figure(unit, input)` for every distinct layer, by digest of its operators.
 
         The input has the smallest micro-batch size.
         """
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:
-        """Translate parameter names from the first layer with the same digest to those of `layer`."""
+        """Translate parameter names from the first layer with equal operators to those of `layer`."""
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)

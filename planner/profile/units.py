@@ -47,14 +47,14 @@ class UnitInput:
     targets: Any
 
     def new_leaf_copies(self) -> list[Any]:
-        """Return copies of the values that are leaves of the autograd graph."""
+        """Copy the values. The copies are new leaves of the autograd graph."""
         return [
             value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
             for value in self.values
         ]
 
     def non_leaf_copies(self) -> list[Any]:
-        """Return copies of the values that are no leaves, so that a layer may write into them."""
+        """Copy the values. The copies are no leaves, so that a layer may write into them."""
         return [value.clone() if isinstance(value, Tensor) else value for value in self.new_leaf_copies()]
 
 
@@ -95,7 +95,9 @@ class Unit:
 def trace_units(
     chain: Chain, loaded: LoadedModel, sizes: Sequence[int], device: torch.device, *, ghosts: bool = False
 ) -> tuple[tuple[Unit, ...], dict[Key, UnitInput]]:
-    """Return the unit of every layer, and the input of every distinct unit at every micro-batch size.
+    """Return every layer as a unit with a digest, and the inputs of distinct units.
+
+    Layers with equal operators have the same digest. Only the first of them is a distinct unit.
 
     Args:
         chain: The layers. Their parameters must have values, except with `ghosts`.
