@@ -72,7 +72,7 @@ class FileError(PlannerError):
 
 
 class StaleError(FileError):
-    """Error about a file that must be made again, because the file that it was made from has changed."""
+    """Error about a file that is out of date, because the file that it was made from has changed."""
 
     exit_code = ExitCode.NO
 

@@ -1,4 +1,4 @@
-"""Registry of packages that extend the planner, whose functions the planner loads by name.
+"""Registry of packages that extend the planner with functions, which are loaded by name.
 
 The `__init__` of such a package lists its functions as `module:function`, in a table for each extension point:
 
@@ -21,7 +21,7 @@ def registered_names(point: ExtensionPoint) -> tuple[str, ...]:
 
 
 def load(point: ExtensionPoint, name: str) -> Any:
-    """Import and return the function that an extension registers under this name."""
+    """Import and return the function that an extension registers as `name`."""
     module, _, function = _offered(point)[name].partition(":")
     return getattr(import_module(module), function)
 

@@ -42,7 +42,7 @@ def is_installed(package: str) -> bool:
 
 
 def packages_of(extra: Extra) -> tuple[str, ...]:
-    """Return the packages of an extra. Packages of other extras that it includes are not returned."""
+    """Return the packages of an extra, without the packages of other extras that it includes."""
     return _EXTRAS[extra].names
 
 

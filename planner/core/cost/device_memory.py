@@ -166,8 +166,7 @@ def chunk_memory_function(
 ) -> ChunkMemoryFunction:
     """Return the memory of the layers `first` to `end - 1` as a function of the layers that are recomputed.
 
-    The function of saved bytes and peaks returns the parts of `chunk_memory(..., recompute="layers")`.
-    `StageLayers.saved_and_peaks` computes its arguments.
+    To use the function, pass the result of `StageLayers.saved_and_peaks` for these layers to its method `parts`.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.

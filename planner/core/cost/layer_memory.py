@@ -199,10 +199,10 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 
 
 def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """Return saved bytes and peaks of stages, from which lower bounds for any recomputed layers follow.
+    """Return saved bytes and peaks of stages, from which lower bounds for any choice of recomputed layers follow.
 
-    For a lower bound of the saved bytes, subtract the `most_savings` of all recomputed layers. For a lower bound of a
-    peak, subtract only the `most_savings` of recomputed layers before the layer that runs at the peak.
+    To get a lower bound of the saved bytes, subtract the `most_savings` of all recomputed layers. To get a lower bound
+    of a peak, subtract only the `most_savings` of recomputed layers before the layer that runs at the peak.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -210,8 +210,8 @@ def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> t
         span: Last layers of the stages.
 
     Returns:
-        Saved bytes and peaks, one row per first layer and one column per last layer; shape (firsts, span). Entries
-        whose last layer is before the first layer are meaningless.
+        Saved bytes, and peaks: arrays with one row per first layer and one column per last layer. Entries whose last
+        layer is before the first layer are meaningless.
     """
     kept = most_savings(costs)[0] + _sum_by_maker(costs, costs.storages.kept_by_readers)
     unkept, into = np.rint(costs.storages.kept_by_nobody), np.zeros(costs.num_layers + 2)
@@ -302,13 +302,12 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
 def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     """Return the peak memory of each layer's backward, if the first micro-batch is recomputed under autocast.
 
-    Gradients of autocast copies then wait until the backward of the stage ends. Gradients of parameters without a copy
-    exist from the backward of their layer.
+    The peak then includes gradients of later layers: of autocast copies, which wait until the stage's backward ends,
+    and of parameters without a copy.
 
     Returns:
-        Two arrays of shape (L,) in bytes. The first one is the peak, counted as in `LayerMemory.backward`, with the
-        gradients of this and later layers of the chain. The second one is the sum of these gradients over the layers 0
-        to i, for each layer i.
+        Two arrays of shape (L,) in bytes: the peak, counted as in `LayerMemory.backward`, for a stage that ends with
+        the last layer of the chain; and the prefix sum of these gradients, up to and including each layer.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
     level = costs.memory.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()

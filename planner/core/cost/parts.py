@@ -108,10 +108,13 @@ class Parts:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Return the permanent bytes and the bytes of each of `PARTS`, summed over the components.
+        """Return, for each stage, the permanent bytes and the bytes of each of `PARTS`.
+
+        Args:
+            shape: Number of first layers, and number of last layers.
 
         Returns:
-            Whole bytes, shape (1 + parts, *shape). Entry 0 has the permanent bytes.
+            Whole bytes, shape (1 + parts, first layers, last layers). Entry 0 has the permanent bytes.
         """
         always = sum(np.rint(size) for size in self.always.values())
         parts = [np.rint(self.sizes[name].total) if name in self.sizes else 0.0 for name in PARTS]

@@ -181,14 +181,14 @@ def makespans(
 ) -> FloatArray:
     """Return the step time of each of N partitions of a chain into S stages, in microseconds.
 
-    The results equal those of `last_end_us`, or those of `period_us` if `own_us` is given, bit for bit.
+    The results are bit for bit equal to those of `period_us` if `own_us` is given, else to those of `last_end_us`.
 
     Args:
         actions: Actions of each of the K devices, in order.
         times: Arrays of shape (N, S), by the names of the fields of `StageTimes`. Times of split backwards may be
             missing if the schedule does not split backwards.
         blocking: True if a transfer keeps the receiver busy: shape (S,), or one value for all.
-        own_us: Time of all-reduces and optimizer steps (U) of each device, shape (N, K); None if they do not count.
+        own_us: Time of all-reduces and optimizer steps (U) of each device, shape (N, K); None to leave it out.
         sums_us: Time of each stage's all-reduce, shape (N, S). All-reduces that end early (`early_allreduces_us`) are
             subtracted from `own_us`.
 

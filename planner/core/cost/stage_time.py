@@ -38,7 +38,7 @@ _EXCEPT_LAST = CHOICES.index("except-last")
 
 
 class BusyTimes(NamedTuple):
-    """Compute times of stages for one micro-batch, in microseconds. The fields are those of `StageTimes`."""
+    """Times of stages for one micro-batch, in microseconds; same fields as `StageTimes`."""
 
     forward_us: FloatArray
     backward_us: FloatArray
@@ -57,12 +57,12 @@ def busy_times(
     speed: Numbers = 1.0,
     overhead_us: Numbers = 0.0,
 ) -> BusyTimes:
-    """Return the compute times of stages for one micro-batch.
+    """Return the forward, backward and recomputation times of stages for one micro-batch.
 
     Args:
         forward_us: Sum of the forward times of the stage's layers.
         backward_us: Sum of the backward times of the stage's layers, without recomputation.
-        recompute: Recompute choice of each stage: index into `CHOICES`, or `LAYERS`; negative values mean 0.
+        recompute: Recompute choice of each stage: index into `CHOICES`, or `LAYERS`. Negative values mean `never`.
         has_backward: False for stages without a backward, which recompute nothing.
         layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         speed: Speed of the stage's device, relative to the profiled device.
@@ -204,7 +204,7 @@ class ChainSums:
     def busy_times(
         self, first: IntArray, end: IntArray, recompute: ArrayLike, *, speed: Numbers, layers_us: Numbers = 0.0
     ) -> BusyTimes:
-        """Return the compute times of stages for one micro-batch.
+        """Return the forward, backward and recomputation times of stages for one micro-batch.
 
         Args:
             first: First layer of each stage.

@@ -370,11 +370,11 @@ class StageTableBuilder:
     def _with_gradients_of_casts(
         self, backward: FloatArray, first_backward: FloatArray, output: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Return the highest memory of a later backward, and of a first backward with recomputation, under autocast.
+        """Return the peak memory of a later backward, and of a first backward with recomputation, under autocast.
 
         Gradients of low-precision weight copies exist until the backward ends. Autograd then converts them to gradients
-        of parameters, which are twice as large. In a first backward without recomputation, it converts each one at
-        once.
+        of parameters, which are twice as large. In a first backward without recomputation, autograd converts each
+        gradient at once.
         """
         costs, levels, columns = self.costs, self.costs.memory, self.columns
         waiting = self.highest(cast_gradient_peaks(costs)[columns])
@@ -390,11 +390,10 @@ class StageTableBuilder:
     def _message_peaks(
         self, first_backward: FloatArray, backward: FloatArray, gradients: FloatArray, output: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Return the highest memory of the first and of a later backward, while gradients are sent to other replicas.
+        """Return the peak memory of the first and of a later backward, while gradients are sent to other replicas.
 
         A stage whose gradients fit into one message sends them during the backward of its first trained layer. For
-        other
-        stages, and under autocast, the highest memory of the whole backward is an upper bound.
+        other stages, and under autocast, the peak of the whole backward is an upper bound.
         """
         costs, levels = self.costs, self.costs.memory
         if not costs.bucket_bytes or costs.state.casts.any():

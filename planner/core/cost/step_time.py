@@ -17,14 +17,12 @@ from planner.core.cost.simulate import StageTimes
 def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> float:
     """Return the makespan of `num_jobs` jobs that pass machines in order; all jobs except the last have equal times.
 
+    The makespan is the largest sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q over all machines k. In the code, a is
+    the sum of p so far, x the largest p so far, and d the time at which the last job leaves the machine.
+
     Args:
         machines: For each machine, the time p of each of the jobs 1 to n - 1, and the time q of job n.
         num_jobs: Number of jobs n, at least 1.
-
-    Returns:
-        The largest sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q over all machines k, on which the last job may wait
-        for the other jobs. In the code, a is the sum of p so far, x the largest p so far, and d the time at which the
-        last job leaves the machine.
     """
     a = x = d = 0.0
     for p, q in machines:

@@ -24,7 +24,10 @@ Backward = Literal["first", "later"]
 
 
 class WaitingGradients(NamedTuple):
-    """Bytes of waiting gradients of shared parameters, for stages that begin with some of the first layers."""
+    """Bytes of gradients that wait until all layers that share the parameter have run their backward.
+
+    They apply to the stages that begin with the layers in `rows`.
+    """
 
     rows: BoolArray
     """True for each of the `firsts` of `waiting_rows` to which `bytes` applies; shape (firsts,)."""
@@ -66,7 +69,7 @@ def waiting_rows(
 
 
 def staying_gradients(costs: ChainCosts) -> FloatArray:
-    """Return how many bytes each layer's backward peak grows if its gradients are not freed; shape (L,)."""
+    """Return the additional bytes of each layer's backward peak if its gradients are not freed; shape (L,)."""
     first = costs.memory.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
     later = costs.memory.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))

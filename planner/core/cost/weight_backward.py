@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def weight_peaks(builder: "StageTableBuilder", passing: RelayedTensors) -> tuple[FloatArray, FloatArray]:
-    """Return the peak memory of each stage's first W, with the gradients that it creates, and of a later W.
+    """Return the peak memory of each stage's first weight-gradient pass (W), and of a later W.
+
+    The first W includes the gradients that it creates.
 
     Args:
         builder: Builder of the table of stages.
@@ -54,7 +56,7 @@ def weight_peaks(builder: "StageTableBuilder", passing: RelayedTensors) -> tuple
 
 
 class WeightBackwardPeaks(NamedTuple):
-    """Peak memory of W of each layer under autocast, in bytes; every array has shape (L,)."""
+    """Peak memory of each layer's weight-gradient pass (W) under autocast, in bytes; every array has shape (L,)."""
 
     first: FloatArray
     """Peak memory of the first W, including `waiting` of all later layers of the chain."""

@@ -31,7 +31,7 @@ def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Li
     """Return the time of a layer's all-reduces in the forward or in the backward of a micro-batch, in microseconds.
 
     Args:
-        size_bytes: Bytes of all these all-reduces together.
+        size_bytes: Bytes of these all-reduces, summed.
         count: Number of all-reduces.
         tensor_parallel: Number of GPUs that share each layer (T).
         link: Link within a node.

@@ -13,7 +13,7 @@ from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 
 def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Calibration:
-    """Return the costs that a run of `plan` measured. In predictions, they replace costs of the profile.
+    """Return the costs that a run of a plan has measured, to replace costs of the profile in predictions.
 
     Args:
         plan: Plan with current predictions.
@@ -39,12 +39,12 @@ def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Cal
 
 
 def calibrated_executor(calibration: Calibration, kind: str, measured: ExecutorCost | None = None) -> ExecutorCost:
-    """Return the executor's costs according to a calibration, for a profile of devices of kind `kind`.
+    """Return the costs of the executor that a calibration has measured.
 
     Args:
         calibration: Calibration from a run.
-        kind: Device kind of the profile.
-        measured: Executor costs in the profile; their link is used if the calibration has none.
+        kind: Kind of device of the profile; must be the calibration's.
+        measured: Executor costs in the profile. Their link is used if the calibration has none.
 
     Raises:
         UsageError: The calibration was measured on another kind of device.
@@ -66,7 +66,7 @@ _LARGEST: Final = (
 
 
 def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
-    """Return the measurements of each stage, with the slowest times and the highest peaks of all replicas."""
+    """Return the measurements of each stage: the slowest times and the highest peaks of all replicas."""
     runs: dict[int, StageRun] = {}
     for run in report.stages:
         previous = runs.get(run.index, run)
@@ -81,7 +81,7 @@ def timed_steps_us(report: RunReport) -> tuple[float, ...]:
 
 
 def peak_bytes_of(plan: Plan) -> tuple[int, ...]:
-    """Return the predicted allocator peak of every device in bytes, without the memory reserve."""
+    """Return the predicted peak of every device's allocator in bytes, which is the plan's peak without the reserve."""
     return tuple(need - plan.inputs.reserve_bytes for need in plan.peak_bytes_by_device())
 
 

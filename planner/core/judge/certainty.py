@@ -1,8 +1,8 @@
 """Error ranges of predictions, taken from earlier predictions of the same kind.
 
 Each bound is the largest error in the measurements under docs/measurements; for runs that were repeated, the median is
-used. docs/cost-model.md names the pages for each kind. `tests/unit/core/test_certainty.py` reads these measurements,
-and fails if a bound is wider or narrower than they are. A kind without measurements has no error range.
+used. docs/cost-model.md names the pages for each kind. `tests/unit/core/test_certainty.py` fails if a bound differs
+from the measurements on these pages. A kind without measurements has no error range.
 """
 
 from collections import defaultdict
@@ -127,7 +127,7 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
 
 
 def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
-    """Return `fits`, `tight` or `does not fit`. `tight`: the predicted peaks fit, but their upper bounds do not."""
+    """Return `fits` if each peak and its upper bound fit, `tight` if only the peaks fit, or `does not fit`."""
     limits = [chunks[0].memory_bytes for chunks in plan.by_device()]
     if any(need > limit for need, limit in zip(plan.peak_bytes_by_device(), limits, strict=True)):
         return "does not fit"
@@ -135,7 +135,7 @@ def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
 
 
 def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
-    """Yield a finding for each device whose predicted peak fits, while the upper bound of its error range does not."""
+    """Yield a finding for each device whose predicted peak fits, but the upper bound of its error range does not."""
     chunks = plan.by_device()
     for device in tight_devices(plan, certainty):
         most, limit = (
@@ -151,7 +151,7 @@ def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
 
 
 def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
-    """Return the devices whose predicted peak fits, while the upper bound of its error range exceeds their memory."""
+    """Return the devices whose predicted peak fits, but the upper bound of its error range exceeds their memory."""
     devices = zip(plan.by_device(), plan.peak_bytes_by_device(), certainty.device_bytes, strict=False)
     return tuple(
         device
@@ -161,11 +161,11 @@ def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
 
 
 def sampling_error(plan: Plan, profile: Profile) -> float:
-    """Return the sampling error of the step time, divided by the step time.
+    """Return the error of the step time that comes from the spread of measurements, divided by the step time.
 
-    A step time is a maximum over sums of stage times. So its relative error is at most the largest relative error of a
-    stage time. Links are assumed to be exact. Layers that were measured separately have independent errors. Layers with
-    the same digest were measured once, and have the same error.
+    A step time is a maximum over sums of stage times, so its relative error is at most the largest one of a stage time.
+    Links are assumed to be exact. Layers with the same digest were measured once, and have the same error. All other
+    layers have independent errors.
 
     Args:
         plan: The plan.
@@ -179,7 +179,7 @@ def sampling_error(plan: Plan, profile: Profile) -> float:
 
 
 def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
-    """Return the share of memory to keep free, so that peaks at the upper end of the error range still fit.
+    """Return the share of memory to keep free so that peaks fit even at the upper end of the error range.
 
     The share is rounded up to 0.1 %.
 

@@ -24,10 +24,10 @@ ENOUGH_STEPS: Final = 10
 def deviating_figures(balance: Balance, report: RunReport, *, are_times_judged: bool) -> tuple[ComparedFigure, ...]:
     """Return the step time and device peaks that deviate from the plan by more than `verify` allows by default.
 
-    A run that is too short, on another kind of device, or with other mini-batches than planned is not compared.
+    Nothing is compared if the run is too short, on another kind of device, or with other mini-batches than planned.
 
     Args:
-        balance: Stages that were run, with their planned values.
+        balance: Stages that were run, with their predicted values.
         report: Report of the run.
         are_times_judged: False if it is known that other work disturbed the times.
     """
@@ -46,7 +46,7 @@ def deviating_figures(balance: Balance, report: RunReport, *, are_times_judged: 
 
 
 def drift_text(drift: Sequence[ComparedFigure]) -> str:
-    """Return a sentence about the deviating figures: the step time, and the device peak that deviates most."""
+    """Return a sentence about the step time and the device peak that deviates most."""
     said, tolerance = [], DEFAULT_TOLERANCE
     for row in drift:
         if row.what == "step_us":

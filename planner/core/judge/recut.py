@@ -17,11 +17,10 @@ from planner.core.values.profile import Profile
 def with_cuts(
     plan: Plan, profile: Profile, balance: Sequence[int], *, memory_bytes: tuple[int, ...] | None = None
 ) -> Plan:
-    """Return `plan` with other cuts, and with the recomputation that the new stages need.
+    """Return a plan with other cuts, and with the recomputation that the new stages need.
 
     The schedule, micro-batches and devices remain unchanged. Each device gets the fastest recomputation of whole stages
-    that fits and that the plan's policy allows. If no recomputation fits, the device gets the one with the least
-    memory.
+    that fits and that the plan's policy allows. If none fits, the device gets the one with the least memory.
 
     Args:
         plan: Plan to change.

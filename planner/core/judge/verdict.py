@@ -1,4 +1,4 @@
-"""Check of a plan: its values are computed again from the profile and compared with the stored values.
+"""Check of a plan: its values are computed again from the profile and compared with the values in the file.
 
 The possible findings are listed in `planner.core.values.findings`.
 """
@@ -120,16 +120,13 @@ def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
 
 
 def with_difference(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
-    """Return `verdict` with the difference from another plan; return it unchanged if it has no plan.
+    """Return a verdict with the differences from another plan, and with findings about more memory or time.
 
     Args:
-        verdict: Result of a check.
+        verdict: Result of a check; returned unchanged if it has no plan.
         before: Reference plan.
         against: Name of the reference plan.
         recomputed: True if the reference plan was evaluated again from its profile.
-
-    Returns:
-        Verdict with the difference, and with findings about memory or time that has grown.
     """
     if verdict.plan is None:
         return verdict
@@ -264,7 +261,7 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
 
 
 def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
-    """Return the plan's solver report if its lower bound and gap can be checked; None otherwise.
+    """Return the solver report of a plan if its lower bound and gap can be checked; else None.
 
     Args:
         written: Plan as stored.
@@ -279,7 +276,7 @@ def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
 
 
 def differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
-    """Return the paths of predicted values in `plan` that differ from those of the evaluated plan `now`."""
+    """Return the paths of predicted values in a plan that differ from those of the evaluated plan `now`."""
     places = [*_differing(plan.predicted, now.predicted, "predicted")]
     for k, (written, computed) in enumerate(zip(plan.stages, now.stages, strict=True)):
         places += _differing(written, computed, f"stages[{k}]")
@@ -287,7 +284,7 @@ def differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
 
 
 def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
-    """Return contradictions between a solver report and the step time of its plan."""
+    """Return contradictions between a plan's solver report and its step time, in words."""
     step_us, bound_us = plan.predicted.step_us, solver.lower_bound_us
     problems = []
     if solver.status == "given":

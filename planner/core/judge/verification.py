@@ -85,14 +85,14 @@ def verification_of(
     proof: Proof | None = None,
     wrong: Sequence[str] = (),
 ) -> Verification:
-    """Compare a run with the predictions of its plan.
+    """Compare the measurements of a run with the predictions of its plan.
 
     Args:
         plan: Plan with current predictions.
         profile: Profile of the plan.
         report: Report of a run of the plan.
         tolerance: Tolerated errors.
-        crowded: Reason not to judge times that is known without the report; empty if there is none.
+        crowded: Reason not to judge times, if one is known without the report; else empty.
         proof: Result of the equivalence check of the stages with the unpartitioned model.
         wrong: Differences that the equivalence check found.
 
@@ -122,8 +122,8 @@ def verification_of(
 def compared_figures(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...]:
     """Return predicted and measured figures without verdicts: step, bubble, stage times, device peaks.
 
-    Of several replicas, the slowest times and the highest peaks are used. If the run has fewer stages than the plan,
-    only the stages of the run are compared.
+    If the pipeline ran in several replicas, the slowest times and the highest peaks are used. If the run has fewer
+    stages than the plan, only the stages of the run are compared.
     """
     stages = [[stage.index for stage in chunks] for chunks in plan.by_device()]
     peaks = compared_peaks(list(zip(stages, peak_bytes_of(plan), strict=True)), report)
@@ -131,7 +131,7 @@ def compared_figures(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...
 
 
 def crowding(processes: int, threads: int, cores: int) -> str:
-    """Return the reason not to judge times if a machine has too few cores for its processes; empty otherwise.
+    """Return the reason not to judge times if a machine has too few cores for its processes; else an empty text.
 
     Args:
         processes: Number of processes on the machine.
@@ -145,13 +145,13 @@ def crowding(processes: int, threads: int, cores: int) -> str:
 
 
 def disturbance_note(report: RunReport) -> str:
-    """Return the reason not to judge times if processes of the run had to wait for cores; empty otherwise."""
+    """Return the reason not to judge times if processes of the run had to wait for cores; else an empty text."""
     waited = lack_of_cores(report)
     return f"times are not judged: {waited}; end other programs, and run it again" if waited else ""
 
 
 def lack_of_cores(report: RunReport) -> str:
-    """Return a phrase with the share of time in which a process had a core; empty if the share is large enough."""
+    """Return a phrase with the smallest share of time in which a process had a core; empty if the share is large."""
     share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
     if share >= LEAST_CORE_SHARE:
         return ""

@@ -114,7 +114,7 @@ class Schedule(ABC):
         return ()
 
     def runs_chunks(self, chunks: int) -> bool:
-        """Return True if devices may run `chunks` stages each; 0 means any number."""
+        """Return True if the schedule allows `chunks` stages per device; 0 means any number."""
         if self.exact_chunks is not None:
             return chunks in (0, self.exact_chunks)
         return self.is_chunked or chunks in (0, 1)
@@ -142,15 +142,15 @@ class Schedule(ABC):
             )
 
     def most_devices(self, micro_batches: int) -> float:
-        """Return the largest number of devices that `micro_batches` micro-batches allow."""
+        """Return the largest number of devices that can run with `micro_batches` micro-batches."""
         return inf
 
     def round_size(self, num_devices: int) -> int:
-        """Return the round size: if M is larger, it must be a multiple of the round size."""
+        """Return the number of micro-batches of a round. If M is larger, M must be a multiple of this number."""
         return 1
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """Return the largest number of micro-batches in flight on a device at once, if each device runs one stage.
+        """Return the largest number of micro-batches in flight on a device, if each device runs one stage.
 
         Args:
             device: Index of the device.
@@ -166,10 +166,10 @@ class Schedule(ABC):
     def bound_us(self, loads: LoadBounds, micro_batches: int, chunks: int) -> float:
         """Return a lower bound of the step time of every partition, in microseconds.
 
-        The bound ignores memory, links, overheads and recomputation. It is the larger of two bounds. First, the busiest
-        device computes all micro-batches. Second, one micro-batch passes all stages and back, and if every device runs
-        one stage, the slowest backward also runs for the M - 1 other micro-batches. With split backwards, only the
-        first bound applies, because no later pass waits for a weight-gradient pass.
+        The bound ignores memory, links, overheads and recomputation. It is the larger of two bounds: the work of the
+        busiest device; and the time of one micro-batch through all stages and back, plus, if every device runs one
+        stage, the slowest backward of the other micro-batches. With split backwards, only the first bound applies,
+        because no later pass waits for a weight-gradient pass.
 
         Args:
             loads: Lower bounds of the compute time of one micro-batch.
@@ -182,7 +182,7 @@ class Schedule(ABC):
         return max(micro_batches * loads.pair_us, loads.work_us + one_after_the_other)
 
     def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return an upper bound of a stage's forward plus backward time if the step is to be shorter than `upper_us`.
+        """Return the longest forward plus backward time of a stage with which a step can be shorter than `upper_us`.
 
         Args:
             upper_us: Step time to beat, in microseconds.
@@ -190,7 +190,7 @@ class Schedule(ABC):
             micro_batches: M.
 
         Returns:
-            The upper bound for one micro-batch, in microseconds.
+            Upper bound of the time for one micro-batch, in microseconds.
         """
         return upper_us / micro_batches
 

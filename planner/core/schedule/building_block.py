@@ -41,7 +41,7 @@ _Message = tuple[MessageKind | None, int, int]
 
 
 class BuildingBlock(NamedTuple):
-    """Start times of the passes of the first micro-batch on a device, in units of one pass."""
+    """Start times of the first micro-batch's passes on a device, in units of one pass."""
 
     forward_down: int
     """F of the device's first stage, on the way down the V."""
@@ -54,18 +54,18 @@ class BuildingBlock(NamedTuple):
 
 
 class BuildingBlockSchedule(VSchedule):
-    """Schedule that repeats a building block; each device has two stages, placed as a V."""
+    """Schedule that repeats a building block. Each device has two stages, placed as a V."""
 
     @abstractmethod
     def block(self, device: int, num_devices: int) -> BuildingBlock:
-        """Return the times of the building block's passes on a device."""
+        """Return the start times of the building block's passes on a device."""
 
     @abstractmethod
     def most_held(self, num_devices: int) -> int:
-        """Return the largest number of forwards on a device, over both its stages, that may wait for their W."""
+        """Return the largest number of forwards on a device, in both its stages together, that may wait for their W."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the device's actions: copies of the building block, squeezed as the module describes."""
+        """Return the device's actions: copies of the building block, moved together as the module describes."""
         blocks = tuple(self.block(k, num_devices) for k in range(num_devices))
         return _squeezed_orders(blocks, micro_batches, self.most_held(num_devices))[device]
 

@@ -33,9 +33,9 @@ class GPipe(Schedule):
         return micro_batches
 
     def bound_us(self, loads: LoadBounds, micro_batches: int, chunks: int) -> float:
-        """Return a lower bound of the step time: one micro-batch in all stages, and M-1 times the slowest F and B."""
+        """Return a lower bound of the step time: one micro-batch in all stages, plus M-1 times the slowest F and B."""
         return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
 
     def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return an upper bound of the slowest stage's time; a step takes `work_us` plus M-1 times this time."""
+        """Return an upper bound of the slowest stage's time. A step takes `work_us` plus M-1 times this time."""
         return inf if micro_batches == 1 else max(0.0, upper_us - work_us) / (micro_batches - 1)

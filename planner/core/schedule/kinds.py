@@ -27,7 +27,7 @@ MessageKind = Literal["F", "B"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionKind:
-    """Kind of computation for one micro-batch on one stage."""
+    """Kind of action: forward, whole backward, or one of the two passes of a split backward."""
 
     letter: Letter
     """Letter in schedule files: `F3` is the forward of micro-batch 3."""

@@ -13,7 +13,7 @@ from planner.core.values.placement import Placement, device_of
 
 
 class ListedSchedule(Schedule):
-    """Schedule of explicit action orders, which were searched or written for one pipeline.
+    """Schedule of explicit action orders, which were written by the user or found by a search.
 
     Args:
         rows: Actions of each device, in order; empty before the search.
@@ -40,12 +40,12 @@ class ListedSchedule(Schedule):
 
     @cached_property
     def splits_backward(self) -> bool:  # type: ignore[override]
-        """True if a backward is split, or may be split because there are no orders yet."""
+        """True if a backward is split, or if the orders are still to be searched."""
         return not self.rows or any(action.kind == "W" for row in self.rows for action in row)
 
     @property
     def exact_chunks(self) -> int | None:  # type: ignore[override]
-        """Required number of stages per device: 2 if orders are to be searched for a V, otherwise None."""
+        """Required number of stages per device: 2 if orders are still to be searched for a V; else None."""
         return 2 if not self.rows and self._meant_for == "v" else None
 
     @cached_property
@@ -68,7 +68,7 @@ class ListedSchedule(Schedule):
 
     @cached_property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches (M); 0 if there are no orders yet."""
+        """Number of micro-batches (M); 0 if the orders are still to be searched."""
         return len({action.micro_batch for row in self.rows for action in row})
 
     @property
@@ -77,11 +77,11 @@ class ListedSchedule(Schedule):
         return format_orders(self.rows)
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the actions of the device on the first `micro_batches` micro-batches."""
+        """Return the actions of the device for the first `micro_batches` micro-batches."""
         return tuple(action for action in self.rows[device] if action.micro_batch < micro_batches)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raise UsageError if the action orders belong to a pipeline with other numbers."""
+        """Raise UsageError if the action orders are for other numbers of devices, micro-batches or chunks."""
         super().refuse(num_devices, micro_batches, chunks)
         stages = {action.stage for row in self.rows for action in row}
         numbers = len(self.rows), self.num_micro_batches, len(stages)

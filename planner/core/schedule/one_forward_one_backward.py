@@ -15,7 +15,7 @@ from planner.core.schedule.base import Action, Schedule
 
 
 class OneForwardOneBackward(Schedule):
-    """Schedule of warm-up forwards, then alternating backwards and forwards, then the remaining backwards."""
+    """Schedule of warm-up forwards, then a backward and a forward in turn, then the remaining backwards."""
 
     name = "1f1b"
     title = "1F1B"
@@ -24,7 +24,7 @@ class OneForwardOneBackward(Schedule):
     is_one_forward_one_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the warm-up, alternating backwards and forwards, and the remaining backwards."""
+        """Return the warm-up forwards, then a backward and a forward in turn, then the remaining backwards."""
         warm_up = self.in_flight(device, num_devices, micro_batches)
         forwards = [Action(device, "F", i) for i in range(micro_batches)]
         backwards = [Action(device, "B", i) for i in range(micro_batches)]
@@ -34,7 +34,7 @@ class OneForwardOneBackward(Schedule):
         return tuple(actions)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raise UsageError if a stage would have no micro-batch to warm up with, as torch's schedule does."""
+        """Raise UsageError if there are fewer micro-batches than devices, as torch's schedule does."""
         super().refuse(num_devices, micro_batches, chunks)
         if micro_batches < num_devices:
             raise UsageError(
@@ -47,5 +47,5 @@ class OneForwardOneBackward(Schedule):
         return micro_batches
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """Return the number of warm-up forwards: one for the stage itself and one for every later stage."""
+        """Return the number of warm-up forwards: one for the stage itself and one for every later stage; at most M."""
         return min(micro_batches, num_devices - device)

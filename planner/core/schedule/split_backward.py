@@ -1,4 +1,4 @@
-"""Parts of schedules with split backwards: I runs as early as possible, and W fills idle time."""
+"""Order of actions for schedules with split backwards: I runs as early as possible, and W fills idle time."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from planner.core.schedule.kinds import Letter
 def alternating_order(
     forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up: int, lag: int
 ) -> tuple[Action, ...]:
-    """Return a device's actions: warm-up forwards, then alternating F and I. W of earlier micro-batches follows each I.
+    """Return a device's actions: warm-up forwards, then F, I and W in turn. Each W is of an earlier micro-batch than I.
 
     Args:
         forwards: All F actions of the device, in order.
-        backwards: All I actions of the device, in order. W actions follow the same order.
-        warm_up: Number of forwards before the first F-I pair.
-        lag: Number of I actions that wait for their W in the steady phase.
+        backwards: All I actions of the device, in order. W actions have the same order.
+        warm_up: Number of forwards before the first I.
+        lag: Number of I actions that wait for their W while F, I and W alternate.
 
     Source: Qi et al. 2023 (arXiv:2401.10241), figures 2 and 3: ZB-H1 and ZB-H2 differ only in `warm_up` and `lag`.
     """
@@ -44,9 +44,9 @@ class VSchedule(Schedule):
 
 
 class OrderBuilder:
-    """Builder of the action order of a device with several stages.
+    """Builder of the action order of a device with several stages (chunks).
 
-    Each method adds an action of the given chunk, for the next micro-batch in line.
+    Each method adds an action of one chunk, for the chunk's next micro-batch.
 
     Args:
         stages: Stages of the device, by chunk.

@@ -19,7 +19,7 @@ class VHalf(BuildingBlockSchedule):
     title = "V-Half"
 
     def block(self, device: int, num_devices: int) -> BuildingBlock:
-        """Return the times of the paper's building block on a device."""
+        """Return the start times of the paper's building block on a device."""
         # If K is even, gradients come three units later; otherwise they would collide with forwards on the device.
         late = 0 if num_devices % 2 else 3
         return BuildingBlock(
@@ -30,5 +30,5 @@ class VHalf(BuildingBlockSchedule):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """Return the paper's limit of forwards that wait for their W: (K+2) // 2 in each of the two stages."""
+        """Return how many forwards may wait for their W: (K+2) // 2 in each of the device's two stages."""
         return 2 * ((num_devices + 2) // 2)

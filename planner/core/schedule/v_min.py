@@ -19,7 +19,7 @@ class VMin(BuildingBlockSchedule):
     title = "V-Min"
 
     def block(self, device: int, num_devices: int) -> BuildingBlock:
-        """Return the times of the paper's building block on a device."""
+        """Return the start times of the paper's building block on a device."""
         # If K is a multiple of 3, gradients come two units later; otherwise they would collide with forwards of other
         # micro-batches on the device.
         late = 0 if num_devices % 3 else 2
@@ -31,5 +31,5 @@ class VMin(BuildingBlockSchedule):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """Return the paper's limit of forwards that wait for their W: (K+4) // 3 in each of the two stages."""
+        """Return how many forwards may wait for their W: (K+4) // 3 in each of the device's two stages."""
         return 2 * ((num_devices + 4) // 3)

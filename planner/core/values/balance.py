@@ -31,7 +31,10 @@ class StageBalance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrediction:
-    """Predictions for a run, and files and options to replan; paths are relative to the folder of `balance.yaml`."""
+    """Predictions for a run, and the files and options to plan again.
+
+    Paths are relative to the folder of `balance.yaml`.
+    """
 
     step_us: float
     reserve_bytes: int = 0
@@ -49,7 +52,10 @@ class RunPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Cuts and settings to run the stages. Stages list the names of layers, so that a changed model is detected."""
+    """Cuts and settings with which the executor runs the stages of a plan.
+
+    Stages list the names of their layers, so that a changed model is detected.
+    """
 
     schema: Literal["gpipe-plan/balance/v1"] = BALANCE_SCHEMA
     generator: Generator | None = None
@@ -94,7 +100,7 @@ class Balance:
 
     @property
     def num_processes(self) -> int:
-        """Number of processes: K R, one for each device of every pipeline."""
+        """Number of processes (K R): one for each device of every pipeline."""
         return self.num_devices * self.replicas
 
     @property
@@ -117,7 +123,7 @@ class Balance:
 
 
 def cuts_path(path: PurePath, num_processes: int) -> PurePath:
-    """Return the path of the cuts for `num_processes` processes, next to `path`: `balance-6.yaml` for 6 processes."""
+    """Return the path of the balance file for another number of processes: `balance-6.yaml` for 6, next to `path`."""
     return path.with_name(f"{path.stem}-{num_processes}{path.suffix}")
 
 
@@ -146,7 +152,7 @@ def memory_options(inputs: Inputs, how: str) -> tuple[str, ...]:
 
     Args:
         inputs: The request.
-        how: Origin of the profile's values, as in `Device.how`: estimated values have another default headroom.
+        how: `Device.how` of the profile; profiles with `estimated` values have another default headroom.
 
     Returns:
         Options such as `--mem 8GB`.
@@ -160,7 +166,7 @@ def memory_options(inputs: Inputs, how: str) -> tuple[str, ...]:
 def replan_command(
     profile: str, options: Iterable[str], *, calibration: str | None = None, plan: str = "plan.yaml"
 ) -> str:
-    """Return the command that replans and overwrites the plan.
+    """Return the command that makes a new plan and overwrites the old one.
 
     Args:
         profile: Path of the profile.

@@ -88,15 +88,15 @@ class Cluster:
         return len(self.memory_bytes)
 
     def speed(self, device: int) -> float:
-        """Return the speed of `device` relative to the profiled device, divided by the calibrated `compute` ratio."""
+        """Return the speed of `device` relative to the profiled device, corrected by the calibrated `compute` ratio."""
         return (self.speeds[device] if self.speeds else 1.0) / self.compute
 
     def link_after(self, device: int, *, num_devices: int, replicas: int = 1) -> Link:
-        """Return the link from `device` to the next device of its pipeline; the last device is followed by the first.
+        """Return the link from `device` to the next device of its pipeline. The last device is followed by the first.
 
-        Replicas occupy consecutive devices. The slowest of the replicas' links counts, because replicas wait for each
-        other. If links were measured one by one, the link from the last device to the first is unknown, and the slowest
-        link of the pipeline is used.
+        Replicas occupy consecutive devices, and wait for each other, so that the slowest of their links counts. If
+        links were measured one by one, the link from the last device to the first is unknown, and the slowest link of
+        the pipeline is used.
 
         Args:
             device: Index of the device in its pipeline.
@@ -114,7 +114,7 @@ class Cluster:
         return self.inter_link if leaves else self.link
 
     def link_between(self, device: int, neighbor: int, *, num_devices: int, replicas: int = 1) -> Link:
-        """Return the link between two neighboring devices of a pipeline; a transfer within a device takes no time.
+        """Return the link between two neighboring devices of a pipeline, or a link without cost within one device.
 
         Args:
             device: Index of one device in its pipeline.

@@ -1,6 +1,6 @@
 """Mark for fields that are omitted from files if they have their default value.
 
-Fields that were added after the first version of a file format have this mark. Files that do not use such a field
+Fields that were added after the first version of a file format have this mark. Old files, which lack such a field,
 therefore keep their bytes and digests.
 """
 

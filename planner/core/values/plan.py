@@ -120,15 +120,14 @@ class Inputs:
 
     @property
     def cluster(self) -> Cluster:
-        """Cluster in which each GPU is a device of its own; in `Plan.cluster`, a device may be a group of GPUs."""
+        """Cluster in which each GPU is a device of its own, without groups of GPUs that share layers."""
         return self.cluster_of(1)
 
     def cluster_of(self, tensor_parallel: int, replicas: int = 1) -> Cluster:
-        """Return the cluster for a number of GPUs per group and a number of replicas.
+        """Return the cluster in which groups of GPUs share each layer; each group is a device.
 
         Args:
-            tensor_parallel: Number of GPUs of a group, which is a device of the cluster; GPUs that fill no group are
-                left out.
+            tensor_parallel: Number of GPUs of a group. GPUs that fill no group are left out.
             replicas: Number of data-parallel pipelines, which may divide the optimizer.
         """
         count = self.devices // tensor_parallel
@@ -182,11 +181,11 @@ class StageMemory:
 
     @classmethod
     def of(cls, **items: int) -> "StageMemory":
-        """Return the memory with these components, and their sum as `total`."""
+        """Return the memory with these components; `total` is their sum."""
         return cls(**items, total=sum(items.values()))
 
     def items(self) -> tuple[tuple[str, int], ...]:
-        """Return name and bytes of every component, without the total."""
+        """Return the name and the bytes of every component, without the total."""
         return tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "total")
 
 
@@ -262,7 +261,7 @@ class TrainingRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """Best plan with a given number of micro-batches and of replicas, or with a given schedule."""
+    """Best plan for a number of micro-batches and of replicas, or for a schedule."""
 
     micro_batches: int
     micro_batch_size: int
@@ -283,7 +282,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """Step time of the best plan after a change of the devices."""
+    """Step time of the best plan after one change of the devices."""
 
     change: str
     step_us: float
@@ -291,7 +290,7 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Effect of measurement errors on the plan, estimated with profiles drawn at random around the measured one."""
+    """Effect of measurement errors on the plan, estimated with random profiles close to the measured one."""
 
     draws: int
     spread: float
@@ -382,11 +381,11 @@ class Plan:
         return self.cluster.optimizer_shards > 1
 
     def device_of(self, stage: Stage) -> int:
-        """Return the index into `Inputs.memory_bytes` of the device that runs `stage`."""
+        """Return the index of the device, as in `Inputs.memory_bytes`, that runs `stage`."""
         return device_of(stage.index, self.num_devices, self.placement)
 
     def chunks_of(self, device: int) -> tuple[Stage, ...]:
-        """Return the stages of device number `device` of a pipeline."""
+        """Return the stages of the device with index `device` in a pipeline."""
         return tuple(self.stages[s] for s in stages_on(device, self.num_devices, self.chunks, self.placement))
 
     def by_device(self) -> tuple[tuple[Stage, ...], ...]:

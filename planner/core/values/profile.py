@@ -104,7 +104,7 @@ class BoundaryTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDetail:
-    """Exact memory record of one layer at one micro-batch size; the peak of any stage follows from its layers' records.
+    """Exact memory record of one layer at one micro-batch size. The peak of any stage follows from these records.
 
     A peak is counted from the memory in use when the layer's forward starts. That memory includes the layer's input.
     """
@@ -175,7 +175,7 @@ class SplitMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayKind:
-    """Arrays of one type and shape. In one program for all stages, such arrays of different stages share slots."""
+    """Arrays of one type and shape in a compiled program. Stages of one program share slots for them."""
 
     kind: str
     """Type and shape: `float32[8,64,256]`."""
@@ -193,10 +193,10 @@ class ArrayKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramMemory:
-    """Memory of one layer within a compiled program, at one micro-batch size, including padding.
+    """Memory of one layer in a compiled program, at one micro-batch size, including padding.
 
-    A program that runs the forward and the backward of one micro-batch stores less than a loop over micro-batches,
-    which stores all saved tensors in arrays. Such a program also releases a layer's memory after its backward.
+    There are two kinds of programs. One runs the forward and the backward of one micro-batch, and releases a layer's
+    memory after its backward. The other one loops over micro-batches, and stores all saved tensors in arrays.
     """
 
     carried_bytes: int
@@ -228,7 +228,7 @@ class ProgramMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedGroup:
-    """Parameters of one layer that are all shared with the same earlier layers."""
+    """Parameters of one layer that are shared with the same set of earlier layers."""
 
     layers: tuple[str, ...]
     """Names of the earlier layers, in order."""
@@ -304,13 +304,13 @@ class LayerProfile:
 
     @property
     def trained_bytes(self) -> int:
-        """Memory of the gradients in bytes: `gradient_bytes`, or `parameter_bytes` if the former is unknown."""
+        """Memory of the parameter gradients, in bytes; `parameter_bytes` if `gradient_bytes` is not known."""
         return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Width:
-    """Costs of the profile's layers if another number of GPUs shares each layer."""
+    """Costs of all layers for another number of GPUs that share each layer."""
 
     tensor_parallel: int
     """Number of GPUs that share each layer; every figure in `layers` is for one of these GPUs."""
@@ -342,7 +342,7 @@ class Profile:
     """Costs of the layers if other numbers of GPUs share each layer."""
 
     def __repr__(self) -> str:
-        """Return a line that names what was profiled."""
+        """Return one line with the profiled model and device."""
         return (
             f"Profile(model={self.model.source!r}, device={self.device.kind!r}, how={self.device.how!r}, "
             f"layers={len(self.layers)}, micro_batch_sizes={self.micro_batch_sizes})"

@@ -1,4 +1,4 @@
-"""Result of the equivalence check: do the stages of a model train as the unpartitioned model does?"""
+"""Result of the equivalence check of a model's stages with the unpartitioned model."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from planner.core.values.units import pluralize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The result of the equivalence check.
+    """Result of the equivalence check, which compares training with and without the pipeline.
 
-    Two steps of a plain training loop over the user's model were compared with the same two steps of pipelines with
-    the cuts that `cuts` counts, each stage in a process of its own.
+    Two steps of a plain training loop over the user's model were compared with the same two steps of pipelines, each
+    stage in a process of its own. `cuts` counts the cuts of these pipelines.
     """
 
     layers: int

@@ -39,7 +39,7 @@ def sustained_rate(name: str, *, experts: bool = False) -> SustainedRate | None:
 
     Args:
         name: Name of the accelerator, as in `planner.core.values.devices`.
-        experts: True for a mixture of experts. If there are no runs of experts, the rate of other models is returned.
+        experts: True for a mixture of experts. If no such runs are published, the rate of other models is returned.
     """
     found = [each for each in SUSTAINED if each.chip == _CHIPS.get(name)]
     same = next((each for each in found if each.experts == experts), None)

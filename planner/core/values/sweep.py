@@ -24,13 +24,13 @@ class SweepCell:
 
     @property
     def file_name(self) -> str:
-        """Name of the plan's file when all plans are written: `8x24GB.yaml`."""
+        """Name of the cell's plan file: `8x24GB.yaml`."""
         return f"{self.devices}x{exact_bytes_option(self.memory_bytes)}.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Cells for every combination of `devices` and `memory_bytes`, in that order."""
+    """Best plan for every number of devices and every memory limit. In `cells`, the memory limit varies fastest."""
 
     schema: Literal["gpipe-plan/sweep/v1"] = "gpipe-plan/sweep/v1"
     profile: ProfileReference

@@ -148,12 +148,12 @@ def format_us(time_us: float) -> str:
 
 
 def unit_of_us(time_us: float) -> tuple[float, str]:
-    """Return the unit in which `format_us` writes a time: the unit's length in microseconds, and its name."""
+    """Return the unit in which `format_us` writes a time: its length in microseconds, and its name."""
     return _in_largest_unit(float(time_us), 1000, _TIME_UNITS)[1:]
 
 
 def unit_of_bytes(size_bytes: float) -> tuple[float, str]:
-    """Return the unit in which `format_bytes` writes a size: the unit's size in bytes, and its name."""
+    """Return the unit in which `format_bytes` writes a size: its size in bytes, and its name."""
     return _in_largest_unit(float(size_bytes), 1024, _SIZE_UNITS)[1:]
 
 
