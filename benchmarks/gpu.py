@@ -26,7 +26,7 @@ from planner.core.values.units import format_bytes, parse_bytes
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory
 from planner.executor.build.building import StageRange, build_stages, build_structure
-from planner.executor.run.shapes import shapes_of
+from planner.executor.run.shapes import chain_shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model import LoadedModel, load_model
 from planner.model.chain import Chain
@@ -137,7 +137,7 @@ def _measure_alone(loaded: LoadedModel, chain: Chain, plan: Plan, stage: Stage, 
     end = first + plan.balance[stage.index]
     size, count = plan.micro_batch_size, plan.micro_batches
     batch = loaded.example_batch(size)
-    shapes = shapes_of(chain, batch.inputs)
+    shapes = chain_shapes(chain, batch.inputs)
     is_last = end == len(chain.layers)
     (layers,) = build_stages(loaded, chain, [StageRange(first, end)], seed=0, device=device)
     module = StageModule(

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from planner.device.machine import cpu_name
 from planner.executor.keep import rank_file
-from planner.executor.keep.index import INDEX, PYTHON, CheckpointIndex, file_name, write_index
+from planner.executor.keep.index import INDEX, PYTHON, CheckpointIndex, rank_file_name, write_index
 from planner.executor.keep.json_state import to_json
 from planner.executor.keep.optimizer_state import OptimizerState
-from planner.executor.keep.stored import stored_name
+from planner.executor.keep.stored import name_in_rank_file
 from planner.executor.read_checkpoint import read_checkpoint
-from planner.executor.run.random_state import HostStates
+from planner.executor.run.random_state import HostRandomStates
 
 PARTS = ("ln_1", "attn.qkv", "attn.out", "ln_2", "mlp.up", "mlp.down")
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
@@ -70,19 +70,19 @@ class Job:
         """Write a checkpoint of all ranks."""
         folder.mkdir()
         files = []
-        random = HostStates.seeded(0).plain()
+        random = HostRandomStates.seeded(0).plain()
         for rank in range(self.stages * self.replicas):
             parameters, optimizer = self.optimizer(rank, stepped=True)
             tensors: dict[str, Tensor] = {}
             state: dict[str, Any] = {"optimizer": {}}
             if rank < self.stages:
-                tensors = {stored_name(self.first_names[name]): p.detach() for name, p in parameters.items()}
+                tensors = {name_in_rank_file(self.first_names[name]): p.detach() for name, p in parameters.items()}
                 for name, held in optimizer.by_name().items():
                     state["optimizer"][name] = to_json(held, f"optimizer[{name!r}]", tensors)
             others = {"pipeline": {"step_index": 1}, "device_random": None, "others": {"schedule": {"last_epoch": 1}}}
             parts = {"groups": optimizer.groups(), "random": random, **others}
             state |= {part: to_json(value, part, tensors) for part, value in parts.items()}
-            with (folder / file_name(rank)).open("wb") as file:
+            with (folder / rank_file_name(rank)).open("wb") as file:
                 files.append(rank_file.write_rank_file(file, state, tensors))
         index = CheckpointIndex(
             step=1,
@@ -154,7 +154,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary, "step-00000001")
             job.write(folder)
-            sizes = [(folder / name).stat().st_size / 1e3 for name in (INDEX, file_name(1))]
+            sizes = [(folder / name).stat().st_size / 1e3 for name in (INDEX, rank_file_name(1))]
             for what, rank in (("the first", 0), ("a middle one", ranks // 2), ("the last", job.stages * replicas - 1)):
                 opened, seconds = _in_process(job, folder, rank)
                 print(

@@ -139,7 +139,7 @@ def compiled_bytes(loaded: LoadedModel, size: int, recompute: Recompute, micro_b
 
     from planner.tpu.chips import target_device  # noqa: PLC0415
     from planner.tpu.pipeline import JaxPipeline  # noqa: PLC0415
-    from planner.tpu.programs import options_for  # noqa: PLC0415
+    from planner.tpu.programs import compiler_options_for  # noqa: PLC0415
 
     chain, _ = find_chain(loaded, torch.device("cpu"))
     names = tuple(chain.names)
@@ -153,7 +153,7 @@ def compiled_bytes(loaded: LoadedModel, size: int, recompute: Recompute, micro_b
         stages=(StageBalance(index=0, recompute=recompute, layers=names),),
     )
     pipeline = JaxPipeline(loaded, chain, balance, [target_device(CHIP)])
-    jitted = jax.jit(pipeline.loss_and_gradients, compiler_options=options_for(target_device(CHIP)))
+    jitted = jax.jit(pipeline.loss_and_gradients, compiler_options=compiler_options_for(target_device(CHIP)))
     memory = jitted.lower(*pipeline.argument_shapes()).compile().memory_analysis()
     return _total_bytes(memory)
 

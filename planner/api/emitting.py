@@ -58,7 +58,7 @@ def emit_files(
     Returns:
         The paths of the written files, and the command that uses them.
     """
-    from planner.emit import InputPaths, check_engine, write_emitted  # noqa: PLC0415 - only here
+    from planner.emit import InputPaths, check_engine, write_engine_files  # noqa: PLC0415 - only here
 
     others = options.smaller or ()
     check_engine(options.engine, launch=options.launch, has_smaller=bool(others))
@@ -67,7 +67,7 @@ def emit_files(
     source = profile_for(read, place, options.profile)
     smaller = [plan_of(other) for other in others]
     fresh = [_fresh(each, source.profile, where, tell) for each, where in ((read, place), *smaller)]
-    return write_emitted(
+    return write_engine_files(
         fresh[0],
         source.profile,
         engine=options.engine,

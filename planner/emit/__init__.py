@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from planner import lazy_attributes
 
 if TYPE_CHECKING:
-    from planner.emit.engines import ENGINES, EmitResult, check_engine, engine_file, write_emitted
+    from planner.emit.engines import ENGINES, EmitResult, check_engine, engine_file, write_engine_files
     from planner.emit.layout import EngineFile
     from planner.emit.native import InputPaths, decisions_digest, emit_native
     from planner.emit.reading import SUFFIXES, read_balance_list
@@ -26,13 +26,13 @@ __all__ = [
     "engine_file",
     "is_edited",
     "read_balance_list",
-    "write_emitted",
+    "write_engine_files",
 ]
 
 __getattr__ = lazy_attributes(
     __name__,
     {
-        **dict.fromkeys(("ENGINES", "EmitResult", "check_engine", "engine_file", "write_emitted"), "engines"),
+        **dict.fromkeys(("ENGINES", "EmitResult", "check_engine", "engine_file", "write_engine_files"), "engines"),
         **dict.fromkeys(("InputPaths", "decisions_digest", "emit_native"), "native"),
         **dict.fromkeys(("SUFFIXES", "read_balance_list"), "reading"),
         "EngineFile": "layout",

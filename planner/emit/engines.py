@@ -19,7 +19,7 @@ from planner.emit.layout import EngineFile, Layout, refuse_sharing
 from planner.emit.megatron import emit_megatron
 from planner.emit.native import InputPaths, RepeatOptions, emit_native
 from planner.emit.schedule_csv import emit_schedule_csv
-from planner.emit.signature import refuse_other
+from planner.emit.signature import refuse_overwrite
 from planner.emit.split_spec import emit_split_spec
 from planner.emit.torchgpipe import emit_torchgpipe
 from planner.emit.torchtitan import emit_torchtitan
@@ -74,7 +74,7 @@ class EmitResult:
     """Command or call that uses the files."""
 
 
-def write_emitted(
+def write_engine_files(
     plan: Plan,
     profile: Profile,
     *,
@@ -161,6 +161,6 @@ def _write(texts: Mapping[Path, str], *, force: bool) -> None:
     # All files are checked before the first is written.
     for path, text in texts.items():
         if not force:
-            refuse_other(path, text)
+            refuse_overwrite(path, text)
     for path, text in texts.items():
         files.write_text(str(path), text)

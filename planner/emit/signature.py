@@ -44,7 +44,7 @@ def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> No
         raise FileError("was edited since it was emitted", path=str(path), hint=hint)
 
 
-def refuse_other(path: Path, text: str) -> None:
+def refuse_overwrite(path: Path, text: str) -> None:
     """Raise FileError if writing `text` would overwrite an edited file.
 
     A file of a `text` without signature counts as edited if its content differs from `text`.

@@ -33,7 +33,7 @@ from planner.core.errors import FileError, ModelError, PlannerError, UsageError
 from planner.core.values.printable import printable_lines
 from planner.core.values.units import format_bytes, pluralize
 from planner.device.kinds import kind_of
-from planner.executor.keep.errors import first_line
+from planner.executor.keep.errors import first_line_of_error
 from planner.executor.keep.exchange import ValueExchange
 from planner.executor.keep.index import PYTHON, CheckpointIndex
 from planner.executor.keep.json_state import to_json
@@ -47,12 +47,12 @@ from planner.executor.keep.saved import (
     partial_path,
     remove_old_checkpoints,
 )
-from planner.executor.keep.stored import stored_name
-from planner.executor.keep.weights import begin_with_weights
+from planner.executor.keep.stored import name_in_rank_file
+from planner.executor.keep.weights import load_initial_weights
 from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFile
 from planner.executor.pipeline import Pipeline
 from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint, restore_object
-from planner.executor.run.random_state import HostStates
+from planner.executor.run.random_state import HostRandomStates
 from planner.executor.watch.failure import StoppedBySignal
 from planner.executor.watch.position import STORE
 
@@ -227,12 +227,12 @@ class Checkpoints:
         optimizer = {}
         if pipeline.place.replica == 0:
             for name, tensor in pipeline.named_tensors().items():
-                to_json(tensor, stored_name(names[name]), tensors)
-            for name, state in self._optimizer.by_name().items():
+                to_json(tensor, name_in_rank_file(names[name]), tensors)
+            for name, state in self._optimizer.state_by_name().items():
                 optimizer[name] = to_json(state, f"optimizer[{name!r}]", tensors)
         parts = {
-            "groups": self._optimizer.groups(),
-            "random": HostStates.current().plain(),
+            "groups": self._optimizer.parameter_groups(),
+            "random": HostRandomStates.current().plain(),
             "device_random": None if of_device is None else of_device.get_state(),
             "pipeline": pipeline.state_dict(),
             "others": {name: other.state_dict() for name, other in self._others.items()},
@@ -272,7 +272,7 @@ class Checkpoints:
             for stored in written.names:
                 holders.setdefault(stored, rank)
         firsts = self._pipeline.first_names
-        tensors = {name: holders[stored_name(name)] if name == first else first for name, first in firsts.items()}
+        tensors = {name: holders[name_in_rank_file(name)] if name == first else first for name, first in firsts.items()}
         return replace(index, files=tuple(written.entry for written in files), tensors=tensors)
 
     def _save_failed(self, error: Exception) -> None:
@@ -295,7 +295,7 @@ class Checkpoints:
 
     def _load_initial_weights(self, weights: str) -> None:
         pipeline = self._pipeline
-        own = begin_with_weights(weights, pipeline.named_tensors(), pipeline.first_names)
+        own = load_initial_weights(weights, pipeline.named_tensors(), pipeline.first_names)
         cast = self._exchange.decide(own, lambda casts: sorted(set(chain.from_iterable(casts))))
         if cast:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")
@@ -332,7 +332,7 @@ class Checkpoints:
         self._restore_others(state["others"], path)
         restore_object("the pipeline", pipeline.load_state_dict, state["pipeline"], path)
         # Outside of steps, all ranks draw the same random numbers under any plan.
-        restore_object("the random numbers", lambda s: HostStates.from_plain(s).restore(), state["random"], path)
+        restore_object("the random numbers", lambda s: HostRandomStates.from_plain(s).restore(), state["random"], path)
         of_device = kind_of(pipeline.device).generator
         if state["device_random"] is not None and of_device is not None:
             restore_object("the device's random numbers", of_device.set_state, state["device_random"], path)
@@ -362,7 +362,7 @@ class _ReadProblem(NamedTuple):
 def _read_problem(error: BaseException, source: Path) -> _ReadProblem:
     if isinstance(error, PlannerError):
         return _ReadProblem(error.message, error.hint)
-    return _ReadProblem(f"{source}: cannot be read ({type(error).__name__}: {first_line(error)[:200]})", "")
+    return _ReadProblem(f"{source}: cannot be read ({type(error).__name__}: {first_line_of_error(error)[:200]})", "")
 
 
 def _older_hint(checkpoint: Path) -> str:

@@ -18,7 +18,7 @@ import torch.distributed.nn.functional
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, cuts_path
 from planner.device.kinds import DEVICE_KINDS, kind_of
-from planner.executor.run.placement import ProcessPlace, place_of
+from planner.executor.run.placement import ProcessPlace, process_place
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import job_store, rank_and_world_size
@@ -66,11 +66,11 @@ def make_rank_job(
     """
     rank, num_processes = rank_and_world_size()
     balance = source if isinstance(source, Balance) else _read_balance_for(Path(source), num_processes)
-    place = place_of(balance, rank, num_processes)
+    place = process_place(balance, rank, num_processes)
     position = watch.position if watch is not None else Position()
     position.names = {stage: _stage_name(balance, stage) for stage in range(balance.num_stages)}
     position.stages, position.replica = place.stages, place.replica
-    places = [place_of(balance, other, num_processes) for other in range(num_processes)]
+    places = [process_place(balance, other, num_processes) for other in range(num_processes)]
     position.rank_names = {p.rank: position.name_of(p.stages, p.replica) for p in places}
     position.predicted_bytes = {stage.index: stage.peak_bytes for stage in balance.stages}
     where = _device_of_rank(device or balance.device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from planner.core.errors import FileError
-from planner.executor.keep.errors import first_line
+from planner.executor.keep.errors import first_line_of_error
 from planner.executor.keep.index import CheckpointIndex, check_rank_files, check_same_computation
 from planner.executor.keep.optimizer_state import OptimizerState, ParameterGroups
 from planner.executor.keep.stored import StoredCheckpoint
@@ -89,7 +89,7 @@ def restore_object(name: str, restore: Callable[[Any], Any], state: Any, path: s
         restore(state)
     except Exception as error:
         raise FileError(
-            f"the state of {name} cannot be restored: {type(error).__name__}: {first_line(error)}",
+            f"the state of {name} cannot be restored: {type(error).__name__}: {first_line_of_error(error)}",
             path=path,
             hint="use another checkpoint, or start from its weights only with `--weights`",
         ) from error

@@ -16,11 +16,11 @@ from planner.executor.build.assembly import Assembly
 from planner.executor.job import RankJob
 from planner.executor.measure.step_record import OnStep, StepCallback, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
-from planner.executor.run.agreement import Agreement, Phase
+from planner.executor.run.agreement import Phase, PhaseAgreement
 from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, OutputObserver
 from planner.executor.run.gradients import check_gradients, check_gradients_have_values, check_losses
 from planner.executor.run.loss_scale import LossScale
-from planner.executor.run.losses import sum_of, weigh_losses
+from planner.executor.run.losses import sum_losses, weigh_losses
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.relay import MetricsRelay
@@ -37,7 +37,7 @@ class Trainer:
     ) -> None:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
-        self._agreement = Agreement(job.place, assembly.groups, job.device, job.position)
+        self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.position)
         self._relay = MetricsRelay(job.place, assembly.groups, job.device)
         self._parameters = dict(assembly.named_parameters())
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
@@ -109,8 +109,8 @@ class Trainer:
         self._job.position.set_activity("the evaluation")
         with keeping_random_state():
             losses = [loss for part, _, weights in agreed for loss in self._evaluate_part(part, weights, observed)]
-        names = self._relay.names(list(observed.sums)) if metrics is not None else []
-        numbers = [sum_of(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
+        names = self._relay.broadcast_names(list(observed.sums)) if metrics is not None else []
+        numbers = [sum_losses(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
         loss, samples, *sums = self._relay.sum_over_replicas(numbers, len(numbers))
         self._relay.finish()  # a script may end with its evaluation
         self._job.position.set_activity("between steps")
@@ -232,7 +232,7 @@ class Trainer:
     def _send_loss_to_all_ranks(self, losses: Sequence[Tensor], num_samples: int) -> float:
         place, position = self._job.place, self._job.position
         position.set_activity("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
-        loss, samples = self._relay.sum_over_replicas([sum_of(losses), num_samples], 2)
+        loss, samples = self._relay.sum_over_replicas([sum_losses(losses), num_samples], 2)
         if place.is_last and self._loss_scale is None:
             check_losses(losses, loss, position)
         self.losses.append(loss)

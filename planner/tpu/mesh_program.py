@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from planner.tpu.layer_functions import random_key_shape
-from planner.tpu.places import slots_for, slots_waste_memory
+from planner.tpu.places import count_slots, slots_waste_memory
 from planner.tpu.programs import num_bytes, shape_in_loops, tiled_shape
 from planner.tpu.stage import JaxStage, StageInput, State
 
@@ -46,7 +46,7 @@ class Packing:
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]], *, in_loops: bool = False) -> None:
         self._stages = [list(stage) for stage in stages]
         self._held = [list(map(shape_in_loops, stage)) if in_loops else list(stage) for stage in self._stages]
-        counts = slots_for(Counter[_Kind]((tuple(s.shape), s.dtype) for s in stage) for stage in self._held)
+        counts = count_slots(Counter[_Kind]((tuple(s.shape), s.dtype) for s in stage) for stage in self._held)
         self.shapes = [jax.ShapeDtypeStruct(*kind) for kind in counts.elements()]
         most_bytes = max((sum(map(num_bytes, stage)) for stage in self._held), default=0)
         self._flat = slots_waste_memory(sum(map(num_bytes, self.shapes)), most_bytes)

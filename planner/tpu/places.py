@@ -17,7 +17,7 @@ MOST_ROOM: Final = 1.5
 _Kind = TypeVar("_Kind")
 
 
-def slots_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
+def count_slots(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
     """Return the number of slots for each kind of array.
 
     It is the largest number of arrays of this kind in any stage.
@@ -57,7 +57,7 @@ def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
         return SharedSlots(1.0, are_vectors=False)
     arrays = list(chain.from_iterable(stages))
     plain_bytes = {array.kind: array.plain_bytes for array in arrays}
-    places = slots_for(counts)
+    places = count_slots(counts)
     if not slots_waste_memory(_sum(places, plain_bytes), max(_sum(count, plain_bytes) for count in counts)):
         return SharedSlots(sum(_loop_bytes(stages, kind) for kind in places) / fullest, are_vectors=False)
     longest: dict[str, int] = {}

@@ -42,7 +42,7 @@ class CompiledProgram:
     executable: Any = None
 
 
-def options_for(device: jax.Device) -> dict[str, str]:
+def compiler_options_for(device: jax.Device) -> dict[str, str]:
     """Return the compiler options for a program that trains a whole step on `device`.
 
     On TPUs, the option makes the compiler try several placements of arrays in memory and take the smallest. For 48
@@ -93,9 +93,9 @@ def compile_program(
         executable = compile_lowered(jitted.lower(*shapes))
     memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
     return CompiledProgram(
-        arguments=laid_out_sizes(shapes, executable.input_formats[0]),
+        arguments=sizes_in_layouts(shapes, executable.input_formats[0]),
         output_bytes=memory.output_size_in_bytes,
-        outputs=laid_out_sizes(executable.out_info, executable.output_formats),
+        outputs=sizes_in_layouts(executable.out_info, executable.output_formats),
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         flops=cost.get("flops", 0.0),
@@ -236,7 +236,7 @@ def _kind_of_array(shape: jax.ShapeDtypeStruct, size: int, loop_bytes: int) -> A
     return ArrayKind(kind=kind, bytes=size, plain_bytes=num_bytes(shape), loop_bytes=loop_bytes)
 
 
-def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
+def sizes_in_layouts(shapes: Any, formats: Any) -> tuple[int, ...]:
     """Return the bytes of each array in a nested value, in an executable's layouts.
 
     Random keys count as arrays.

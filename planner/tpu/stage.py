@@ -40,7 +40,7 @@ class StageLayer:
     halves: SplitFunction
     recomputed: bool
 
-    def state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
+    def select_state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
         """Return this layer's parameters and buffers, selected from those of the stage.
 
         Args:
@@ -130,7 +130,7 @@ class JaxStage:
         # The targets of the loss are inputs of the last layer.
         more = len(layer.function.inputs) - len(values)
         key = jax.random.fold_in(received.key, layer.number)
-        return (*layer.state(*state), [*values, *received.targets[:more]], key)
+        return (*layer.select_state(*state), [*values, *received.targets[:more]], key)
 
     def _tensors_read_between_layers(self) -> list[tuple[int, int]]:
         """Return (boundary, index) of each tensor between layers that some backward reads.

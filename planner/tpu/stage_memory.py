@@ -24,7 +24,7 @@ _GAPS: Final = 1.05
 """Memory of a forward and backward in one executable, divided by the sum over its layers. The factor accounts for gaps
 between arrays of different sizes, which executables of single layers lack. Without it, predictions were 0.92 to 1.06
 times the compiled memory (docs/measurements/tpu-composition.md). There, arrays were placed with the options of
-`planner.tpu.programs.options_for`."""
+`planner.tpu.programs.compiler_options_for`."""
 
 
 class ProgramArrays(NamedTuple):

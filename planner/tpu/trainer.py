@@ -20,7 +20,7 @@ from planner.core.values.devices import accelerator
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import check_same_model
 from planner.executor.job import load_planned
-from planner.executor.keep.weights import begin_with_weights, first_names, model_state_dict, write_weights
+from planner.executor.keep.weights import first_names, load_initial_weights, model_state_dict, write_weights
 from planner.executor.run.loader import example_mini_batch, repeat_train_batches
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
@@ -34,7 +34,7 @@ from planner.tpu.compiler import OutOfMemoryError
 from planner.tpu.mesh_program import MeshProgram
 from planner.tpu.optimizers import OptimizerRule, optimizer_rule
 from planner.tpu.pipeline import JaxPipeline
-from planner.tpu.programs import compile_lowered, options_for
+from planner.tpu.programs import compile_lowered, compiler_options_for
 from planner.tpu.stage import StageInput
 from planner.tpu.training import CompiledMemory, JaxArguments, fit_report
 
@@ -55,7 +55,7 @@ class TrainingStep:
 
     def __init__(self, program: MeshProgram, rule: OptimizerRule, seed: int) -> None:
         self._program, self._rule, self._seed = program, rule, seed
-        options = options_for(program.mesh.devices.flat[0])
+        options = compiler_options_for(program.mesh.devices.flat[0])
         self._jitted = jax.jit(self._step, donate_argnums=(0,), compiler_options=options)
 
     def begin(self, trained: list[Array], fixed: list[Array]) -> TrainingState:
@@ -118,7 +118,7 @@ class JaxTraining:
         layers = self.model.chain(built)
         check_same_model(self.balance, self.model, layers)
         if how.weights:
-            casts = begin_with_weights(how.weights, built.state_dict(), first_names(built))
+            casts = load_initial_weights(how.weights, built.state_dict(), first_names(built))
             if casts:
                 print(f"cast on loading {how.weights}: {', '.join(casts)}", flush=True)
         rule = optimizer_rule(self.model.build_optimizer, list(built.parameters()))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from planner.executor.keep.index import file_name
+from planner.executor.keep.index import rank_file_name
 from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, write_balance
 
@@ -69,4 +69,4 @@ def test_a_rank_opens_only_files_of_its_own_layers_once(first, then, expected, t
         run_ranks(case.num_processes, ["worker.py", str(steps)], tmp_path)
     for rank, files in expected.items():
         opened = json.loads((tmp_path / f"opened-{rank}.json").read_text())
-        assert sorted(opened) == ["checkpoint.json", *map(file_name, files)]
+        assert sorted(opened) == ["checkpoint.json", *map(rank_file_name, files)]

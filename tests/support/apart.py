@@ -20,7 +20,7 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import Granularity
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.random_state import StepSeeds
-from planner.executor.run.shapes import Shapes, shapes_of
+from planner.executor.run.shapes import Shapes, chain_shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model.batch_norm import BatchStatistics
 from planner.model.calling import arguments_of
@@ -130,7 +130,7 @@ def compare_apart(
         ModelError: The stages cannot be built or run.
         AssertionError: The stages have gradients of other parameters than the model, or lack a buffer that it changes.
     """
-    shapes = [shapes_of(whole.chain, batch.inputs) for batch in whole.micro_batches]
+    shapes = [chain_shapes(whole.chain, batch.inputs) for batch in whole.micro_batches]
     ranges = [StageRange(first, end) for first, end in pairwise(cuts)]
     builds = [ranges] if together else [[each] for each in ranges]
     stages: list[_Stage] = []

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from planner.executor.keep.index import PYTHON, CheckpointIndex, file_name, write_index
+from planner.executor.keep.index import PYTHON, CheckpointIndex, rank_file_name, write_index
 from planner.executor.keep.rank_file import write_rank_file
-from planner.executor.keep.stored import stored_name
+from planner.executor.keep.stored import name_in_rank_file
 
 __all__ = ["write_checkpoint"]
 
@@ -17,8 +17,8 @@ def write_checkpoint(folder: Path, *states: Mapping[str, Tensor], tied: Mapping[
     folder.mkdir(parents=True)
     files = []
     for rank, state in enumerate(states):
-        tensors = {stored_name(name): tensor for name, tensor in state.items()}
-        with (folder / file_name(rank)).open("wb") as file:
+        tensors = {name_in_rank_file(name): tensor for name, tensor in state.items()}
+        with (folder / rank_file_name(rank)).open("wb") as file:
             files.append(write_rank_file(file, {"optimizer": {}}, tensors))
     holders: dict[str, int | str] = {name: rank for rank, state in enumerate(states) for name in state}
     index = CheckpointIndex(

@@ -71,7 +71,7 @@ class LaunchJob:
         """Return the path of the file `name` in the script's folder."""
         return PurePath(self.script).with_name(name).as_posix()
 
-    def file(self, template: str, *, scheduler: str, option: str, use: str, **values: object) -> str:
+    def launcher_text(self, template: str, *, scheduler: str, option: str, use: str, **values: object) -> str:
         """Return the signed text of a launcher, made from a template of this folder.
 
         The template's `@header` becomes a comment that describes the job.

@@ -22,7 +22,7 @@ def kubernetes_file(job: LaunchJob) -> EngineFile:
     requests: dict[str, Any] = {"cpu": str(share.devices * job.cores)}
     limits: dict[str, Any] = {"nvidia.com/gpu": str(share.devices)} if job.uses_gpus else dict(requests)
     use = f"kubectl create -f {shell_word(job.path_of(_FILE))}"
-    text = job.file(
+    text = job.launcher_text(
         "kubernetes_template.txt",
         scheduler="Kubernetes (Kubeflow Trainer 2.2 or later)",
         option="kubernetes",

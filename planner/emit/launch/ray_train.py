@@ -15,7 +15,7 @@ _FILE: Final = "train_ray.py"
 def ray_file(job: LaunchJob) -> EngineFile:
     """Return the Python script that starts a training job on Ray."""
     use = f"python {shell_word(job.path_of(_FILE))}"
-    text = job.file(
+    text = job.launcher_text(
         "ray_template.txt",
         scheduler="Ray (Ray Train V2)",
         option="ray",

@@ -20,7 +20,7 @@ def slurm_file(job: LaunchJob) -> EngineFile:
     if job.uses_gpus:
         resources.append(f"#SBATCH --gpus-per-node={job.largest.devices}")
     use = f"sbatch {shell_word(job.path_of(_FILE))}"
-    text = job.file(
+    text = job.launcher_text(
         "slurm_template.txt",
         scheduler="SLURM",
         option="slurm",

@@ -22,7 +22,7 @@ from planner.executor.run.loader import example_mini_batch
 from planner.executor.run.parts import MiniBatchPart
 from planner.executor.run.placement import ProcessGroups
 from planner.executor.run.replicas import ReplicaGradients
-from planner.executor.run.shapes import Shapes, shapes_of
+from planner.executor.run.shapes import Shapes, chain_shapes
 from planner.executor.run.stage_module import StageModule, evaluation_mode
 from planner.executor.run.ties import TiedGradients
 from planner.model.batch_norm import BatchStatistics
@@ -125,7 +125,7 @@ class Assembly:
     def _shapes_for(self, size: int, *, training: bool) -> Shapes:
         inputs = tree_map_only(Tensor, lambda tensor: tensor[:size], self._example_inputs)
         with nullcontext() if training else evaluation_mode(self._chain.model):
-            return shapes_of(self._chain, inputs, precision=self._job.balance.dtype, device=self._job.device)
+            return chain_shapes(self._chain, inputs, precision=self._job.balance.dtype, device=self._job.device)
 
     def _module(self, shapes: Shapes, index: int, layers: StageRange, built: Sequence[Layer]) -> StageModule:
         stage, is_last = self._job.balance.stages[index], index == self._job.place.num_stages - 1

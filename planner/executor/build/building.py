@@ -12,7 +12,7 @@ from planner.core.errors import ModelError
 from planner.core.values.balance import Balance
 from planner.core.values.units import pluralize
 from planner.executor.build.own_stage import BuildError, build_only, to_meta
-from planner.executor.run.shapes import shapes_of
+from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, refuse_sparse
 from planner.model.closures import other_reachable_tensors
 from planner.model.copying import copy_module
@@ -79,7 +79,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
 
 
 def check_buildable(loaded: LoadedModel) -> None:
-    """Check that ranks can find the model's structure and boundary shapes, which they do at their start.
+    """Check that the model's structure and boundary shapes can be found. Each rank finds them when it starts.
 
     Raises:
         ModelError: The structure or the shapes cannot be found, so no rank could start.
@@ -87,7 +87,7 @@ def check_buildable(loaded: LoadedModel) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         inputs = loaded.example_batch(SIZES[0]).inputs
-    shapes_of(build_structure(loaded), inputs, precision=loaded.precision, device=torch.device("cpu"))
+    chain_shapes(build_structure(loaded), inputs, precision=loaded.precision, device=torch.device("cpu"))
 
 
 def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> None:
@@ -182,7 +182,7 @@ def chain_of_instance(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Ch
     return loaded.chain(model) if chain.outline is None else chain_from_outline(chain.outline, model)
 
 
-def needed_names(chain: Chain, first: int, end: int) -> frozenset[str]:
+def tensor_names_of_layers(chain: Chain, first: int, end: int) -> frozenset[str]:
     """Return the names of the parameters and buffers that a range of layers needs.
 
     Args:
@@ -214,7 +214,7 @@ def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device:
 
 
 def _needed_tensors(chain: Chain, model: nn.Module, stages: Sequence[StageRange]) -> list[Tensor]:
-    names = frozenset[str]().union(*(needed_names(chain, stage.first, stage.end) for stage in stages))
+    names = frozenset[str]().union(*(tensor_names_of_layers(chain, stage.first, stage.end) for stage in stages))
     return [tensor for name, tensor in named_tensors(model) if name in names]
 
 

@@ -25,10 +25,17 @@ import torch
 from planner.core.errors import ModelError
 from planner.core.values.proof import Proof
 from planner.executor.build.building import build_structure
-from planner.executor.equivalence.isolation import Child, ChildError, return_large_blocks
+from planner.executor.equivalence.isolation import ChildError, ChildProcess, return_large_blocks
 from planner.executor.equivalence.rehearsal import repeat_forwards
 from planner.executor.equivalence.rounds import CheckRound, RoundResult
-from planner.executor.equivalence.subject import STEPS, CheckedModel, CheckRequest, Digests, is_large, layer_starts
+from planner.executor.equivalence.subject import (
+    STEPS,
+    CheckedModel,
+    CheckRequest,
+    Digests,
+    is_large_model,
+    layer_starts,
+)
 from planner.model.load import LoadedModel
 from planner.model.python_state import numbers_in_attributes, without_leftover_tensors
 from planner.model.reference import ReferenceOptions, train_reference
@@ -135,7 +142,7 @@ def _check_builds(request: CheckRequest) -> None:
     Raises:
         ModelError: The second model has modules of the first one, or other numbers in its attributes.
     """
-    child = Child(lambda _connection: _difference_of_builds(request.loaded), limit_s=request.limit_s)
+    child = ChildProcess(lambda _connection: _difference_of_builds(request.loaded), limit_s=request.limit_s)
     try:
         difference = child.result()
     except ChildError:  # the model cannot be built without values, so the cause stays unknown
@@ -190,7 +197,7 @@ def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_siz
         )
         return train_reference(loaded, options, None)
 
-    child = Child(work, limit_s=limit_s)
+    child = ChildProcess(work, limit_s=limit_s)
     try:
         losses: list[float] = child.result()
     except ChildError as error:
@@ -202,7 +209,7 @@ def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_siz
 
 def _run_round_in_child(request: CheckRequest, progress: Callable[[str], None]) -> RoundResult:
     folder = Path(tempfile.mkdtemp(prefix="gpipe-plan-check-"))
-    child = Child(partial(_run_round, request, folder), limit_s=request.limit_s)
+    child = ChildProcess(partial(_run_round, request, folder), limit_s=request.limit_s)
     try:
         return cast("RoundResult", child.result(progress))
     except ChildError as error:
@@ -218,7 +225,7 @@ def _run_round(request: CheckRequest, folder: Path, connection: Connection) -> R
     # Fork the references before any code of the model runs here, so that module-level state is as in a new process.
     folders = [folder / str(number) for number in range(len(_ATTEMPTS))]
     works = [partial(_train_reference_on_request, request.loaded, each) for each in folders]
-    waiting = [Child(work, limit_s=request.limit_s) for work in works]
+    waiting = [ChildProcess(work, limit_s=request.limit_s) for work in works]
     try:
         prepared = list(zip(folders, waiting, strict=True))
         return _first_successful_attempt(request, prepared, lambda text: connection.send(("progress", text)))
@@ -236,7 +243,7 @@ def _train_reference_on_request(loaded: LoadedModel, folder: Path, connection: C
 
 
 def _first_successful_attempt(
-    request: CheckRequest, prepared: Sequence[tuple[Path, Child]], progress: Callable[[str], None]
+    request: CheckRequest, prepared: Sequence[tuple[Path, ChildProcess]], progress: Callable[[str], None]
 ) -> RoundResult:
     progress("finding the layers")
     chain = build_structure(request.loaded)
@@ -245,7 +252,7 @@ def _first_successful_attempt(
     first: ChildError | None = None
     has_other_values = True
     blind: RoundResult | None = None
-    attempts = _ATTEMPTS_OF_LARGE if is_large(chain) else _ATTEMPTS
+    attempts = _ATTEMPTS_OF_LARGE if is_large_model(chain) else _ATTEMPTS
     for attempt, (folder, child) in zip(attempts, prepared, strict=True):
         if not attempt.lean and not has_other_values:
             break

@@ -1,4 +1,4 @@
-"""Classes of equivalent cuts, of which the equivalence check compares one each.
+"""Classes of equivalent cuts. The equivalence check compares one cut of each class.
 
 Two cuts are equivalent if the layers before and after them are equal, and if the tensors at the cuts have equal shapes.
 """

@@ -154,7 +154,7 @@ def compare_gradients(differences: Differences, gradients: Mapping[str, Tensor |
         differences.compare_tensor(f'the gradient of "{name}"', gradient, right.tensors.get(f"gradient:{name}"), least)
 
 
-def perturbation(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
+def rounding_perturbation(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
     """Return a function that changes all parameter elements by a rounding error, randomly up or down."""
 
     def shake(model: nn.Module) -> None:

@@ -62,7 +62,7 @@ class ChildError(Exception):
         return ModelError(self.message, hint=self.hint)
 
 
-class Child:
+class ChildProcess:
     """Forked process that runs `work(connection)` and sends the result to its parent.
 
     Args:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.executor.build.building import StageRange, build_stages
-from planner.executor.equivalence.isolation import Child, ChildError
+from planner.executor.equivalence.isolation import ChildError, ChildProcess
 from planner.executor.run.random_state import StepSeeds
-from planner.executor.run.shapes import described_leaves
+from planner.executor.run.shapes import describe_leaves
 from planner.model.autocast import forward_context
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
@@ -65,7 +65,7 @@ def repeat_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str
     """
     if sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
         return ""
-    child = Child(lambda _connection: _RepeatedForwards(loaded, chain).run(), limit_s=limit_s)
+    child = ChildProcess(lambda _connection: _RepeatedForwards(loaded, chain).run(), limit_s=limit_s)
     try:
         return str(child.result())
     except ChildError as error:
@@ -220,7 +220,7 @@ class _SharedValues:
 
 def _describe_output(value: Any) -> str:
     kinds = Tensor | str | bool | int | float | None
-    return described_leaves([leaf for leaf in flatten(value)[0] if isinstance(leaf, kinds)])
+    return describe_leaves([leaf for leaf in flatten(value)[0] if isinstance(leaf, kinds)])
 
 
 def _gradient_flags(module: nn.Module, value: Any) -> list[bool]:

@@ -24,9 +24,9 @@ from planner.executor.equivalence.differences import (
     Differences,
     compare_gradients,
     largest_unexplained_difference,
-    perturbation,
+    rounding_perturbation,
 )
-from planner.executor.equivalence.isolation import Child, ChildError, return_large_blocks
+from planner.executor.equivalence.isolation import ChildError, ChildProcess, return_large_blocks
 from planner.executor.equivalence.stages import PipelineTrial, run_rank
 from planner.executor.equivalence.subject import CheckedModel, CheckRequest
 from planner.model.load import LoadedModel
@@ -82,7 +82,7 @@ class CheckRound:
     subject: CheckedModel
     folder: Path
     """Folder of the reference's states."""
-    child: Child
+    child: ChildProcess
     """Process of the reference."""
     progress: Callable[[str], None]
 
@@ -92,7 +92,7 @@ class CheckRound:
         request: CheckRequest,
         subject: CheckedModel,
         folder: Path,
-        child: Child,
+        child: ChildProcess,
         *,
         progress: Callable[[str], None],
     ) -> "CheckRound":
@@ -114,7 +114,7 @@ class CheckRound:
 
     def compare(self) -> RoundResult:
         """Compare as many cuts as the time limit allows, and return the result."""
-        ends, shown = self.request.ends, self.subject.cuts
+        ends, shown = self.request.ends, self.subject.compared_cuts
         num_layers = len(self.subject.whole.layers)
         wanted = list(shown.values() if ends is None else (end for end in ends if end < num_layers))
         standing_for = {place: cut for cut, place in shown.items()}
@@ -234,14 +234,14 @@ class CheckRound:
     def _run_ranks(self, trial: PipelineTrial) -> list[Differences]:
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
         ranks = range(trial.balance.num_processes)
-        children = [Child(partial(_run_rank, trial, rank, rendezvous), limit_s=trial.limit_s) for rank in ranks]
+        children = [ChildProcess(partial(_run_rank, trial, rank, rendezvous), limit_s=trial.limit_s) for rank in ranks]
         try:
             return self._results_of_ranks(children)
         finally:
             for child in children:
                 child.end()
 
-    def _results_of_ranks(self, children: Sequence[Child]) -> list[Differences]:
+    def _results_of_ranks(self, children: Sequence[ChildProcess]) -> list[Differences]:
         waiting = {child.connection: n for n, child in enumerate(children)}
         found: dict[int, Differences] = {}
         errors: list[ChildError] = []
@@ -280,12 +280,12 @@ class CheckRound:
 
     def _perturbed_reference(self, steps: int, seed: int) -> ReferenceState:
         options = replace(self.subject.options, steps=steps, late_steps=0, updates=steps > 1)
-        folder = self._train_another_reference(options, perturbation(self.subject.loaded.precision, seed))
+        folder = self._train_another_reference(options, rounding_perturbation(self.subject.loaded.precision, seed))
         return ReferenceState.load(folder / f"gradients-{steps - 1}")
 
     def _train_another_reference(self, options: ReferenceOptions, shake: Shake | None) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
-        child = Child(
+        child = ChildProcess(
             partial(_train_apart, self.request.loaded, options, folder=folder, shake=shake),
             limit_s=self.request.limit_s,
         )
@@ -300,7 +300,7 @@ class _ReferenceFailedError(ChildError):
     pass
 
 
-def _wait_for_reference(child: Child) -> None:
+def _wait_for_reference(child: ChildProcess) -> None:
     try:
         if not child.is_done:
             child.result()

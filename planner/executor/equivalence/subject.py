@@ -10,7 +10,7 @@ from planner.core.values.units import format_bytes
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.coverage import CutClasses, find_cut_classes
 from planner.executor.equivalence.isolation import ChildError
-from planner.executor.run.shapes import shapes_of
+from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 from planner.model.recording import END, Call
@@ -101,7 +101,7 @@ class CheckedModel:
         )
         try:
             inputs = mini_batch(loaded, replace(options, micro_batches=1), 0).inputs
-            shapes = shapes_of(whole, inputs, precision=loaded.precision, device=torch.device("cpu"))
+            shapes = chain_shapes(whole, inputs, precision=loaded.precision, device=torch.device("cpu"))
         except ModelError as error:
             raise ChildError(error.message, hint=error.hint, is_user_error=True) from error
         subject = cls(
@@ -111,7 +111,7 @@ class CheckedModel:
             cut_classes=find_cut_classes(whole, shapes, request.digests(whole, loaded)),
             options=options,
         )
-        if not is_large(whole) or request.ends is not None:
+        if not is_large_model(whole) or request.ends is not None:
             return subject
         return subject._shortened(lean=lean)._reduced_to_memory()
 
@@ -148,8 +148,11 @@ class CheckedModel:
         )
 
     @property
-    def cuts(self) -> dict[int, int]:
-        """Compared cuts: for the first cut of each class in the full model, the cut of the trained model."""
+    def compared_cuts(self) -> dict[int, int]:
+        """Cuts of the trained model to compare, one for each class of equivalent cuts.
+
+        A key is the first cut of the class in the full model.
+        """
         if self.chain is self.whole:
             return {cut: cut for cut in self.cut_classes.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
@@ -167,7 +170,7 @@ class CheckedModel:
         return shown
 
 
-def is_large(chain: Chain) -> bool:
+def is_large_model(chain: Chain) -> bool:
     """Return True if the equivalence check leaves out most repeated layers, because the model is large."""
     return _num_parameters(chain) > _MANY_PARAMETERS
 

@@ -26,11 +26,11 @@ def reading_errors(path: str | Path, subject: str) -> Iterator[None]:
     except PlannerError:
         raise
     except Exception as error:
-        message = f"{subject} cannot be read: {first_line(error)}".lstrip()
+        message = f"{subject} cannot be read: {first_line_of_error(error)}".lstrip()
         raise FileError(message, path=str(path), hint="use another checkpoint or file") from error
 
 
-def first_line(error: BaseException) -> str:
+def first_line_of_error(error: BaseException) -> str:
     """Return the first line of an error's message, without torch's advice to load with `weights_only=False`."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

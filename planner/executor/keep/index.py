@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from planner.core.errors import FileError, UsageError
 from planner.executor.keep.errors import reading_errors, size_of_regular_file
-from planner.executor.keep.rank_file import FileEntry, check_size
+from planner.executor.keep.rank_file import FileEntry, check_file_size
 from planner.files import parse_json
 
 INDEX: Final = "checkpoint.json"
@@ -60,7 +60,7 @@ class CheckpointIndex:
         return name if isinstance(place, int) else place
 
 
-def file_name(rank: int) -> str:
+def rank_file_name(rank: int) -> str:
     """Return the file name of a rank's part of a checkpoint."""
     return f"rank-{rank:05d}.safetensors"
 
@@ -112,8 +112,8 @@ def check_rank_files(folder: Path, index: CheckpointIndex) -> None:
         FileError: A file is missing, or has another size.
     """
     for rank, entry in enumerate(index.files):
-        with reading_errors(folder / file_name(rank), ""):
-            check_size(folder / file_name(rank), entry)
+        with reading_errors(folder / rank_file_name(rank), ""):
+            check_file_size(folder / rank_file_name(rank), entry)
 
 
 def check_same_computation(index: CheckpointIndex, computation: Mapping[str, str], source: str) -> None:

@@ -27,13 +27,13 @@ class OptimizerState:
         self._optimizer, self._first_names = optimizer, first_names
         self._names = {id(parameter): first_names.get(name, name) for name, parameter in parameters.items()}
 
-    def by_name(self) -> dict[str, dict[str, Any]]:
+    def state_by_name(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state of each parameter, by name. Parameters without state are left out."""
         return {
             name: dict(self._optimizer.state[p]) for name, p in self._named_parameters() if p in self._optimizer.state
         }
 
-    def groups(self) -> ParameterGroups:
+    def parameter_groups(self) -> ParameterGroups:
         """Return, for every parameter group, the names of this rank's parameters and the group's options."""
         names = {id(p): name for name, p in self._named_parameters()}
         return [

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from planner.executor.keep.errors import reading_errors, size_of_regular_file
 from planner.executor.keep.json_state import from_json
-from planner.executor.keep.tensor_bytes import bytes_of, type_name
+from planner.executor.keep.tensor_bytes import bytes_of, safetensors_type_name
 
 _MOST_HEADER_BYTES = 100_000_000
 """Largest header that the package `safetensors` accepts, in bytes."""
@@ -53,7 +53,7 @@ class RankFile:
     def __init__(self, path: Path, entry: FileEntry) -> None:
         self._path = path
         with reading_errors(path, ""):
-            check_size(path, entry)
+            check_file_size(path, entry)
             self._file = cast("Any", safe_open(path, framework="pt"))
             text = self._file.metadata()["state"]
             if hashlib.sha256(text.encode()).hexdigest() != entry.state_sha256:
@@ -120,7 +120,11 @@ def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[s
     end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": type_name(tensor.dtype), "shape": [*tensor.shape], "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": safetensors_type_name(tensor.dtype),
+            "shape": [*tensor.shape],
+            "data_offsets": [begin, end],
+        }
     content = json.dumps(header).encode()
     content += b" " * (-len(content) % 8)
     if len(content) > _MOST_HEADER_BYTES:
@@ -131,7 +135,7 @@ def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[s
     return FileEntry(size_bytes=8 + len(content) + end, state_sha256=hashlib.sha256(text.encode()).hexdigest())
 
 
-def check_size(path: Path, entry: FileEntry) -> None:
+def check_file_size(path: Path, entry: FileEntry) -> None:
     """Check that a file has the size in its entry.
 
     Raises:

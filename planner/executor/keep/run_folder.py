@@ -10,9 +10,9 @@ from planner.executor.keep.index import is_checkpoint
 from planner.executor.keep.saved import (
     checkpoints_in,
     latest_checkpoint,
+    move_aside,
     no_checkpoint_error,
-    remove_leftovers,
-    set_aside,
+    remove_incomplete_checkpoints,
     step_of,
 )
 
@@ -102,7 +102,7 @@ class RunFolder:
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 self._lock = FolderLock(path)
-                remove_leftovers(path)
+                remove_incomplete_checkpoints(path)
                 if self._lock.warning:
                     self._tell(self._lock.warning, True)
             except OSError as error:
@@ -141,7 +141,7 @@ class RunFolder:
             return
         names = ", ".join(checkpoint.name for checkpoint in checkpoints)
         try:
-            aside = set_aside(checkpoints)
+            aside = move_aside(checkpoints)
         except OSError as error:
             raise FileError(f"{names} cannot be moved aside: {error.strerror}", path=str(self.path)) from error
         self._tell(f"moved to {aside}, because this run does not continue them: {names}", False)

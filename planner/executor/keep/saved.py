@@ -75,7 +75,7 @@ def remove_old_checkpoints(folder: Path, keep: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def set_aside(checkpoints: Sequence[Path]) -> Path:
+def move_aside(checkpoints: Sequence[Path]) -> Path:
     """Move checkpoints of one folder to a new folder `abandoned-…`, and return the new folder's path."""
     folder = checkpoints[0].parent
     aside = next(path for n in count(1) if not (path := folder / f"abandoned-{n}").exists())
@@ -86,7 +86,7 @@ def set_aside(checkpoints: Sequence[Path]) -> Path:
     return aside
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_incomplete_checkpoints(folder: Path) -> None:
     """Remove incomplete checkpoints, and parts of removed ones, that an interrupted job left in a folder."""
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)

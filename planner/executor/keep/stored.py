@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from planner.executor.keep.index import file_name, read_index
+from planner.executor.keep.index import rank_file_name, read_index
 from planner.executor.keep.rank_file import RankFile
 
 
@@ -34,7 +34,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
             FileError: The file is missing, damaged, or of another checkpoint.
         """
         if rank not in self.opened:
-            opened = RankFile(Path(self.folder, file_name(rank)), self.index.files[rank])
+            opened = RankFile(Path(self.folder, rank_file_name(rank)), self.index.files[rank])
             self.opened[rank] = opened
             for name in opened.names:
                 self._holders.setdefault(name, opened)
@@ -49,7 +49,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
             FileError: The file cannot be opened.
         """
         first = self.index.first_name(name)
-        stored = stored_name(first)
+        stored = name_in_rank_file(first)
         return self._holders.get(stored) or self.file(int(self.index.tensors[first])), stored
 
     def __getitem__(self, name: str) -> Tensor:
@@ -70,6 +70,6 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         return len(self.index.tensors)
 
 
-def stored_name(name: str) -> str:
+def name_in_rank_file(name: str) -> str:
     """Return the name of a model's tensor in a rank's file."""
     return f"model.{name}"

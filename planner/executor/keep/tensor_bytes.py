@@ -13,11 +13,11 @@ from torch import Tensor, nn
 def is_storable(value: Any) -> bool:
     """Return True if `value` is a dense tensor of a type that the safetensors format supports."""
     is_dense = (type(value) is Tensor or isinstance(value, nn.Parameter)) and value.layout is torch.strided
-    return is_dense and type_name(value.dtype) != ""
+    return is_dense and safetensors_type_name(value.dtype) != ""
 
 
 @cache
-def type_name(dtype: torch.dtype) -> str:
+def safetensors_type_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in the safetensors format; empty if the format lacks the dtype."""
     try:
         return str(json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"])

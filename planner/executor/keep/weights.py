@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from planner.core.errors import FileError, UsageError
-from planner.executor.keep.errors import first_line, reading_errors
+from planner.executor.keep.errors import first_line_of_error, reading_errors
 from planner.executor.keep.index import check_rank_files
 from planner.executor.keep.stored import StoredCheckpoint
 from planner.files.writing import sync_folder
@@ -88,7 +88,7 @@ def load_weights(
     return tuple(sorted(f"{_word(stored)} to {_word(used)}" for stored, used in casts if stored != used))
 
 
-def begin_with_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> tuple[str, ...]:
+def load_initial_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> tuple[str, ...]:
     """Load the initial weights of a run, and check that they contain no NaN.
 
     Args:
@@ -197,7 +197,7 @@ def _load_torch_file(path: str) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise FileError(
-            f"cannot be read as weights: {type(error).__name__}: {first_line(error)}",
+            f"cannot be read as weights: {type(error).__name__}: {first_line_of_error(error)}",
             path=path,
             hint="save a state dict: `torch.save(model.state_dict(), path)`",
         ) from error

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from planner.executor.keep.exchange import ValueExchange
-from planner.executor.keep.index import file_name
+from planner.executor.keep.index import rank_file_name
 from planner.executor.keep.rank_file import FileEntry, write_rank_file
 from planner.executor.keep.saved import NotWrittenError
 from planner.executor.watch.position import STORE, Position
@@ -31,7 +31,7 @@ class RankState(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """Rank's file that was written for a checkpoint."""
+    """File that a rank has written for a checkpoint."""
 
     entry: FileEntry
     names: tuple[str, ...]
@@ -97,7 +97,7 @@ class CheckpointWriter:
     def _write_file(self, stored: RankState) -> dict[str, Any]:
         try:
             self._folder.mkdir(exist_ok=True)
-            counted = _CountedFile(self._folder / file_name(self._rank), self._position)
+            counted = _CountedFile(self._folder / rank_file_name(self._rank), self._position)
             with io.BufferedWriter(counted) as file:
                 entry = write_rank_file(file, stored.state, stored.tensors)
                 file.flush()

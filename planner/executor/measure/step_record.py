@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.executor.run.random_state import HostStates, SeparateStates
+from planner.executor.run.random_state import HostRandomStates, SeparateRandomStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class StepCallback:
     """
 
     def __init__(self, on_step: OnStep, seed: int) -> None:
-        self._on_step, self._states = on_step, SeparateStates(HostStates.seeded(seed))
+        self._on_step, self._states = on_step, SeparateRandomStates(HostRandomStates.seeded(seed))
 
     def call(self, record: StepRecord) -> None:
         """Call the script's callback with the record of a step."""

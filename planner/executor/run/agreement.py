@@ -19,7 +19,7 @@ import torch.distributed as dist
 from planner.core.errors import TrainingError
 from planner.core.values.units import pluralize
 from planner.executor.run.placement import ProcessGroups, ProcessPlace
-from planner.executor.run.relay import transfer
+from planner.executor.run.relay import start_transfer
 from planner.executor.run.transfers import wait_for_all
 from planner.executor.watch.position import ANY, Position
 
@@ -70,7 +70,7 @@ class _BegunPhase(NamedTuple):
         return f"at an evaluation{f' of {sum(self.sizes)} samples' if self.sizes else ''}{metrics} {after}"
 
 
-class Agreement:
+class PhaseAgreement:
     """Comparison of the phases that ranks begin. Every rank of the job has one such object.
 
     Args:
@@ -128,14 +128,14 @@ class Agreement:
         self._position.set_activity(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
         if place.position > 0:
             previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
-            wait_for_all(transfer(dist.irecv, self._received, previous, group))
+            wait_for_all(start_transfer(dist.irecv, self._received, previous, group))
             received = _BegunPhase.read(self._received.tolist())
             if received != _BegunPhase.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)
         if place.position + 1 < place.num_devices:
             self.finish()  # the previous message, which the next rank has received by now
             self._own.copy_(torch.tensor(begun.numbers, dtype=torch.float64))
-            self._sending = transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
+            self._sending = start_transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
 
     def _compare_replicas(self, begun: _BegunPhase, count: float) -> float:
         place, group = self._place, self._groups.replicas

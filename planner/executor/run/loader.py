@@ -18,7 +18,7 @@ import torch
 
 from planner.core.errors import ModelError, UsageError
 from planner.executor.run.placement import ProcessPlace
-from planner.executor.run.random_state import HostStates, SeparateStates
+from planner.executor.run.random_state import HostRandomStates, SeparateRandomStates
 from planner.model.load import Batch, LoadedModel
 
 _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
@@ -31,7 +31,7 @@ def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
         batches: Batches that were not iterated before.
         seed: Seed of the random states.
     """
-    states = SeparateStates(HostStates.seeded(seed))
+    states = SeparateRandomStates(HostRandomStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
 
     def drawn() -> Any:
@@ -87,7 +87,7 @@ class ResumableLoader:
 
     def __init__(self, loader: Iterable[Any], seed: int) -> None:
         self.loader: Any = loader
-        self._states = SeparateStates(HostStates.seeded(seed))
+        self._states = SeparateRandomStates(HostRandomStates.seeded(seed))
         self._number = self._batch = 0
         self._begun: dict[str, Any] = {}
         """Random states at the start of the epoch."""
@@ -154,7 +154,7 @@ class ResumableLoader:
         return {"host": self._states.states.plain(), "generators": generators}
 
     def _draw_from(self, states: Mapping[str, Any]) -> None:
-        self._states.states = HostStates.from_plain(states["host"])
+        self._states.states = HostRandomStates.from_plain(states["host"])
         for name, generator in _generators(self.loader).items():
             if name in states["generators"]:
                 generator.set_state(states["generators"][name])
@@ -233,7 +233,7 @@ def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         raise ValueError("a position in an epoch that is not a number")
     state["loader"], state["length"]
     for drawn in (state["begun"], state["now"]) if state["begun"] else ():
-        HostStates.from_plain(drawn["host"])
+        HostRandomStates.from_plain(drawn["host"])
         if not all(isinstance(held, torch.Tensor) for held in drawn["generators"].values()):
             raise TypeError("a generator's state that is not a tensor")
     return state

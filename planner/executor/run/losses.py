@@ -65,7 +65,7 @@ def weigh_losses(
     return [(p, first, weights[first : first + p.micro_batches]) for p, first in zip(parts, firsts, strict=False)]
 
 
-def sum_of(losses: Sequence[Tensor]) -> Tensor | float:
+def sum_losses(losses: Sequence[Tensor]) -> Tensor | float:
     """Return the sum of weighted losses without waiting for the device; 0 if `losses` is empty."""
     return torch.stack(list(losses)).sum() if losses else 0.0
 

@@ -56,7 +56,7 @@ class ProcessPlace:
         return rank_of(stage, replica, self.num_devices, self.placement)
 
 
-def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
+def process_place(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
     """Return the place of a process in the job.
 
     Args:

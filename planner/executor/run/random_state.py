@@ -44,7 +44,7 @@ class StepSeeds:
             of_device.manual_seed(seed)
 
 
-class HostStates(NamedTuple):
+class HostRandomStates(NamedTuple):
     """States of the random generators on the host: torch's, Python's and NumPy's."""
 
     torch: Tensor
@@ -52,12 +52,12 @@ class HostStates(NamedTuple):
     numpy: tuple[Any, ...]
 
     @classmethod
-    def current(cls) -> "HostStates":
+    def current(cls) -> "HostRandomStates":
         """Return the current states of this process's generators."""
         return cls(torch.get_rng_state(), random.getstate(), cast("tuple[Any, ...]", np.random.get_state(legacy=True)))
 
     @classmethod
-    def seeded(cls, seed: int) -> "HostStates":
+    def seeded(cls, seed: int) -> "HostRandomStates":
         """Return the states after seeding with `seed`. The process's generators are not changed."""
         before = cls.current()
         try:
@@ -67,7 +67,7 @@ class HostStates(NamedTuple):
             before.restore()
 
     @classmethod
-    def from_plain(cls, states: Mapping[str, Any]) -> "HostStates":
+    def from_plain(cls, states: Mapping[str, Any]) -> "HostRandomStates":
         """Return the states from the result of `plain`. An invalid argument raises an error of any type."""
         version, internal, gauss = states["python"]
         kind, key, position, *rest = states["numpy"]
@@ -91,20 +91,20 @@ class HostStates(NamedTuple):
         np.random.set_state(self.numpy)
 
 
-class SeparateStates:
+class SeparateRandomStates:
     """Random states for use inside `with` blocks. Each block continues from the end of the previous block."""
 
-    def __init__(self, states: HostStates) -> None:
+    def __init__(self, states: HostRandomStates) -> None:
         self.states = states
 
     def __enter__(self) -> None:
         """Set the process's generators to these states."""
-        self._before = HostStates.current()
+        self._before = HostRandomStates.current()
         self.states.restore()
 
     def __exit__(self, *_: object) -> None:
         """Store the generators' states for the next block, and restore the states from before this block."""
-        self.states = HostStates.current()
+        self.states = HostRandomStates.current()
         self._before.restore()
 
 

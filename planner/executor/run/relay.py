@@ -45,15 +45,15 @@ class MetricsRelay:
         else:
             numbers = torch.empty(num_values, dtype=torch.float64, device=self._device)
             sender = self._rank_at(place.position - onwards)
-            wait_for_all(transfer(dist.irecv, numbers, sender, self._groups.pipeline))
+            wait_for_all(start_transfer(dist.irecv, numbers, sender, self._groups.pipeline))
         if 0 <= place.position + onwards < place.num_devices:
             self._wait()  # The previous step's send must finish before its buffer is released.
             to = self._rank_at(place.position + onwards)
-            self._sent = transfer(dist.isend, numbers, to, self._groups.pipeline), numbers
+            self._sent = start_transfer(dist.isend, numbers, to, self._groups.pipeline), numbers
         sums: list[float] = numbers.tolist()
         return sums
 
-    def names(self, names: Sequence[str]) -> list[str]:
+    def broadcast_names(self, names: Sequence[str]) -> list[str]:
         """Return the last stage's metric names, sorted, on every rank."""
         box = [sorted(names)]
         if self._place.num_devices > 1:
@@ -77,7 +77,7 @@ class MetricsRelay:
             wait_for_all(self._sent[0])
 
 
-def transfer(
+def start_transfer(
     operation: Callable[..., Any], numbers: Tensor, rank: int, group: dist.ProcessGroup | None
 ) -> list[dist.Work]:
     """Begin to send numbers to a rank, or to receive numbers from it.

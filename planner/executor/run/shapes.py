@@ -81,8 +81,8 @@ class Boundary:
         )
         if not same:
             raise ModelError(
-                f"a stage that received {described_leaves(received)} should send {described_leaves(self.leaves)}, "
-                f"but has {described_leaves(leaves)}: the next stage expects the shapes of `example_batch`",
+                f"a stage that received {describe_leaves(received)} should send {describe_leaves(self.leaves)}, "
+                f"but has {describe_leaves(leaves)}: the next stage expects the shapes of `example_batch`",
                 hint="give inputs of the same shape in every step (pad or cut them), or plan for the new shapes: let "
                 "`example_batch` return them, and profile again",
             )
@@ -127,7 +127,7 @@ class Shapes:
         return RecomputedLayer(self.stage_writes_input(layer, end), carries)
 
 
-def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:
+def chain_shapes(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:
     """Return the boundary tensors of a chain.
 
     They are found in the recorded forward (outline), or by running the layers without values.
@@ -234,7 +234,7 @@ def _cannot_run_error(
 ) -> PlannerError:
     where = f'layer "{layer.name}" ({type(layer.module).__name__})'
     if type(error) is type(with_values):  # an error in the user's code: the layer's input does not fit
-        return explain_error(where, with_values, described_leaves(received.leaves))
+        return explain_error(where, with_values, describe_leaves(received.leaves))
     return ModelError(
         f"{where} does not run on random values, with which every rank finds the shapes at the boundaries: "
         f"{type(with_values).__name__}: {with_values}",
@@ -250,7 +250,7 @@ def _random_like(tensor: Tensor, device: torch.device) -> Tensor:
     return values.requires_grad_(tensor.requires_grad)
 
 
-def described_leaves(leaves: Sequence[Any]) -> str:
+def describe_leaves(leaves: Sequence[Any]) -> str:
     """Return a text with the shapes and dtypes of tensors, and the other leaves."""
     shown = (
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

@@ -23,7 +23,7 @@ from planner.model.layout import in_memory_order, match_layout
 
 
 class Message(NamedTuple):
-    """Key of a message: kind, stage and micro-batch of the action that needs the message as input."""
+    """Kind, stage and micro-batch of the action that needs a message as input."""
 
     kind: Letter
     stage: int

@@ -40,7 +40,7 @@ from planner.core.errors import ExitCode, PlannerError, TrainingError
 from planner.core.values.printable import printable_lines
 from planner.executor.watch import explain
 from planner.executor.watch.handlers import SignalHandlers
-from planner.executor.watch.liveness import Liveness
+from planner.executor.watch.liveness import Heartbeats
 from planner.executor.watch.position import ANY, STORE, Position
 from planner.executor.watch.store import holds_store, job_store, rank_and_world_size
 
@@ -80,7 +80,7 @@ class Watch:
         self._over = threading.Event()
         self._ending = threading.Event()
         self._store: Any = _store_of_all() if self._world > 1 and _is_launched() else None
-        self._liveness = Liveness(self._store, self._rank, self._world)
+        self._liveness = Heartbeats(self._store, self._rank, self._world)
         """Access to the signs of life for the main thread; the watch's thread has a separate connection."""
         self._wake = socket.socketpair()
         self._handlers: SignalHandlers | None = None
@@ -229,7 +229,7 @@ class Watch:
             hint="all processes are still running, so check the network between them",
         )
 
-    def _gone(self, silent: Sequence[int], liveness: Liveness) -> PlannerError:
+    def _gone(self, silent: Sequence[int], liveness: Heartbeats) -> PlannerError:
         named = silent[: explain.MOST_NAMED]
         positions = liveness.positions(named)
         # A rank that ended soon after its start may not have written its name.
@@ -245,7 +245,7 @@ class Watch:
 
     # Private methods: both threads
 
-    def _silent_ranks(self, liveness: Liveness) -> list[int] | None:
+    def _silent_ranks(self, liveness: Heartbeats) -> list[int] | None:
         try:
             return liveness.wait_for_silent()
         except dist.DistError:
@@ -303,7 +303,7 @@ class Watch:
     # Private methods: the thread
 
     def _run(self, store: Any) -> None:
-        liveness = Liveness(store, self._rank, self._world)
+        liveness = Heartbeats(store, self._rank, self._world)
         self._record_signals_for(liveness.until_next_beat_s())
         try:
             while not self._over.is_set():
@@ -326,7 +326,7 @@ class Watch:
                 if number in _SIGNALS:
                     self._note_signal(number)
 
-    def _look(self, store: Any, liveness: Liveness) -> None:
+    def _look(self, store: Any, liveness: Heartbeats) -> None:
         if store.check(["news"]):
             self._read_news(store)
         if (self._signal or self._asked) and self.saves_on_stop and not self._has_passed_on:
@@ -348,7 +348,7 @@ class Watch:
             if not self.saves_on_stop and time.monotonic() - self._signalled > longest_s:
                 self._leave(128 + self._signal)
 
-    def _announce_stop(self, store: Any, liveness: Liveness) -> None:
+    def _announce_stop(self, store: Any, liveness: Heartbeats) -> None:
         """Tell other ranks that the job stops. A scheduler may send the signal to only one rank."""
         if self._rank == 0:
             store.set("stopping", "")
@@ -371,7 +371,7 @@ class Watch:
             self._is_stopping = True  # before the first rank reads `ready`
             store.add("ready", 1)
 
-    def _share_written_bytes(self, store: Any, liveness: Liveness) -> None:
+    def _share_written_bytes(self, store: Any, liveness: Heartbeats) -> None:
         """Add this rank's written bytes to the sum of all ranks.
 
         If the sum has grown, restart the clock of a wait.
@@ -386,7 +386,7 @@ class Watch:
             self._written_by_all_bytes = by_all
             self.position.restart_clock()
 
-    def _hanging(self, liveness: Liveness) -> PlannerError | None:
+    def _hanging(self, liveness: Heartbeats) -> PlannerError | None:
         silent = self._silent_ranks(liveness)
         if silent is None:
             return None

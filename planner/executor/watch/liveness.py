@@ -21,8 +21,8 @@ _MAX_BEATS_PER_S = 500
 _BEATS_UNTIL_SILENT = 6
 
 
-class Liveness:
-    """Writer and reader of signs of life for one rank.
+class Heartbeats:
+    """Writer and reader of the ranks' signs of life, for one rank.
 
     It uses a connection to the store that no other thread uses.
     """

@@ -9,7 +9,7 @@ import planner
 from planner.core.errors import UsageError
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Model, Profile
-from planner.emit import engine_file, write_emitted
+from planner.emit import engine_file, write_engine_files
 from planner.emit.engines import FORMATS
 from planner.emit.native import InputPaths
 from tests.unit.emit.test_engines import profile_of
@@ -99,7 +99,7 @@ def test_megatron_recomputes_either_layers_or_attention() -> None:
 def test_engines_without_tensor_parallelism_refuse_the_plan(engine: str, tmp_path: Path) -> None:
     plan, profile = planned(profile_of(*NAMES))
     with pytest.raises(UsageError, match="in the plan, 4 GPUs share each layer") as refused:
-        write_emitted(
+        write_engine_files(
             plan,
             profile,
             engine=engine,

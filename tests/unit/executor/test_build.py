@@ -11,7 +11,7 @@ from torch.nn.utils.prune import identity
 from planner.core.errors import ModelError
 from planner.device.meter import CpuMeter
 from planner.executor.build.building import StageRange, build_stages, build_structure
-from planner.executor.run.shapes import shapes_of
+from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
 from planner.model.ghosts import AbsentGhost
 from planner.model.load import LoadedModel
@@ -131,7 +131,7 @@ def test_meta_device_structure_equals_the_model(build: Callable[[], nn.Sequentia
 def test_shapes_are_found_on_the_meta_device(build: Callable[[], nn.Sequential], *, ready: bool) -> None:
     loaded = finished(build) if ready else loaded_model(build)
     inputs = torch.randint(20, (2, 3)) if build is tied else torch.randn(2, 8)
-    shapes = shapes_of(build_structure(loaded), inputs)
+    shapes = chain_shapes(build_structure(loaded), inputs)
     expected = loaded.build()(inputs).shape
     assert shapes.boundaries[-1].tensors[0].shape == expected
 

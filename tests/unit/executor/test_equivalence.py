@@ -20,7 +20,7 @@ from planner.executor.build import assembly
 from planner.executor.equivalence import check, differences, rounds, subject
 from planner.executor.equivalence.check import EquivalenceResult, check_equivalence
 from planner.executor.equivalence.differences import largest_difference
-from planner.executor.equivalence.isolation import Child, ChildError
+from planner.executor.equivalence.isolation import ChildError, ChildProcess
 from planner.model.cuts import Cuts
 from planner.model.nests import tensors_in
 from planner.model.stand_ins import StandIns
@@ -467,13 +467,13 @@ def test_cuts_beyond_the_time_limit_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_killed_or_slow_check_process_is_reported() -> None:
-    child = Child(lambda _connection: os.kill(os.getpid(), signal.SIGSEGV), limit_s=30)
+    child = ChildProcess(lambda _connection: os.kill(os.getpid(), signal.SIGSEGV), limit_s=30)
     with pytest.raises(ChildError, match="ended by SIGSEGV"):
         child.result()
-    child = Child(lambda _connection: time.sleep(60), limit_s=1)
+    child = ChildProcess(lambda _connection: time.sleep(60), limit_s=1)
     with pytest.raises(ChildError, match="did not finish within 1 s"):
         child.result()
-    child = Child(lambda _connection: {}["missing"], limit_s=30)
+    child = ChildProcess(lambda _connection: {}["missing"], limit_s=30)
     with pytest.raises(ChildError, match="KeyError: 'missing'"):
         child.result()
     child.end()

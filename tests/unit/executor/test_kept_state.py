@@ -13,7 +13,7 @@ from planner.core.errors import ModelError
 from planner.core.values.plan import Recompute
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.replay import LayerState
-from planner.executor.run.shapes import shapes_of
+from planner.executor.run.shapes import chain_shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import chain_of
 from planner.profile.profiler import keep_model_unchanged
@@ -190,7 +190,7 @@ def stages_of(
     """Return two stages after all forwards and backwards; built `together` as for one process."""
     loaded = loaded_model(build, lambda size: torch.ones(size, WIDTH), loss_fn=lambda output, _: output.sum())
     chain = build_structure(loaded)
-    shapes = shapes_of(chain, torch.ones(2, WIDTH))
+    shapes = chain_shapes(chain, torch.ones(2, WIDTH))
     cuts = list(accumulate((2, len(chain.layers) - 2), initial=0))
     spans = [StageRange(first, end, recompute == "layers") for first, end in pairwise(cuts)]
     groups = [spans] if together else [[span] for span in spans]

@@ -260,7 +260,7 @@ def test_state_that_only_several_samples_change_is_found() -> None:
 
 def test_losses_that_compare_samples_are_checked_with_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sample has no gradient in such a loss, so every stage would seem right."""
-    monkeypatch.setattr(check, "is_large", lambda _chain: True)
+    monkeypatch.setattr(check, "is_large_model", lambda _chain: True)
 
     def loss_fn(output: Tensor, _target: Any) -> Tensor:
         return nn.functional.cross_entropy(output @ output.t(), torch.arange(len(output)))

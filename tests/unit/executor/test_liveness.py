@@ -11,7 +11,7 @@ import torch.distributed as dist
 from planner.executor.watch import failure, liveness
 from planner.executor.watch.explain import error_of_hang
 from planner.executor.watch.failure import Watch
-from planner.executor.watch.liveness import Liveness
+from planner.executor.watch.liveness import Heartbeats
 from planner.executor.watch.position import ANY, Position
 from tests.unit.executor.test_failure import told
 
@@ -39,7 +39,7 @@ class Job:
 
     def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.now_s = CountingStore(), 1000.0
-        self.ranks = [Liveness(self.store, rank, count) for rank in range(count)]
+        self.ranks = [Heartbeats(self.store, rank, count) for rank in range(count)]
         self.killed: set[int] = set()
         monkeypatch.setattr(liveness.time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(liveness.time, "sleep", self.sleep)
@@ -75,7 +75,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watches]:
             end.close()
 
 
-def keys_of_a_beat(ranks: list[tuple[Watch, Liveness]], store: CountingStore) -> int:
+def keys_of_a_beat(ranks: list[tuple[Watch, Heartbeats]], store: CountingStore) -> int:
     """Return the number of keys that one beat of all ranks reads or writes."""
     before = store.count
     for watch, signs in ranks:
@@ -89,7 +89,7 @@ def test_keys_of_a_beat_grow_linearly_with_ranks(watches: Watches, when: str) ->
     keys = {}
     for count in (10, 160):
         store = CountingStore()
-        ranks = [(w, Liveness(store, r, count)) for r, w in enumerate(watches(count, store))]
+        ranks = [(w, Heartbeats(store, r, count)) for r, w in enumerate(watches(count, store))]
         keys_of_a_beat(ranks, store)
         for watch, _ in ranks:
             watch.saves_on_stop = True
@@ -107,18 +107,18 @@ def test_beats_of_all_ranks_are_bounded_per_second(monkeypatch: pytest.MonkeyPat
     """About 1,000 operations in any second with any number of ranks. Small jobs beat faster."""
     monkeypatch.setattr(liveness.time, "monotonic", lambda: 1000.0)
     for count in (2, 250, 1000, 10_000):
-        ranks = [Liveness(None, rank, count) for rank in range(count)]
+        ranks = [Heartbeats(None, rank, count) for rank in range(count)]
         first_s, beat_s = sorted(rank.until_next_beat_s() for rank in ranks), ranks[0].beat_s
         times_s = [at + n * beat_s for n in range(round(2 / beat_s) + 1) for at in first_s]
         assert max(2 * sum(begin <= at < begin + 1 for at in times_s) for begin in times_s[:: count // 2]) <= 1100
-    assert Liveness(None, 0, 250).silent_s == 3.0
+    assert Heartbeats(None, 0, 250).silent_s == 3.0
 
 
 def test_beats_stay_spread_after_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow store answers all waiting ranks at once."""
     for answered_s in (1000.0, 1000.3, 1001.9):
         monkeypatch.setattr(liveness.time, "monotonic", lambda answered_s=answered_s: answered_s)
-        waits_s = sorted(Liveness(None, rank, 1000).until_next_beat_s() for rank in range(1000))
+        waits_s = sorted(Heartbeats(None, rank, 1000).until_next_beat_s() for rank in range(1000))
         assert waits_s[0] >= 0.0
         assert waits_s[-1] < 2.0
         assert all(after - before == pytest.approx(2.0 / 1000) for before, after in pairwise(waits_s))
@@ -192,7 +192,7 @@ def test_all_ranks_of_a_large_job_stop_after_the_same_step(watches: Watches, mon
     """The first rank decides. Without a signal, no step costs an operation."""
     monkeypatch.setattr(failure, "_FEW_RANKS", 2)
     store = CountingStore()
-    ranks = [(w, Liveness(store, r, 3)) for r, w in enumerate(watches(3, store))]
+    ranks = [(w, Heartbeats(store, r, 3)) for r, w in enumerate(watches(3, store))]
     for watch, _ in ranks:
         watch.saves_on_stop = True
     before = store.count

@@ -8,7 +8,7 @@ from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import ScheduleName
 from planner.core.values.profile import Model
-from planner.executor.run.placement import place_of
+from planner.executor.run.placement import process_place
 
 
 def balance_of(stages: int, *, schedule: ScheduleName = "gpipe", chunks: int = 1, replicas: int = 1) -> Balance:
@@ -29,7 +29,7 @@ def balance_of(stages: int, *, schedule: ScheduleName = "gpipe", chunks: int = 1
 def test_ranks_of_replicas_and_chunks() -> None:
     """K = 2, V = 3, R = 2: neighbors in a pipeline have consecutive ranks, and the second replica follows the first."""
     balance = balance_of(6, schedule="interleaved", chunks=3, replicas=2)
-    places = [place_of(balance, rank, 4) for rank in range(4)]
+    places = [process_place(balance, rank, 4) for rank in range(4)]
     assert [place.stages for place in places] == [(0, 2, 4), (1, 3, 5), (0, 2, 4), (1, 3, 5)]
     assert [place.replica for place in places] == [0, 0, 1, 1]
     assert [place.is_first for place in places] == [True, False, True, False]
@@ -50,11 +50,11 @@ def test_ranks_of_replicas_and_chunks() -> None:
 )
 def test_a_wrong_number_of_processes_is_refused_with_the_command(balance: Balance, what: str) -> None:
     with pytest.raises(UsageError, match=f"the plan needs {what}, but 5 processes were started") as refused:
-        place_of(balance, 0, 5)
+        process_place(balance, 0, 5)
     assert f"torchrun --nproc-per-node {balance.num_processes} " in refused.value.hint
 
 
 def test_plans_for_fewer_processes_are_suggested() -> None:
     with pytest.raises(UsageError) as refused:
-        place_of(replace(balance_of(3), smaller=(2, 1)), 0, 4)
+        process_place(replace(balance_of(3), smaller=(2, 1)), 0, 4)
     assert refused.value.hint.endswith("train.py`; there are plans for 2 or 1 processes, too")

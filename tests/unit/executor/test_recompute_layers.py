@@ -19,7 +19,7 @@ from planner.device.meter import CpuMeter
 from planner.executor.build.building import build_structure
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.recompute import RecomputedLayer, run_recomputed
-from planner.executor.run.shapes import Shapes, shapes_of
+from planner.executor.run.shapes import Shapes, chain_shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import chain_of
 from planner.model.load import LoadedModel, load_model
@@ -126,7 +126,7 @@ def test_loss_and_gradients_equal_the_unpipelined_model(name: str, settings: dic
     """On two micro-batches: dropout, tuples, views, in-place, ties."""
     loaded = load(name, **settings)
     batch = loaded.example_batch(2 * SIZE)
-    shapes = shapes_of(build_structure(loaded), batch.inputs)
+    shapes = chain_shapes(build_structure(loaded), batch.inputs)
     pieces = [tree_map_only(Tensor, lambda t, i=i: t[i * SIZE : (i + 1) * SIZE], tuple(batch)) for i in range(2)]
 
     def trained(model: nn.Module, run: Callable[[nn.Module, int], Tensor]) -> list[Tensor]:
@@ -166,7 +166,7 @@ def test_loss_and_gradients_equal_the_unpipelined_model(name: str, settings: dic
 def test_gradients_of_a_middle_stage_equal_the_model(first: int, end: int) -> None:
     """Its input is unchanged, also with an in-place first layer, pairs, numbers and views."""
     loaded = load("awkward", dropout="0.5")
-    shapes = shapes_of(build_structure(loaded), loaded.example_batch(SIZE).inputs)
+    shapes = chain_shapes(build_structure(loaded), loaded.example_batch(SIZE).inputs)
 
     def run(recomputed: Collection[int]) -> list[Tensor | None]:
         torch.manual_seed(0)
@@ -203,7 +203,7 @@ def prepared(name: str) -> tuple[LoadedModel, ChainCosts, Shapes]:
     """Return the model, its costs at SIZE samples per micro-batch, and its boundaries."""
     loaded = load(name)
     costs = costs_at(profile_of_model(loaded, sizes=(SIZE,)), SIZE)
-    return loaded, costs, shapes_of(build_structure(loaded), loaded.example_batch(SIZE).inputs)
+    return loaded, costs, chain_shapes(build_structure(loaded), loaded.example_batch(SIZE).inputs)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -300,7 +300,7 @@ def test_each_recomputed_block_lowers_the_measured_peak() -> None:
 
 def layer_after_another(layer: nn.Module, value: Any) -> RecomputedLayer:
     """Return the shapes of a layer that follows another one."""
-    shapes = shapes_of(chain_of(nn.Sequential(layer, nn.Identity())), value)
+    shapes = chain_shapes(chain_of(nn.Sequential(layer, nn.Identity())), value)
     return shapes.recomputed_layer(0, 2)
 
 
@@ -423,7 +423,7 @@ def test_unused_outputs_need_no_gradient() -> None:
 def test_saved_inputs_are_not_overwritten_in_place(layers: Sequence[nn.Module]) -> None:
     model = nn.Sequential(*layers)
     loaded = loaded_model(lambda: model, 8)
-    shapes = shapes_of(build_structure(loaded), torch.zeros(3, 8))
+    shapes = chain_shapes(build_structure(loaded), torch.zeros(3, 8))
     value = torch.randn(3, 8)
     model(value).pow(2).sum().backward()
     expected = [p.grad for p in model.parameters()]

@@ -17,7 +17,7 @@ from planner.core.values.plan import Recompute, ScheduleName
 from planner.device.meter import CpuMeter
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.replay import LayerState
-from planner.executor.run.shapes import shapes_of
+from planner.executor.run.shapes import chain_shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import chain_of
 from planner.model.load import LoadedModel, load_model
@@ -61,7 +61,7 @@ MICRO_BATCHES = 4
 def stages_of(loaded: LoadedModel, balance: tuple[int, ...], recompute: Recompute) -> list[StageModule]:
     """Return all stages in this process."""
     chain = build_structure(loaded)
-    shapes = shapes_of(chain, loaded.example_batch(2).inputs)
+    shapes = chain_shapes(chain, loaded.example_batch(2).inputs)
     cuts = list(accumulate(balance, initial=0))
     apart = recompute == "layers"
     ranges = [StageRange(first, end, apart) for first, end in pairwise(cuts)]
@@ -205,7 +205,7 @@ def test_peaks_with_rewritten_codebooks_are_as_predicted(tmp_path: Path) -> None
 def stage_of(model: nn.Sequential, recompute: Recompute) -> StageModule:
     """Return a Sequential as one stage with a loss."""
     layers = chain_of(model).layers
-    shapes = shapes_of(chain_of(deepcopy(model).to("meta")), torch.randn(2, 4))
+    shapes = chain_shapes(chain_of(deepcopy(model).to("meta")), torch.randn(2, 4))
     stage = StageModule(
         layers,
         received=shapes.boundaries[0],

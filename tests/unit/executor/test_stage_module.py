@@ -15,7 +15,7 @@ from planner.core.errors import ModelError
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
 from planner.device.meter import CpuMeter
-from planner.executor.run.shapes import Boundary, Shapes, shapes_of
+from planner.executor.run.shapes import Boundary, Shapes, chain_shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import Layer, chain_of
 from tests.support.measure import loaded_model, profile_of_model
@@ -23,7 +23,7 @@ from tests.support.measure import loaded_model, profile_of_model
 
 def shapes(model: nn.Sequential, inputs: Any) -> Shapes:
     """Return the shapes of the model's chain, found on the meta device."""
-    return shapes_of(chain_of(model.to("meta")), inputs)
+    return chain_shapes(chain_of(model.to("meta")), inputs)
 
 
 class Pair(nn.Module):

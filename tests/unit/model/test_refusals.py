@@ -13,7 +13,7 @@ from planner.core.errors import ModelError, UsageError
 from planner.core.values.profile import Profile
 from planner.executor.build.building import build_structure, keep_only
 from planner.executor.run.parts import count_samples
-from planner.executor.run.shapes import shapes_of
+from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import chain_of
 from planner.model.load import Batch, load_model
 from planner.profile import ProfilerOptions, profile_model
@@ -127,7 +127,7 @@ def test_nested_tensors_may_not_cross_boundaries() -> None:
     assert len(chain.layers) == 3
     crossing = nn.Sequential(Ragged(pad=False), Ragged(pad=True), nn.Linear(WIDTH, WIDTH))
     with pytest.raises(ModelError, match="a layer passes on a nested tensor") as refused:
-        shapes_of(build_structure(loaded_model(crossing, WIDTH)), inputs)
+        chain_shapes(build_structure(loaded_model(crossing, WIDTH)), inputs)
     assert "pad it" in refused.value.hint
 
 

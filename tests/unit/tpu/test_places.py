@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.core.values.profile import ArrayKind
-from planner.tpu.places import shared_slots, slots_for, slots_waste_memory
+from planner.tpu.places import count_slots, shared_slots, slots_waste_memory
 
 
 def array(kind: str, num_bytes: int, plain_bytes: int) -> ArrayKind:
@@ -18,7 +18,7 @@ LONG, NUMBERS = array("float32[15]", 60, 60), array("int32[4]", 20, 16)
 
 
 def test_slots_of_a_kind_are_the_maximum_over_stages() -> None:
-    assert slots_for([{"a": 2, "b": 1}, {"a": 1}, {"b": 3}]) == {"a": 2, "b": 3}
+    assert count_slots([{"a": 2, "b": 1}, {"a": 1}, {"b": 3}]) == {"a": 2, "b": 3}
 
 
 @pytest.mark.parametrize(
