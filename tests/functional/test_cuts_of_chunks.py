@@ -50,6 +50,17 @@ def test_hard_cases_reach_the_best_known_step(capsys, tmp_path, arguments, most_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "row"), [("1f1b", "1F1B takes {:.0f} ms"), ("zbv", None), ("v-half", None)])
+def test_the_example_of_schedules_in_little_memory_is_current(capsys, tmp_path, schedule, row):
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    devices = ("--devices", "8", "--mem", "1GB", "--batch", "16", "--micro-batches", "16", "--headroom", "0%")
+    predicted = plan_of(capsys, tmp_path, "zb_even_8.json", *devices, "--schedule", schedule).predicted
+    again = f"{100 * predicted.recompute_share:.0f} % of the time" if predicted.recompute_share else "none"
+    row = row or f"| `{schedule}` | {100 * predicted.bubble:.0f} % | {again} | {{:.0f}} ms |"
+    assert row.format(predicted.step_us / 1e3) in page
+
+
+@pytest.mark.slow
 def test_repeated_solves_give_the_same_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     first = plan_of(capsys, tmp_path, *TIGHT, "--schedule", "interleaved", "--chunks", "3")
     assert plan_of(capsys, tmp_path, *TIGHT, "--schedule", "interleaved", "--chunks", "3") == first
