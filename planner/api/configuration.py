@@ -86,7 +86,7 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
     return False
 
 
-def note_part(configuration: Configuration, options: ProfileOptions) -> None:
+def note_language_model_only(configuration: Configuration, options: ProfileOptions) -> None:
     """Call `options.note` if the model has more parts than its language model."""
     if configuration.part:
         options.note(f"only the language model (`{configuration.part}`) is planned, without vision or audio parts")

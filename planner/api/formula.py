@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from planner.api import texts
-from planner.api.configuration import Configuration, note_part
+from planner.api.configuration import Configuration, note_language_model_only
 from planner.api.option import option_fields_of
 from planner.api.options.profiling import FormulaOptions, ProfileOptions, ShapeOptions
 from planner.core.errors import UsageError
@@ -153,7 +153,7 @@ def _configured(configuration: Configuration, options: ProfileOptions) -> Transf
     for name in _SHAPE_OPTIONS:
         if getattr(options, name):
             raise UsageError(f"`{_spelled(name)}`: {configuration.name} has this size", hint="leave it out")
-    note_part(configuration, options)
+    note_language_model_only(configuration, options)
     family = configuration.content.get("model_type")
     if options.from_formula not in (None, "auto", family):
         raise UsageError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from planner import files
 from planner.api import texts
-from planner.api.configuration import Configuration, configuration_of, is_for_formula, note_part
+from planner.api.configuration import Configuration, configuration_of, is_for_formula, note_language_model_only
 from planner.api.formula import chosen_precision, profile_by_formula, refuse_shapes
 from planner.api.keywords import on_model
 from planner.api.options.profiling import ProfileOptions
@@ -126,7 +126,7 @@ def _by_formula(model: File | Any | None, configuration: Configuration | None, o
 
 
 def _with_settings(configuration: Configuration, options: ProfileOptions) -> ProfileOptions:
-    note_part(configuration, options)
+    note_language_model_only(configuration, options)
     if options.sequence is None:
         options.note(f"samples have {configuration.usual_sequence} tokens; change this with `--sequence`")
     own = {"sequence": options.sequence or configuration.usual_sequence, "task": options.task}

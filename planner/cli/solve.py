@@ -127,10 +127,10 @@ class _Best:
 
 
 def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
-    from planner.show.views.plan import figure_words, headline
+    from planner.show.views.plan import figure_words, plan_headline
 
     step, speed, bubble = figure_words(plan, certainty)
-    return f"{pluralize(plan.inputs.devices, 'device')}: {headline(plan)}, {step}, {speed}, {bubble}"
+    return f"{pluralize(plan.inputs.devices, 'device')}: {plan_headline(plan)}, {step}, {speed}, {bubble}"
 
 
 def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:

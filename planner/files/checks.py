@@ -9,7 +9,7 @@ from planner.core.schedule import check_orders, parse_orders, schedule_of
 from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, PRICES, RATES, SPEEDS
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.profile import LayerProfile, Profile
-from planner.files.kinds import kind_word
+from planner.files.kinds import kind_in_schema_key
 from planner.files.strict_yaml import KeyPath, Problem
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def find_problems(value: "Value") -> Iterator[Problem]:
     """Yield all problems of the content of a file."""
     yield from _bad_numbers(value, ())
-    yield from _PROBLEMS[kind_word(value.schema)](value)
+    yield from _PROBLEMS[kind_in_schema_key(value.schema)](value)
 
 
 def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 from planner.core.errors import FileError
 from planner.files.checks import find_problems
 from planner.files.core_schemas import core_schema_of
-from planner.files.kinds import KINDS, kind_word
+from planner.files.kinds import KINDS, kind_in_schema_key
 from planner.files.strict_yaml import Document
 from planner.files.validation import validate_content
 
@@ -151,7 +151,7 @@ def _kind_of(document: Document, wanted: str | None) -> str:
     schema = document.content["schema"]
     if not isinstance(schema, str):
         schema = json.dumps(schema)
-    kind = kind_word(schema) or schema
+    kind = kind_in_schema_key(schema) or schema
     if kind not in KINDS or schema != KINDS[kind].schema:
         meant = wanted or (kind if kind in KINDS else None)
         raise FileError(

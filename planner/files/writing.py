@@ -16,7 +16,7 @@ import yaml
 from planner.core.errors import FileError
 from planner.core.values.printable import escape_unprintable
 from planner.files.canonical import to_plain
-from planner.files.kinds import kind_word
+from planner.files.kinds import kind_in_schema_key
 from planner.files.strict_yaml import NUMBER
 
 
@@ -65,7 +65,7 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
         header: Comment lines for the top of a YAML file.
     """
     plain = _rounded(to_plain(value))
-    kind = kind_word(plain.get("schema", "")) if isinstance(plain, dict) else ""
+    kind = kind_in_schema_key(plain.get("schema", "")) if isinstance(plain, dict) else ""
     if kind == "run":
         # The losses of a diverged run may be NaN or infinite, which JSON cannot express.
         plain["losses"] = [x if math.isfinite(x) else str(x) for x in value.losses]

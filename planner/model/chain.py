@@ -106,7 +106,7 @@ class _Layers(nn.Module):
         super().__init__()
         self._layers = [layer.module for layer in layers]
         for layer in layers:
-            register(self, layer.name, layer.module)
+            register_at_path(self, layer.name, layer.module)
 
     def forward(self, value: Any) -> Any:
         return run_layers(self._layers, value)
@@ -173,7 +173,7 @@ def chain_from_outline(outline: Outline, model: nn.Module) -> Chain:
     return Chain(tuple(map(Layer, outline.names, stages)), model, outline)
 
 
-def register(root: nn.Module, name: str, module: nn.Module) -> None:
+def register_at_path(root: nn.Module, name: str, module: nn.Module) -> None:
     """Register `module` below `root` under its dotted path.
 
     Parameters of `module` then have the same names in `root` as in the model.

@@ -29,7 +29,7 @@ from planner.core.values.profile import Granularity
 from planner.model.carried_state import state_problem
 from planner.model.recording import END, Call, FunctionResult, Operator, Recording
 from planner.model.regions import Region
-from planner.model.repetition import Repetition
+from planner.model.repeated_code import RepeatedCode
 from planner.model.sent_results import find_sent_results
 
 _NEAR = 1.1
@@ -54,14 +54,14 @@ class CutCrossing:
     """Reason why the model cannot be cut here; None if it can."""
 
 
-class Cuts:
+class PossibleCuts:
     """Possible cuts of a recorded model. Only the module structure of `model` is used."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self.recording = recording
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self.repetition = Repetition(recording)
-        self._sent_results = find_sent_results(recording, self.repetition)
+        self.repeated_code = RepeatedCode(recording)
+        self._sent_results = find_sent_results(recording, self.repeated_code)
         self._sent_results_in: dict[tuple[int, int], list[FunctionResult]] = {}
         for result in self._sent_results.values():
             self._sent_results_in.setdefault((result.call, result.gap), []).append(result)
@@ -108,7 +108,7 @@ class Cuts:
         needs.follow(live, strict=True)
         # Repeated code branches again on values (`if x.sum() > 0`), which it needs even if nothing else reads them.
         for number in self.recording.decisions:
-            if self.repetition.is_repeated(number, cut):
+            if self.repeated_code.is_repeated(number, cut):
                 needs.follow(self.recording.reads[number], strict=False)
         through = (region.problem for region in self.recording.regions if region.contains(cut))
         problem = state_problem(self.recording.states, cut) or next(through, needs.problem)
@@ -131,7 +131,9 @@ class Cuts:
         """Return the operator's result if it is sent across the cut; else None."""
         result = self._sent_results.get(operator)
         return (
-            result if result is not None and result.exit < cut and self.repetition.is_repeated(operator, cut) else None
+            result
+            if result is not None and result.exit < cut and self.repeated_code.is_repeated(operator, cut)
+            else None
         )
 
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
@@ -143,7 +145,7 @@ class Cuts:
         read_after = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
         makers = (flow[v]["operator"] for v, created, last, _ in self._lives if created < cut <= last)
-        repeated = (number for number in makers if number >= 0 and self.repetition.is_repeated(number, cut))
+        repeated = (number for number in makers if number >= 0 and self.repeated_code.is_repeated(number, cut))
         return len(crossing - read_after), sum(self.sent_result(number, cut) is None for number in repeated)
 
     def model_tensors(self, first: int, end: int) -> frozenset[str]:
@@ -177,7 +179,7 @@ class Cuts:
             number = data["operator"]
             if number >= 0 and self.sent_result(number, cut) is not None:
                 is_there = data["storage"] in received
-            elif number >= 0 and (data["created"] >= cut or self.repetition.is_repeated(number, cut)):
+            elif number >= 0 and (data["created"] >= cut or self.repeated_code.is_repeated(number, cut)):
                 # This version is computed after the cut, if its operands are available there.
                 operator = self.recording.operators[number]
                 is_there = model_tensors.issuperset(operator.model_tensors) and missing.isdisjoint(
@@ -332,7 +334,7 @@ class _Needs:
     Each tensor that the code reads is traced back to tensors that can be sent. All operators on the way run again.
     """
 
-    def __init__(self, cuts: Cuts, cut: int) -> None:
+    def __init__(self, cuts: PossibleCuts, cut: int) -> None:
         self._cuts = cuts
         self._cut = cut
         self._seen: set[int] = set()
@@ -350,7 +352,7 @@ class _Needs:
                 continue
             self._seen.add(version)
             data = flow.nodes[version]
-            exposed = self._cuts.repetition.exposed_tensors(data["storage"], self._cut)
+            exposed = self._cuts.repeated_code.exposed_tensors(data["storage"], self._cut)
             self.values.update(exposed)
             number = data["operator"]
             if number < 0:  # an input of the model (among `exposed`) or a parameter (among `model_tensors`)
@@ -360,7 +362,7 @@ class _Needs:
                 self.values.add(result.value)
                 continue
             operator = recording.operators[number]
-            if not self._cuts.repetition.is_repeated(number, self._cut):
+            if not self._cuts.repeated_code.is_repeated(number, self._cut):
                 self._check_sent(operator, data["storage"], is_exposed=bool(exposed))
                 continue
             self._check_repeated(operator, recording.reads[number], strict=strict)
@@ -404,11 +406,11 @@ class _Needs:
 
     def _was_made_outside(self, storage: int) -> bool:
         creator = self._cuts._creator[storage]
-        return creator >= 0 and self._cuts.repetition.is_repeated(creator, self._cut)
+        return creator >= 0 and self._cuts.repeated_code.is_repeated(creator, self._cut)
 
     def _is_repeated(self, version: int) -> bool:
         maker = self._cuts.recording.flow.nodes[version]["operator"]
-        return maker >= 0 and self._cuts.repetition.is_repeated(maker, self._cut)
+        return maker >= 0 and self._cuts.repeated_code.is_repeated(maker, self._cut)
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or problem  # the first one is reported

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.core.values.profile import Granularity
-from planner.model.cuts import Cuts
+from planner.model.cuts import PossibleCuts
 from planner.model.growth import SIZES, Shapes, candidates_in_both, cut_errors, shape_at, shapes_in_both
 from planner.model.layout import meta_tensor_like
 from planner.model.nests import flatten, unflatten
@@ -178,7 +178,7 @@ def outline_of(
     candidates = candidates_in_both(recording, other)
     # A result is sent for every batch size, so a candidate must occur in both recordings.
     recording.candidates = list(candidates)
-    cuts = Cuts(recording, model)
+    cuts = PossibleCuts(recording, model)
     chosen, problems = cuts.choose(granularity)
     shapes, varying = shapes_in_both(recording, other, chosen)
     # No call returns these results, so their shapes are added here.
@@ -199,7 +199,7 @@ def outline_of(
 
 
 def _outline_of_cuts(
-    cuts: Cuts, model: nn.Module, ends: Sequence[tuple[int, str]], shapes: Shapes, *, prevented: str
+    cuts: PossibleCuts, model: nn.Module, ends: Sequence[tuple[int, str]], shapes: Shapes, *, prevented: str
 ) -> Outline:
     recording, chosen = cuts.recording, tuple(cut for cut, _ in ends)
     edges = (0, *chosen, END)

@@ -75,7 +75,7 @@ def to_precision(value: Any, precision: Precision) -> Any:
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
-def convert(module: nn.Module, precision: Precision) -> nn.Module:
+def convert_in_place(module: nn.Module, precision: Precision) -> nn.Module:
     """Convert floating-point parameters and buffers in place; tied tensors stay tied."""
     dtype = _CONVERTED.get(precision)
     if dtype is None:
@@ -91,7 +91,7 @@ def converted(module: nn.Module, precision: Precision) -> nn.Module:
     tensors = (*module.parameters(), *module.buffers())
     if dtype is None or not any(t.is_floating_point() and t.dtype != dtype for t in tensors):
         return module
-    return convert(copy_module(module), precision)
+    return convert_in_place(copy_module(module), precision)
 
 
 def dtype_of(module: nn.Module) -> str:

@@ -18,20 +18,20 @@ from bisect import bisect_right
 from collections.abc import Iterator
 
 from planner.model.recording import FunctionResult, Recording
-from planner.model.repetition import Repetition
+from planner.model.repeated_code import RepeatedCode
 
 
-def find_sent_results(recording: Recording, repetition: Repetition) -> dict[int, FunctionResult]:
+def find_sent_results(recording: Recording, repeated_code: RepeatedCode) -> dict[int, FunctionResult]:
     """Return the `Recording.candidates` that are sent across cuts, by number of their operator."""
-    return _SentResultFinder(recording, repetition).sent_results
+    return _SentResultFinder(recording, repeated_code).sent_results
 
 
 class _SentResultFinder:
     """Search in execution order, because operands of a sent result may be sent results themselves."""
 
-    def __init__(self, recording: Recording, repetition: Repetition) -> None:
+    def __init__(self, recording: Recording, repeated_code: RepeatedCode) -> None:
         self._recording = recording
-        self._repetition = repetition
+        self._repeated_code = repeated_code
         self._flow = recording.flow.nodes
         self._times = [operator.time for operator in recording.operators]
         self._versions: dict[int, list[int]] = {}
@@ -72,9 +72,11 @@ class _SentResultFinder:
             needs_held = needs_held or bool(self._recording.operators[number].model_tensors)
             for data in map(self._flow.__getitem__, self._sources(number, cut)):
                 maker = data["operator"]
-                if maker < 0 or not self._repetition.is_repeated(maker, cut):
+                if maker < 0 or not self._repeated_code.is_repeated(maker, cut):
                     # The tensor is an input or the result of a finished call, so it would be sent.
-                    replaced_bytes += sum(map(self._num_bytes, self._repetition.exposed_tensors(data["storage"], cut)))
+                    replaced_bytes += sum(
+                        map(self._num_bytes, self._repeated_code.exposed_tensors(data["storage"], cut))
+                    )
                 elif maker in self.sent_results:
                     replaced_bytes += self._num_bytes(self.sent_results[maker].value)
                 else:
@@ -91,7 +93,7 @@ class _SentResultFinder:
         if time >= cut:
             return False
         number = bisect_right(self._times, time) - 1
-        return number == operator or not self._repetition.is_repeated(number, cut)
+        return number == operator or not self._repeated_code.is_repeated(number, cut)
 
     def _num_bytes(self, value: int) -> int:
         return self._recording.values[value][1].nbytes

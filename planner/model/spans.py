@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from planner.model.cuts import Cuts
+from planner.model.cuts import PossibleCuts
 from planner.model.leaves import TensorLeaf
 from planner.model.recording import END, Call, Recording
 
@@ -72,7 +72,7 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
     return any(recording.flow.nodes[version]["storage"] in storages for o in inside for version in o.writes)
 
 
-def repeated_reads_and_writes(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
+def repeated_reads_and_writes(cuts: PossibleCuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
     """Return the tensors that repeated code reads and writes.
 
     Repeated code runs before a cut and again after it.
@@ -83,7 +83,7 @@ def repeated_reads_and_writes(cuts: Cuts, cut: int) -> tuple[frozenset[str], fro
     flow = cuts.recording.flow.nodes
     numbered = enumerate(cuts.recording.operators)
     repeated = [
-        o for number, o in numbered if (o.model_tensors or o.writes) and cuts.repetition.is_repeated(number, cut)
+        o for number, o in numbered if (o.model_tensors or o.writes) and cuts.repeated_code.is_repeated(number, cut)
     ]
     return (
         frozenset(name for operator in repeated for name in operator.model_tensors),

@@ -30,7 +30,7 @@ from planner.model.recording import END, Call, FunctionResult
 from planner.model.refusals import control_flow_error
 from planner.model.regions import without_reentrance
 from planner.model.stage_part import StagePart
-from planner.model.stand_ins import StandIns
+from planner.model.stand_ins import StandInFactory
 
 
 class _Finished(BaseException):
@@ -71,7 +71,7 @@ class StageForward:
             self._tensors.update(zip(part.received, received, strict=True))
             self._size = part.outline.batch_size_of(part.received, received)
         device = received[0].device if part.received else torch.device("cpu")
-        self._stand_ins = StandIns(part, self._size, device)
+        self._stand_ins = StandInFactory(part, self._size, device)
         if not self._begun:
             # The model's code runs from its start and needs the model's inputs. Those that cross the cut were received.
             self._inputs = self._rebuilt(self._recording.inputs, self._recording.input_nest, [])

@@ -51,7 +51,7 @@ def _unread_output(name: str, shape: Sequence[int], dtype: torch.dtype, device: 
     return unread
 
 
-class StandIns:
+class StandInFactory:
     """Factory of stand-ins for tensors that a stage lacks, for a micro-batch of `size` samples."""
 
     def __init__(self, part: StagePart, size: int, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Locate the state that layers hold and that a forward may change.
 
 Running statistics of batch normalization are excluded, because the executor updates them once per mini-batch
-(`planner.model.batch_norm`). The profile includes the memory in which it collects them (`statistics_bytes`).
+(`planner.model.batch_norm`). The profile includes the memory in which it collects them (`batch_norm_statistics_bytes`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -101,7 +101,7 @@ def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
     return [norm for norm in norms if norm.training and norm.running_mean is not None]
 
 
-def statistics_bytes(module: nn.Module) -> int:
+def batch_norm_statistics_bytes(module: nn.Module) -> int:
     """Return the memory for collecting batch normalization statistics in `module`, in bytes.
 
     Each channel needs mean and variance of the current micro-batch, in the dtype of the running statistics, and two

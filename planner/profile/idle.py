@@ -38,7 +38,7 @@ def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, froz
     return found
 
 
-def stepped_parameters(records: UnitRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
+def parameters_with_gradients(records: UnitRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
     """Return, for every layer, the trained parameters that get gradients.
 
     `idle` is the result of `idle_parameters`.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from planner.core.cost.costs import saved_bytes
 from planner.core.values.profile import LayerProfile, MemoryDetail, TiedGroup
 from planner.model.chain import Layer, shared_parameters, tied_parameters
-from planner.model.state import statistics_bytes
+from planner.model.state import batch_norm_statistics_bytes
 from planner.profile.optimizer import OptimizerCost
 from planner.profile.records import UnitRecords
 from planner.profile.task import ProfilingTask
@@ -79,7 +79,7 @@ def _layer_profile(
         gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad) - idle_bytes,
         idle_bytes=idle_bytes,
         optimizer_bytes=optimizer.state_bytes,
-        buffer_bytes=task.buffer_bytes[layer.name] + statistics_bytes(layer.module),
+        buffer_bytes=task.buffer_bytes[layer.name] + batch_norm_statistics_bytes(layer.module),
         cast_bytes=costs.casts_bytes[digest],
         rewritten_bytes=costs.rewritten_bytes[digest],
         tied=sharers,

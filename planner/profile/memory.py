@@ -5,7 +5,7 @@
 - A peak counts from the memory in use when the layer starts; at that time, the inputs already exist.
 - Inputs are copies that are no leaves, and output gradients are created inside the backward, as in a pipeline.
 Otherwise, layers that write in place would fail, and the measurement itself would need memory.
-- Under autocast, micro-batches share copies of weights, which are counted separately (`measure_casts`).
+- Under autocast, micro-batches share copies of weights, which are counted separately (`measure_weight_casts`).
 - Backward is measured twice: first without existing gradients, which it then allocates; then with gradients, to which
 it adds. Both measurements are repeated while outputs and their gradients are held, as the engine does at the end of a
 stage.
@@ -49,7 +49,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
     if any(p.grad is not None and p.grad.is_sparse for p in unit.module.parameters()):
         raise sparse_gradient_error(f'layer "{unit.name}"')
     unit.module.zero_grad()
-    casts_bytes = measure_casts(unit, received, meter)
+    casts_bytes = measure_weight_casts(unit, received, meter)
     with unit.weight_cast_cache():
         end_first = _end_backward_peak(unit, received, meter)
         unit.module.zero_grad()
@@ -80,7 +80,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
         )
 
 
-def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
+def measure_weight_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
     """Return the bytes of autocast's cached weight copies of a layer, between micro-batches.
 
     Args:

@@ -51,7 +51,9 @@ class WholeTimer:
             # Only the layer's own code is timed: skipping earlier modules and leaving the model occur once per stage.
             unit.module.call_at_stage_ends(begun=self.clock.restart, done=self.clock.stop)
         with self._context():
-            return self.clock.time_us(forward_of(unit, values, received, outputs=outputs, statistics=self.statistics))
+            return self.clock.time_us(
+                forward_function(unit, values, received, outputs=outputs, statistics=self.statistics)
+            )
 
     def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
         """Run the backward from `end`; return 0 and its time in microseconds.
@@ -96,7 +98,7 @@ class SplitTimer(WholeTimer):
         return self.split.splitting()
 
 
-def forward_of(
+def forward_function(
     unit: Unit, values: Sequence[Any], received: UnitInput, *, outputs: list[Any], statistics: BatchStatistics
 ) -> Callable[[], None]:
     """Return a function that runs a layer's forward as a stage does.

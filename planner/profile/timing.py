@@ -26,7 +26,7 @@ from planner.profile.passes import (
     SplitTimer,
     WholeTimer,
     fill_missing_gradients,
-    forward_of,
+    forward_function,
     is_large,
     time_neighbors,
 )
@@ -205,7 +205,7 @@ def statistics_us(unit: Unit, received: UnitInput, *, clock: Clock, repeats: int
     times = []
     with deferred_batch_norms(unit.module) as statistics, torch.no_grad():
         for _ in range(repeats):
-            forward_of(unit, received.non_leaf_copies(), received, outputs=[], statistics=statistics)()
+            forward_function(unit, received.non_leaf_copies(), received, outputs=[], statistics=statistics)()
             times.append(clock.time_us(statistics.commit))
     return typical_us(times)
 

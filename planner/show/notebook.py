@@ -16,7 +16,7 @@ from planner.show.terminal.run import verification_text
 from planner.show.terminal.style import Style
 from planner.show.terminal.verdict import verdict_text
 from planner.show.views.numbers import percent
-from planner.show.views.plan import figure_words, headline, stage_table
+from planner.show.views.plan import figure_words, plan_headline, stage_table
 
 _LOOK = 'style="text-align:{};padding:2px 12px 2px 0"'
 _TEXT, _NUMBER = _LOOK.format("left"), _LOOK.format("right")
@@ -47,7 +47,7 @@ def plan_html(plan: Plan) -> str:
     header = "".join(f"<th {_TEXT}>{name}</th>" for name in (*_COLUMNS, ""))
     rows = "".join(_row(texts, looks, stage) for texts, stage in zip(view.rows(), plan.stages, strict=True))
     return (
-        f"<div><strong>{escape(headline(plan))}</strong><br>"
+        f"<div><strong>{escape(plan_headline(plan))}</strong><br>"
         f"{escape(' · '.join((*figure_words(plan), plan.solver.status)))}"
         f"<table><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div>"
     )

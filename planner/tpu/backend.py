@@ -28,7 +28,7 @@ from planner.core.values.rates import Rates, rates_of
 from planner.model.load import LoadedModel
 from planner.profile.backends.estimated import GhostMeter, as_ghosts_if_lean
 from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
-from planner.profile.memory import measure_casts
+from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import OptimizerCost, trained_parameters
 from planner.profile.records import RecordingHooks, SizedUnit, UnitRecords, record_sizes
 from planner.profile.task import ProfilingTask
@@ -127,7 +127,7 @@ class CompiledBackend:
             optimizer = _optimizer_costs(records, compiler, rule)
             costs = UnitCosts(
                 records=records,
-                casts_bytes=records.measure_distinct(partial(measure_casts, meter=GhostMeter())),
+                casts_bytes=records.measure_distinct(partial(measure_weight_casts, meter=GhostMeter())),
                 # A program writes into no buffer.
                 rewritten_bytes=dict.fromkeys(distinct, 0),
                 idle=dict.fromkeys(distinct, ()),  # a program computes all gradients

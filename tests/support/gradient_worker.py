@@ -34,7 +34,7 @@ from planner.executor import Pipeline
 from planner.model.autocast import forward_context
 from planner.model.calling import arguments_of
 from planner.model.load import Batch, LoadedModel
-from planner.model.precision import convert
+from planner.model.precision import convert_in_place
 from tests.support.one_piece import Drawing, Once
 
 Calls = list[list[list[Batch]]]
@@ -128,7 +128,7 @@ def _compare(  # noqa: PLR0917 - one row of the report
 ) -> dict[str, Any]:
     torch.manual_seed(case["seed"])
     loaded = pipeline.model
-    model = convert(loaded.build(), loaded.precision)
+    model = convert_in_place(loaded.build(), loaded.precision)
     optimizer = loaded.build_optimizer(model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case["decay"])
     scaler = GradScaler("cpu", enabled=loaded.precision == "fp16-mixed")

@@ -27,7 +27,7 @@ from planner.model.module_tensors import (
     named_tensors,
     replace_tensors,
 )
-from planner.model.precision import convert
+from planner.model.precision import convert_in_place
 
 
 class StageRange(NamedTuple):
@@ -67,11 +67,11 @@ def build_structure(loaded: LoadedModel) -> Chain:
         # Copy the model and replace every tensor in the copy, because the file may return the same model each time.
         # Tied tensors stay tied.
         model = copy_module(model, {id(tensor): _emptied(tensor) for tensor in _all_tensors(model)})
-    model = convert(model, loaded.precision)
+    model = convert_in_place(model, loaded.precision)
     try:
         return loaded.chain(model)
     except ModelError:  # the forward may read values; an error in the user's code occurs here again
-        full = convert(loaded.build() if full is None else full, loaded.precision)
+        full = convert_in_place(loaded.build() if full is None else full, loaded.precision)
         outline = loaded.chain(full).outline
         if outline is None:
             raise
@@ -145,7 +145,7 @@ def build_stages(
         return [*held, *other_reachable_tensors([model], held)]
 
     model = _build_only_wanted(loaded, wanted, seed)
-    model = convert(model, loaded.precision)
+    model = convert_in_place(model, loaded.precision)
     if chain.outline is not None:
         held = {id(tensor) for tensor in _needed_tensors(chain, model, stages)}
         _move_in_place(other_reachable_tensors([model], _needed_tensors(chain, model, stages)), device)

@@ -31,7 +31,7 @@ from planner.executor.run.replay import LayerState
 from planner.executor.run.shapes import Boundary
 from planner.model.autocast import caching_only_with_graph
 from planner.model.batch_norm import BatchStatistics
-from planner.model.chain import Layer, register
+from planner.model.chain import Layer, register_at_path
 from planner.model.layout import match_layout
 from planner.model.process_group import hidden_process_group
 from planner.model.regions import without_reentrance
@@ -100,7 +100,7 @@ class StageModule(nn.Module):
                 # There is one `ModelStage` for all layers, or one for each layer.
                 layer.module.call_at_layers(partial(self._seed, index))
             else:
-                register(self, layer.name, layer.module)
+                register_at_path(self, layer.name, layer.module)
         self._layers = [layer.module for layer in layers]
         self._names = [layer.name for layer in layers]
         self.statistics = statistics or BatchStatistics()

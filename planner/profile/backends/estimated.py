@@ -38,9 +38,9 @@ from planner.model.optimizers import ModelOptimizer
 from planner.model.split_backward import SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.backends.gpu_kernels import GpuKernels
-from planner.profile.idle import idle_parameters, stepped_parameters
+from planner.profile.idle import idle_parameters, parameters_with_gradients
 from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
-from planner.profile.memory import measure_casts
+from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import (
     OptimizerCost,
     first_of_same_cost,
@@ -133,11 +133,11 @@ class EstimatedBackend:
                 for n in dict.fromkeys(first)
             }
             optimizer = [by_first[n] for n in first]
-            stepped = stepped_parameters(records, idle)
+            stepped = parameters_with_gradients(records, idle)
             times, half_times_us = _times(task, records, clock)
             costs = UnitCosts(
                 records=records,
-                casts_bytes=records.measure_distinct(partial(measure_casts, meter=meter)),
+                casts_bytes=records.measure_distinct(partial(measure_weight_casts, meter=meter)),
                 rewritten_bytes=records.measure_distinct(rewritten_bytes),
                 idle=idle,
                 optimizer=optimizer,

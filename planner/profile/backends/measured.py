@@ -16,9 +16,9 @@ from planner.model.batch_norm import deferred_batch_norms
 from planner.model.lean import allocate_parameters
 from planner.model.load import LoadedModel
 from planner.profile.flops import forward_flops
-from planner.profile.idle import idle_parameters, stepped_parameters
+from planner.profile.idle import idle_parameters, parameters_with_gradients
 from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
-from planner.profile.memory import measure_casts
+from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import (
     OptimizerCost,
     first_of_same_cost,
@@ -74,7 +74,7 @@ class MeasuredBackend:
         release_freed_memory()
         if not self._kind.has_own_memory:
             keep_freed_memory()
-        casts_bytes = records.measure_distinct(partial(measure_casts, meter=meter))
+        casts_bytes = records.measure_distinct(partial(measure_weight_casts, meter=meter))
         rewritten = records.measure_distinct(rewritten_bytes)
         idle = idle_parameters(task, records)
         before = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
@@ -95,7 +95,7 @@ class MeasuredBackend:
             idle=idle,
             optimizer=optimizer,
             optimizer_boundary_peaks=optimizer_boundary_peaks(
-                stepped_parameters(records, idle), task.whole_optimizer(), device=self.device, meter=meter
+                parameters_with_gradients(records, idle), task.whole_optimizer(), device=self.device, meter=meter
             ),
             flops=records.measure_distinct(forward_flops),
             times=times,

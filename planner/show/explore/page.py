@@ -12,7 +12,7 @@ from planner.show.html.timeline import live_canvas
 from planner.show.markup import element, escape_text
 from planner.show.views.memory import COMPONENTS, component_title
 from planner.show.views.numbers import not_measured_warning
-from planner.show.views.plan import headline
+from planner.show.views.plan import plan_headline
 
 _SCRIPTS = ("tables.js", "evaluate.js", "units.js", "command.js", "address.js", "drawing.js", "explore.js")
 """Scripts, each after the scripts that it depends on; the last two access the page's elements."""
@@ -29,7 +29,7 @@ def explore_html(request: ExplorerRequest) -> str:
     sections = (_handles(request, data), _timeline(), _memory(), _stages(), _command())
     links = [element("a", escape_text(section.title), href=f"#{section.anchor}") for section in sections]
     return Template(read_asset("explore.html.txt", __package__)).substitute(
-        title=escape_text(headline(plan)),
+        title=escape_text(plan_headline(plan)),
         lead=escape_text(
             "; ".join(filter(None, (profile.model.source, not_measured_warning(plan.inputs.profile.how), _BEGIN)))
         ),

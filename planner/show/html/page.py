@@ -22,11 +22,11 @@ from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, escape_text
 from planner.show.step import Step
 from planner.show.views.certainty import amount_words, fit_words, peak_words, rate_words, step_words
-from planner.show.views.cluster import days_words, hours_words, length_words, run_ratios, tokens_words
+from planner.show.views.cluster import days_words, hours_words, run_length_words, run_ratios, tokens_words
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest_device
 from planner.show.views.numbers import method_name, not_measured_warning, percent
-from planner.show.views.plan import claim_words, headline, ideal_bubble_words, stage_table
+from planner.show.views.plan import claim_words, ideal_bubble_words, plan_headline, stage_table
 
 _MANY = 24
 
@@ -58,7 +58,7 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
         _provenance(plan, profile, digest),
     ]
     return _page(
-        title=headline(plan),
+        title=plan_headline(plan),
         lead="; ".join(filter(None, lead)),
         figures=_marked(_figures(plan, certainty), plan.inputs.profile.how),
         sections=sections,
@@ -123,7 +123,7 @@ def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
         figures.append(("model FLOPs utilization", percent(predicted.flops_utilization), "of the peak rate"))
     run, ratios = plan.training, run_ratios(plan, certainty)
     if run is not None:
-        figures.append((length_words(plan.inputs), days_words(run, ratios), hours_words(run, None)))
+        figures.append((run_length_words(plan.inputs), days_words(run, ratios), hours_words(run, None)))
     if run is not None and run.cost is not None:
         figures.append(("cost", amount_words(run.cost, ratios), f"{plan.inputs.price:g} per GPU-hour"))
     return figures

@@ -23,7 +23,7 @@ from planner.show.terminal.timeline import timeline_parts
 from planner.show.views.certainty import accuracy_words, fit_words, peak_words
 from planner.show.views.cluster import throughput_words, training_words
 from planner.show.views.numbers import method_name, not_measured_warning, percent, row_noun
-from planner.show.views.plan import claim_words, figure_words, has_unlike_devices, headline, ideal_bubble_words
+from planner.show.views.plan import claim_words, figure_words, has_unlike_devices, ideal_bubble_words, plan_headline
 
 _LEAST_GAP = 0.0005
 """Smallest gap that is shown as a number; smaller gaps are shown as `below 0.1 %`."""
@@ -46,7 +46,7 @@ def plan_text(
         step: One step as spans, for the memory over time; if None, this section is left out.
         certainty: Error ranges of the figures; None if they are not known.
     """
-    first: list[RenderableType] = [heading(printable(headline(plan)))]
+    first: list[RenderableType] = [heading(printable(plan_headline(plan)))]
     first += [*_figures(plan, certainty, style), Text(_status(plan))]
     if certainty is not None:
         reasons = printable(accuracy_words(certainty))

@@ -14,7 +14,7 @@ from planner.show.views.numbers import layer_range, percent
 from planner.show.views.table import Column, Table, Value, column, table
 
 
-def headline(plan: Plan) -> str:
+def plan_headline(plan: Plan) -> str:
     """Return schedule, number of stages and number of micro-batches in one line."""
     by = " \u00d7 "
     shape = pluralize(plan.num_devices, "stage")

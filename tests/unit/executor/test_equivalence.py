@@ -23,7 +23,7 @@ from planner.executor.equivalence.differences import largest_difference
 from planner.executor.equivalence.isolation import ChildError, ChildProcess
 from planner.model.cuts import Cuts
 from planner.model.nests import tensors_in
-from planner.model.stand_ins import StandIns
+from planner.model.stand_ins import StandInFactory
 from planner.profile import layer_digests
 from tests.support.measure import loaded_model
 
@@ -147,7 +147,7 @@ def test_zeros_in_place_of_a_parameter_are_detected(monkeypatch: pytest.MonkeyPa
     found = checked(Scaled)
     assert found.warnings
     assert all(", which another stage has" in warning for warning in found.warnings)
-    monkeypatch.setattr(StandIns, "parameter", lambda _self, _name, tensor: torch.zeros(tensor.shape))
+    monkeypatch.setattr(StandInFactory, "parameter", lambda _self, _name, tensor: torch.zeros(tensor.shape))
     found = checked(Scaled)
     assert found.warnings
     assert any(" differs by " in warning for warning in found.warnings)

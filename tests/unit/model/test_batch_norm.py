@@ -10,7 +10,7 @@ from planner.core.errors import ModelError
 from planner.device.meter import CpuMeter
 from planner.model.batch_norm import BatchStatistics, deferred_batch_norms
 from planner.model.chain import chain_of
-from planner.model.state import statistics_bytes
+from planner.model.state import batch_norm_statistics_bytes
 
 
 def train_whole(module: nn.Module, steps: list[Tensor]) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ def test_statistics_bytes_equal_measured_bytes(dtype: torch.dtype) -> None:
             model(value)
 
     expected = 2 * 64 * (2 * dtype.itemsize + 16)
-    assert statistics_bytes(model) == expected
+    assert batch_norm_statistics_bytes(model) == expected
     assert 0 <= CpuMeter().measure(work).end_bytes - expected < 64
     assert CpuMeter().measure(work).end_bytes == 0
 
@@ -176,4 +176,4 @@ class Branching(nn.Module):
 def test_statistics_bytes_of_a_layer_count_only_its_own_norms() -> None:
     chain = chain_of(Branching(), lambda size: torch.randn(size, 8))
     per_channel = 2 * 4 + 16
-    assert [statistics_bytes(layer.module) for layer in chain.layers] == [per_channel * 8, per_channel * 4]
+    assert [batch_norm_statistics_bytes(layer.module) for layer in chain.layers] == [per_channel * 8, per_channel * 4]

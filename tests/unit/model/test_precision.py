@@ -11,7 +11,7 @@ from planner.model import autocast
 from planner.model.autocast import caching_only_with_graph, forward_context, weight_cast_cache
 from planner.model.load import Batch
 from planner.model.operators import OperatorWatch
-from planner.model.precision import convert, converted, in_precision
+from planner.model.precision import convert_in_place, converted, in_precision
 from tests.support.measure import loaded_model, profile_of_model
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_conversion_changes_floating_point_tensors_only() -> None:
     assert converted(model, "bf16") is not model
     assert converted(model, "fp32") is model
     assert converted(model, "bf16-mixed") is model
-    convert(model, "bf16")
+    convert_in_place(model, "bf16")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model[2].weight is model[0].weight
     kinds = {name: buffer.dtype for name, buffer in model.named_buffers()}
@@ -51,7 +51,7 @@ def test_loss_is_float32_in_every_precision(precision: Precision) -> None:
     """Inputs are converted, targets are not."""
     loaded = in_precision(loaded_model(tied_layers, 64), precision)
     batch = loaded.example_batch(4)
-    model = convert(loaded.build(), precision)
+    model = convert_in_place(loaded.build(), precision)
     assert batch.inputs.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
     with forward_context(precision, CPU):
         loss = loaded.loss_fn(model(batch.inputs), batch.targets)

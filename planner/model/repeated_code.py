@@ -13,7 +13,7 @@ input or random number, counts as part of the code around it: the call runs agai
 from planner.model.recording import Call, Recording
 
 
-class Repetition:
+class RepeatedCode:
     """Rules for code that runs before a cut and runs again in the stage after it."""
 
     def __init__(self, recording: Recording) -> None:
