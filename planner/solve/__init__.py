@@ -2,7 +2,7 @@
 
 Read `search.py` first. It splits a `Request` into cases (`cases.py`) and calls the search of each case. The searches
 are in `chain` (one stage per device), `chunks` (several stages per device), `orders` (schedules made by the solver),
-`layers` (recomputation of single layers) and `integer.py` (an independent integer program). All implement
+`layers` (recomputation layer by layer) and `integer.py` (an independent integer program). All implement
 `answer.PlanSearch` and use the tables in `space`. `questions` solves variations of a request.
 """
 

@@ -23,7 +23,7 @@ class Answer(NamedTuple):
     method: str
     """Name of the search method, for the plan's `SolverReport`."""
     actions: int = 0
-    """Number of actions that a search with limited effort has simulated."""
+    """Number of actions that a search with a limited budget has simulated."""
 
 
 class PlanSearch(Protocol):

@@ -1,4 +1,8 @@
-"""Check of a request, and its cases: every allowed combination of tensor-parallel width, schedule, chunks, R and M."""
+"""Check of a request, and its cases.
+
+There is a case for every allowed combination of GPUs per layer (width), schedule, chunks, replicas R and micro-batches
+M.
+"""
 
 from collections.abc import Iterator, Sequence
 from math import inf, isqrt
@@ -64,18 +68,15 @@ def check_request(profile: Profile, request: Request) -> None:
 
 
 def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None = None) -> list[Case]:
-    """Return a case for every allowed combination of width, schedule, chunks, replicas and micro-batches.
+    """Return the cases of a request: one for each width, schedule, chunks, replicas and micro-batches that it allows.
 
     Args:
         profile: The profile to plan for.
         request: The request.
         tables: Cost tables of the profile; None to compute them.
 
-    Returns:
-        One case per combination.
-
     Raises:
-        UsageError: The request allows no tensor-parallel width or no M, or names unknown layers.
+        UsageError: The request allows no width or no number of micro-batches, or names unknown layers.
     """
     inputs = request.inputs
     names = [layer.name for layer in profile.layers]
@@ -177,19 +178,18 @@ def _replica_counts(profile: Profile, inputs: Inputs, cluster: Cluster) -> list[
 def micro_batch_counts(
     profile: Profile, request: Request, *, replicas: int = 1, required: bool = True
 ) -> tuple[int, ...]:
-    """Return the possible M: divisors of each replica's batch that give a micro-batch size that the profile covers.
+    """Return the possible numbers of micro-batches, ascending.
+
+    They divide each replica's batch, and give a micro-batch size that the profile covers.
 
     Args:
         profile: The profile to plan for.
         request: The request.
         replicas: Number of replicas.
-        required: True to raise an error if no M is possible.
-
-    Returns:
-        The numbers of micro-batches, ascending.
+        required: True to raise an error if no number is possible.
 
     Raises:
-        UsageError: No M is possible, and `required` is set.
+        UsageError: No number is possible, and `required` is set.
     """
     inputs = request.inputs
     batch = inputs.batch // replicas

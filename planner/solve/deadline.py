@@ -1,4 +1,4 @@
-"""Deadline of a search. It is created once per request, because searches do not read a clock themselves."""
+"""Deadline of a search. It is created once per request, and is the only part of the solver that reads a clock."""
 
 import time
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from planner.core.values.plan import ScheduleName
 
 
 class OutOfTimeError(Exception):
-    """Error of a search whose time limit has passed."""
+    """Error about a search whose time limit has passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchObserver:
-    """Callbacks of a search: one can stop the search, the other receives each plan that the search finds."""
+    """Callbacks of a search: one may stop the search, the other receives each plan found."""
 
     is_stopped: Callable[[], bool] = lambda: False
     """Called often; True ends the search with the best plan so far."""
     on_plan: Callable[[float, ScheduleName, float], None] = lambda *_: None
-    """Called with the step time and schedule of a plan that was found, and a lower bound of the step time of all plans.
-    """
+    """Called with the step time and schedule of each plan found, and with a lower bound of the step time of all
+    plans."""
 
 
 UNWATCHED: Final = SearchObserver()
@@ -34,15 +34,15 @@ class Deadline:
     ends_s: float
     """End time in seconds of `time.monotonic`; infinite without a limit."""
     most_actions: int | None = None
-    """Number of actions that a search may simulate; computing tables counts as well. None: a default of some seconds,
-    for which only simulation counts."""
+    """Number of actions that a search may simulate; computing tables counts as well. None: a default of some
+    seconds, in which only simulation counts."""
     least_us: float = 0.0
     """Lower bound of the step time of all plans of the request; passed to `watch`."""
     watch: SearchObserver = UNWATCHED
 
     @classmethod
     def after(cls, limit_s: float | None, watch: SearchObserver = UNWATCHED) -> "Deadline":
-        """Return a deadline `limit_s` seconds from now; None means no limit. `watch` can stop the search earlier."""
+        """Return a deadline `limit_s` seconds from now; None means no limit. `watch` may stop the search earlier."""
         return cls(ends_s=inf if limit_s is None else time.monotonic() + limit_s, watch=watch)
 
     @property
@@ -56,7 +56,7 @@ class Deadline:
         return -inf if self.watch.is_stopped() else self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
-        """Return an earlier deadline, after the share `part` of the time left; return this one if there is no limit."""
+        """Return an earlier deadline, after the share `part` of the time left; this deadline if there is no limit."""
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def note(self, step_us: float, schedule: ScheduleName) -> None:

@@ -1,4 +1,4 @@
-"""Explanation of why no plan fits, with the smallest changes with which a plan fits. All figures are computed.
+"""Explanation why no plan fits, with the smallest changes with which a plan fits. All figures are computed.
 
 For GPipe and 1F1B, a dynamic program finds the cuts that need the least memory. For other schedules, a short descent
 from even cuts searches for cuts that fit. Its result is advice, not a bound.
@@ -34,7 +34,7 @@ _ROUNDS = 100  # moves of a descent, at most
 
 
 def infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
-    """Return the error for a request without a plan, which names the obstacle and changes with which a plan fits.
+    """Return the error for a request without a plan: the obstacle, and changes with which a plan fits.
 
     Args:
         profile: The profile.
@@ -216,7 +216,10 @@ def _with_states(layer: LayerProfile, copies: int) -> LayerProfile:
 
 
 def smallest_limit_bytes(case: Case) -> float:
-    """Return the smallest memory limit with which equal devices have a plan, reserve included; infinite if none."""
+    """Return the smallest memory limit with which a plan fits on equal devices; infinite if none fits.
+
+    The limit includes the reserve.
+    """
     static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))
     while True:

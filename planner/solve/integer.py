@@ -1,4 +1,4 @@
-"""Integer program for GPipe's cuts: a second opinion on the dynamic program, slow and easy to check.
+"""Integer program for GPipe's cuts: an independent check of the dynamic program, slow and easy to verify.
 
 Every stage that fits is an arc from layer `first` to layer `end`. A variable that is 0 or 1 says if the arc is chosen.
 The chosen arcs form a path from layer 0 to layer L. The step time (`planner.core.cost.step_time`) is

@@ -1,4 +1,4 @@
-"""Choice of the search for a case and of its effort, and search of several cases one after the other."""
+"""Choice of the search for a case and of its budget, and search of several cases one after the other."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,11 +42,8 @@ def search_for(case: Case, request: Request, start: Answer | None) -> PlanSearch
     Args:
         case: The case.
         request: The request.
-        start: Answer to start from, or None. If single layers may be recomputed: an answer that recomputes whole
-            stages. If the solver makes the action orders: the answer whose orders are to be improved.
-
-    Returns:
-        The search function.
+        start: Answer to start from, or None. For recomputation layer by layer, it is an answer that recomputes whole
+            stages. For schedules made by the solver, it is the answer whose action orders are to be improved.
     """
     # Import only the search that is needed, so that short requests, such as those of `check`, start quickly.
     if request.solver == "milp":
@@ -75,12 +72,12 @@ def _simulated_search(schedule: Schedule, start: Answer | None) -> PlanSearch:
 
 
 def lacks_bound(schedules: Iterable[Schedule]) -> bool:
-    """Return True if installing HiGHS would raise the lower bounds of answers under one of the schedules."""
+    """Return True if installing HiGHS would raise the lower bounds of plans under one of the schedules."""
     return not is_installed("highspy") and any(map(has_linear_program, schedules))
 
 
 def is_improved(schedule: Schedule) -> bool:
-    """Return True if more effort may find faster plans, because the search improves plans step by step."""
+    """Return True if a longer search may find faster plans, because the search improves plans step by step."""
     return schedule.is_to_be_made or has_linear_program(schedule)
 
 
@@ -90,7 +87,7 @@ def has_linear_program(schedule: Schedule) -> bool:
 
 
 def budgets(request: Request) -> dict[ScheduleName, int]:
-    """Return the number of actions to simulate for all cases of a schedule; schedules not listed have no limit."""
+    """Return the number of actions to simulate for all cases of a schedule, by schedule; no entry means no limit."""
     if request.inputs.schedule == SEARCHED.name:
         return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
     if request.inputs.schedule != "auto" or request.actions is None:
@@ -99,12 +96,12 @@ def budgets(request: Request) -> dict[ScheduleName, int]:
 
 
 def bound_sort_key(case: Case) -> tuple[float, ...]:
-    """Return the sort key of cases of one schedule: lower bound, then number of replicas, then M."""
+    """Return the key by which cases of one schedule are sorted: lower bound, then replicas, then M."""
     return case.bound_us, case.replicas, case.micro_batches
 
 
 def estimate_sort_key(case: Case) -> tuple[float, ...]:
-    """Return the sort key of cases if the schedule is `auto`: the schedule, then the estimated step time."""
+    """Return the key by which cases are sorted if the schedule is `auto`: schedule, then estimated step time."""
     rank = [*SCHEDULES, SEARCHED.name].index(case.schedule.name)
     return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches
 
@@ -124,7 +121,7 @@ class CaseKey(NamedTuple):
 
 
 class SearchedCases(NamedTuple):
-    """Result of a search of several cases."""
+    """Result of a search over several cases."""
 
     best: Answer | None
     bounds_us: Mapping[ScheduleName, float]
@@ -157,7 +154,7 @@ class _Pass:
             return True
         return self._is_ranked and self.left.get(case.schedule.name, 1) <= 0
 
-    def effort_of(self, case: Case) -> int | None:
+    def budget_of(self, case: Case) -> int | None:
         name = case.schedule.name
         if name not in self.left:
             return None
@@ -194,19 +191,16 @@ def search_cases(
     ranks: Mapping[tuple[int, int, int], float] | None = None,
     budget: Mapping[ScheduleName, int] = MappingProxyType({}),
 ) -> SearchedCases:
-    """Search the cases one after the other.
+    """Search the cases one after the other, and return the best answer with lower bounds for all cases.
 
     Args:
         cases: The cases.
         request: The request.
-        deadline: Limits on time and effort.
+        deadline: Limits on time and on simulated actions.
         upper_us: Step time to beat, in microseconds.
         starts: Answers from which the searches of some cases start, as `start` of `search_for`.
-        ranks: Estimated step times by width, replicas and M, which sort the cases if several widths share the effort.
+        ranks: Estimated step times by width, replicas and M, which sort the cases if several widths share the budget.
         budget: Number of actions to simulate per schedule; if empty, the request decides.
-
-    Returns:
-        The best answer, with the lower bounds of all cases.
     """
     is_open = request.inputs.schedule == "auto"
     results = _Pass(cases, budget or budgets(request), upper_us, is_ranked=ranks is not None)
@@ -228,7 +222,7 @@ def search_cases(
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
         share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
         search, near_us = search_for(case, request, start), _us_to_beat(upper_us, case, request)
-        answer = _answer(search, case, upper_us=near_us, deadline=replace(share, most_actions=results.effort_of(case)))
+        answer = _answer(search, case, upper_us=near_us, deadline=replace(share, most_actions=results.budget_of(case)))
         if results.record(case, answer, least_us):
             deadline.note(results.upper_us, case.schedule.name)
     searched = SearchedCases(results.best, results.bounds_us, results.complete, results.answers)
@@ -250,7 +244,7 @@ def _has_enough_chunks(case: Case, answers: Mapping[CaseKey, Answer]) -> bool:
 
 
 def least_case_us(case: Case, upper_us: float) -> float:
-    """Return a lower bound of the case's step time; memory is considered only if the bound is below `upper_us`."""
+    """Return a lower bound of the case's step time. Memory is considered only if the bound is below `upper_us`."""
     if case.bound_us >= upper_us or case.schedule.has_closed_form:
         return case.bound_us
     return max(case.bound_us, least_us_in_any_order(case))
@@ -262,7 +256,7 @@ def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:
 
 
 def improve_nearest(searched: SearchedCases, deadline: Deadline) -> SearchedCases:
-    """Return the result after longer searches that start from the fastest plans, if the best is not proven optimal."""
+    """Return the result after longer searches from the fastest plans, unless the best plan is proven optimal."""
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:
         return searched

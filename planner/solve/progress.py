@@ -1,10 +1,10 @@
-"""State of searches that simulate partitions: the best partition so far, the effort left, and the deadline.
+"""State of searches that simulate partitions: the best partition so far, the remaining budget, and the deadline.
 
 Only GPipe's step time has a closed form. Under all other schedules, the simulator computes it from the action orders. A
 search under these schedules computes a lower bound for all partitions and improves a few good partitions step by step.
 If few partitions have a lower bound below the best step time found, all of them are simulated, and the answer is
-optimal. Otherwise a gap remains. A search with limited effort skips partitions that would exceed the limit; the lower
-bound of its answer includes that of the skipped partitions.
+optimal. Otherwise a gap remains. A search with a limited budget skips partitions that would exceed the limit; the lower
+bound of its answer includes the lower bounds of the skipped partitions.
 """
 
 from collections.abc import Callable
@@ -21,23 +21,23 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
 BLOCK = 1024
-"""Largest number of partitions simulated in one batch. A batch of any size costs as much effort as one partition."""
+"""Largest number of partitions simulated in one batch. A batch of any size counts as one partition."""
 
 _MOST_SIMULATED = 20_000
 """Largest number of partitions that a search simulates completely to prove the best one optimal."""
 
 _MOST_ACTIONS = 2_000_000
-"""Number of actions simulated in one search without a limit on its effort: some seconds."""
+"""Number of actions simulated in one search without a limit: some seconds."""
 
 _FEW_BLOCKS = 8
-"""Largest number of batches that a search with limited effort simulates to prove the best partition optimal."""
+"""Largest number of batches that a search with a limited budget simulates to prove the best partition optimal."""
 
 
 class SimulationBudget:
-    """Number of actions that a search has simulated, and its limit; a batch of partitions counts as one partition.
+    """Number of actions that a search has simulated, and its limit. A batch of partitions counts as one partition.
 
     Args:
-        most_actions: Limit on simulated actions; computing tables counts as well. None: a default of some seconds, for
+        most_actions: Limit on simulated actions; computing tables counts as well. None: a default of some seconds, in
             which only simulation counts.
     """
 
@@ -52,11 +52,11 @@ class SimulationBudget:
         return self._most_actions - self.spent
 
     def try_reserve(self, actions: int, tables: int) -> bool:
-        """Return True if enough effort is left for tables and a simulation; count the tables as spent in this case.
+        """Return True if the budget suffices for tables and a simulation; if so, count the tables as spent.
 
         Args:
             actions: Number of actions to simulate with the tables.
-            tables: Effort to compute the tables, in actions.
+            tables: Computing time of the tables, as the number of actions that take as long to simulate.
         """
         if not self.is_bounded:
             return True
@@ -66,7 +66,7 @@ class SimulationBudget:
         return True
 
     def affordable_partitions(self, evaluator: Evaluator) -> int:
-        """Return the number of partitions that half of the effort left can simulate."""
+        """Return the number of partitions that half of the remaining budget can simulate."""
         blocks = max(0, self.left // (2 * evaluator.num_actions))
         return min(_MOST_SIMULATED, BLOCK * (min(blocks, _FEW_BLOCKS) if self.is_bounded else blocks))
 
@@ -87,19 +87,19 @@ class Progress:
     """Lower bound of the step time of the partitions that are still to be searched."""
 
     def leave_out(self, bound_us: float) -> None:
-        """Record that partitions whose step takes at least `bound_us` were left out of the search."""
+        """Record that the search leaves out partitions whose step takes at least `bound_us`."""
         self.bound_us = min(self.bound_us, bound_us)
 
     def simulate(
         self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> FloatArray:
-        """Simulate partitions, count the effort, and return the step times in microseconds, shape (N,).
+        """Simulate N partitions, count the actions, and return the step times in microseconds, shape (N,).
 
         Args:
             evaluator: Evaluator for the partitions' number of devices.
             cuts: Cuts of N partitions, shape (N, S+1).
-            choices: Recomputation of each stage, shape (N, S).
-            layers_us: Forward time of the single layers that each stage recomputes, see `Evaluator.step_us`.
+            choices: Recompute choice of each stage, shape (N, S).
+            layers_us: Forward time of the layers that each stage recomputes, see `Evaluator.step_us`.
         """
         self.budget.spent += -(-len(cuts) // BLOCK) * evaluator.num_actions
         return evaluator.step_us(cuts, choices, layers_us)
@@ -110,7 +110,7 @@ class Progress:
         Args:
             evaluator: Evaluator for the partitions' number of devices.
             cuts: Cuts of N partitions, shape (N, S+1).
-            choices: Recomputation of each stage, shape (N, S).
+            choices: Recompute choice of each stage, shape (N, S).
             fits: True for partitions that fit, shape (N,).
 
         Returns:
@@ -136,10 +136,7 @@ def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us
         search: Function that searches the case of a `Progress` and updates the `Progress`.
         case: The case.
         upper_us: Step time to beat, in microseconds.
-        deadline: Limits on time and effort.
-
-    Returns:
-        The best partition found, with a lower bound of the step time of all partitions.
+        deadline: Limits on time and on simulated actions.
 
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.

@@ -29,7 +29,7 @@ def fix_widths(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Request to the solver: inputs of a plan, and options of the search that the plan does not record."""
+    """Request to the solver: inputs that a plan stores, and options of the search that it does not store."""
 
     inputs: Inputs
     micro_batches: int | None = None
@@ -53,15 +53,12 @@ class Request:
 
     @classmethod
     def of_plan(cls, plan: Plan, *, micro_batches: int | None, time_limit_s: float) -> "Request":
-        """Return the request that `plan` answers. Action orders that the user gave are kept, with the plan's M.
+        """Return the request that a plan answers. Action orders that the user gave are kept, with the plan's M.
 
         Args:
             plan: The plan.
             micro_batches: M, or None to let the solver choose it; ignored if the user gave action orders.
             time_limit_s: Time limit of the search in seconds.
-
-        Returns:
-            The request.
         """
         inputs, lists = plan.inputs, schedule_of(plan.schedule, plan.order)
         if inputs.schedule == GIVEN and isinstance(lists, ListedSchedule) and lists.rows:

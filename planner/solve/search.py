@@ -1,4 +1,4 @@
-"""Search over schedules, replicas, micro-batch counts and cuts: from a request to a plan with a lower bound."""
+"""Search from a request to a plan with a lower bound: over schedules, replicas, micro-batches and cuts."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -107,16 +107,15 @@ def _simplest_answer(searched: SearchedCases, share: float) -> Answer:
 def plan_under(
     schedules: Collection[ScheduleName], profile: Profile, request: Request, *, upper_us: float
 ) -> Plan | None:
-    """Return the best plan found under some schedules, or None if no plan beats `upper_us`.
+    """Return the best plan found under some schedules; None if no plan beats `upper_us`.
+
+    Its lower bound holds for all plans under these schedules.
 
     Args:
         schedules: Names of the schedules.
         profile: The profile to plan for.
         request: The request.
         upper_us: Step time to beat, in microseconds.
-
-    Returns:
-        The plan, with a lower bound of the step time of all plans under these schedules.
 
     Raises:
         UsageError: The request contradicts itself or the profile.
@@ -224,10 +223,10 @@ def _search_orders_twice(
 
 
 def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> SearchedCases:
-    """Search cases of several tensor-parallel widths, with about as much effort as for one width.
+    """Search cases of several tensor-parallel widths within about the budget of one width.
 
     A quick search under 1F1B ranks the combinations of width, replicas and M. The most promising ones get most of the
-    effort of each schedule.
+    budget of each schedule.
     """
     is_open = request.inputs.schedule == "auto" and request.actions is not None
     quick = quick_answers(cases, deadline, upper_us=upper_us) if is_open else []
@@ -253,7 +252,7 @@ def _improved_schedules(
 ) -> SearchedCases:
     """Search each schedule with the width and replicas of the best plan, and return the result.
 
-    The first search may spend a schedule's effort on few micro-batches, because it ranks cases without bubbles. Here,
+    The first search may spend a schedule's budget on few micro-batches, because it ranks cases without bubbles. Here,
     each schedule gets a short search with the best plan's M, and the fastest ones get a longer search.
     """
     best, answers, actions = first.best, first.answers, request.actions or 0

@@ -26,7 +26,7 @@ Backward = Literal["first", "later"]
 class WaitingGradients(NamedTuple):
     """Bytes of gradients that wait until all layers that share the parameter have run their backward.
 
-    They apply to the stages that begin with the layers in `rows`.
+    `bytes` applies to the stages that begin with the layers in `rows`.
     """
 
     rows: BoolArray

@@ -68,7 +68,7 @@ class WeightBackwardPeaks(NamedTuple):
 
 
 def weight_backward_peaks(costs: ChainCosts) -> WeightBackwardPeaks:
-    """Return the peak memory of W of each layer, for stages that end with the last layer of the chain."""
+    """Return the peak memory of each layer's weight-gradient pass, for stages that end with the last layer."""
     split_backward, casts = costs.split_backward, costs.state.casts
     made = split_backward.weight_gradients
     # A parameter with a low-precision copy first has a gradient of the copy.

@@ -1,8 +1,9 @@
 """Branch and bound over the bottlenecks of a plan under GPipe: its largest forward time and its largest backward time.
 
-Most of a step is (M-1) times the largest forward and the largest backward time of any stage or link. Labels that differ
-in these two times take most of the dynamic program's effort, and its bound is weakest for them. The plane of the two
-times is therefore divided into boxes. A box contains the plans whose largest times are between its two corners:
+Most of a step is (M-1) times the largest forward and the largest backward time of any stage or link. The dynamic
+program spends most of its time on partial plans that differ in these two times, and its bound is weakest for them. The
+plane of the two times is therefore divided into boxes. A box contains the plans whose largest times are between its two
+corners:
 
     backward  |_______________________
               |      |        |           T       step time of a plan in the box
@@ -14,8 +15,8 @@ times is therefore divided into boxes. A box contains the plans whose largest ti
                         forward
 
 The smallest sum contains one forward and one of the M-1 backwards before the last micro-batch. It is a shortest path.
-Within a box, labels hardly differ. If there are few labels, the dynamic program solves the box; otherwise the box is
-divided in two. The box with the smallest lower bound is searched first, so this bound holds for all boxes.
+Within a box, partial plans hardly differ. If there are few of them, the dynamic program solves the box; otherwise the
+box is divided in two. The box with the smallest lower bound is searched first, so this bound holds for all boxes.
 
 Complexity: O(K L W) for each box, with K stages, L layers and W layers in the longest stage; a few dozen boxes for an
 optimum, fewer for a small gap.
@@ -32,7 +33,7 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
-"""Number of labels of one stage count, and of all stage counts; a box is divided if it has more than both."""
+"""Number of partial plans of one stage count, and of all stage counts; a box is divided if it has more than both."""
 
 _GROWTH = 1.5
 """Growth of `_ENOUGH_LABELS` per division, because some boxes do not become easier by division."""
@@ -61,7 +62,7 @@ class _Box(NamedTuple):
 
 
 class BottleneckSearch:
-    """Search for the fastest partition of one chain under GPipe.
+    """Search for the fastest partition of a chain under GPipe.
 
     Args:
         problem: The chain and its stages.
@@ -78,9 +79,9 @@ class BottleneckSearch:
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
     def find_first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """Return a good partition faster than `upper_us`, or None.
+        """Return a good partition faster than `upper_us`; None if the search finds none.
 
-        If `upper_us` is infinite, None means that no partition fits.
+        If `upper_us` is infinite, None means that no partition fits into memory.
         """
         self.best_so_far = self._whole.find_first(self.bound_us, upper_us, (*SLACKS, np.inf))
         return self.best_so_far

@@ -1,26 +1,27 @@
-"""Exact search over the cuts of a chain for a given M: a label dynamic program with bounds.
+"""Exact search over the cuts of a chain for a given number of micro-batches: a dynamic program with bounds.
 
-The search adds stages from the last to the first, as backward visits them. A partial plan of layers i..L-1 is a label
-(`recurrences.py`). Among labels with the same first layer and number of stages, the search keeps only labels that no
-other one dominates. Three rules keep the number of labels small:
+The search adds stages from the last to the first, as backward visits them. A partial plan has the layers i..L-1. Its
+numbers (`recurrences.py`) determine the step time of all plans that contain it. Among partial plans with the same first
+layer and number of stages, the search keeps only those that no other one dominates. Three rules keep their number
+small:
 
-- A label is dropped if its lower bound does not beat the best complete plan. The bound consists of the label's own
-  times, the work of the earlier layers, and the smallest possible bottlenecks of the earlier layers.
-- Before labels are compared, bottlenecks in them are raised to the smallest possible bottleneck of the earlier layers
-  and of the whole chain: every complete plan has at least this bottleneck.
+- A partial plan is dropped if its lower bound does not beat the best complete plan. The bound consists of the times of
+  its stages, the work of the earlier layers, and the smallest possible bottlenecks of the earlier layers.
+- Before partial plans are compared, their bottlenecks are raised to the smallest possible bottleneck of the earlier
+  layers and of the whole chain: every complete plan has at least this bottleneck.
 - The tables leave out stages that are so long that no plan with such a stage can beat the best plan found so far
   (`max_stage_layers`).
 
-A first complete plan comes from the same search with only the most promising label of each first layer.
+A first complete plan comes from the same search with only the most promising partial plan of each first layer.
 
-    level = number of later stages; a label is drawn as its stages       K = 3, L = 8
+    later stages    partial plans, drawn as their stages                 K = 3, L = 8
       0                            [ 7 ]    [ 6 7 ]    [ 5 6 7 ]        one stage
-      1               [ 4 5 6 ][ 7 ]    [ 5 ][ 6 7 ]   …                one stage before each label of level 0
-      2     [ 0 1 2 3 ][ 4 5 6 ][ 7 ]   …                               labels that begin at layer 0 are plans
+      1               [ 4 5 6 ][ 7 ]    [ 5 ][ 6 7 ]   …                one stage before each partial plan above
+      2     [ 0 1 2 3 ][ 4 5 6 ][ 7 ]   …                               plans that begin at layer 0 are complete
 
-Complexity: O(K L W) time for the bounds and O(K L W · labels) for the search, with K stages, L layers and W layers in
-the longest stage; memory is O(K L + L W). W is about L/K on long chains. Few labels survive on real chains. The search
-is exact for any input: candidates are dropped only because of a bound or dominance.
+Complexity: O(K L W) time for the bounds and O(K L W · P) for the search, with K stages, L layers, W layers in the
+longest stage, and P partial plans kept for each first layer; memory is O(K L + L W). W is about L/K on long chains. P
+is small on real chains. The search is exact for any input: candidates are dropped only because of a bound or dominance.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,11 +43,11 @@ SLACKS = (1.01, 1.05, 1.1, 1.25)
 """Limits on the step time of a first plan, as multiples of the lower bound."""
 
 _MORE_LABELS = 8
-"""Number of labels kept of each first layer, in the search before the exact search."""
+"""Number of partial plans kept of each first layer, in the search before the exact search."""
 
 
 class ChainCuts(NamedTuple):
-    """Partition: stage k runs layers cuts[k]..cuts[k+1]-1 with the recomputation choices[k]."""
+    """Partition: stage k runs the layers cuts[k] to cuts[k+1] - 1 with the recomputation choices[k]."""
 
     step_us: float
     cuts: tuple[int, ...]
@@ -56,18 +57,18 @@ class ChainCuts(NamedTuple):
 
 
 class _PartialPlans(NamedTuple):
-    """Labels (partial plans) with equal numbers of stages. The last dimension of each array is the label."""
+    """Partial plans with equal numbers of stages. The last dimension of each array is the partial plan."""
 
     first: IntArray
     parent: IntArray
-    """Index of the label without the first stage, in the previous level."""
+    """Index of the partial plan without the first stage, among those with one stage less."""
     choice: ChoiceArray
     numbers: FloatArray
-    """Numbers of each label, shape (numbers of the recurrence, n)."""
+    """Numbers of each partial plan, shape (numbers of the recurrence, n)."""
     bound: FloatArray
-    """Lower bounds of the step time of every complete plan that contains the label, shape (n,)."""
+    """Lower bounds of the step time of every complete plan that contains the partial plan, shape (n,)."""
     rank: FloatArray
-    """Lower bounds of the rank of every complete plan that contains the label, shape (numbers to rank by, n)."""
+    """Lower bounds of the rank of every complete plan that contains the partial plan, shape (numbers to rank by, n)."""
 
     def take(self, index: IndexArray) -> "_PartialPlans":
         fields: list[Any] = [field.take(index, axis=-1) for field in self]
@@ -80,11 +81,11 @@ class _StepToBeat(NamedTuple):
 
 
 class CutDynamicProgram:
-    """Search for the best cuts of one chain, with the recurrence of one schedule.
+    """Dynamic program that finds the best cuts of a chain for one schedule.
 
     Args:
         problem: The chain and its stages.
-        recurrence: Recurrence that defines the labels, for example `GPipeRecurrence`.
+        recurrence: Numbers of partial plans under the schedule, for example `GPipeRecurrence`.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
@@ -92,7 +93,7 @@ class CutDynamicProgram:
         self.problem = problem
         self.recurrence = recurrence
         self.is_exhaustive = True
-        """True if the last run dropped no label because of a limit on the number of labels."""
+        """True if the last run dropped no partial plan because of a limit on their number."""
         self._deadline = deadline
         self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.highest_speed
         self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.highest_speed)[0])
@@ -100,31 +101,32 @@ class CutDynamicProgram:
         self._least = self.prefixes.least
 
     def root_bound_us(self) -> float:
-        """Return a lower bound of the step time of all partitions; infinite if none fits."""
+        """Return a lower bound of the step time of all partitions, in microseconds; infinite if none fits."""
         empty = self._root()
         earlier = self._earlier_layers(empty.first, self.problem.num_stages)
         return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
 
     def least_of_chain(self) -> dict[str, float]:
-        """Return lower bounds for the whole chain, by the names that the recurrence gives them in `needs`."""
+        """Return lower bounds for the whole chain, by their names in `Recurrence.needs`."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """Return the partition with the smallest step time, or None if none is faster than `upper_us`."""
+        """Return the partition with the smallest step time; None if none is faster than `upper_us`."""
         root_us = self.root_bound_us()
         if not root_us < just_below(upper_us):
             return None
         best = self.find_first(root_us, upper_us, SLACKS)
         if best is None:
             return self.run(upper_us=upper_us)
-        # A run with few labels first lowers the step time that the exact run must beat.
+        # A run with few partial plans first lowers the step time that the exact run must beat.
         best = self.run(upper_us=best.step_us, most_plans=_MORE_LABELS) or best
         return self.run(upper_us=best.step_us) or best
 
     def find_first(self, bound_us: float, upper_us: float, slacks: Sequence[float]) -> ChainCuts | None:
-        """Return a good partition faster than `upper_us`, or None.
+        """Return a good partition faster than `upper_us`; None if there is none.
 
-        A search is fastest under a tight limit. If no plan is within the limit, the limit is raised.
+        The search runs under a tight limit first, because it is then fastest. If no plan is within the limit, the limit
+        is raised.
 
         Args:
             bound_us: Lower bound of the step time, in microseconds.
@@ -151,12 +153,12 @@ class CutDynamicProgram:
 
         Args:
             upper_us: Step time to beat, in microseconds.
-            most_plans: Number of labels to keep of each first layer; None for all. With a limit, the result need not
-                be the best partition.
+            most_plans: Number of partial plans to keep for each first layer; None for all. With a limit, the result may
+                not be the best partition.
             best_rank: Rank to beat, or None.
-            most_per_count: Limit on labels with the same number of stages. If this limit and `enough_in_all` are
+            most_per_count: Limit on partial plans with the same number of stages. If this limit and `enough_in_all` are
                 exceeded, the search ends early and sets `is_exhaustive` to False.
-            enough_in_all: Limit on all labels together, see `most_per_count`.
+            enough_in_all: Limit on all partial plans together, see `most_per_count`.
         """
         levels = [self._root()]
         best: ChainCuts | None = None
@@ -164,7 +166,7 @@ class CutDynamicProgram:
         in_all = 0
         for num_later in range(self.problem.num_stages):
             plans = self._next_level(levels[-1], num_later, _StepToBeat(upper_us, best_rank))
-            # Finding the undominated labels takes longest, so hopeless levels are skipped.
+            # Finding the undominated partial plans takes longest, so it is skipped if there are far too many.
             is_hopeless = len(plans.first) > max(20 * most_per_count, enough_in_all)
             if not is_hopeless:
                 levels.append(self._reduced(plans, most_plans))
@@ -184,14 +186,14 @@ class CutDynamicProgram:
     def partitions_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
         """Return partitions whose lower bound is below `upper_us`, and True if these are all such partitions.
 
-        If more than `most` partial plans have the same number of stages, those with the smallest lower bounds are kept.
+        Only `most` partial plans with the same number of stages are kept: those with the smallest lower bounds.
         """
         levels = [self._root()]
         partitions: list[ChainCuts] = []
         are_all = True
         for num_later in range(self.problem.num_stages):
             plans = self._next_level(levels[-1], num_later, _StepToBeat(upper_us))
-            # Dominated labels are kept: a worse bound does not imply a worse simulated time.
+            # Dominated partial plans are kept: a worse bound does not imply a worse simulated time.
             if len(plans.first) > most:
                 plans, are_all = plans.take(np.argsort(plans.bound, kind="stable")[:most]), False
             levels.append(plans)
@@ -202,7 +204,7 @@ class CutDynamicProgram:
         return partitions, are_all
 
     def _first_of_complete(self, plans: "_PartialPlans") -> tuple[tuple[float, ...] | None, int]:
-        # Labels are sorted by first layer, so complete labels (first layer 0) come first.
+        # Partial plans are sorted by first layer, so complete partial plans (first layer 0) come first.
         if not len(plans.first) or plans.first[0] > 0:
             return None, -1
         complete = int(np.searchsorted(plans.first, 1))
@@ -228,17 +230,17 @@ class CutDynamicProgram:
         }
         return replace(earlier, least={**earlier.least, **largest})
 
-    # ---- labels
+    # ---- partial plans
 
     def _root(self) -> _PartialPlans:
-        # A level with one empty label, which has no stage.
+        # One empty partial plan, which has no stage.
         nowhere, zero = np.array([-1]), np.zeros((1, 1))
         end = np.array([self.problem.num_layers])
         return _PartialPlans(end, nowhere, nowhere.astype(np.int8), np.zeros((self.recurrence.size, 1)), zero[0], zero)
 
     def _next_level(self, plans: _PartialPlans, num_later: int, target: _StepToBeat) -> _PartialPlans:
         parts = [self._extended(plans, block, num_later, target) for block in self._blocks(plans)]
-        # All labels are complete.
+        # All partial plans are complete.
         if not parts:
             return plans.take(np.empty(0, dtype=np.intp))
         if len(parts) == 1:
@@ -246,7 +248,7 @@ class CutDynamicProgram:
         return _PartialPlans(*(np.concatenate(fields, axis=-1) for fields in zip(*parts, strict=True)))
 
     def _blocks(self, plans: _PartialPlans) -> Iterator[IndexArray]:
-        # A label that begins at layer 0 is complete.
+        # A partial plan that begins at layer 0 is complete.
         open_ = np.flatnonzero(plans.first > 0)
         size = max(1, MOST_CANDIDATES // self.problem.width)
         for start in range(0, len(open_), size):
@@ -269,7 +271,7 @@ class CutDynamicProgram:
             is_kept &= _before(rank, target.best_rank)
         kept = np.flatnonzero(is_kept)
         first = at.first.take(kept)
-        # Bounds use the numbers as they are. In kept labels the numbers are raised, so that more labels are dominated.
+        # Bounds use the numbers as they are. In kept plans the numbers are raised, so that more plans are dominated.
         whole = self._raise_to_chain_bounds(self._earlier_layers(first, stages_left))
         raised = np.stack(self.recurrence.raise_to_bounds(tuple(number.take(kept) for number in numbers), whole))
         return _PartialPlans(
@@ -279,7 +281,7 @@ class CutDynamicProgram:
     def _previous_stages(self, num_later: int, first: IntArray) -> tuple[StageArrays, IntArray]:
         if self.prefixes.shared_stages is not None:
             return self.prefixes.shared_stages, first
-        # Labels with the same first layer have the same previous stages, which are computed once.
+        # Partial plans with the same first layer have the same previous stages, which are computed once.
         is_end = np.zeros(self.problem.num_layers + 1, dtype=bool)
         is_end[first] = True
         return self.prefixes.stages(num_later, np.flatnonzero(is_end)), (np.cumsum(is_end) - 1)[first]
@@ -287,16 +289,16 @@ class CutDynamicProgram:
     def _reduced(self, plans: _PartialPlans, most_plans: int | None) -> _PartialPlans:
         if len(plans.first) == 1:
             return plans
-        # If only a few labels are kept, keep those with the smallest bounds.
+        # If only a few partial plans are kept, keep those with the smallest bounds.
         keys = (*plans.rank, *plans.numbers) if most_plans is None else (plans.bound, *plans.rank)
-        # In this order, no label is dominated by a later label, as `undominated_partial_plans` requires.
+        # In this order, no partial plan is dominated by a later partial plan, as `undominated_partial_plans` requires.
         plans = plans.take(np.lexsort((*keys[::-1], plans.first)))
         return plans.take(undominated_partial_plans(plans.first, plans.numbers, most_plans))
 
     def _trace(
         self, levels: list[_PartialPlans], num_later: int, index: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        # Go from the first stage back to the empty label, whose first layer is L.
+        # Go from the first stage back to the empty partial plan, whose first layer is L.
         cuts, choices = [], []
         while num_later >= 0:
             cuts.append(int(levels[num_later].first[index]))
@@ -308,7 +310,7 @@ class CutDynamicProgram:
 
 
 def just_below(upper_us: float) -> float:
-    """Return `upper_us` minus a tolerance for rounding: a step time below the result beats `upper_us`."""
+    """Return `upper_us` minus a tolerance for rounding errors. A step time below the result beats `upper_us`."""
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 
@@ -321,30 +323,27 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
 
 
 def undominated_partial_plans(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
-    """Return the indices of labels that no other label of the same group dominates.
+    """Return the indices, ascending, of partial plans that no other partial plan of their group dominates.
 
-    A label dominates another one if none of its numbers is larger.
+    A partial plan dominates another one if none of its numbers is larger.
 
     Args:
-        group: Group of each of n labels, ascending, shape (n,). Within a group, no label may be dominated by a later
-            label, except by an equal one.
-        numbers: Numbers of the labels, shape (numbers, n); smaller is better.
-        most: Number of labels to return of each group; None for all.
+        group: Group of each of n partial plans, ascending, shape (n,). Within a group, no partial plan may be dominated
+            by a later one, unless both are equal.
+        numbers: Numbers of the partial plans, shape (numbers, n); smaller is better.
+        most: Number of partial plans to return from each group; None for all.
 
-    Returns:
-        The indices, ascending.
-
-    Complexity: O(n) per round, and as many rounds as the largest group has undominated labels.
+    Complexity: O(n) per round, and as many rounds as the largest group has undominated partial plans.
     """
     left = np.arange(len(group))
     kept: list[IndexArray] = []
     while len(left) and (most is None or len(kept) < most):
-        # The first remaining label of each group is undominated; remove the labels that it dominates.
+        # The first remaining partial plan of each group is undominated; remove the partial plans that it dominates.
         is_head = np.ones(len(left), dtype=bool)
         np.not_equal(group[1:], group[:-1], out=is_head[1:])
         kept.append(left[is_head])
         heads = numbers.take(np.flatnonzero(is_head), axis=1).take(np.cumsum(is_head) - 1, axis=1)
         stays = np.flatnonzero((heads > numbers * (1 + RELATIVE)).any(axis=0))
-        # Copy the remaining labels: indexing into the full arrays in every round would be slower.
+        # Copy the remaining partial plans: indexing into the full arrays in every round would be slower.
         left, group, numbers = left[stays], group[stays], numbers.take(stays, axis=1)
     return np.sort(np.concatenate(kept)) if kept else left

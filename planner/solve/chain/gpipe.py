@@ -1,4 +1,4 @@
-"""Search for the optimal plan of one case under GPipe, with ties broken by peak memory."""
+"""Search for the optimal plan of a case under GPipe, with ties broken by peak memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _MOST_TO_TELL_APART = 150_000
 """Number of layers times stages above which ties are broken only among the most promising plans."""
 
 _MOST_TIED_LABELS = 3000
-"""Number of labels of one stage count above which ties are not broken."""
+"""Number of partial plans of one stage count above which ties are not broken."""
 
 _FIRST_WINDOW = 1.5
 """Time of the longest stage in the first, narrowest tables, as a multiple of an even share of the work."""
@@ -32,7 +32,7 @@ _FIRST_WINDOW = 1.5
 
 @dataclass(slots=True)
 class TableWidth:
-    """Width of the stage tables of a case: the number of layers of the longest stage in the tables.
+    """Number of layers of the longest stage in the stage tables of a case (their width).
 
     The search widens the tables until they have every stage of a plan that is faster than the best plan found.
     """
@@ -42,11 +42,11 @@ class TableWidth:
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Widen the tables; return False if they already have every stage that a plan below `upper_us` can have.
+        """Widen the tables, and return False if they already have every stage of any plan faster than `upper_us`.
 
         Args:
-            upper_us: Step time to beat, in microseconds. While it is infinite, each call doubles the time that a stage
-                in the tables may take.
+            upper_us: Step time to beat, in microseconds. While it is infinite, each call doubles the longest time of a
+                stage in the tables.
         """
         case = self.case
         limit_us = case.longest_us(upper_us)
@@ -70,7 +70,7 @@ class TableWidth:
 
 
 def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition under GPipe, if it beats `upper_us`; it is optimal unless time runs out.
+    """Return the fastest partition under GPipe, if it beats `upper_us`. It is optimal unless time runs out.
 
     Args:
         case: The case.
@@ -115,13 +115,12 @@ def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None
 def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
     """Yield searches that together cover every number of stages.
 
+    If all devices and links are equal, one search covers all numbers. Otherwise there is one search for each number.
+
     Args:
         case: The case.
         width: Number of layers of the longest stage.
         deadline: Time limit of the searches.
-
-    Yields:
-        One search for all numbers of stages if the devices and links are equal; otherwise one search for each number.
     """
     for count in _stage_counts(case):
         yield BottleneckSearch(case.problem(count, width=width), case.micro_batches, deadline=deadline)
@@ -135,17 +134,15 @@ def _stage_counts(case: Case) -> Iterator[int]:
 
 
 def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> ChainCuts | None:
-    """Return the best of all partitions whose step time is `step_us`.
+    """Return the best of all partitions with the step time `step_us`; None if there are too many of them.
 
-    The best partition has the lowest peak memory; among equal ones, the fewest bytes moved, then the evenest stages.
+    The best partition has the lowest peak memory. Among equal ones, it moves the fewest bytes, then has the most equal
+    stage times.
 
     Args:
         case: The case.
         step_us: The smallest step time under GPipe, in microseconds.
         deadline: Time limit.
-
-    Returns:
-        The partition; None if too many partitions are equally fast.
     """
     recurrence = GPipeRecurrence(case.micro_batches)
     upper_us = step_us * (1 + _EQUAL) if step_us else 1e-9

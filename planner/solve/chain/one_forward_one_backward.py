@@ -1,8 +1,8 @@
-"""Search for 1F1B with one stage per device. It simulates every partition whose bound is below the best step time.
+"""Search for 1F1B with one stage per device, which simulates every partition that may be the fastest.
 
-The lower bound is the dynamic program's optimum under `OneForwardOneBackwardRecurrence`. The search improves a few good
-partitions by moving single cuts. The dynamic program then lists all partitions whose lower bound is below the best step
-time, including dominated ones:
+The dynamic program with `OneForwardOneBackwardRecurrence` gives a lower bound. The search improves a few good
+partitions by moving one cut at a time. The dynamic program then lists all partitions whose lower bound is below the
+best step time, including dominated ones:
 
     no partition is as fast     all partitions with such bounds are simulated     partitions are slower
     |--------------------------|-------------------------------------------------|--------------------->  step time
@@ -29,7 +29,7 @@ from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NO_CHOICE
 
 _ORDER, _FIRST_ORDER = 3, 10
-"""Effort to compute an action order, in batches of simulated partitions: if effort is limited, and if it is not."""
+"""Effort to compute an action order, in batches of simulated partitions: if the budget is limited, and if it is not."""
 
 _CELLS = 30
 """Number of table entries that take as long to compute as one simulated action."""
@@ -39,7 +39,7 @@ _ROUNDS = 200
 
 
 def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition under 1F1B; for errors, see `planner.solve.answer.PlanSearch`.
+    """Return the fastest partition found under 1F1B. For errors, see `planner.solve.answer.PlanSearch`.
 
     Args:
         case: Case of a request.

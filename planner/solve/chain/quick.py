@@ -1,4 +1,4 @@
-"""Quick search over tensor-parallel widths, replicas and M. Its result decides where longer searches begin."""
+"""Quick search over widths (GPUs per layer), replicas and micro-batches, to decide where to search longer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,9 +21,9 @@ _SIMULATIONS: Final = 4
 
 
 def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:
-    """Return the plans that short searches under 1F1B find, one for each tensor-parallel width, replicas and M.
+    """Return the plans that short searches under 1F1B find: one for each width, number of replicas and M.
 
-    Cases whose lower bound is far above the fastest step time found are skipped.
+    Cases are skipped if their lower bound is far above the fastest step time found.
 
     Args:
         cases: Cases of a request, of any schedule; only those of 1F1B are searched.
@@ -51,12 +51,12 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
 
 
 def width_replicas_and_m(case: Case) -> tuple[int, int, int]:
-    """Return the tensor-parallel width, the number of replicas and M of a case."""
+    """Return the number of GPUs that share each layer, the number of replicas, and M of a case."""
     return case.cluster.tensor_parallel, case.replicas, case.micro_batches
 
 
 def without_bubble_us(answer: Answer) -> float:
-    """Return the step time of an answer without its bubble, which other schedules than 1F1B make smaller."""
+    """Return the step time of an answer without its bubble, as an estimate for schedules with a smaller bubble."""
     assert answer.partition is not None
     evaluation = Evaluation(answer.case.costs, answer.partition, answer.case.cluster)
     return evaluation.step_us - evaluation.predicted.bubble * evaluation.pipeline_us

@@ -1,16 +1,15 @@
-"""Labels of the dynamic program: numbers of a partial plan, from which the step time of complete plans follows.
+"""Numbers of a partial plan in the dynamic program, from which the step time of complete plans follows.
 
-The dynamic program adds stages from the last to the first. A partial plan that covers layers i..L-1 is a label of a few
+The dynamic program adds stages from the last to the first. A partial plan covers the layers i..L-1, and has a few
 numbers; a smaller number is never worse. The recurrence of a schedule computes how the numbers change when a previous
 stage is added. It also bounds the step time of every completion, a plan that contains the partial plan:
 
     layers    0 ........ h-1 | h ...... i-1 | i ................ L-1
-            earlier layers   |    stage     |  label: numbers
+            earlier layers   |    stage     |  partial plan: numbers
               lower bounds   |  F  B  q  U  |
-                             |______________|  extend -> label of layers h..L-1
+                             |______________|  extend -> partial plan of layers h..L-1
 
 The letters are those of docs/cost-model.md:
-
 
     M, K, k     number of micro-batches, number of stages, index of the added stage
     F, B, q     time of the added stage: forward; backward of micro-batches 0..M-2; backward of micro-batch M-1
@@ -23,7 +22,7 @@ The letters are those of docs/cost-model.md:
 
     T = sum F + sum C + (M-1) max(F, C)  +  D  +  U
 
-where D is the makespan of the backward flow shop and U the time that optimizer steps add. The label is
+where D is the makespan of the backward flow shop and U the time that optimizer steps add. The numbers are
 
     f   largest forward time of any stage or link so far
     x   largest backward time so far
@@ -34,7 +33,7 @@ where D is the makespan of the backward flow shop and U the time that optimizer 
 
 **1F1B** (a lower bound: the makespan is the longest of many paths, and only the most important paths are computed):
 
-    g   time from the first forward to the last backward of the label's first stage; the largest of
+    g   time from the first forward to the last backward of the partial plan's first stage; the largest of
           all its work, M F + M B;
           the round trip of the first micro-batch through all later stages, then the remaining M-1 backwards and
           M-w forwards of the stage, because only w forwards run before the first backward;
@@ -58,21 +57,21 @@ from planner.solve.space.problem import Bottlenecks, StageArrays
 
 PlanNumbers = tuple[FloatArray, ...]
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
-"""Numbers x, a and d of a label."""
+"""Numbers x, a and d of a partial plan."""
 _Machine = tuple[FloatArray, FloatArray, FloatArray]
 """Times F, p and q of a machine (a stage or link): forward, backward, and backward of the last micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierLayers:
-    """Lower bounds for the layers before the first layer of each label; arrays have the shape of the labels."""
+    """Lower bounds for the layers before the first layer of each partial plan, one array entry per partial plan."""
 
     work_us: FloatArray
     """Forward plus backward time of all earlier layers, in microseconds."""
     own_us: float
     """Lower bound of the all-reduce and optimizer time of the first stage, if there are earlier layers."""
     exist: BoolArray
-    """True for labels with earlier layers."""
+    """True for partial plans with earlier layers."""
     least: dict[str, FloatArray]
     """Lower bounds, by their names in `Recurrence.needs`."""
 
@@ -91,17 +90,17 @@ def _needs(*names: str) -> dict[str, BoundKind]:
 
 
 class Recurrence(Protocol):
-    """Recurrence of a schedule: numbers of a label, the effect of one more stage, and bounds for complete plans."""
+    """Numbers of partial plans under one schedule, the effect of one more stage, and bounds for complete plans."""
 
     size: int
-    """Number of numbers in a label."""
+    """Number of numbers that a partial plan has."""
     rank_is_time: bool
     """True if partitions are ranked by their step time alone."""
     needs: dict[str, BoundKind]
     """Lower bounds of earlier layers that the recurrence uses, by name."""
 
     def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
-        """Return the labels of partial plans with one more stage.
+        """Return the numbers of partial plans after one more stage is added.
 
         Args:
             numbers: Numbers of the partial plans without the stage, shape (n, 1).
@@ -113,23 +112,23 @@ class Recurrence(Protocol):
         """
 
     def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Return the labels with their numbers raised to values that every complete plan reaches."""
+        """Return the numbers of partial plans, raised to values that every complete plan reaches."""
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
-        """Return a lower bound of the step time of all plans that contain a label; exact for complete labels."""
+        """Return a lower bound of the step time of all plans that contain a partial plan; exact for complete plans."""
 
     def rank_bound(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:
-        """Return lower bounds of the numbers by which plans that contain a label are ranked; exact if complete.
+        """Return lower bounds of the numbers that rank the plans that contain a partial plan; exact for complete plans.
 
         Args:
-            numbers: The labels.
-            earlier: Lower bounds for the layers before each label.
+            numbers: Numbers of the partial plans.
+            earlier: Lower bounds for the layers before each partial plan.
             bound_us: Lower bounds of the step time, from the method `bound_us`.
         """
 
 
 class GPipeRecurrence:
-    """Recurrence of GPipe, with labels (f, x, a, d, u); the legend is in the module's docstring.
+    """Recurrence of GPipe, with the numbers f, x, a, d and u; the legend is in the module's docstring.
 
     Args:
         micro_batches: Number of micro-batches, M.
@@ -155,7 +154,7 @@ class GPipeRecurrence:
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
     def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:  # noqa: ARG002 - GPipe's stages are all alike
-        """Add the link to the next stage, then the stage, as machines of a flow shop; return the new labels."""
+        """Return the numbers after a stage and the link to the next stage are added, as machines of a flow shop."""
         f, x, a, d, u = numbers
         F, C = stages.forward, stages.link
         x, a, d = self._add_machine((x, a, d), (C, C, C))
@@ -172,14 +171,12 @@ class GPipeRecurrence:
         return x, a, d + q
 
     def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Raise the largest forward and backward times to lower bounds that every complete plan reaches."""
         f, x, a, d, u = numbers
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
         return f, x, a, d, _raised_tail(u, earlier)
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
-        """Return a lower bound of the step time, from the labels' numbers and lower bounds for earlier layers."""
         f, x, a, d, u = numbers
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
@@ -197,7 +194,7 @@ class GPipeRecurrence:
 
 
 class OneForwardOneBackwardRecurrence:
-    """Recurrence of 1F1B, with labels (g, s, r, u); the legend is in the module's docstring."""
+    """Recurrence of 1F1B, with the numbers g, s, r and u; the legend is in the module's docstring."""
 
     size = 4
     rank_is_time = True
@@ -212,7 +209,7 @@ class OneForwardOneBackwardRecurrence:
         self.needs = {**_needs("backward"), "work": BoundKind(np.maximum, work)}
 
     def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
-        """Add a stage; the new g is the longest of the four paths in the module's docstring."""
+        """Return the numbers after a stage is added. g is the longest of the four paths in the module's docstring."""
         g, s, r, u = numbers
         M, w = self._M, min(self._M, num_later + 1)
         F, C, q = stages.forward, stages.link, stages.last_backward
@@ -232,7 +229,7 @@ class OneForwardOneBackwardRecurrence:
         return g, s, r, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
     def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Raise the time u of optimizer steps only, because every difference in g, s and r changes the step time."""
+        """Return the numbers with only u raised, because every difference in g, s and r changes the step time."""
         g, s, r, u = numbers
         return g, s, r, _raised_tail(u, earlier)
 
@@ -246,7 +243,7 @@ class OneForwardOneBackwardRecurrence:
         return bound + np.where(earlier.exist, earlier.own_us, u)
 
     def rank_bound(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is all
-        """Return the lower bound of the step time: plans are ranked by nothing else."""
+        """Return the lower bound of the step time, because nothing else ranks plans."""
         return (bound_us,)
 
 
@@ -261,12 +258,12 @@ def _raised_tail(tail: FloatArray, earlier: EarlierLayers) -> FloatArray:
 
 
 class TieBreakRecurrence:
-    """Recurrence whose labels have more numbers, which break ties between partitions of equal step time.
+    """Recurrence with additional numbers, which break ties between partitions of equal step time.
 
     Args:
         recurrence: Recurrence of the step time.
-        ranks: Numbers to compare, the first one first: `peak`, the highest peak memory; `moved`, bytes sent across
-            cuts; `squares`, the sum of squared stage times, which is smallest for even stages.
+        ranks: Additional numbers, the most important one first: `peak`, the highest peak memory; `moved`, bytes sent
+            across cuts; `squares`, the sum of squared stage times, which is smallest for equal stages.
     """
 
     rank_is_time = False
@@ -282,12 +279,12 @@ class TieBreakRecurrence:
             yield name, need, number
 
     def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
-        """Add a stage: each tie-breaking number becomes its maximum or sum with the value of the stage."""
+        """Return the numbers after a stage is added. Each tie-breaking number is a maximum or a sum over the stages."""
         more = [need.combine(number, need.stage_values(stages)) for _, need, number in self._ranked(numbers)]
         return *self._recurrence.extend(numbers[: self._recurrence.size], stages, num_later), *more
 
     def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Raise tie-breaking numbers that are maxima to lower bounds of earlier layers; sums stay as they are."""
+        """Return the numbers with maxima raised to lower bounds of earlier layers; sums stay as they are."""
         more = [
             np.maximum(number, earlier.least[name]) if need.combine is np.maximum else number
             for name, need, number in self._ranked(numbers)
@@ -295,9 +292,8 @@ class TieBreakRecurrence:
         return *self._recurrence.raise_to_bounds(numbers[: self._recurrence.size], earlier), *more
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
-        """Return a lower bound of the step time of all plans that contain a label; tie-breaking numbers are ignored."""
         return self._recurrence.bound_us(numbers[: self._recurrence.size], earlier)
 
     def rank_bound(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is equal
-        """Return lower bounds of the tie-breaking numbers of all plans that contain a label."""
+        """Return lower bounds of the numbers that break ties, for all plans that contain a partial plan."""
         return tuple(need.combine(number, earlier.least[name]) for name, need, number in self._ranked(numbers))

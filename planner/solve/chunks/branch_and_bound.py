@@ -30,7 +30,7 @@ _UNLIMITED = 2**31 - 1
 
 
 class CutBound(NamedTuple):
-    """Lower bound from the linear program, with the cuts of its solution."""
+    """Lower bound from the linear program, and the cuts of its solution."""
 
     bound_us: float
     """Lower bound of the step time of all partitions, in microseconds."""
@@ -71,7 +71,7 @@ class _Node(NamedTuple):
 
 
 class BranchAndBound:
-    """Branch and bound that starts from one linear program; HiGHS solves the programs."""
+    """Branch and bound over the cuts and recomputations of one linear program, which HiGHS solves."""
 
     def __init__(self, program: LinearProgram) -> None:
         # HiGHS is imported here, because it loads longer than everything else that a short command needs.
@@ -91,7 +91,7 @@ class BranchAndBound:
         """Number of simplex iterations so far."""
 
     def solve(self, *, most_iterations: int = _UNLIMITED, limit_s: float = inf) -> CutBound | None:
-        """Solve the linear program without decisions and return its bound, or None if a limit is reached first.
+        """Solve the linear program without decisions; return its bound, or None if a limit is reached first.
 
         Args:
             most_iterations: Limit on simplex iterations.
@@ -106,9 +106,9 @@ class BranchAndBound:
         return CutBound(self._in_us(root.step), cuts)
 
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
-        """Branch until a limit; return a lower bound of the step time of all partitions, in microseconds.
+        """Branch until a limit, and return a lower bound of the step time of all partitions, in microseconds.
 
-        The result is at most `upper_us`, and 0 if `solve` returned None.
+        The bound is at most `upper_us`. It is 0 if `solve` returned None.
 
         Args:
             upper_us: Step time of a known plan, in microseconds. Programs with a longer step time are not branched on.

@@ -1,11 +1,11 @@
-"""Descent over cuts for several chunks per device, if whole stages are recomputed.
+"""Descent over cuts for several chunks per device, if stages are recomputed whole or not at all.
 
 All moves of a cut are first simulated with the current recomputation. For the fastest moves, the recomputation of the
 devices whose stages change is then chosen again. If any stage is recomputed, a change of the recompute choices of one
 device is a move as well.
 
-Complexity: O(V K M) for each batch of moves, with V chunks on each of K devices and M micro-batches. Effort is counted
-in simulated actions; a batch of moves counts as much as one simulation.
+Complexity: O(V K M) for each batch of moves, with V chunks on each of K devices and M micro-batches. A batch of moves
+counts as much in the budget of simulated actions as one simulation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ _MOST_PICKED = 12
 """Number of moves of a batch, the fastest ones, whose recomputation is chosen again."""
 
 _FRUITLESS, _FRUITLESS_ALONE = 4, 12
-"""Number of restarts in a row without a better plan that end a search: with limited and with unlimited effort."""
+"""Number of restarts in a row without a better plan that end a search: with a limited and with an unlimited budget."""
 
 _FRUITLESS_FROM_BEST = 30
 """Number of restarts without a better plan that end a search that starts from the best plan of a request."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
-"""Largest ratio of a result to the best step time that allows a restart: with limited and with unlimited effort."""
+"""Largest ratio of a result to the best step time that allows a restart, with a limited and an unlimited budget."""
 
 
 class CutSearch(Descent[Candidate]):
@@ -39,10 +39,10 @@ class CutSearch(Descent[Candidate]):
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Search from each of several cuts.
+        """Search from several cuts, one after the other.
 
         Args:
-            starts: Cuts to start from, each of shape (S+1,).
+            starts: Cuts to start from, each of shape (S+1,) for S stages.
             most_actions: Limit on simulated actions.
         """
         is_bounded = self.progress.budget.is_bounded
@@ -58,14 +58,14 @@ class CutSearch(Descent[Candidate]):
 
         Args:
             cuts: Cuts of the partition, shape (S+1,).
-            choices: Recomputation of each stage, shape (S,).
+            choices: Recompute choice of each stage, shape (S,).
             most_actions: Limit on simulated actions.
         """
         is_open = np.full((1, self.evaluator.num_devices), False)
         self.descend([self._evaluate(cuts[None], choices[None], is_open)], most_actions, fruitless=_FRUITLESS_FROM_BEST)
 
     def pick_best(self, candidate: Candidate, cuts: IntArray) -> Candidate:
-        """Rank moves with the recomputation unchanged, choose the recomputation for the best ones, return the best."""
+        """Return the best partition after one move, with the recomputation chosen again for the fastest moves."""
         choices = np.repeat(candidate.choices[None], len(cuts), axis=0)
         if candidate.over_bytes == 0:
             step_us = self.progress.simulate(self.evaluator, cuts, choices)
@@ -78,7 +78,7 @@ class CutSearch(Descent[Candidate]):
         return self._evaluate(cuts, choices, changed[:, self.evaluator.stages].any(axis=2))
 
     def other_recomputations(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the best of each batch of partitions with other recomputation on one device.
+        """Yield the best partition of each batch in which the recomputation of one device differs.
 
         Yield nothing if the candidate fits with the least recomputation that is allowed.
         """
@@ -91,7 +91,7 @@ class CutSearch(Descent[Candidate]):
                 return
 
     def perturb(self, candidate: Candidate) -> Candidate:
-        """Return the partition after a few random moves, or with a few random choices if the cuts are fixed."""
+        """Return the partition after a few random moves of cuts, or random recompute choices if the cuts are fixed."""
         cuts, choices = candidate.cuts, candidate.choices.copy()
         is_open = np.full((1, self.evaluator.num_devices), True)
         if len(self.moves):

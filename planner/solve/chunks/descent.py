@@ -44,7 +44,7 @@ _PERTURBATIONS = 2, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Partition in a descent, with its memory and step time."""
+    """Partition in a descent, with its excess over the memory limits and its step time."""
 
     cuts: IntArray
     """Cuts from 0 to L, shape (S+1,)."""
@@ -57,11 +57,11 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Key of comparison: bytes over the memory limits, then step time; smaller is better."""
+        """Key by which partitions are compared: bytes over the memory limits, then step time; smaller is better."""
         return self.over_bytes, self.step_us
 
     def beats(self, other: "Candidate") -> bool:
-        """Return True if this partition exceeds the limits by fewer bytes, or by as many and has a shorter step."""
+        """Return True if this partition exceeds the memory limits by fewer bytes, or by equally many and is faster."""
         return self.rank < (other.over_bytes, other.step_us * (1 - SAME))
 
 
@@ -69,7 +69,7 @@ CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 
 class Descent(ABC, Generic[CandidateT]):
-    """Descent over cuts and recomputation for one number of devices; subclasses choose the recomputation.
+    """Descent over cuts and recomputation for one number of devices. Subclasses choose the recomputation.
 
     Args:
         progress: State of the search over the case.
@@ -94,7 +94,7 @@ class Descent(ABC, Generic[CandidateT]):
 
     @abstractmethod
     def other_recomputations(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """Yield the best of each batch of partitions that have the candidate's cuts, but other recomputation."""
+        """Yield partitions with the candidate's cuts and other recomputation: the best one of each batch."""
 
     @abstractmethod
     def perturb(self, candidate: CandidateT) -> CandidateT:
@@ -108,7 +108,7 @@ class Descent(ABC, Generic[CandidateT]):
     def descend(
         self, starts: Iterable[CandidateT], most_actions: int, *, fruitless: int, promising: float = inf
     ) -> None:
-        """Go downhill from each start, then repeatedly from the best result after random moves.
+        """Improve each partition to start from, then repeatedly perturb and improve the best result.
 
         Args:
             starts: Partitions to start from.
@@ -133,7 +133,7 @@ class Descent(ABC, Generic[CandidateT]):
             best = candidate if not best.beats(candidate) else best
 
     def random_cuts(self, cuts: IntArray) -> IntArray:
-        """Return the cuts after a few random moves; moves that are not allowed are skipped."""
+        """Return the cuts after a few random moves that are allowed."""
         for _ in range(self.random.randint(*_PERTURBATIONS)):
             other = cuts + self.moves[self.random.randrange(len(self.moves))]
             if len(self._legal(other[None])):
@@ -166,11 +166,7 @@ class Descent(ABC, Generic[CandidateT]):
 
 
 def moves(chunks: Sequence[Sequence[int]]) -> IntArray:
-    """Return moves of one cut or of several successive cuts, as numbers to add to the cuts; shape (moves, S+1).
-
-    Args:
-        chunks: Stages of each device.
-    """
+    """Return all moves of one cut or of several consecutive cuts, as numbers to add to the cuts; shape (moves, S+1)."""
     num_stages = sum(map(len, chunks))
     lengths, length = list(range(1, min(_ALL_LENGTHS, num_stages - 1) + 1)), _ALL_LENGTHS
     while (length := length * 3 // 2) < num_stages:

@@ -25,19 +25,19 @@ _MOST_COMBINATIONS = 81
 
 
 class RecomputeFitter:
-    """Choice of the recomputation with which partitions of one case fit into memory."""
+    """Choice of the recompute choices with which partitions of a case fit into memory."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
 
     @property
     def is_exhaustive(self) -> bool:
-        """Return True if `combinations` has every combination of the allowed choices."""
+        """Return True if `combinations` contains every combination of the allowed choices."""
         return bool(len(self._evaluator.allowed) ** self._evaluator.case.chunks <= _MOST_COMBINATIONS)
 
     @cached_property
     def combinations(self) -> IntArray:
-        """Combinations of recompute choices of the V chunks of one device, ascending; shape (combinations, V)."""
+        """Combinations of recompute choices for V chunks, in lexicographic order; shape (combinations, V)."""
         allowed, num_chunks = self._evaluator.allowed, self._evaluator.case.chunks
         if self.is_exhaustive:
             return np.array(list(product(allowed, repeat=num_chunks)))
@@ -46,11 +46,13 @@ class RecomputeFitter:
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
     def least_recomputation(self, num_partitions: int) -> IntArray:
-        """Return the choices with the least recomputation that is allowed; shape (num_partitions, S)."""
+        """Return choices with the least recomputation that is allowed; shape (num_partitions, stages)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
-        """Return choices that fit with the least recomputation time, or that exceed the memory limits least.
+        """Return recompute choices that fit into memory with the least recomputation time.
+
+        If no choices fit, return those that exceed the memory limits least.
 
         Args:
             cuts: Cuts of N partitions, shape (N, S+1).
@@ -73,13 +75,13 @@ class RecomputeFitter:
         return fitted
 
     def minimal_combinations(self, over: FloatArray) -> list[IntArray]:
-        """Return for each device the indices of the minimal combinations of recomputation choices.
+        """Return the indices of the minimal combinations of recompute choices for each device.
 
         A combination is minimal if it fits, and no other one that fits recomputes at most as much in every chunk.
 
         Args:
-            over: Bytes by which a partition exceeds each device's memory limit, for each combination of recomputation
-                choices; shape (combinations, K).
+            over: Bytes by which a partition exceeds each device's memory limit, for each combination; shape
+                (combinations, devices).
         """
         lower = (self.combinations[:, None] <= self.combinations[None]).all(axis=2) & ~np.eye(
             len(self.combinations), dtype=bool
@@ -91,7 +93,7 @@ class RecomputeFitter:
         return found
 
     def over_by_combination(self, cuts: IntArray) -> FloatArray:
-        """Return the bytes by which each device of N partitions exceeds its limit; shape (N, combinations, K)."""
+        """Return the bytes by which each device exceeds its memory limit; shape (partitions, combinations, devices)."""
         return self._evaluator.over_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
 
     def _recompute_us(self, cuts: IntArray) -> FloatArray:

@@ -43,7 +43,7 @@ _MOST_LAYERS = 160
 
 
 class RecomputeColumns(NamedTuple):
-    """Columns (variables) and rows (constraints) that describe the recomputation of one stage."""
+    """Variables (columns) and constraints (rows) of the linear program for the recomputation of one stage."""
 
     columns: list[dict[int, int]]
     """For each option w, the column of the variable r of each layer."""
@@ -53,7 +53,7 @@ class RecomputeColumns(NamedTuple):
 
 @dataclass(slots=True)
 class Constraints:
-    """Constraints of a linear program, in compressed rows: each is a linear expression that is 0, or at least 0."""
+    """Constraints of a linear program in compressed rows: linear expressions that are 0, or at least 0."""
 
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
@@ -71,18 +71,19 @@ class Constraints:
 
 
 def approximate_num_constraints(evaluator: Evaluator) -> int:
-    """Return the approximate number of rows (constraints) of the linear program for an evaluator's partitions."""
+    """Return about how many constraints (rows) the linear program for an evaluator's partitions has."""
     return (
         3 * evaluator.num_stages * (evaluator.case.costs.num_layers - evaluator.num_stages) + 2 * evaluator.num_actions
     )
 
 
 class LinearProgram:
-    """Linear program for all partitions on a number of devices.
+    """Linear program whose solutions include all partitions on a number of devices.
 
     Args:
         evaluator: Evaluator for this number of devices.
-        reference_cuts: Cuts with which the points in the step are chosen at which memory is constrained, shape (S+1,).
+        reference_cuts: Cuts with which the program chooses the points in the step where memory is constrained; shape
+            (S+1,).
         scale_us: Approximate step time in microseconds, which sets the units of the program.
     """
 

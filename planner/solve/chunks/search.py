@@ -35,20 +35,20 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, PrefixBounds
 
 _MOST_OF_SEARCH, _SHARE = 20_000, 4
-"""Most actions of one descent on fewer devices than there are, and divisor of the effort left that it may use, if the
+"""Most actions of one descent on fewer devices than there are, and divisor of the budget left that it may use, if the
 effort is limited."""
 
 _MOST_OF_SEARCH_ALONE = 100_000
-"""Largest number of actions of one descent with unlimited effort: some tenths of a second."""
+"""Largest number of actions of one descent with an unlimited budget: some tenths of a second."""
 
 _MOST_OF_BOUND_ALONE = 400_000
-"""Largest effort to solve a linear program with unlimited effort, as the number of actions that take as long."""
+"""Largest effort to solve a linear program with an unlimited budget, as the number of actions that take as long."""
 
 _MOST_FROM_BEST = 200_000
 """Largest number of actions of a descent from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
-"""Largest effort to solve a linear program with limited effort, as the number of actions that take as long; and the
+"""Largest effort to solve a linear program with a limited budget, as the number of actions that take as long; and the
 squared number of rows of a linear program that takes as long as one action."""
 
 _ITERATIONS = 20
@@ -71,7 +71,7 @@ _CUTS_AT_ONCE = 256
 
 
 def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the best partition found; for errors, see `planner.solve.answer.PlanSearch`.
+    """Return the best partition found with several chunks per device. For errors, see `answer.PlanSearch`.
 
     Args:
         case: Case of a request.
@@ -90,7 +90,7 @@ def _search_all(progress: Progress) -> None:
 
 
 def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
-    """Return the answer after a longer search from its partition; if that finds nothing better, return `answer`."""
+    """Return the answer after a longer search from its partition; `answer` itself if nothing better is found."""
     start = answer.partition
     assert start is not None
     progress = Progress(case=answer.case, budget=SimulationBudget(None), deadline=deadline, upper_us=answer.step_us)
@@ -101,9 +101,9 @@ def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
 
 
 def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
-    """Yield an evaluator and a lower bound for each number of devices that may have a better plan.
+    """Yield an evaluator and a lower bound of the step time, for each number of devices that may have a better plan.
 
-    If too few actions may still be simulated for a number of devices, plans with at most this number are recorded as
+    If too few actions may still be simulated for a number of devices, plans on as many or fewer devices are recorded as
     left out.
     """
     case = progress.case
@@ -164,7 +164,7 @@ def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Recompu
 
 
 def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
-    """Yield all cuts without forbidden stages, in blocks of shape (N, S+1)."""
+    """Yield all cuts without forbidden stages, in blocks of shape (N, stages + 1)."""
     case, num_stages = evaluator.case, evaluator.num_stages
     num_layers, balance = case.costs.num_layers, case.rules.balance
     inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
@@ -210,12 +210,12 @@ class LinearBound(NamedTuple):
 
 
 def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> LinearBound | None:
-    """Solve the linear program; return None if that takes too much effort, or HiGHS is not installed.
+    """Solve the linear program. Return None if it takes too long, cuts are fixed, or HiGHS is not installed.
 
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        starts: Initial cuts, each of shape (S+1,). `starts[0]` decides at which points in the step memory is
+        starts: Initial cuts, each of shape (S+1,). The first cuts decide at which points in the step memory is
             constrained.
     """
     budget = progress.budget
@@ -234,13 +234,12 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
 
 
 def raised_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBound | None) -> float:
-    """Return a lower bound of the step time from branch and bound, in microseconds; 0 if the effort is limited.
+    """Return a lower bound of the step time from branch and bound, in microseconds; 0 if the budget is limited.
 
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        linear: Lower bound from the evaluator's linear program, which branch and bound raises; if None, the result
-            is 0.
+        linear: Lower bound from the linear program, which branch and bound raises; None results in 0.
     """
     if linear is None or progress.budget.is_bounded:
         return 0.0
@@ -256,7 +255,7 @@ def _bound_limit_s(progress: Progress) -> float:
 def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     """Return cuts to start from: even cuts, and cuts that minimize the longest backward of any stage.
 
-    Cuts that a rule forbids are left out. If the request fixes the cuts, only these are returned.
+    Forbidden cuts are left out. If the request fixes the cuts, only these are returned.
     """
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:

@@ -1,4 +1,4 @@
-"""Searches that recompute single layers (`--recompute layers`).
+"""Searches that choose layer by layer what to recompute (`--recompute layers`).
 
 Read `search.py` first. With one stage per device it calls `joint.py`, an exact search for cuts and recomputed layers
 together. Otherwise a descent over cuts (`cut_search.py`) gets the recomputation of each device from `devices.py`.

@@ -1,24 +1,24 @@
-"""Choose the single layers of a stage to recompute, so that the stage fits its memory limit in the least time.
+"""Choice of the layers of a stage to recompute, so that the stage fits its memory limit in the least time.
 
 The memory of the stage is checked at a few points in the step (`planner.core.cost.memory`). At each point the limit is
 a linear inequality (`StageLayers`):
 
-    fixed + weight · held + level <= limit
+    fixed + weight · held + peak <= limit
 
     fixed, weight   bytes that do not depend on the choice; number of micro-batches in flight
-    held, level     bytes that a micro-batch has saved after the last layer; highest peak while a layer runs
+    held, peak      bytes that a micro-batch has saved after the last layer; highest peak while a layer runs
 
-A label dynamic program visits the layers in order. A label is a choice for the layers visited so far, with the numbers
+A dynamic program visits the layers in order. A partial choice, for the layers visited so far, has the numbers
 
     time     time to recompute the chosen layers
     held     bytes that one micro-batch has saved so far
     room     most bytes that one micro-batch may have saved after the last layer, given the peaks so far
 
-A storage is pending until a layer saves it or the last layer that reads it has run. Labels with the same pending
-storages form a group. A label is dropped if another label of its group is at least as good in all three numbers, if no
-choice for the later layers can fit, or if a lower bound of its total time is not below the best known time. The lower
-bound is a fractional knapsack: recompute the later layers that save most bytes per time, until enough bytes are
-saved. `stage_times.py` computes the same lower bound for every stage of a chain at once.
+A storage is pending until a layer saves it or the last layer that reads it has run. Partial choices with the same
+pending storages form a group. A partial choice is dropped if another one of its group is at least as good in all three
+numbers, if no choice for the later layers can fit, or if a lower bound of its total time is not below the best known
+time. The lower bound is a fractional knapsack: recompute the later layers that save most bytes per time, until enough
+bytes are saved. `stage_times.py` computes the same lower bound for every stage of a chain at once.
 """
 
 from bisect import bisect_left, bisect_right
@@ -46,7 +46,7 @@ _MANY_LABELS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChoice:
-    """Choice of the layers of a stage to recompute."""
+    """Layers of a stage to recompute, and the time that this takes."""
 
     recomputed: tuple[int, ...]
     """Indices of the recomputed layers in the chain; empty if the stage fits without recomputation."""
@@ -75,14 +75,14 @@ def cheapest_layers(
     With the result, `stage_memory(..., recompute="layers")` is at most the limit.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
+        costs: Costs of the layers at the plan's micro-batch size.
         first: First layer of the stage.
         end: One past the last layer of the stage.
         points: Points in the step at which the memory of the stage's device may peak.
         limit_bytes: Memory limit without the reserve.
-        most_choices: Number of labels kept per layer. The result is exact if there are never more labels.
+        most_choices: Number of partial choices kept per layer. The result is exact if there are never more.
 
-    Complexity: O((end - first) · labels); there are few labels if many layers are equal.
+    Complexity: O((end - first) · partial choices), which are few if many layers are equal.
     """
     linear = stage_memory_functions(costs, np.array([first]), end, points)
     limits = [
@@ -100,7 +100,7 @@ class MemoryLimit(NamedTuple):
     weight: int
     """Number of micro-batches in flight."""
     peak: int
-    """Pass whose peak counts, as a position in `LayerPeaks`; negative if no layer of the stage runs."""
+    """Index of the peak that counts, in the order of `LayerPeaks`; negative if no layer of the stage runs."""
 
     def room(self, peak: FloatArray | float) -> FloatArray:
         """Return how many bytes each micro-batch may save if the peak is `peak` bytes; negative if nothing fits."""
@@ -120,7 +120,7 @@ def cheapest_within(
         layers: Memory of the stage's layers.
         limits: Memory limits at the points in the step of the stage's device.
         times_us: Time to recompute each layer, shape (layers,).
-        most_choices: Number of labels kept per layer, as for `cheapest_layers`.
+        most_choices: Number of partial choices kept per layer, as for `cheapest_layers`.
     """
     with_level = [limit for limit in limits if limit.peak >= 0]
     # If no layer of the stage runs, only the saved bytes count.
@@ -218,7 +218,7 @@ class _LayerDynamicProgram:
     def run(self, upper_us: float, width: int) -> tuple[_Choice | None, float]:
         """Return the best choice faster than `upper_us`, and a lower bound of the times of dropped choices.
 
-        Choices are dropped if there are more than `width` labels after a layer.
+        Partial choices are dropped if there are more than `width` after a layer.
         """
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
         groups: dict[PendingStorages, _Labels] = {(): _Labels(zero, zero, zero + self.room, zero, none, none > 0)}
@@ -348,7 +348,7 @@ def _remove_dominated(labels: _Labels) -> _Labels:
 
 
 def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
-    """Return the indices of labels that have saved fewer bytes, or have more room, than every previous label."""
+    """Return the indices of partial choices that have saved fewer bytes, or have more room, than all previous ones."""
     kept = []
     # Undominated pairs of saved bytes and room. Both ascend, because a pair with more bytes needs more room.
     steps: list[float] = []
@@ -368,7 +368,7 @@ def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
-    """Return at most `width` labels by group, and the smallest lower bound of the dropped labels."""
+    """Return at most `width` partial choices by group, and the smallest lower bound of the dropped ones."""
     sizes = [len(labels.time) for labels in groups.values()]
     if sum(sizes) <= width:
         return groups, np.inf

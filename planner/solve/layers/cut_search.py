@@ -1,4 +1,4 @@
-"""Descent over cuts if single layers may be recomputed. It starts from the best plan that recomputes whole stages.
+"""Descent over cuts for stages that recompute some of their layers, from the best plan that recomputes whole stages.
 
 All moves of a cut are first simulated with the same recomputed layers as before. For the fastest moves, the layers to
 recompute are then chosen again on the devices whose stages change (`devices.py`). If `devices.py` finds several good
@@ -37,15 +37,15 @@ _SOLVED = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCandidate(Candidate):
-    """Partition in a descent, in which stages may recompute single layers."""
+    """Partition in a descent, in which stages may recompute some of their layers."""
 
     recomputed: tuple[tuple[int, ...], ...]
-    """Single layers that each stage recomputes, as indices in the chain."""
+    """Layers that each stage recomputes, as indices in the chain, if its recompute choice is `LAYERS`."""
     layers_us: FloatArray
     """Forward time of these layers of each stage on the profiled device, in microseconds; shape (S,)."""
 
     def partition(self, case: Case) -> Partition:
-        """Return the candidate as a partition for the cost model."""
+        """Return the partition in the form that the cost model reads."""
         return case.partition(self.cuts, self.choices, recomputed=self.recomputed if any(self.recomputed) else ())
 
 
@@ -140,7 +140,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
                 yield self.evaluate([cuts])[0]
 
     def pick_best(self, candidate: LayerCandidate, cuts: IntArray) -> LayerCandidate:
-        """Rank moves with the same recomputed layers, choose the layers again for the best moves, return the best."""
+        """Return the best partition after one move, with the recomputed layers chosen again for the fastest moves."""
         if candidate.over_bytes > 0:
             self.progress.budget.spent += self.evaluator.num_actions
             least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])
@@ -153,7 +153,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         return min(self.evaluate(list(cuts[order[:_MOST_PICKED]])), key=attrgetter("rank"))
 
     def other_recomputations(self, candidate: LayerCandidate) -> Iterator[LayerCandidate]:
-        """Yield the best partition that differs from the candidate in the recomputation of one device, if any."""
+        """Yield the best partition, if any, that differs from the candidate in the recomputation of one device."""
         changed = [
             self._with_recomputation(candidate, list(self.evaluator.chunks[device]), recomputation)
             for device, recomputations in enumerate(list(self._recomputations(candidate.cuts)))

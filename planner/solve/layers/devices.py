@@ -1,14 +1,14 @@
-"""Choose the recomputation of a device whose chunks share a memory limit: whole stages, or single layers if faster.
+"""Choice of the recomputation on one device, whose chunks share a memory limit: whole stages, or some of their layers.
 
 If all chunks are short, `subsets.py` lists the useful subsets of layers of each chunk. All combinations of them are
 compared, unless there are too many. Otherwise the layers are chosen for one chunk after the other. While the other
 chunks stay fixed, `cheapest.py` solves this choice exactly. The limit at each point in the step of the device is
 (`cheapest.py` has the legend):
 
-    fixed + weight * held + level <= limit - bytes of the other chunks at this point in the step
+    fixed + weight * held + peak <= limit - bytes of the other chunks at this point in the step
 
 How the chunks share the limit depends on the recomputation to start from. There are two starts: whole stages, as
-`--recompute auto` chooses them; and single layers, added in the order of bytes saved per time until the device fits.
+`--recompute auto` chooses them; and layers, added in the order of bytes saved per time until the device fits.
 
 Complexity: O(V) runs of `cheapest.py` for V chunks, for each start and order of the chunks; once per device and cuts.
 """
@@ -42,12 +42,12 @@ _NEARLY_CHEAPEST = 1.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """Recomputation of the chunks of one device; times in microseconds on the profiled device."""
+    """Recomputation of the chunks of one device. Times are in microseconds on the profiled device."""
 
     choices: tuple[int, ...]
     """Index into `CHOICES`, or `LAYERS`, of each chunk."""
     recomputed: tuple[tuple[int, ...], ...]
-    """Single layers that each chunk recomputes, as indices in the chain."""
+    """Layers that each chunk recomputes, as indices in the chain, if its choice is `LAYERS`."""
     layers_us: tuple[float, ...]
     """Forward time of these layers of each chunk."""
     recompute_us: float
@@ -67,7 +67,7 @@ class _Option(NamedTuple):
 
 
 class RecomputeSearch:
-    """Search for the best recomputation of each device's chunks; results are cached.
+    """Search for the best recomputation of each device's chunks. Results are cached.
 
     Args:
         evaluator: Evaluator for the number of devices.
@@ -81,7 +81,10 @@ class RecomputeSearch:
         """Number of stages whose layers were chosen so far, as a measure of effort."""
 
     def recomputations(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
-        """Return the recomputations of a device to try, best first; if none fits, those that exceed the limit least."""
+        """Return the recomputations of a device to try, best first.
+
+        If none fits into memory, the result has the recomputations with the least excess.
+        """
         key = device, *(int(cuts[s + more]) for s in self._evaluator.chunks[device] for more in (0, 1))
         if key not in self._answers:
             self._answers[key] = self._solve(device, cuts)
@@ -93,7 +96,7 @@ class RecomputeSearch:
         Args:
             device: Index of the device.
             cuts: Cuts of all stages, shape (S+1,).
-            choices: Recomputation of each chunk to start from, as indices into `CHOICES`.
+            choices: Recompute choice of each chunk to start from, as an index into `CHOICES`.
         """
         chunks, limit = self._chunks(device, cuts), self._evaluator.case.limits_bytes[device]
         start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]

@@ -1,9 +1,10 @@
 """Search for cuts and recomputed layers together, for GPipe and 1F1B with one stage per device.
 
-Choosing the layers of a stage (`cheapest.py`) takes too long to do it for every possible stage. The label dynamic
-program therefore runs with lower bounds of the recomputation times (`stage_times.py`). The layers of the stages in its
-solution are then chosen exactly, and the dynamic program runs again. This ends if all stages in the solution have exact
-times, because all other plans take at least their lower bound. Each round makes at least one more stage exact.
+Choosing the layers of a stage (`cheapest.py`) takes too long to do it for every possible stage. The dynamic program of
+`chain_dp.py` therefore runs with lower bounds of the recomputation times (`stage_times.py`). The layers of the stages
+in its solution are then chosen exactly, and the dynamic program runs again. This ends if all stages in the solution
+have exact times, because all other plans take at least their lower bound. Each round makes at least one more stage
+exact.
 
 Under GPipe the last solution is the optimum. Under 1F1B its time is a lower bound for all partitions. Partitions with a
 lower bound below the best step time are then simulated, with exactly chosen layers. If there are too many, a descent
@@ -36,7 +37,7 @@ _ROUNDS_OF_GPIPE = 400
 """Largest number of runs of the dynamic program under GPipe."""
 
 _ROUNDS, _FEW_ROUNDS = 40, 4
-"""Largest number of runs of the dynamic program for one lower bound: with unlimited and with limited effort."""
+"""Largest number of runs of the dynamic program for one lower bound: with an unlimited and with a limited budget."""
 
 _ORDER, _CELLS = 3, 5
 """Effort to compute an action order, in simulated partitions; number of table entries that take as long as one action.
@@ -44,11 +45,11 @@ _ORDER, _CELLS = 3, 5
 
 _MOST_SOLVED, _FEW_SOLVED = 400, 40
 """Largest number of stages whose layers are chosen exactly, so that all partitions with a bound below the best step
-time can be simulated: with unlimited and with limited effort."""
+time can be simulated: with an unlimited and with a limited budget."""
 
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition under GPipe, which may recompute single layers; see `answer.PlanSearch`.
+    """Return the fastest partition under GPipe, with recomputation chosen layer by layer; see `answer.PlanSearch`.
 
     Args:
         case: Case of a request.
@@ -89,7 +90,7 @@ def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> C
 
 
 def search_one_forward_one_backward_by_layers(progress: Progress, initial: Partition | None) -> None:
-    """Search partitions with each possible number of stages under 1F1B, which may recompute single layers.
+    """Search 1F1B partitions for each number of stages, with recomputation chosen layer by layer.
 
     The search ends early if the limit on simulated actions is reached.
 
@@ -112,7 +113,7 @@ def search_one_forward_one_backward_by_layers(progress: Progress, initial: Parti
 
 
 class _StageCountSearch:
-    """Search for cuts and recomputed layers under 1F1B, with a fixed number of stages."""
+    """Search for cuts and recomputed layers under 1F1B, for one number of stages."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator, layers: RecomputeTimes) -> None:
         self._progress, self._evaluator, self._layers = progress, evaluator, layers

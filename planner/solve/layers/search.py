@@ -1,9 +1,8 @@
-"""Search for plans that recompute single layers.
+"""Search for plans in which stages may recompute some of their layers.
 
 The search starts from the best plan that recomputes whole stages, so its result is never slower than this plan. The
 lower bound is computed as in `planner.solve.chunks.search`. If there are few partitions, all of them are simulated
-without recomputation. For partitions that do not fit without recomputation, the smallest of their simulated step times
-is a lower bound.
+without recomputation. The smallest step time of the partitions that do not fit is then a lower bound for them.
 """
 
 from functools import partial
@@ -32,17 +31,17 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import max_stage_layers
 
 _SHARE = 4
-"""Divisor of the effort left. The search may spend the quotient on choosing the layers of partitions one by one."""
+"""Divisor of the budget left. The search may spend the quotient on choosing the layers of partitions one by one."""
 
 
 def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the best partition found that may recompute single layers.
+    """Return the best partition found in which stages may recompute some of their layers.
 
     Args:
-        case: The case, in which single layers may be recomputed.
+        case: The case; its policy allows recomputation layer by layer.
         by_stage: Answer that recomputes whole stages, from which the search starts, or None.
         upper_us: Step time to beat; at most the step time of `by_stage`.
-        deadline: Limits on time and effort.
+        deadline: Limits on time and on simulated actions.
 
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.

@@ -1,4 +1,4 @@
-"""Time to recompute single layers in every stage: lower bounds first, exact values for stages in good plans.
+"""Time that every stage needs to recompute layers: lower bounds first, exact values for stages in good plans.
 
 `cheapest.py` finds the exact value for one stage. The lower bound is a fractional knapsack: layers are recomputed in
 the order of bytes saved per time until the stage fits, and each layer counts with the most bytes that it can save.
@@ -28,9 +28,10 @@ class _DeviceKey(NamedTuple):
 
 
 class RecomputeTimes:
-    """Time to recompute single layers in each stage, on the profiled device, with one stage per device.
+    """Time that each stage needs to recompute layers so that it fits, on the profiled device.
 
-    Tables start as lower bounds (`least_recompute_us`) and become exact stage by stage, by `solve_stage`.
+    Each device runs one stage. Tables start as lower bounds (`least_recompute_us`) and become exact stage by stage, by
+    `solve_stage`.
     """
 
     def __init__(self, costs: ChainCosts) -> None:
@@ -40,7 +41,7 @@ class RecomputeTimes:
 
     @property
     def num_exact(self) -> int:
-        """Number of stages whose layers were chosen exactly so far."""
+        """Number of stages whose layers have been chosen exactly."""
         return sum(map(len, self._exact.values()))
 
     def table(self, width: int, limit_bytes: float, points: PeakPoints) -> FloatArray:
@@ -65,16 +66,15 @@ class RecomputeTimes:
         return table
 
     def solve_stage(self, first: int, end: int, limit_bytes: float, points: PeakPoints) -> LayerChoice | None:
-        """Return the layers whose recomputation makes a stage fit in the least time, and record their time in a table.
+        """Return the layers whose recomputation makes a stage fit in the least time; None if it never fits.
+
+        The time is recorded in the tables.
 
         Args:
             first: First layer of the stage.
             end: One past the last layer of the stage.
             limit_bytes: Memory limit of the stage's device, without the reserve.
             points: Points in the step at which the memory of this device may peak.
-
-        Returns:
-            The choice; None if the stage never fits.
         """
         device = _DeviceKey(limit_bytes, points.in_flight)
         choices = self._exact.setdefault(device, {})
@@ -94,18 +94,18 @@ def _set_entry(table: FloatArray, first: int, end: int, choice: LayerChoice | No
 def least_recompute_us(
     costs: ChainCosts, firsts: IntArray, stop: int, points: PeakPoints, *, limit_bytes: float
 ) -> FloatArray:
-    """Return lower bounds of the time to recompute layers so that stages fit, by a fractional knapsack.
+    """Return lower bounds of the time that stages need to recompute layers so that they fit.
 
     Args:
-        costs: Costs of the chain.
+        costs: Costs of the layers.
         firsts: First layers of the stages, ascending.
         stop: One past the last layer at which a stage may end; the smallest last layer is `firsts[0]`.
         points: Points in the step at which the memory of the stages' device may peak.
         limit_bytes: Memory limit without the reserve.
 
     Returns:
-        Microseconds, one row per first layer and one column per last layer, shape (firsts, stop - firsts[0]); infinite
-        if the stage never fits. Entries whose last layer is before the first layer are undefined.
+        Microseconds, one row per first layer and one column per last layer; infinite if the stage never fits. Entries
+        whose last layer is before the first layer are undefined.
 
     Complexity: O(firsts · (stop - firsts[0]) · number of different ratios of time to bytes, at most 64).
     """

@@ -19,7 +19,7 @@ MOST_LAYERS = 9
 
 
 class LayerSubsets(NamedTuple):
-    """Undominated subsets of a stage's layers to recompute, fastest first."""
+    """Undominated subsets of a stage's layers to recompute, one per row, fastest first."""
 
     recomputed: BoolArray
     """True for layers in the subset, shape (N, layers)."""
@@ -28,7 +28,7 @@ class LayerSubsets(NamedTuple):
     saved: FloatArray
     """Bytes that a micro-batch saves if the subset is recomputed, shape (N,)."""
     peaks: FloatArray
-    """Peak memory by position in `LayerPeaks`, then 0 for points in the step when no layer runs; shape (N, 4)."""
+    """Peak memory in the order of `LayerPeaks`, then 0 for points in the step when no layer runs; shape (N, 4)."""
 
     @classmethod
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "LayerSubsets":

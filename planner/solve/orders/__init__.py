@@ -1,4 +1,4 @@
-"""Searches for schedules that the solver makes itself: the action order of every device, together with the cuts.
+"""Searches for schedules that the solver makes itself: action orders and cuts together.
 
 Read `search.py` first: it improves cuts and action orders in turn. `list_scheduling.py` makes an action order by rules,
 `order_search.py` improves it, and `period_bound.py` has a lower bound of the step time for every order.

@@ -37,7 +37,7 @@ _ROUNDING = 1e-9
 
 
 class ActionOrder(NamedTuple):
-    """Action order of every device, and the resulting step time."""
+    """Action order of every device, and its step time."""
 
     rows: list[list[Act]]
     """Stage, kind and micro-batch of each action, for each device."""
@@ -45,7 +45,7 @@ class ActionOrder(NamedTuple):
     """Time from one step to the next as in `planner.core.cost.simulate.period_us`, as if no link were blocking."""
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Return the order as the actions of a schedule, for each device."""
+        """Return the actions of each device, in order."""
         return tuple(tuple(Action(*act) for act in row) for row in self.rows)
 
 
@@ -64,15 +64,12 @@ class DispatchRules:
 
 
 def apply_rules(problem: OrderProblem, rules: DispatchRules, *, limit_us: float = inf) -> ActionOrder | None:
-    """Return the action order that results from dispatch rules.
+    """Return the action order that results from dispatch rules; None if it is too slow, or memory does not suffice.
 
     Args:
         problem: The stages with their times and memory.
         rules: The dispatch rules.
-        limit_us: Longest allowed time from one step to the next; the simulation stops when the order must exceed it.
-
-    Returns:
-        The order; None if it exceeds the limit, or if memory does not suffice for all micro-batches.
+        limit_us: Longest allowed step time; the simulation stops when the order must exceed it.
 
     Complexity: O(S M (V + log S M)) for S stages, V per device, and M micro-batches.
     """
@@ -87,21 +84,21 @@ def follow_order(
     patience: float,
     limit_us: float = inf,
 ) -> ActionOrder | None:
-    """Return an action order close to a preferred one, as far as data dependencies and memory allow.
+    """Return an action order close to a preferred one, as far as dependencies and memory allow.
 
     A free device looks at its next `lookahead` preferred actions and runs the first one that can run. It waits instead
     if an earlier one of these actions is known to become possible soon.
 
     Args:
         problem: The stages with their times and memory.
-        preferred: All actions of each device, in the preferred order; micro-batches of a stage ascend. A stage may
-            run B for some micro-batches, and I and W for others.
+        preferred: All actions of each device, in the preferred order; micro-batches of a stage ascend. A stage may run
+            B for some micro-batches, and I and W for others.
         lookahead: Number of remaining preferred actions to choose from.
         patience: Time that an action waits for an earlier one, as a multiple of its own duration.
-        limit_us: Longest allowed time from one step to the next; the simulation stops when the order must exceed it.
+        limit_us: Longest allowed step time; the simulation stops when the order must exceed it.
 
     Returns:
-        The order; None if it exceeds the limit, or if memory does not suffice for all micro-batches.
+        The order; None if it is too slow, or if memory does not suffice for all micro-batches.
 
     Complexity: O(S M (lookahead + log S M)) for S stages and M micro-batches.
     """
@@ -123,7 +120,7 @@ class _Route(NamedTuple):
 
 
 class _ListScheduler(ABC):
-    """Simulation of all devices in one step; subclasses choose the next action of a free device."""
+    """Simulation of all devices in one step. Subclasses choose the next action of a free device."""
 
     def __init__(self, problem: OrderProblem, limit_us: float) -> None:
         self.problem, self.times, self.footprints = problem, problem.times, problem.footprints
@@ -339,7 +336,7 @@ class _OrderFollower(_ListScheduler):
 
 
 def split_backwards(row: Sequence[Act], is_whole: Sequence[bool]) -> list[Act]:
-    """Return the actions with each stage's backwards in one form: B on stages with whole backwards, else I and W.
+    """Return the actions with B on stages with whole backwards, and with I and W on all other stages.
 
     Args:
         row: Actions of a device.

@@ -23,7 +23,7 @@ class StageFootprint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderProblem:
-    """Problem of finding an action order for given stages, with their devices, times and memory."""
+    """Stages for which an action order is searched, with their devices, times and memory."""
 
     chunks: tuple[tuple[int, ...], ...]
     """Indices of the stages of each device, ascending."""
@@ -41,7 +41,7 @@ class OrderProblem:
     """Time of each device between two steps: optimizer steps and whole all-reduces of its stages."""
 
     def busy_us(self, device: int) -> float:
-        """Return the sum of the durations of a device's actions and of its time between two steps."""
+        """Return the time that a device is busy in a step: its actions, all-reduces and optimizer steps."""
         total_us, more = self.own_us[device], self.micro_batches - 1
         for stage in self.chunks[device]:
             times = self.times[stage]
@@ -60,7 +60,7 @@ def footprint_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageFo
     Args:
         always: Permanent bytes.
         parts: Bytes of each of `planner.core.cost.peak_points.PARTS`.
-        is_whole: True if the stage runs B; False if it runs I and W.
+        is_whole: True if the stage runs whole backwards (B); False if it runs I and W.
     """
     part = dict(zip(PARTS, parts.tolist(), strict=True))
     held = max(part["held"], part["kept"])

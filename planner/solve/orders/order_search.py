@@ -1,7 +1,7 @@
 """Search for the best action order of given stages: try many dispatch rules, then improve the best order step by step.
 
-Effort is counted in scheduled or simulated actions, so the same request gets the same plan on any machine. An order
-counts only if it fits according to the exact memory model.
+The budget of the search is a number of scheduled or simulated actions, so the same request gets the same plan on any
+machine. An order counts only if it fits according to the exact memory model.
 """
 
 import random
@@ -63,19 +63,20 @@ _PLACES = (-12, -9, -6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6, 9, 12)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedOrder:
-    """Action order that fits into memory, and its simulated time from one step to the next."""
+    """Action order that fits into memory, and its simulated step time."""
 
     rows: Rows
     period_us: float
 
 
 class OrderSearch:
-    """Search for the action order of given stages.
+    """Search for the best action order of given stages.
 
     Args:
         problem: The stages with their times and memory.
         fits: Function that returns True if an order fits according to the exact memory model.
-        known_orders: Orders to start from, for example of named schedules; they may be made for other times or limits.
+        known_orders: Orders to start from, such as those of named schedules; they may be made for other times or
+            limits.
     """
 
     def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], known_orders: Sequence[Rows] = ()) -> None:
@@ -90,7 +91,7 @@ class OrderSearch:
         """Number of actions scheduled or simulated so far."""
 
     def search(self, most_actions: int) -> SimulatedOrder | None:
-        """Return the best order found while simulating at most `most_actions` actions; None if none fits the memory."""
+        """Return the best order found by simulating at most `most_actions` actions; None if no order fits."""
         self._follow(most_actions)
         if self._is_proven():
             return self.best
@@ -120,9 +121,9 @@ class OrderSearch:
         return self.best
 
     def improve(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
-        """Return the best order found near an order that fits, while simulating at most `most_actions` actions.
+        """Return the best order found close to `rows`, which fits, by simulating at most `most_actions` actions.
 
-        If the approximate memory forbids the order, or makes it slower, only the exact memory model decides.
+        If the approximate memory forbids the order, or makes it slower, the search uses only the exact memory model.
         """
         self._simulate(rows)
         act_rows = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
@@ -227,7 +228,7 @@ class _Tuning(NamedTuple):
 def least_period_us(problem: OrderProblem) -> float:
     """Return an approximate lower bound of the step time of all orders, computed as in `period_bound.py`.
 
-    The bound only ends a search early. It does not prove optimality, because the memory in `footprints` is approximate.
+    The bound only ends a search early. It proves nothing, because the memory of the stages is approximate.
     """
 
     def each(name: str) -> FloatArray:

@@ -57,7 +57,7 @@ _ROUNDED_BYTES = 64.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastTimes:
-    """Lower bounds of the times of the stages of N partitions, in microseconds; arrays of shape (N, S)."""
+    """Lower bounds of the times of S stages in N partitions, in microseconds; every array has shape (N, S)."""
 
     forward_us: FloatArray
     gradient_us: FloatArray
@@ -73,7 +73,7 @@ class LeastTimes:
     def of(
         cls, busy: BusyTimes, split_backward: SplitBackwardTimes, send_us: FloatArray, micro_batches: int
     ) -> "LeastTimes":
-        """Return the least times of stages.
+        """Return lower bounds of the times of stages, with whole or split backwards.
 
         Args:
             busy: Times of forwards and whole backwards, shape (N, S).
@@ -105,19 +105,19 @@ def least_windows_us(
     *,
     passed_us: FloatArray | None = None,
 ) -> FloatArray:
-    """Return lower bounds of each device's time from its first action to the end of its last, for any action order.
+    """Return lower bounds of each device's time from its first to its last action in a step, for any action order.
 
     Args:
         times: Least times of the stages.
         chunks: Indices of the stages of each device, ascending.
         micro_batches: Number of micro-batches, M.
-        most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape
-            (N, K).
-        passed_us: Least time of each stage to compute the gradient of its input, for the stages of other devices,
-            shape (N, S). None: as in `times`.
+        most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape (N,
+            K).
+        passed_us: Least time of each stage to compute the gradient of its input, for the stages of other devices, shape
+            (N, S). None: as in `times`.
 
     Returns:
-        Lower bounds in microseconds, shape (N, K).
+        Lower bounds in microseconds, shape (N, K) for N partitions on K devices.
     """
     device_of = {stage: device for device, stages in enumerate(chunks) for stage in stages}
     crosses = [device_of[s] != device_of[s + 1] for s in range(len(device_of) - 1)]
@@ -151,21 +151,20 @@ def least_windows_us(
 
 
 def least_trip_us(case: Case) -> float:
-    """Return a lower bound of the step time of all partitions: the round trip of one micro-batch."""
+    """Return a lower bound of the step time of all partitions: one micro-batch to the last stage and back."""
     gradient_us = np.minimum(case.costs.backward_us, case.costs.split_backward.input_us)
     return float((case.costs.forward_us + gradient_us).sum()) / case.highest_speed
 
 
 def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: int) -> float:
-    """Return a lower bound of the step time of all partitions under any order.
+    """Return a lower bound of the step time of all partitions under any action order, in microseconds.
+
+    The bound is at most `upper_us`. It is 0 if its computation would take too long.
 
     Args:
         evaluator: Evaluator for a number of devices.
         upper_us: Known step time; the bound need not be larger.
         most_actions: Limit on the computing time, as the number of actions that can be simulated in this time.
-
-    Returns:
-        The lower bound in microseconds, at most `upper_us`; 0 if it would take too much effort.
     """
     num_cuts = evaluator.num_cuts
     if num_cuts > _MOST_CUTS or num_cuts * evaluator.num_stages > _CELLS * most_actions:

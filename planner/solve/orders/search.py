@@ -38,24 +38,24 @@ _ROUNDS = 6
 """Largest number of rounds from one start."""
 
 _SHARE = 6
-"""Divisor of the effort left; one search for cuts, or for an order, may use the quotient."""
+"""Divisor of the budget left; one search for cuts, or for an order, may use the quotient."""
 
 _SHARE_FROM_BEST = 2
-"""Divisor of the effort left for one search for an order, if the search starts from the best plan."""
+"""Divisor of the budget left for one search for an order, if the search starts from the best plan."""
 
 _OF_BOUND = 4
-"""Divisor of the effort spent so far; the computation of a lower bound for all partitions may use the quotient."""
+"""Divisor of the budget spent so far; the computation of a lower bound for all partitions may use the quotient."""
 
 
 def search_orders(
     case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER, start: Partition | None = None
 ) -> Answer:
-    """Return the best partition found, with its action orders; for errors, see `planner.solve.answer.PlanSearch`.
+    """Return the best partition found, with its action orders. For errors, see `planner.solve.answer.PlanSearch`.
 
     Args:
         case: The case.
         upper_us: Step time to beat, in microseconds.
-        deadline: Limits on time and effort.
+        deadline: Limits on time and on simulated actions.
         start: Partition to improve; None to search from several partitions.
     """
     return simulated_answer(partial(_search_all, start=start), case, upper_us=upper_us, deadline=deadline)

@@ -1,4 +1,4 @@
-"""Check of the optimality and the frontier that a plan file claims, by solving its request again within seconds."""
+"""Check of the optimality and the frontier that a plan file states, by solving its request again within seconds."""
 
 from dataclasses import replace
 
@@ -28,9 +28,6 @@ def check_certificate(written: Plan, verdict: Verdict, profile: Profile) -> Verd
         written: The plan as read from its file.
         verdict: The verdict on this plan.
         profile: The profile that the plan was judged with.
-
-    Returns:
-        The verdict with the findings.
     """
     claimed = checkable_report(written, verdict)
     if verdict.plan is None or claimed is None:

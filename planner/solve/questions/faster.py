@@ -29,12 +29,12 @@ def faster_schedule(
         profile: The profile to plan for.
         plan: The plan under the requested schedule.
         micro_batches: M, if the request fixed it; else None.
-        time_limit_s: Time limit of the search in seconds; its effort is limited as well.
+        time_limit_s: Time limit of the search in seconds. Its number of simulated actions is limited as well.
 
     Returns:
-        The plan, or None if the search finds none. Also None, without a search: if the cuts are given, the schedule was
-        not fixed, only the requested schedule supports the options, the device is a TPU, or there are too many layers
-        and devices.
+        The plan; None if the search finds none. There is no search, and the result is None, if the cuts are given, the
+        schedule was not fixed, only the requested schedule supports the options, the device is a TPU, or there are too
+        many layers and devices.
     """
     inputs = plan.inputs
     if inputs.schedule == "auto" or plan.solver.status == "given":
@@ -57,7 +57,7 @@ def _short_request(inputs: Inputs, micro_batches: int | None, time_limit_s: floa
 
 
 def plan_with_replicas(profile: Profile, plan: Plan, *, micro_batches: int | None = None) -> Plan | None:
-    """Return a faster plan with several replicas, if the plan leaves devices unused and a short search finds one.
+    """Return a faster plan with several replicas, if a short search finds one for a plan that leaves devices unused.
 
     Args:
         profile: The profile to plan for.
@@ -65,8 +65,8 @@ def plan_with_replicas(profile: Profile, plan: Plan, *, micro_batches: int | Non
         micro_batches: M, if the request fixed it; else None.
 
     Returns:
-        The plan, or None if the search finds none. Also None, without a search: if no device is unused, replicas were
-        requested, the cuts are given, or there are too many layers and devices.
+        The plan; None if the search finds none. There is no search, and the result is None, if no device is unused,
+        replicas were requested, the cuts are given, or there are too many layers and devices.
     """
     inputs = plan.inputs
     if inputs.replicas != 1 or plan.num_gpus >= inputs.devices:

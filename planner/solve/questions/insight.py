@@ -28,10 +28,10 @@ _INTERVAL = 1.96
 
 
 def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[FrontierPoint, ...]:
-    """Return the best plan's figures for each number of replicas and micro-batches, ascending.
+    """Return the figures of the best plan for each number of replicas and micro-batches, ascending.
 
-    If the request's observer stops the searches, the points are not usable. If the schedule is `auto`, each point has
-    one search pass only, so a longer search may find a faster plan for the same replicas and micro-batches.
+    If the request's observer stops the searches, the points are not usable. If the schedule is `auto`, each point comes
+    from a short search, so a longer search may find a faster plan.
 
     Args:
         profile: The profile of the plan.

@@ -41,9 +41,6 @@ def sweep_of(
         headroom: Share of each memory limit that is kept free.
         progress: Called with the name of the cell being solved, the number of solved cells, and the number of cells.
 
-    Returns:
-        The plans, in one cell for each combination.
-
     Raises:
         UsageError: The request contradicts itself or the profile.
     """

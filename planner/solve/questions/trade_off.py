@@ -20,22 +20,21 @@ _ACTIONS: Final = 60_000
 def trade_off_of(
     profile: Profile, plan: Plan, *, micro_batches: int | None = None, watch: SearchObserver = UNWATCHED
 ) -> tuple[FrontierPoint, ...]:
-    """Return the figures of a good plan under each schedule; for the plan's own schedule, the figures of the plan.
+    """Return the figures of a good plan under each schedule, in the usual order of schedules.
 
     Each search is short, so a schedule may have a faster plan than the one reported. If a search finds no plan, the
-    point's `fits` is False.
-    If the profile has several tensor-parallel widths, the plan's width and replicas are kept. Schedules with a split
-    backward are tried only if the profile has split backward times.
+    point's `fits` is False. If the profile has several tensor-parallel widths, the plan's width and replicas are kept.
+    Schedules with a split backward are tried only if the profile has split backward times.
 
     Args:
         profile: The profile to plan for.
-        plan: The answer to a request with the schedule `auto`.
+        plan: The answer to a request with the schedule `auto`; its own schedule gets the plan's figures.
         micro_batches: M, if the request fixed it; else None.
         watch: Observer of the searches; if it stops them, the points are not usable.
 
     Returns:
-        The points, in the usual order of schedules. Empty if there is nothing to compare: the request fixed the
-        schedule or the cuts, the pipeline has one device, or there are too many layers and devices.
+        The points. Empty if there is nothing to compare: the request fixed the schedule or the cuts, the pipeline has
+        one device, or there are too many layers and devices.
     """
     inputs = plan.inputs
     if inputs.schedule != "auto" or plan.solver.status == "given" or plan.num_devices < 2:

@@ -43,7 +43,7 @@ _HALVINGS = 50
 
 
 def least_us_in_any_order(case: "Case") -> float:
-    """Return a lower bound of the step time of all plans of a case, with any action order, in microseconds."""
+    """Return a lower bound of the step time of all plans of a case, for any action order, in microseconds."""
     pair_us = case.micro_batches * (case.costs.forward_us + case.least_backward_us) / case.highest_speed
     return max(_busiest_device_us(pair_us, case.num_devices), _least_recomputation_us(case)) * _SAFE
 
@@ -55,10 +55,10 @@ def _busiest_device_us(layer_us: FloatArray, num_devices: int) -> float:
 
 
 def least_saved_bytes(costs: ChainCosts) -> FloatArray:
-    """Return a lower bound of the bytes that each layer occupies from its forward to the end of its backward.
+    """Return a lower bound of the bytes that each layer stores from its forward to the end of its backward; shape (L,).
 
     The bound may be below the saved bytes. With exact memory records, the backward may occupy less memory than the
-    forward saved, and a tensor that the stage received is not counted. Shape (L,).
+    forward saved, and a tensor that the stage received is not counted.
     """
     saved, levels = costs.memory.saved, costs.memory
     if costs.exact:

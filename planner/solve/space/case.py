@@ -33,7 +33,12 @@ class StageRules:
     """Number of layers of each stage, if the cuts are fixed; None to allow all cuts."""
 
     def forbids(self, first: IntArray, end: IntArray) -> BoolArray:
-        """Return True for each stage of layers first..end-1 that a rule forbids; `first` and `end` are broadcast."""
+        """Return True for each stage that a rule forbids.
+
+        Args:
+            first: First layer of each stage.
+            end: One past the last layer of each stage; arrays are broadcast.
+        """
         no = np.zeros(np.broadcast_shapes(first.shape, end.shape), dtype=bool)
         for group in filter(None, self.together):
             low, high = min(group), max(group)
@@ -50,13 +55,17 @@ class StageRules:
         return no
 
     def allows(self, cuts: IntArray) -> BoolArray:
-        """Return True for each partition without forbidden stages, shape (N,); `cuts` has shape (N, S+1)."""
+        """Return True for each of N partitions without a forbidden stage, shape (N,).
+
+        Args:
+            cuts: Cuts of N partitions, shape (N, S+1).
+        """
         return ~np.asarray(self.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Case of a request: cut a chain for a fixed schedule, M, R and chunks on at most `num_devices` devices."""
+    """Case of a request: a chain to cut for one schedule, number of micro-batches, of replicas and of chunks."""
 
     costs_at_size: CostsAtSize
     cluster: Cluster
@@ -69,7 +78,7 @@ class Case:
     chunks: int = 1
     least_recompute_us: Callable[[int, float, PeakPoints], FloatArray] | None = None
     """Function of a table width, a memory limit in bytes, and the points in the step at which memory may peak. It
-    returns lower bounds of the time to recompute single layers of each stage, shape (L+1, width). None: stages are
+    returns lower bounds of the time to recompute layers of each stage, shape (L+1, width). None: stages are
     recomputed whole or not at all."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
@@ -78,7 +87,7 @@ class Case:
 
         Args:
             cuts: Cuts from 0 to L, length S+1.
-            choices: Recomputation of each stage, as an index into `CHOICES` or `LAYERS`; length S.
+            choices: Recompute choice of each stage, as an index into `CHOICES` or `LAYERS`; length S.
             more: Other fields of `Partition`.
         """
         return Partition(
@@ -129,7 +138,7 @@ class Case:
 
     @cached_property
     def least_backward_us(self) -> FloatArray:
-        """Shortest backward time of each layer under the schedule, with a whole or split backward; shape (L,)."""
+        """Shortest backward time of each layer, whole or, if the schedule allows, split; shape (L,)."""
         if not self.schedule.splits_backward:
             return self.costs_at_size.backward_us
         return np.minimum(
@@ -150,7 +159,7 @@ class Case:
 
     @cached_property
     def ideal_us(self) -> float:
-        """Step time of plain or interleaved 1F1B with stages of equal work, without recomputation and transfers.
+        """Step time of 1F1B, plain or interleaved, with stages of equal work, without recomputation and transfers.
 
         For schedules with a split backward it equals `bound_us`, because these schedules may have no bubble.
         """
@@ -164,13 +173,16 @@ class Case:
         return max(float(times.max(initial=0.0)) / self.highest_speed, float(times.sum()) / speeds)
 
     def longest_us(self, upper_us: float) -> float:
-        """Return an upper bound of a stage's forward plus backward time, at speed 1, in plans below `upper_us`."""
+        """Return the longest forward plus backward time of a stage, at speed 1, in plans faster than `upper_us`.
+
+        The result is an upper bound.
+        """
         if not np.isfinite(upper_us):
             return np.inf
         return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.highest_speed
 
     def least_us(self, num_stages: int) -> float:
-        """Return a lower bound of the step time with `num_stages` stages; more stages never give a higher bound."""
+        """Return a lower bound of the step time with `num_stages` stages. More stages never increase the bound."""
         pair_us = self.costs.forward_us + self.least_backward_us
         speeds = sorted((self.cluster.speed(d) for d in range(self.num_devices)), reverse=True)
         share_us = max(float(pair_us.sum()) / sum(speeds[:num_stages]), float(pair_us.max()) / speeds[0])
@@ -209,7 +221,7 @@ class Case:
         Args:
             num_stages: Largest number of stages if all devices and links are equal, else the exact number.
             width: Number of layers of the longest stage to consider.
-            most_bytes: Memory limit in bytes, reserve included, that each device must keep in addition to its own.
+            most_bytes: Additional memory limit of every device in bytes, reserve included.
             every_choice: True for one table per recomputation that fits, with its peak memory; False for one table of
                 the fastest recomputation.
             exact: True if `num_stages` is the exact number, even if all devices and links are equal.
@@ -300,11 +312,18 @@ class Case:
 
 
 def layer_indices(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Convert groups of layer names to groups of layer indices; raise `KeyError` for an unknown name."""
+    """Return groups of layer indices for groups of layer names.
+
+    Raises:
+        KeyError: A name is unknown.
+    """
     places = {name: n for n, name in enumerate(names)}
     return tuple(tuple(places[name] for name in group) for group in groups)
 
 
 def cuts_and_choices(partition: Partition) -> tuple[IntArray, IntArray]:
-    """Return the cuts, shape (S+1,), and choices, shape (S,), of a partition that recomputes whole stages."""
+    """Return the cuts, shape (S+1,), and the recompute choices, shape (S,), of a partition.
+
+    The partition recomputes whole stages.
+    """
     return np.cumsum([0, *partition.balance]), np.array([CHOICES.index(choice) for choice in partition.recompute])

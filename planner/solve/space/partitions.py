@@ -38,10 +38,10 @@ _WIDEST = 6
 
 
 class Evaluator:
-    """Evaluator of partitions of a case on `num_devices` devices with V chunks each.
+    """Evaluator of step time and memory of partitions of a case, on `num_devices` devices with V chunks each.
 
-    Methods evaluate N partitions into S stages at once. Cuts have shape (N, S+1), from 0 to L. Choices, the
-    recomputation of each stage, are indices into `CHOICES` and have shape (N, S).
+    Methods evaluate N partitions into S stages at once. Cuts have shape (N, S+1), from 0 to L. Recompute choices of the
+    stages are indices into `CHOICES` and have shape (N, S).
     """
 
     def __init__(self, case: Case, num_devices: int, *, width: int | None = None) -> None:
@@ -71,7 +71,7 @@ class Evaluator:
 
     @property
     def num_actions(self) -> int:
-        """Number of actions in a step, which is the effort of one simulation."""
+        """Number of actions in a step; one simulation counts as this number in the budget."""
         return (3 if self.case.schedule.splits_backward else 2) * self.case.micro_batches * self.num_stages
 
     @property
@@ -87,14 +87,14 @@ class Evaluator:
 
     @property
     def can_run(self) -> bool:
-        """Return True if the schedule runs with this number of devices, and every stage can have a layer."""
+        """Return True if the schedule supports this number of devices, and every stage can have a layer."""
         with suppress(UsageError):
             return self.has_layers and bool(self.actions)
         return False
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Action order of each device; raises `UsageError` if the schedule cannot run with these devices and M."""
+        """Actions of each device, in order. Raises `UsageError` if the schedule cannot run with these devices and M."""
         case = self.case
         return case.schedule.actions(self.num_devices, case.micro_batches, case.chunks)
 
@@ -110,25 +110,24 @@ class Evaluator:
     def durations(
         self, cuts: IntArray, choices: IntArray
     ) -> tuple[BusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
-        """Return stage times with whole backwards, with split backwards, transfer times, and U of each device.
+        """Return the times of N partitions: whole backwards, split backwards, transfers, and U of each device.
 
-        U is the time of the optimizer step and the whole all-reduce of replicas; its array has shape (N, K). All other
-        arrays have shape (N, S). Times are in microseconds.
+        U is the time of the optimizer step and the whole all-reduce of replicas, shape (N, K). All other arrays have
+        shape (N, S). Times are in microseconds.
         """
         busy, crossing, own = self._times(cuts, choices)
         return busy, self._split_backward_times(busy, cuts), crossing, own
 
     def step_us(self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None) -> FloatArray:
-        """Return simulated step times, optimizer steps included, as in `planner.core.cost.evaluate.step_us`.
+        """Return simulated step times in microseconds, optimizer steps included; shape (N,).
+
+        They equal `planner.core.cost.evaluate.Evaluation.step_us`.
 
         Args:
             cuts: Cuts of N partitions, shape (N, S+1).
-            choices: Recomputation of each stage, shape (N, S); may include `LAYERS` if `layers_us` is given.
-            layers_us: Forward time of the single layers that each stage recomputes, at speed 1, if its choice is
-                `LAYERS`; shape (N, S).
-
-        Returns:
-            Step times in microseconds, shape (N,).
+            choices: Recompute choice of each stage, shape (N, S); may include `LAYERS` if `layers_us` is given.
+            layers_us: Forward time, at speed 1, of the layers that each stage recomputes if its choice is `LAYERS`;
+                shape (N, S).
         """
         busy, crossing, own = self._times(cuts, choices, layers_us)
         times = {**busy._asdict(), "send_us": crossing}
@@ -141,7 +140,10 @@ class Evaluator:
         return pipeline + optimizer_tail_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
 
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
-        """Return the bytes by which each device exceeds its memory limit, shape (N, K); infinite outside the tables."""
+        """Return the bytes by which each device exceeds its memory limit, shape (N, K).
+
+        The value is infinite if a stage of the device is longer than `width`.
+        """
         always, parts, inside = self.stage_bytes(cuts, choices)
         peaks = [
             device_peaks(always[:, stages], parts[:, stages], counts=counts)
@@ -189,7 +191,7 @@ class Evaluator:
         return always, parts, inside
 
     def bytes_at_point(self, counts: FloatArray) -> FloatArray:
-        """Return the memory of every stage at one point in the step, for each choice, in bytes.
+        """Return the memory of every stage at one point in the step, for each recompute choice.
 
         Args:
             counts: Number of each of `PARTS` that exist at this point, shape (parts,).
@@ -200,7 +202,7 @@ class Evaluator:
         return _sum_parts(self.parts, counts)
 
     def least_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return lower bounds of the memory of stages that may recompute single layers, at one point in the step.
+        """Return lower bounds of the memory of stages that recompute some of their layers, at one point in the step.
 
         Args:
             counts: Number of each of `PARTS` that exist at this point, shape (parts,).
@@ -239,7 +241,7 @@ class Evaluator:
 
     @cached_property
     def parts(self) -> FloatArray:
-        """Memory table: permanent bytes, then bytes of each of `PARTS`; shape (choices, L+1, width, 1 + parts)."""
+        """Table of permanent bytes, then bytes of each of `PARTS`; shape (choices, L+1, width, 1 + parts)."""
         parts = np.zeros((len(CHOICES), self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)))
         parts[self.allowed] = np.inf
 
@@ -252,7 +254,7 @@ class Evaluator:
 
     @cached_property
     def _parts_by_layers(self) -> FloatArray:
-        """Memory of stages that recompute single layers, shape (L+1, width, 1 + parts).
+        """Table like `parts`, without its first dimension, for stages that recompute some of their layers.
 
         For a lower bound of a part, subtract the `most_savings` of all recomputed layers, times
         `ChunkMemoryFunction.saved` of the part.

@@ -1,4 +1,4 @@
-"""Lower bounds for the layers before a cut: the smallest maximum, or sum, of their stages' values in any partition.
+"""Lower bounds for the layers before a cut: the smallest maximum, or sum, of the values of their stages.
 
 Complexity: O(K L W) time for K stages of at most W of L layers, and O(K L) memory.
 """
@@ -20,7 +20,7 @@ _MOST_AT_ONCE = 1 << 18
 
 
 class BoundKind(NamedTuple):
-    """Definition of a lower bound for the earlier layers: the value of a stage, and how values are combined."""
+    """Definition of a lower bound for the earlier layers: a value of each stage, and how values are combined."""
 
     combine: np.ufunc
     """Function that combines the values of a partition's stages: maximum or sum."""
@@ -47,10 +47,10 @@ class PrefixBounds:
         """Lower bounds by name; [r][i] is the bound for layers 0..i-1 in at most (or exactly) r stages."""
 
     def cuts_with_smallest_maximum(self, name: str) -> tuple[int, ...] | None:
-        """Return the cuts for which the largest value of any stage is smallest; None if no partition fits.
+        """Return the cuts with which the largest value of any stage is smallest; None if no partition fits.
 
         Args:
-            name: Name of the bound that defines a stage's value, for example its backward time.
+            name: Name of the lower bound that defines a stage's value, for example its backward time.
         """
         least = self.least[name]
         # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.
@@ -113,6 +113,9 @@ class PrefixBounds:
         return values
 
     def stages(self, num_later: int, ends: IntArray) -> StageArrays:
-        """Return the stages that end at each of the cuts `ends` and have `num_later` later stages, from all tables."""
+        """Return the stages that end at each of the cuts `ends` and have `num_later` later stages.
+
+        Stages with different recompute choices are stacked, as by `StageArrays.of_variants`.
+        """
         variants = range(len(self._problem.tables[num_later]))
         return StageArrays.of_variants([self._problem.stages(num_later, variant, ends) for variant in variants])

@@ -13,7 +13,7 @@ from planner.solve.space.tables import NO_CHOICE
 
 
 class StageArrays(NamedTuple):
-    """Stages that end at each of n cuts: one row per cut, one column per first layer.
+    """Stages that end at each of n cuts, as arrays: one row per cut, one column per first layer.
 
     Times are in microseconds, for one micro-batch. They include the executor's overhead, and the time to receive over
     blocking links. They are infinite for entries without a stage.
@@ -41,7 +41,10 @@ class StageArrays(NamedTuple):
 
     @classmethod
     def of_variants(cls, variants: Sequence["StageArrays"]) -> "StageArrays":
-        """Stack variants of the same stages along a new first dimension; arrays of shape (n, 1) stay unchanged."""
+        """Stack tables of the same stages with different recomputation along a new first dimension.
+
+        Arrays of shape (n, 1), which are equal in all tables, stay unchanged.
+        """
         shape = variants[0].first.shape
         each: list[Any] = [
             np.stack(variant) if variant[0].shape == shape else variant[0] for variant in zip(*variants, strict=True)
@@ -49,12 +52,12 @@ class StageArrays(NamedTuple):
         return cls(*each)
 
     def select(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageArrays":
-        """Return the stages at (variant[i], row[i], column[i]) of a stack from `of_variants`; all shapes are (m,).
+        """Return m stages of a stack from `of_variants`: those at (variant[i], row[i], column[i]).
 
         Args:
-            variant: Index of the variant of each stage.
-            row: Index of the first layer of each stage.
-            column: Index of the length of each stage.
+            variant: Index of the table of each stage, shape (m,).
+            row: Index of the first layer of each stage, shape (m,).
+            column: Index of the length of each stage, shape (m,).
         """
         _, rows, width = self.first.shape
         place = (variant * rows + row) * width + column
@@ -74,7 +77,7 @@ NO_LIMIT: Final = Bottlenecks(np.inf, np.inf)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinkTimes:
-    """Transfer times of one link for every possible cut, in microseconds; arrays of shape (L+1,), 0 at both ends."""
+    """Transfer times of one link for every possible cut, in microseconds; shape (L+1,), 0 at both ends."""
 
     on_link_us: FloatArray
     """Transfer time of a link whose transfers overlap with compute; else 0."""
@@ -99,13 +102,13 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTable:
-    """Stages that one device can run, in a table with the rows and columns of `tables.py`."""
+    """Stages that one device can run. Rows and columns are those of the tables in `tables.py`."""
 
     speed: float
     choice: ChoiceArray
     """Recomputation: index into `CHOICES`, or `LAYERS`, or `NO_CHOICE`; shape (L+1, width)."""
     recompute_us: FloatArray | None = None
-    """Time on the profiled device to recompute single layers, where the choice is `LAYERS`; shape (L+1, width)."""
+    """Time on the profiled device to recompute layers, where the choice is `LAYERS`; shape (L+1, width)."""
     bytes: FloatArray | None = None
     """Peak memory of each stage with its choice, in bytes, if requested; shape (L+1, width)."""
 
@@ -125,17 +128,18 @@ class DeviceTable:
 class ChainProblem:
     """Problem of cutting a chain of L layers into at most (or exactly) `num_stages` stages.
 
-    The level of a stage is the number of later stages: the stage of level 0 has the last layer.
+    Tables and links are listed by number of later stages: entry 0 is for the stage with the last layer.
     """
 
     num_stages: int
     exact: bool
-    """True for exactly `num_stages` stages, for example because devices or links differ by level."""
+    """True for exactly `num_stages` stages, for example because devices or links differ."""
     sums: ChainSums
     tables: tuple[tuple[DeviceTable, ...], ...]
-    """Device tables of each level, one per variant; variants differ in their recomputation."""
+    """Tables of the stages that can have 0, 1, … later stages. There are several tables if their recomputation
+    differs."""
     links: tuple[LinkTimes, ...]
-    """Link after the stage of each level, then the link before the first stage of the chain."""
+    """Link after the stage with 0, 1, … later stages, then the link before the first stage of the chain."""
     most: Bottlenecks = NO_LIMIT
     """Upper limits on the forward and backward times of stages and links."""
 
@@ -146,7 +150,7 @@ class ChainProblem:
 
     @property
     def is_uniform(self) -> bool:
-        """Return True if all levels have the same device tables and the same links."""
+        """Return True if tables and links do not depend on the number of later stages."""
         return all(variants is self.tables[0] for variants in self.tables) and all(
             link is self.links[0] for link in self.links
         )
@@ -179,7 +183,7 @@ class ChainProblem:
 
         Args:
             num_later: Number of later stages.
-            variant: Index into the device tables of the level.
+            variant: Index of the table, of those for this number of later stages.
             ends: Cuts at the ends of the stages, shape (n,).
         """
         table, behind, before = self.tables[num_later][variant], self.links[num_later], self.links[num_later + 1]

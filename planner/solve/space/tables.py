@@ -29,17 +29,17 @@ _MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to boun
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTable:
-    """Peak memory of every stage for each allowed recomputation, in bytes without the reserve."""
+    """Peak memory of every stage for each allowed recompute choice, in bytes without the reserve."""
 
     totals: dict[int, FloatArray]
     """Tables of peak memory by index into `CHOICES`, shape (L+1, width); infinite for entries without a stage."""
 
     @classmethod
     def of(cls, costs: ChainCosts, points: PeakPoints, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
-        """Return the memory table of a chain.
+        """Return the peak memory of all stages of at most `width` layers.
 
         Args:
-            costs: Costs of the chain's layers.
+            costs: Costs of the layers.
             points: Points in the step at which the memory of the stage's device may peak.
             width: Number of layers of the longest stage.
             policy: Recomputation policy, which decides the allowed choices.
@@ -66,7 +66,7 @@ class MemoryTable:
         return MemoryTable(totals={n: totals[:, self.width - width :] for n, totals in self.totals.items()})
 
     def smallest(self) -> FloatArray:
-        """Return the peak memory of each stage with the choice that needs least, in bytes, shape (L+1, width)."""
+        """Return the peak memory of each stage with the choice that needs least, in bytes; shape (L+1, width)."""
         smallest: FloatArray = np.minimum.reduce(list(self.totals.values()))
         return smallest
 
@@ -78,7 +78,7 @@ class MemoryTable:
         return float(fastest[np.isfinite(fastest)].max(initial=0.0))
 
     def choices(self, limit_bytes: float) -> ChoiceArray:
-        """Return the fastest recomputation of each stage that fits into `limit_bytes`, shape (L+1, width)."""
+        """Return the fastest recompute choice of each stage that fits into `limit_bytes`, shape (L+1, width)."""
         table = np.full(next(iter(self.totals.values())).shape, NO_CHOICE, dtype=np.int8)
         for n in sorted(self.totals, reverse=True):
             table[self.totals[n] <= limit_bytes] = n
@@ -86,7 +86,7 @@ class MemoryTable:
 
 
 def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
-    """Return the recomputation that a policy allows, as ascending indices into `CHOICES`."""
+    """Return the recompute choices that a policy allows, as ascending indices into `CHOICES`."""
     allowed = [n for n, choice in enumerate(CHOICES) if policy in ("auto", "layers", choice)]
     if micro_batches == 1 and 1 in allowed:
         # The only micro-batch is the last one, so "except-last" recomputes nothing: it is the same as "never".
@@ -131,15 +131,12 @@ def values_at_first_layer(values: FloatArray, width: int) -> FloatArray:
 
 
 def max_stage_layers(costs: ChainCosts, *, longest_us: float, limit_bytes: float) -> int:
-    """Return the number of layers of the longest stage that takes at most `longest_us` and whose parameters fit.
+    """Return the number of layers of the longest stage that is fast enough and whose parameters fit; at least 1.
 
     Args:
-        costs: Costs of the chain's layers.
+        costs: Costs of the layers.
         longest_us: Upper limit on a stage's forward plus backward time without recomputation, in microseconds.
         limit_bytes: The largest memory limit of a device, in bytes.
-
-    Returns:
-        The number of layers, at least 1.
     """
     ends = np.arange(1, costs.num_layers + 1)
     tied = sum(tie.parameter_bytes + tie.optimizer_bytes for tie in costs.ties)
