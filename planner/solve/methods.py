@@ -87,7 +87,10 @@ def has_linear_program(schedule: Schedule) -> bool:
 
 
 def budgets(request: Request) -> dict[ScheduleName, int]:
-    """Return the number of actions to simulate for all cases of a schedule, by schedule; no entry means no limit."""
+    """Return the largest number of actions to simulate for each schedule, by schedule.
+
+    Schedules without an entry have no limit.
+    """
     if request.inputs.schedule == SEARCHED.name:
         return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
     if request.inputs.schedule != "auto" or request.actions is None:

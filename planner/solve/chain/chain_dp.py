@@ -107,7 +107,7 @@ class CutDynamicProgram:
         return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
 
     def least_of_chain(self) -> dict[str, float]:
-        """Return lower bounds for the whole chain, by their names in `Recurrence.needs`."""
+        """Return the lower bound of each value in `Recurrence.needs` over all partitions of the chain, by name."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
@@ -184,9 +184,9 @@ class CutDynamicProgram:
         return best
 
     def partitions_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
-        """Return partitions whose lower bound is below `upper_us`, and True if these are all such partitions.
+        """Return partitions whose lower bound is below `upper_us`, and True if no such partition is missing.
 
-        Only `most` partial plans with the same number of stages are kept: those with the smallest lower bounds.
+        At most `most` partial plans with the same number of stages are kept, those with the smallest lower bounds.
         """
         levels = [self._root()]
         partitions: list[ChainCuts] = []

@@ -154,7 +154,7 @@ class GPipeRecurrence:
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
     def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:  # noqa: ARG002 - GPipe's stages are all alike
-        """Return the numbers after a stage and the link to the next stage are added, as machines of a flow shop."""
+        # The link to the next stage and the stage are machines of a flow shop.
         f, x, a, d, u = numbers
         F, C = stages.forward, stages.link
         x, a, d = self._add_machine((x, a, d), (C, C, C))
@@ -209,7 +209,7 @@ class OneForwardOneBackwardRecurrence:
         self.needs = {**_needs("backward"), "work": BoundKind(np.maximum, work)}
 
     def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
-        """Return the numbers after a stage is added. g is the longest of the four paths in the module's docstring."""
+        # The new g is the longest of the four paths in the module's docstring.
         g, s, r, u = numbers
         M, w = self._M, min(self._M, num_later + 1)
         F, C, q = stages.forward, stages.link, stages.last_backward
@@ -229,12 +229,12 @@ class OneForwardOneBackwardRecurrence:
         return g, s, r, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
     def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Return the numbers with only u raised, because every difference in g, s and r changes the step time."""
+        # Every difference in g, s and r changes the step time, so only u is raised.
         g, s, r, u = numbers
         return g, s, r, _raised_tail(u, earlier)
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
-        """Return the longest of three paths: g plus earlier work; all work of an earlier stage; a round trip."""
+        # The longest of three paths: g plus earlier work; all work of an earlier stage; a round trip.
         g, s, _, u = numbers
         bound: FloatArray = np.maximum(
             np.maximum(g + earlier.work_us, earlier.least["work"]),
@@ -243,7 +243,6 @@ class OneForwardOneBackwardRecurrence:
         return bound + np.where(earlier.exist, earlier.own_us, u)
 
     def rank_bound(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is all
-        """Return the lower bound of the step time, because nothing else ranks plans."""
         return (bound_us,)
 
 
@@ -279,12 +278,11 @@ class TieBreakRecurrence:
             yield name, need, number
 
     def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
-        """Return the numbers after a stage is added. Each tie-breaking number is a maximum or a sum over the stages."""
         more = [need.combine(number, need.stage_values(stages)) for _, need, number in self._ranked(numbers)]
         return *self._recurrence.extend(numbers[: self._recurrence.size], stages, num_later), *more
 
     def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Return the numbers with maxima raised to lower bounds of earlier layers; sums stay as they are."""
+        # Only maxima are raised; sums stay as they are.
         more = [
             np.maximum(number, earlier.least[name]) if need.combine is np.maximum else number
             for name, need, number in self._ranked(numbers)
@@ -295,5 +293,4 @@ class TieBreakRecurrence:
         return self._recurrence.bound_us(numbers[: self._recurrence.size], earlier)
 
     def rank_bound(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is equal
-        """Return lower bounds of the numbers that break ties, for all plans that contain a partial plan."""
         return tuple(need.combine(number, earlier.least[name]) for name, need, number in self._ranked(numbers))

@@ -165,10 +165,8 @@ class BranchAndBound:
         )
 
     def _undecided_cut(self, columns: FloatArray, layer_us: FloatArray) -> tuple[float, tuple[_CutSide, ...]]:
-        """Return the cut that is least decided, as its undecided time and the two decisions on one layer.
-
-        The undecided time, in microseconds, is the time of the smaller shares of the layers that the cut divides.
-        """
+        # Return the time of the smaller shares of the layers that the least decided cut divides, and two decisions on
+        # its most evenly divided layer.
         fractions = self._cut_variables(columns)
         if not fractions.size:
             return 0.0, ()
@@ -182,10 +180,7 @@ class BranchAndBound:
     def _undecided_recomputation(
         self, columns: FloatArray, rows: FloatArray, forward_us: FloatArray
     ) -> tuple[float, tuple[_RecomputeOption, ...]]:
-        """Return the stage whose recomputation is least decided, as its undecided time and a decision for each option.
-
-        The undecided time, in microseconds, is the forward time of the layers outside the stage's most used option.
-        """
+        # Return the time of the layers outside the stage's most used option, and a decision for each option.
         doubts = [(0.0, 0)]
         for s, stage in enumerate(self._stages_to_decide()):
             layers, own = list(stage.rows), list(stage.rows.values())

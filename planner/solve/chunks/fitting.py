@@ -52,7 +52,7 @@ class RecomputeFitter:
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
         """Return recompute choices that fit into memory with the least recomputation time.
 
-        If no choices fit, return those that exceed the memory limits least.
+        If no choices fit, return choices with the least excess over the memory limits.
 
         Args:
             cuts: Cuts of N partitions, shape (N, S+1).

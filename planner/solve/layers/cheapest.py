@@ -114,7 +114,7 @@ class MemoryLimit(NamedTuple):
 def cheapest_within(
     layers: StageLayers, limits: Sequence[MemoryLimit], times_us: FloatArray, *, most_choices: int = 4096
 ) -> LayerChoice | None:
-    """Return the layers to recompute that keep all memory limits in the least time; None if no choice keeps them.
+    """Return the layers to recompute with which a stage keeps all memory limits in the least time, or None.
 
     Args:
         layers: Memory of the stage's layers.
@@ -327,9 +327,9 @@ def _suffix_sums(per_layer: FloatArray) -> FloatArray:
 
 
 def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return numbers of bytes to save, ascending, and the least recomputation time for each of them.
+    """Return numbers of saved bytes, ascending, and the least recomputation time for each number.
 
-    Parts of layers may be recomputed (fractional knapsack), so the least time is linear between two of these numbers.
+    Layers may be recomputed in part (fractional knapsack), so the least time is linear between two numbers.
     """
     # Taking the layers with most bytes per time first is optimal, because part of the last layer may be taken.
     useful = np.flatnonzero(savings > 0)

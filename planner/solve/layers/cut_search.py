@@ -1,8 +1,9 @@
-"""Descent over cuts for stages that recompute some of their layers, from the best plan that recomputes whole stages.
+"""Descent over cuts, in which stages may recompute some of their layers.
 
-All moves of a cut are first simulated with the same recomputed layers as before. For the fastest moves, the layers to
-recompute are then chosen again on the devices whose stages change (`devices.py`). If `devices.py` finds several good
-recomputations for a device, changing one into another is a move as well.
+The descent starts from the best plan that recomputes whole stages. All moves of a cut are first simulated with the same
+recomputed layers as before. For the fastest moves, the layers to recompute are then chosen again on the devices whose
+stages change (`devices.py`). If `devices.py` finds several good recomputations for a device, changing one into another
+is a move as well.
 
 Complexity: O(V K M) for each batch of moves, with V chunks on each of K devices and M micro-batches, plus the choice of
 layers for the fastest moves.

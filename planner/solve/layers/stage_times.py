@@ -129,8 +129,7 @@ def _knapsack_bounds(savings: FloatArray, times: FloatArray, rows: IntArray, mus
     """Return a lower bound of each stage's recomputation time: the optimum of a fractional knapsack.
 
     In the dual problem, each price of a byte gives a lower bound, and the largest one is returned. `must_go` has the
-    bytes to save for each first and last layer of a stage, `savings` those that each layer saves as first or later
-    layer.
+    bytes to save for each pair of first and last layer.
     """
 
     def sums(per_layer: FloatArray) -> FloatArray:

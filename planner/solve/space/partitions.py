@@ -76,7 +76,7 @@ class Evaluator:
 
     @property
     def has_layers(self) -> bool:
-        """Return True if every stage can have a layer, and fixed cuts, if any, have this number of stages."""
+        """Return True if there are enough layers for all stages, and fixed cuts, if any, have this number of stages."""
         balance = self.case.rules.balance
         return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
 
@@ -87,7 +87,7 @@ class Evaluator:
 
     @property
     def can_run(self) -> bool:
-        """Return True if the schedule supports this number of devices, and every stage can have a layer."""
+        """Return True if the schedule supports this number of devices, and there are enough layers for all stages."""
         with suppress(UsageError):
             return self.has_layers and bool(self.actions)
         return False
@@ -110,7 +110,7 @@ class Evaluator:
     def durations(
         self, cuts: IntArray, choices: IntArray
     ) -> tuple[BusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
-        """Return the times of N partitions: whole backwards, split backwards, transfers, and U of each device.
+        """Return stage times with whole and with split backwards, transfer times, and the time U of each device.
 
         U is the time of the optimizer step and the whole all-reduce of replicas, shape (N, K). All other arrays have
         shape (N, S). Times are in microseconds.
@@ -202,14 +202,17 @@ class Evaluator:
         return _sum_parts(self.parts, counts)
 
     def least_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return lower bounds of the memory of stages that recompute some of their layers, at one point in the step.
+        """Return bounds of the memory of stages that recompute some of their layers, at one point in the step.
+
+        A stage needs at least its entry in the first result, minus the entries of its recomputed layers in the second
+        result.
 
         Args:
             counts: Number of each of `PARTS` that exist at this point, shape (parts,).
 
         Returns:
-            Lower bounds of the bytes of every stage before recomputation, shape (L+1, width), infinite for entries
-            without a stage; and upper bounds of the bytes that recomputing each layer saves, shape (L,).
+            Bytes of every stage before recomputation, shape (L+1, width), infinite for entries without a stage; and the
+            most bytes that recomputing each layer saves, shape (L,).
         """
         costs, every = self.case.costs, self._any_by_layers
         runs = bool((every.peak[counts > 0] >= 0).any())

@@ -52,7 +52,7 @@ class StageArrays(NamedTuple):
         return cls(*each)
 
     def select(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageArrays":
-        """Return m stages of a stack from `of_variants`: those at (variant[i], row[i], column[i]).
+        """Return m stages of a stack from `of_variants`, by their indices in its dimensions.
 
         Args:
             variant: Index of the table of each stage, shape (m,).
@@ -102,7 +102,7 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTable:
-    """Stages that one device can run. Rows and columns are those of the tables in `tables.py`."""
+    """Stages that one device can run. Rows and columns are as in `planner.solve.space.tables`."""
 
     speed: float
     choice: ChoiceArray
@@ -183,7 +183,7 @@ class ChainProblem:
 
         Args:
             num_later: Number of later stages.
-            variant: Index of the table, of those for this number of later stages.
+            variant: Index in `tables[num_later]`.
             ends: Cuts at the ends of the stages, shape (n,).
         """
         table, behind, before = self.tables[num_later][variant], self.links[num_later], self.links[num_later + 1]

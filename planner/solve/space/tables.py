@@ -71,7 +71,10 @@ class MemoryTable:
         return smallest
 
     def most_bytes(self) -> float:
-        """Return the largest peak memory of a stage without recomputation, in bytes; infinite if not allowed."""
+        """Return the largest peak memory of a stage without recomputation, in bytes.
+
+        The result is infinite if the policy requires recomputation.
+        """
         if 0 not in self.totals:
             return np.inf
         fastest = self.totals[0]
