@@ -21,7 +21,7 @@ from planner.executor.equivalence import check, differences, rounds, subject
 from planner.executor.equivalence.check import EquivalenceResult, check_equivalence
 from planner.executor.equivalence.differences import largest_difference
 from planner.executor.equivalence.isolation import ChildError, ChildProcess
-from planner.model.cuts import Cuts
+from planner.model.cuts import PossibleCuts
 from planner.model.nests import tensors_in
 from planner.model.stand_ins import StandInFactory
 from planner.profile import layer_digests
@@ -139,11 +139,11 @@ def test_dropout_between_modules_belongs_to_the_previous_layer() -> None:
 @pytest.mark.nightly
 def test_zeros_in_place_of_a_parameter_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    def holds(self: Cuts, first: int, end: int) -> frozenset[str]:
-        inside = (o.holds for o in self.recording.operators if first <= o.time < end)
-        return frozenset(n for names in inside for n in names) | self.crossing(first, used_before=end).holds
+    def model_tensors(self: PossibleCuts, first: int, end: int) -> frozenset[str]:
+        inside = (o.model_tensors for o in self.recording.operators if first <= o.time < end)
+        return frozenset(n for names in inside for n in names) | self.crossing(first, used_before=end).model_tensors
 
-    monkeypatch.setattr(Cuts, "holds", holds)
+    monkeypatch.setattr(PossibleCuts, "model_tensors", model_tensors)
     found = checked(Scaled)
     assert found.warnings
     assert all(", which another stage has" in warning for warning in found.warnings)
