@@ -3,8 +3,12 @@
 The form of the text is shape[:dtype[:upper bound]]; the shape has no batch dimension.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from planner.core.errors import UsageError
 
@@ -13,6 +17,37 @@ BATCH_FIRST = (
     "and the like, or transpose in the model's `forward`"
 )
 """Hint for a sequence-first model."""
+
+PLAIN_CONTAINERS = (
+    "return inputs and targets in tuples, lists and dicts: `dict(batch)` for a BatchEncoding, `vars(batch)` for a "
+    "dataclass; if a module needs an object, make it in `forward`"
+)
+"""Hint for a batch that contains an object with tensors."""
+
+_OBJECT_DEPTH = 3
+"""Objects are searched to this depth: a graph of torch_geometric holds its tensors in an object within an object."""
+
+
+def object_with_samples(value: Any, num_samples: int) -> str:
+    """Return the type of an object in a nested batch that holds tensors of `num_samples` samples; empty if none does.
+
+    Such an object cannot be cut into micro-batches. Each micro-batch would get the samples of all.
+    """
+    objects = [leaf for leaf in tree_leaves(value) if not isinstance(leaf, Tensor)]
+    return next((type(each).__name__ for each in objects if _holds_samples(each, num_samples, _OBJECT_DEPTH)), "")
+
+
+def _holds_samples(value: Any, num_samples: int, depth: int) -> bool:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            if leaf.shape[:1] == (num_samples,):
+                return True
+        elif depth and not isinstance(leaf, nn.Module | type):
+            content = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
+            if _holds_samples(list(content), num_samples, depth - 1):
+                return True
+    return False
+
 
 _EXAMPLE = "for example `--input 3x224x224` or `--input 1024:int64:32000`"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from planner.core.errors import UsageError
-from planner.model.inputs import BATCH_FIRST
+from planner.model.inputs import BATCH_FIRST, PLAIN_CONTAINERS, object_with_samples
 from planner.model.load import Batch
 
 
@@ -52,13 +52,19 @@ def count_samples(batch: Batch) -> int | None:
     """Return the number of samples in a mini-batch; None if it has no tensors.
 
     Raises:
-        UsageError: Tensors of the mini-batch have different numbers of samples, or no samples.
+        UsageError: Tensors of the mini-batch have different numbers of samples, or no samples, or they are in an object
+            that cannot be cut into micro-batches.
     """
     sizes = sorted({tensor.shape[0] for tensor in tensors_of(tuple(batch))})
     if len(sizes) > 1 or sizes == [0]:
         raise UsageError(
             f"got a mini-batch whose tensors hold {' and '.join(map(str, sizes))} samples",
             hint=BATCH_FIRST,
+        )
+    kind = object_with_samples(tuple(batch), sizes[0]) if sizes else ""
+    if kind:
+        raise UsageError(
+            f"got a mini-batch with a {kind}, which cannot be cut into micro-batches", hint=PLAIN_CONTAINERS
         )
     return sizes[0] if sizes else None
 

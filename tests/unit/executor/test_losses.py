@@ -1,5 +1,6 @@
 """Tests of weights and sizes of micro-batches."""
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -59,3 +60,5 @@ def test_the_batch_size_is_found_or_none() -> None:
     assert count_samples(Batch(None, None)) is None
     with pytest.raises(UsageError, match="hold 2 and 3 samples"):
         count_samples(Batch(torch.zeros(3), torch.zeros(2)))
+    with pytest.raises(UsageError, match="a UserDict, which cannot be cut into micro-batches"):
+        count_samples(Batch(torch.zeros(3), UserDict(y=torch.zeros(3))))

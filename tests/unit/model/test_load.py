@@ -293,11 +293,15 @@ def test_an_unknown_optimizer_is_refused() -> None:
         ("(torch.randn(8, batch_size), None)", "expected 2 samples in its first dimension"),
         ("(torch.randn(batch_size, 8), torch.tensor(1.0))", "expected 2 samples"),
         ("(torch.randn(batch_size, 8), {'y': torch.zeros(1, 1)})", "[1, 1]"),
+        ("(torch.randn(batch_size, 8), UserDict(y=torch.zeros(batch_size)))", "a UserDict, which cannot be cut into"),
+        ("(SimpleNamespace(of=SimpleNamespace(x=torch.zeros(batch_size, 8))), None)", "a SimpleNamespace, which"),
         ("1 / 0", "`example_batch(2)` raised ZeroDivisionError"),
     ],
 )
 def test_a_wrong_example_batch_is_refused(tmp_path: Path, returned: str, told: str) -> None:
-    loaded = load(tmp_path, f"{HEAD}{BUILD}\ndef example_batch(batch_size):\n    return {returned}\n{LOSS}")
+    imports = "from collections import UserDict\nfrom types import SimpleNamespace\n"
+    text = f"{HEAD}{imports}{BUILD}\ndef example_batch(batch_size):\n    return {returned}\n{LOSS}"
+    loaded = load(tmp_path, text)
     with pytest.raises(ModelError) as refused:
         loaded.example_batch(2)
     assert told in f"{refused.value} {refused.value.hint}"
