@@ -235,7 +235,7 @@ def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOption
 
 
 def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
-    """Return `plan` with a list of the best plan of each schedule that `options` allow.
+    """Return `plan` with a list of a good plan of each schedule that `options` allow, from short searches.
 
     Args:
         profile: The profile.
@@ -247,7 +247,7 @@ def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
     if plan.schedules:
         return plan
     fixed = None if options.micro_batches == "auto" else plan.micro_batches
-    return replace(plan, schedules=trade_off_of(profile, plan, micro_batches=fixed))
+    return replace(plan, schedules=trade_off_of(profile, plan, micro_batches=fixed, is_short=True))
 
 
 def _files_of(options: SolveOptions) -> tuple[str | None, ...]:

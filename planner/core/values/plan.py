@@ -278,6 +278,8 @@ class FrontierPoint:
     peak_bytes: int = 0
     """Predicted peak memory of the device that needs most."""
     recompute_share: float = 0.0
+    short_search: bool = field(default=False, metadata=LEFT_OUT)
+    """True if the search was short, so that a longer one may find a faster plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,14 @@ from planner.core.values.plan import Plan
 from planner.show.terminal.rendering import heading, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import GAP, fit_columns, terminal_table, width_of
-from planner.show.views.plan import frontier_table, has_several_replicas, schedules_table, untried_words
+from planner.show.views.plan import (
+    SHORT_MARK,
+    frontier_table,
+    has_several_replicas,
+    schedules_table,
+    short_search_words,
+    untried_words,
+)
 from planner.show.views.table import Column, Table
 
 _SHORTEST_BAR = 8
@@ -42,9 +49,8 @@ def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
     if not plan.schedules:
         return []
     view = fit_columns(schedules_table(plan), style)
-    shown = terminal_table(view, {"schedule": (" ◀", "")})
-    words = untried_words(plan)
-    remarks = ["◀ this plan; others from a short search", *([words] if words else [])]
+    shown = terminal_table(view, {"schedule": (" ◀", ""), "step": (SHORT_MARK, "")})
+    remarks = filter(None, ["◀ this plan", short_search_words(plan), untried_words(plan)])
     said = [wrap_items(remark.split(), style, gap=" ") for remark in remarks]
     return [heading("best plan of each schedule"), shown, *said]
 

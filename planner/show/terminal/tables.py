@@ -55,7 +55,9 @@ def _header(column: Column, view: Table) -> str:
 def _cells(column: Column, view: Table, marks: Mapping[str, tuple[str, str]] | None = None) -> list[Text]:
     mark, look = (marks or {}).get(column.name, ("", ""))
     texts = column.texts(view.scales().get(column.per))
+    # Numbers are aligned at the right, so those without a mark get its width in spaces.
+    space = "" if column.unit == "text" or not column.marked else " " * len(mark)
     return [
-        Text(f"{printable(text)}{mark}", style=look) if row in column.marked else Text(printable(text))
+        Text(f"{printable(text)}{mark}", style=look) if row in column.marked else Text(f"{printable(text)}{space}")
         for row, text in enumerate(texts)
     ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Final
 
 from planner.core.judge.certainty import Certainty
 from planner.core.schedule import GIVEN, SPLITTING, Schedule, schedule_of
@@ -159,8 +160,9 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def schedules_table(plan: Plan) -> Table:
-    """Return a table of the best plan of each schedule, with a mark for the plan's own."""
+    """Return a table of the best plan of each schedule, with marks for the plan's own and for short searches."""
     points, limit = plan.schedules, max(plan.inputs.memory_bytes)
+    short = frozenset(n for n, point in enumerate(points) if point.short_search)
     marked = frozenset(n for n, point in enumerate(points) if point.schedule == plan.schedule)
     return table(
         points,
@@ -168,7 +170,7 @@ def schedules_table(plan: Plan) -> Table:
         column("micro_batches", "M", _fitting("micro_batches"), "count", drop=2),
         *_width_column(points),
         column("devices", "devices", _fitting("devices"), "count", drop=1),
-        column("step", "step", _fitting("step_us", "none found"), "us", per="step"),
+        column("step", "step", _fitting("step_us", "none found"), "us", per="step", marked=short),
         column("bubble", "bubble", _fitting("bubble"), "percent"),
         column("peak", "peak of the\nfullest device", _fitting("peak_bytes"), "bytes"),
         column("share", "of its limit", lambda p: share_of_limit(p.peak_bytes, limit) if p.fits else None, "share"),
@@ -180,6 +182,17 @@ def _width_column(points: tuple[FrontierPoint, ...]) -> list[tuple[Column, Calla
     if all(point.tensor_parallel == 1 for point in points):
         return []
     return [column("tensor_parallel", "GPUs per\nstage", _fitting("tensor_parallel"), "count")]
+
+
+SHORT_MARK: Final = " *"
+"""Suffix of the step times that short searches found."""
+
+
+def short_search_words(plan: Plan) -> str:
+    """Return what the mark of short searches means; an empty text if no search was short."""
+    if not any(point.short_search for point in plan.schedules):
+        return ""
+    return "* from a short search, a longer one may find a faster plan: `solve --frontier`"
 
 
 def untried_words(plan: Plan) -> str:

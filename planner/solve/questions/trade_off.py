@@ -1,4 +1,4 @@
-"""Comparison of schedules: the best plan that a short search finds under each schedule."""
+"""Comparison of schedules: the best plan found under each schedule."""
 
 from dataclasses import replace
 from math import inf
@@ -13,24 +13,30 @@ from planner.solve.questions.insight import point_of
 from planner.solve.request import Request, fix_widths
 from planner.solve.search import MOST_WORK, plan_under
 
-_ACTIONS: Final = 60_000
-"""Number of actions simulated per schedule: at most some tenths of a second."""
+_SHORT_ACTIONS: Final = 60_000
+"""Number of actions that a short search simulates per schedule: at most some tenths of a second."""
 
 
 def trade_off_of(
-    profile: Profile, plan: Plan, *, micro_batches: int | None = None, watch: SearchObserver = UNWATCHED
+    profile: Profile,
+    plan: Plan,
+    *,
+    micro_batches: int | None = None,
+    watch: SearchObserver = UNWATCHED,
+    is_short: bool = False,
 ) -> tuple[FrontierPoint, ...]:
     """Return the figures of a good plan under each schedule, in the usual order of schedules.
 
-    Each search is short, so a schedule may have a faster plan than the one reported. If a search finds no plan, the
-    point's `fits` is False. If the profile has several tensor-parallel widths, the plan's width and replicas are kept.
-    Schedules with a split backward are tried only if the profile has split backward times.
+    Each schedule is searched as if the request had named it. If a search finds no plan, the point's `fits` is False.
+    If the profile has several tensor-parallel widths, the plan's width and replicas are kept. Schedules with a split
+    backward are tried only if the profile has split backward times.
 
     Args:
         profile: The profile to plan for.
         plan: The answer to a request with the schedule `auto`; its own schedule gets the plan's figures.
         micro_batches: M, if the request fixed it; else None.
         watch: Observer of the searches; if it stops them, the points are not usable.
+        is_short: True to search for some tenths of a second per schedule. A schedule may then have a faster plan.
 
     Returns:
         The points. Empty if there is nothing to compare: the request fixed the schedule or the cuts, the pipeline has
@@ -44,7 +50,7 @@ def trade_off_of(
     request = Request(
         inputs=fix_widths(inputs, plan, profile),
         micro_batches=micro_batches,
-        actions=_ACTIONS,
+        actions=_SHORT_ACTIONS if is_short else None,
         searches_on=False,
         watch=watch,
     )
@@ -61,19 +67,18 @@ def trade_off_of(
 
 
 def _point(profile: Profile, request: Request, plan: Plan, name: ScheduleName) -> FrontierPoint:
-    best = plan if name == plan.schedule else _plan_under(name, profile, request, plan.micro_batches)
-    if best is None:
-        return FrontierPoint(micro_batches=0, micro_batch_size=0, schedule=name, fits=False)
-    return point_of(best)
-
-
-def _plan_under(name: ScheduleName, profile: Profile, request: Request, usual: int) -> Plan | None:
+    if name == plan.schedule:
+        return point_of(plan)
     schedule = schedule_of(name)
-    requests = [replace(request, micro_batches=usual), request]
-    if schedule.has_closed_form or schedule.is_one_forward_one_backward:
-        requests = [request]
-    # A short search divided among all values of M would have too little effort for each, so `usual` comes first.
-    elif schedule.is_to_be_made:
-        requests = requests[:1]
+    is_proven = schedule.has_closed_form or schedule.is_one_forward_one_backward
+    is_short = request.actions is not None and not is_proven
+    requests = [request]
+    if is_short:
+        # A short search divided among all values of M would have too little effort for each, so the plan's comes first.
+        own_m = replace(request, micro_batches=plan.micro_batches)
+        requests = [own_m] if schedule.is_to_be_made else [own_m, request]
     found = (plan_under({name}, profile, each, upper_us=inf) for each in requests)
-    return next((plan for plan in found if plan is not None), None)
+    best = next((plan for plan in found if plan is not None), None)
+    if best is None:
+        return FrontierPoint(micro_batches=0, micro_batch_size=0, schedule=name, fits=False, short_search=is_short)
+    return replace(point_of(best), short_search=is_short)

@@ -17,6 +17,6 @@ def test_no_compared_schedule_is_faster_than_the_plan() -> None:
     profile = api.profile(CONFIGURATION, device="estimate:h100", tensor_parallel="4,8")
     request = request_of(profile, ProfileReference(path="", digest=""), SolverOptions(nodes="8x8"))
     plan = solve(profile, request)
-    points = trade_off_of(profile, plan)
+    points = trade_off_of(profile, plan, is_short=True)
     assert plan.predicted.step_us <= min(point.step_us for point in points if point.fits)
     assert all(point.fits for point in points)

@@ -51,6 +51,24 @@ def test_every_schedule_has_a_point_if_split_backwards_were_measured() -> None:
     assert chosen.peak_bytes == max(plan.peak_bytes_by_device())
     assert all(0 < point.peak_bytes <= CAP for point in points if point.fits)
     assert sum(point.fits for point in points) >= 5
+    assert not any(point.short_search for point in points)
+
+
+def test_points_equal_the_answers_to_requests_for_their_schedules() -> None:
+    profile = with_split_backward()
+    for point in trade_off_of(profile, answer(profile), micro_batches=16):
+        if point.schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
+            chunks = 0 if point.schedule in ("interleaved", "zbv") else 1
+            inputs = replace(inputs_of(4, 16, memory_bytes=CAP), schedule=point.schedule, chunks=chunks)
+            alone = solve(profile, Request(inputs=inputs, micro_batches=16, actions=None))
+            assert point.step_us <= alone.predicted.step_us * 1.01
+
+
+def test_points_of_short_searches_are_marked_unless_proven() -> None:
+    plan = answer(with_split_backward())
+    points = trade_off_of(with_split_backward(), plan, micro_batches=16, is_short=True)
+    proven = {point.schedule for point in points if not point.short_search}
+    assert proven == {"gpipe", "1f1b", plan.schedule}
 
 
 def test_zero_bubble_schedules_have_no_point_without_split_backwards() -> None:
