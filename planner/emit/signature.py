@@ -47,7 +47,7 @@ def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> No
 def refuse_overwrite(path: Path, text: str) -> None:
     """Raise FileError if writing `text` would overwrite an edited file.
 
-    A file of a `text` without signature counts as edited if its content differs from `text`.
+    If `text` has no signature, an existing file with other content counts as edited.
     """
     if _SIGNATURE in text:
         refuse_edited(path)

@@ -31,7 +31,7 @@ _Kind = tuple[tuple[int, ...], jnp.dtype]
 
 
 class Packing:
-    """Packing of each stage's arrays into packed arrays, which have equal shapes on every device.
+    """Packing of each stage's arrays into arrays whose shapes are equal on every device.
 
     Arrays of equal shape share a slot as long as slots waste little memory (`planner.tpu.places`). Otherwise all arrays
     of a dtype are concatenated to one vector, which each device unpacks into the stage's arrays.
@@ -93,7 +93,7 @@ class Packing:
         return arrays
 
     def add(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-        """Return packed arrays plus the arrays of the same stage.
+        """Add the arrays of a stage to packed arrays of the same stage, and return the packed sums.
 
         Args:
             stage: Index of the stage.

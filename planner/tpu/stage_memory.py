@@ -65,7 +65,7 @@ class CompiledLayerMemory:
     """Arrays of each layer at the nearest profiled size; empty if the profile does not list them."""
 
     def in_stages(self, builder: StageTableBuilder, micro_batches: int) -> "CompiledStageMemory":
-        """Return the memory of each stage in `builder`, computed from the memory of the stage's layers."""
+        """Return the memory of each stage of `builder`, computed from the memory of the stage's layers."""
         carried_before = sums_before(self.carried)[builder.firsts][:, None]
         return CompiledStageMemory(
             straight=builder.highest(self.level[builder.columns]) - carried_before,

@@ -99,7 +99,10 @@ class Assembly:
         return list(self._chain.model.parameters())
 
     def parameter_pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return pairs of one parameter: as part of the whole model (without values), and in this process."""
+        """Return, for each parameter of this process, (parameter of the whole model, parameter in this process).
+
+        Parameters of the whole model have no values.
+        """
         whole = dict(self._chain.model.named_parameters(remove_duplicate=False))
         return [(whole[name], parameter) for name, parameter in self.named_parameters()]
 
@@ -192,10 +195,10 @@ def make_stage_module(
     """Return the module that runs a stage.
 
     Args:
-        built: Built layers of the stage.
+        built: Layers of the stage, with their values.
         layers: Range of the stage in the chain.
         shapes: Boundary tensors of the chain.
-        recompute: Micro-batches for which the whole stage is recomputed.
+        recompute: Recompute choice of the stage.
         recomputed: Indices, within the stage, of the layers that are recomputed one by one.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.

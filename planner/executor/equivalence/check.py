@@ -137,7 +137,9 @@ def check_equivalence(
 
 
 def _check_builds(request: CheckRequest) -> None:
-    """Check that `build_model` returns an equal model when it is called again; otherwise this made the check fail.
+    """Refuse a model that `build_model` builds differently when it is called again.
+
+    Such a model may be the reason why the comparison failed.
 
     Raises:
         ModelError: The second model has modules of the first one, or other numbers in its attributes.
@@ -159,7 +161,6 @@ def _check_builds(request: CheckRequest) -> None:
 
 
 def _difference_of_builds(loaded: LoadedModel) -> str:
-    """Return how the models of two calls of `build_model` differ, or an empty text."""
     models, numbers = [], []
     for _ in range(2):
         seed_process(0)

@@ -67,9 +67,9 @@ class Differences:
     def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
         """Record the relative difference between a tensor of the stage and of the reference.
 
-        This is the largest difference of two elements, divided by the largest magnitude in the reference. A missing
-        tensor (None) counts as zeros. If a missing gradient changes the optimizer's behavior, the comparison after the
-        optimizer's step detects the change.
+        The relative difference is the largest difference of two elements, divided by the largest magnitude in the
+        reference. A missing tensor (None) counts as zeros. If a missing gradient changes the optimizer's behavior, the
+        comparison after the optimizer's step detects the change.
 
         Args:
             name: Name of the tensor in messages.
@@ -115,8 +115,8 @@ def largest_unexplained_difference(relative: Mapping[str, float], noise: Callabl
 
     Args:
         relative: Relative differences by name.
-        noise: Function that changes all parameters by a rounding error, and returns the relative changes of the same
-            values. It takes long, and is called only if needed.
+        noise: Function that changes all parameters by a rounding error, and returns the relative changes of the
+            compared values. It takes long, and is called only if needed.
 
     Returns:
         One line of text; empty if rounding errors explain all differences.

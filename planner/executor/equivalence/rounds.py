@@ -50,7 +50,7 @@ because a change may or may not flip a ReLU."""
 
 
 class Reason(NamedTuple):
-    """Reason why stages do not train as the model does, with a hint if the reason has one of its own."""
+    """Reason why stages do not train as the model does. It may have a hint for the user."""
 
     text: str = ""
     hint: str = ""

@@ -73,7 +73,7 @@ def from_json(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 
     Args:
         value: Result of `to_json`.
-        tensor: Function that returns the tensor with a path.
+        tensor: Function from the path of a tensor to the tensor.
     """
     if isinstance(value, list):
         return [from_json(item, tensor) for item in value]

@@ -74,7 +74,7 @@ class RunFolder:
     def continue_from(self, source: Path, step: int) -> None:
         """Prepare the folder for a run that continues the checkpoint `source`.
 
-        Checkpoints of more than `step` steps are moved to a folder `abandoned-…`.
+        Later checkpoints, of more than `step` steps, are moved to a folder `abandoned-…`.
 
         Args:
             source: Resumed checkpoint.

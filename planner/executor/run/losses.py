@@ -71,6 +71,6 @@ def sum_losses(losses: Sequence[Tensor]) -> Tensor | float:
 
 
 def zero_loss_of(output: Any) -> Tensor:
-    """Return a loss of zero that depends on `output` and gives it gradients of zero."""
+    """Return a loss of zero that depends on `output`. Its gradients are zeros."""
     tensors = [t for t in tensors_in(output) if not isinstance(t, UnreadOutput) and t.is_floating_point()]
     return torch.stack([tensor.flatten()[:0].float().sum() for tensor in tensors]).sum()

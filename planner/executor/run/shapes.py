@@ -100,7 +100,7 @@ class Shapes:
     """True for each layer whose output shares storage with its input."""
 
     def with_gradients_of(self, other: "Shapes") -> "Shapes":
-        """Set `requires_grad` of each tensor that has the flag in `other`, and return these (changed) shapes."""
+        """Set each `requires_grad` flag that is set in `other`, and return these shapes."""
         for here, there in zip(self.boundaries, other.boundaries, strict=True):
             for tensor, again in zip(here.tensors, there.tensors, strict=False):
                 tensor.requires_grad_(tensor.requires_grad or (again.requires_grad and tensor.dtype == again.dtype))

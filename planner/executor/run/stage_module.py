@@ -64,7 +64,7 @@ class StageModule(nn.Module):
         received: Boundary before the first layer.
         sent: Boundary after the last layer, with the layout of its tensors. None on the last stage, or to send
             contiguous tensors.
-        recompute: Micro-batches for which the whole stage is recomputed; `layers` if only layers in `recomputed` are.
+        recompute: Recompute choice of the stage; with `layers`, only the layers in `recomputed` are recomputed.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.
         copies_input: True if the layers need a copy of the received tensors, because they write into them.
@@ -265,7 +265,7 @@ class StageModule(nn.Module):
 
 
 def _with_graph(result: Any, anchor: Tensor) -> Any:
-    """Return the outputs for checkpointing. None is a parameter, and one has a graph if gradients are enabled.
+    """Return outputs that checkpointing supports: no parameters, and at least one with a graph.
 
     A parameter that a layer returns would become a result of the checkpoint, whose backward would then call itself.
     Layers that are skipped at random may leave all outputs without a graph. The backward of checkpointing would then

@@ -22,9 +22,9 @@ _BEATS_UNTIL_SILENT = 6
 
 
 class Heartbeats:
-    """Writer and reader of the ranks' signs of life, for one rank.
+    """Heartbeats of one rank: it writes its signs of life to the store, and reads those of other ranks.
 
-    It uses a connection to the store that no other thread uses.
+    The connection to the store must not be used by another thread.
     """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
@@ -74,7 +74,7 @@ class Heartbeats:
         keys = [f"at/{rank}" for rank in (range(self._world) if ranks is None else ranks)]
         try:
             if ranks != [self._reader]:  # the reader has certainly written its position
-                keys = self._set_keys(keys)
+                keys = self._keys_in_store(keys)
             texts = self._store.multi_get(keys) if keys else []
         except dist.DistError:
             return {}
@@ -133,9 +133,9 @@ class Heartbeats:
             since > self._first_look for rank, (_, since) in self._seen.items() if rank not in self._left
         )
 
-    def _set_keys(self, keys: list[str]) -> list[str]:
+    def _keys_in_store(self, keys: list[str]) -> list[str]:
         """Return the keys that are set. Reading a key that is not set would wait for it."""
         if self._store.check(keys):
             return keys
         half = len(keys) // 2
-        return self._set_keys(keys[:half]) + self._set_keys(keys[half:]) if half else []
+        return self._keys_in_store(keys[:half]) + self._keys_in_store(keys[half:]) if half else []
