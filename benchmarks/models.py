@@ -1,4 +1,4 @@
-"""Real models cut into stages, compared with the model in one piece: loss, every gradient, every buffer.
+"""Real models cut into stages, compared with the unpartitioned model: loss, every gradient, every buffer.
 
     python benchmarks/models.py > docs/measurements/models.md
     python benchmarks/models.py --model FCOS --model "GPT-2 with LoRA"
@@ -35,6 +35,20 @@ from tests.zoo.real_models import REAL_MODELS, RealModel
 
 LIMIT = 1e-4
 
+_LEGEND = """\
+{models} small models with random weights. Each is cut into three stages of nearly equally many layers, and into one
+stage per layer, with coarse and fine granularity and two micro-batches in flight. The three coarse stages are built
+separately, as their ranks build them.
+
+- *Tensors*: smallest and largest number of tensors at a boundary (coarse), including integers that later layers read.
+- *Loss*, *gradients*, *buffers*: largest error of all these cuts, relative to the unpartitioned model. After a slash:
+  number of gradients, and of buffers that a step changes.
+- *Recomputed*: largest of these three errors if each of the three stages is recomputed.
+- *Check*: result of the equivalence check of `gpipe-plan profile` (coarse): covered cuts, largest relative error, CPU
+  time of all processes.
+- *CPU time*: to find the layers (coarse), and for a step of the unpartitioned model.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
@@ -65,9 +79,9 @@ class Compared:
         if self.failure:
             return "failed"
         if self.refusal:
-            return "refused as they should be"
+            return "refused, as they must be"
         worst = max(d.worst for d in (self.kept, self.recomputed) if d is not None)
-        return "trained as in one piece" if worst <= LIMIT else "trained wrongly"
+        return "trained as the unpartitioned model does" if worst <= LIMIT else "trained wrongly"
 
     @property
     def cells(self) -> dict[str, str]:
@@ -107,19 +121,7 @@ def _print_head(names: Sequence[str]) -> None:
     print("# Real models as chains\n")
     print(f"`python benchmarks/models.py` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, ", end="")
     print(f"transformers {version('transformers')}, timm {version('timm')}, Python {platform.python_version()}.")
-    print(
-        f"{len(names)} small models with random weights. Each is cut into three stages of nearly equally many layers,\n"
-        "and into one stage per layer, with coarse and fine granularity and two micro-batches in flight. The three\n"
-        "coarse stages are built separately, as their ranks build them.\n\n"
-        "- *Tensors*: smallest and largest number of tensors at a boundary (coarse), including integers that later\n"
-        "  layers read.\n"
-        "- *Loss*, *gradients*, *buffers*: largest error of all these cuts, relative to the unpartitioned model.\n"
-        "  After a slash: number of gradients, and of buffers that a step changes.\n"
-        "- *Recomputed*: largest of these three errors if each of the three stages is recomputed.\n"
-        "- *Check*: result of the equivalence check of `gpipe-plan profile` (coarse): covered cuts, largest relative\n"
-        "  error, CPU time of all processes.\n"
-        "- *CPU time*: to find the layers (coarse), and for a step of the unpartitioned model.\n"
-    )
+    print(_LEGEND.format(models=len(names)))
     columns = Compared(family="", caveat="", failure="-").cells
     print(f"| model | {' | '.join(columns)} |")
     print("|---" * (len(columns) + 1) + "|")
