@@ -243,7 +243,7 @@ class Layout:
         return [f"the memory assumes {what}: set `{option}`" for what, option in assumed.items() if option]
 
     def replica_notes(self, engine: str) -> list[str]:
-        """Return a note for plans with several replicas: the engine's format describes only one pipeline."""
+        """Return a note if the plan has several replicas, which the engine's format cannot express."""
         count = self.plan.replicas
         if count == 1:
             return []

@@ -144,7 +144,7 @@ def _with_slot_padding(
     most: _ProgramParts,
     choices: Sequence[Recompute],
 ) -> _ProgramParts:
-    """Add the memory lost in slots, because arrays of different stages differ in shape.
+    """Return `most` plus the memory that is lost in slots. Arrays of different stages differ in shape.
 
     `most` has the largest bytes of any stage for each component.
     """

@@ -57,7 +57,7 @@ _ATTEMPTS_OF_LARGE = (_Attempt(1, True), _Attempt(2, True), _Attempt(1, False), 
 
 
 class EquivalenceResult(NamedTuple):
-    """Model without its wrong cuts, and a record of the equivalence check."""
+    """Record of the equivalence check, and the model with its wrong cuts excluded."""
 
     loaded: LoadedModel
     """The model; `uncut` names the layers that no stage may end with."""
