@@ -252,8 +252,9 @@ def _improved_schedules(
 ) -> SearchedCases:
     """Search each schedule with the width and replicas of the best plan, and return the result.
 
-    The first search may spend a schedule's budget on few micro-batches, because it ranks cases without bubbles. Here,
-    each schedule gets a short search with the best plan's M, and the fastest ones get a longer search.
+    The first search ranks cases without their bubbles, so a schedule may spend its budget on cases with few
+    micro-batches. Here, each schedule gets a short search with the best plan's M, and the fastest ones get a longer
+    search.
     """
     best, answers, actions = first.best, first.answers, request.actions or 0
     assert best is not None

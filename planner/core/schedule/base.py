@@ -166,10 +166,9 @@ class Schedule(ABC):
     def bound_us(self, loads: LoadBounds, micro_batches: int, chunks: int) -> float:
         """Return a lower bound of the step time of every partition, in microseconds.
 
-        The bound ignores memory, links, overheads and recomputation. It is the larger of two bounds: the work of the
-        busiest device; and the time of one micro-batch through all stages and back, plus, if every device runs one
-        stage, the slowest backward of the other micro-batches. With split backwards, only the first bound applies,
-        because no later pass waits for a weight-gradient pass.
+        The bound ignores memory, links, overheads and recomputation. It is at least the work of the busiest device.
+        With whole backwards, it is also at least the time of one micro-batch through all stages and back. If every
+        device runs one stage, the slowest backward of the other micro-batches is added to this time.
 
         Args:
             loads: Lower bounds of the compute time of one micro-batch.

@@ -112,7 +112,7 @@ class Recurrence(Protocol):
         """
 
     def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Return the numbers of partial plans, raised to values that every complete plan reaches."""
+        """Return the numbers of partial plans, raised to lower bounds for the complete plans that contain them."""
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of all plans that contain a partial plan; exact for complete plans."""

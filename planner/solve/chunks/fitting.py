@@ -77,7 +77,8 @@ class RecomputeFitter:
     def minimal_combinations(self, over: FloatArray) -> list[IntArray]:
         """Return the indices of the minimal combinations of recompute choices for each device.
 
-        A combination is minimal if it fits, and no other one that fits recomputes at most as much in every chunk.
+        A combination is minimal if it fits, and no combination with less recomputation fits. Less recomputation means
+        less in at least one chunk and more in none.
 
         Args:
             over: Bytes by which a partition exceeds each device's memory limit, for each combination; shape
