@@ -33,7 +33,7 @@ _MOST_ACTIONS = 20_000
 _ROUNDS = 100  # moves of a descent, at most
 
 
-def infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
+def infeasible_error(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
     """Return the error for a request without a plan: the obstacle, and changes with which a plan fits.
 
     Args:
@@ -79,7 +79,7 @@ def _too_few_devices(profile: Profile, request: Request) -> InfeasibleError:
     )
 
 
-def out_of_time(request: Request) -> SolverError:
+def out_of_time_error(request: Request) -> SolverError:
     """Return the error for a request whose time limit passed before a plan was found."""
     if request.time_limit_s is None:
         return SolverError("the search was stopped before a plan was found")

@@ -86,7 +86,7 @@ def has_linear_program(schedule: Schedule) -> bool:
     return not (schedule.has_closed_form or schedule.is_to_be_made or schedule.is_one_forward_one_backward)
 
 
-def budgets(request: Request) -> dict[ScheduleName, int]:
+def action_limits(request: Request) -> dict[ScheduleName, int]:
     """Return the largest number of actions to simulate for each schedule, by schedule.
 
     Schedules without an entry have no limit.
@@ -206,7 +206,7 @@ def search_cases(
         budget: Number of actions to simulate per schedule; if empty, the request decides.
     """
     is_open = request.inputs.schedule == "auto"
-    results = _Pass(cases, budget or budgets(request), upper_us, is_ranked=ranks is not None)
+    results = _Pass(cases, budget or action_limits(request), upper_us, is_ranked=ranks is not None)
     # The most promising case comes first, because most other cases have a lower bound above the step time of its plan.
     # If the schedule is `auto`, GPipe comes before all others, because its best plan is found and proven quickly.
     ordered = sorted(cases, key=estimate_sort_key if is_open else bound_sort_key)

@@ -13,7 +13,7 @@ from planner.core.values.plan import Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.solve.answer import SAME, Answer
 from planner.solve.cases import cases_of, check_request
-from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, tie_broken
+from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, best_of_equally_fast
 from planner.solve.chain.quick import quick_answers, width_replicas_and_m, without_bubble_us
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.methods import (
@@ -81,11 +81,11 @@ def solve(profile: Profile, request: Request, *, tables: WidthTables | None = No
     searched = _searched(cases, request, deadline)
     best, bound_us = searched.best, searched.bound_us
     if best is None:
-        from planner.solve.explain import infeasible, out_of_time  # noqa: PLC0415 - most requests have an answer
+        from planner.solve.explain import infeasible_error, out_of_time_error  # noqa: PLC0415 - most requests have an answer
 
         if not searched.complete:
-            raise out_of_time(request)
-        error = infeasible(profile, request, cases)
+            raise out_of_time_error(request)
+        error = infeasible_error(profile, request, cases)
         # If not everything was tried, the lack of a plan does not prove that none exists.
         raise error if bound_us == inf else SolverError(f"{error.message}, among the searched plans", hint=error.hint)
     best = _simplest_answer(searched, request.inputs.simplest)
@@ -293,7 +293,7 @@ def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
         return answer
     case = answer.case
     try:
-        cuts = tie_broken(case, answer.step_us, deadline=deadline)
+        cuts = best_of_equally_fast(case, answer.step_us, deadline=deadline)
     except OutOfTimeError:
         return answer
     return answer if cuts is None else answer._replace(partition=case.partition(cuts.cuts, cuts.choices))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
-from planner.core.cost.workload import Workload
+from planner.core.cost.workload import SampleWork
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile
 
@@ -214,7 +214,7 @@ class Storages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Relays:
+class PassedGradients:
     """Gradients that consecutive layers pass back unchanged; every array has shape (relays,)."""
 
     first: IntArray
@@ -252,8 +252,8 @@ class ChainCosts:
     memory_model: LayerMemoryModel | None
     """Memory records of layers with a memory model of their own; None if a model of this package applies."""
     storages: Storages
-    relays: Relays
-    workload: Workload
+    relays: PassedGradients
+    workload: SampleWork
     bucket_bytes: float = 0.0
     """Size of the largest message with gradients to other replicas, in bytes; 0 with one replica."""
 

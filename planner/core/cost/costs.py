@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray
-from planner.core.cost.chain_costs import ChainCosts, LayerState, Relays, Storages
-from planner.core.cost.size_costs import SizeCosts, additive_costs, exact_costs
+from planner.core.cost.chain_costs import ChainCosts, LayerState, PassedGradients, Storages
+from planner.core.cost.size_costs import SizeCosts, costs_from_records, costs_without_records
 from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import tied_parameters_of
 from planner.core.cost.workload import workload_of
@@ -71,7 +71,13 @@ class CostTable:
         )
         """True if time or memory of the split backward is assumed for some layer, not measured."""
         compiled = not self._exact and all(len(layer.program) == sizes for layer in profile.layers)
-        self._read = exact_costs if self._exact else load("MEMORY_MODELS", "program") if compiled else additive_costs
+        self._read = (
+            costs_from_records
+            if self._exact
+            else load("MEMORY_MODELS", "program")
+            if compiled
+            else costs_without_records
+        )
         self._sizes: dict[int, SizeCosts] = {}
 
     def at(self, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
@@ -197,10 +203,10 @@ def _storages(weighted: Sequence[tuple[SizeCosts, float]]) -> Storages:
     )
 
 
-def _relays(weighted: Sequence[tuple[SizeCosts, float]]) -> Relays:
+def _relays(weighted: Sequence[tuple[SizeCosts, float]]) -> PassedGradients:
     relays = sorted(set.intersection(*(set(costs.relays) for costs, _ in weighted)))
     sizes = [sum(weight * costs.relays[relay] for costs, weight in weighted) for relay in relays]
-    return Relays(
+    return PassedGradients(
         first=np.array([relay.first for relay in relays], dtype=np.int64),
         last=np.array([relay.last for relay in relays], dtype=np.int64),
         bytes=np.maximum(np.array(sizes, dtype=float), 0.0),

@@ -195,7 +195,7 @@ def chunk_memory_function(
     )
 
 
-def chunk_totals(stages: StageTable, recompute: Recompute) -> FloatArray:
+def part_bytes_of_stages(stages: StageTable, recompute: Recompute) -> FloatArray:
     """Return the permanent bytes and the bytes of each of `PARTS`, for each stage of a table.
 
     Args:

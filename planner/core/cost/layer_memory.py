@@ -57,7 +57,7 @@ class LayerPeaks(NamedTuple):
     backward: FloatArray
 
 
-class Pending(NamedTuple):
+class PendingStorage(NamedTuple):
     """Storage that a layer creates, and that a later layer saves only if the later layer is recomputed."""
 
     until: int
@@ -99,7 +99,7 @@ class StageLayers:
     """Arrays of shape (2, end - first). Row 0: the layer is not recomputed; row 1: it is recomputed."""
     held: FloatArray
     """Bytes that each layer saves, without pending storages; shape and rows as in `peaks`."""
-    pending: tuple[tuple[Pending, ...], ...]
+    pending: tuple[tuple[PendingStorage, ...], ...]
     """For each layer of the stage, the storages that it creates and that later layers save only if recomputed."""
     can_recompute: BoolArray
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
@@ -127,10 +127,10 @@ class StageLayers:
         own_copy = np.where(np.arange(first, end) == first, copied, 0.0)
         dropped = _sum_by_maker(costs, costs.storages.kept_by_readers)
         kept = dropped + most_savings(costs)[0]
-        pending: list[list[Pending]] = [[] for _ in range(first, end)]
+        pending: list[list[PendingStorage]] = [[] for _ in range(first, end)]
         for n in np.flatnonzero((made >= first) & (made < end) & (by_maker + unkept > 0)):
             sizes = (float(unkept[n]), float(by_maker[n] + unkept[n]))
-            pending[made[n] - first].append(Pending(int(costs.storages.until[n]), sizes))
+            pending[made[n] - first].append(PendingStorage(int(costs.storages.until[n]), sizes))
         return cls(
             first=first,
             end=end,

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearExpression:
     """Linear expression: a constant plus a sum of unknowns with factors."""
 
     factors: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -17,19 +17,21 @@ class Linear:
         """Return True if the expression is not 0."""
         return bool(self.factors) or self.constant != 0
 
-    def __add__(self, other: "Linear | float") -> "Linear":
+    def __add__(self, other: "LinearExpression | float") -> "LinearExpression":
         """Return the sum of the expression and `other`."""
-        if not isinstance(other, Linear):
-            return Linear(self.factors, self.constant + other)
+        if not isinstance(other, LinearExpression):
+            return LinearExpression(self.factors, self.constant + other)
         factors = dict(self.factors)
         for unknown, factor in other.factors.items():
             factors[unknown] = factors.get(unknown, 0.0) + factor
-        return Linear(factors, self.constant + other.constant)
+        return LinearExpression(factors, self.constant + other.constant)
 
-    def __sub__(self, other: "Linear") -> "Linear":
+    def __sub__(self, other: "LinearExpression") -> "LinearExpression":
         """Return the difference of the expression and `other`."""
         return self + other.times(-1.0)
 
-    def times(self, factor: float) -> "Linear":
+    def times(self, factor: float) -> "LinearExpression":
         """Return the product of the expression and a number."""
-        return Linear({unknown: factor * value for unknown, value in self.factors.items()}, factor * self.constant)
+        return LinearExpression(
+            {unknown: factor * value for unknown, value in self.factors.items()}, factor * self.constant
+        )

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.core.cost.arrays import FloatArray
-from planner.core.cost.linear import Linear
+from planner.core.cost.linear import LinearExpression
 from planner.core.schedule import (
     KINDS,
     Action,
@@ -32,7 +32,7 @@ from planner.core.schedule import (
     sending_stage,
 )
 
-Clock = TypeVar("Clock", float, FloatArray, Linear)
+Clock = TypeVar("Clock", float, FloatArray, LinearExpression)
 
 _BLOCK = 1024
 """Number of partitions that are simulated at once: their times fit into the processor's cache."""
@@ -384,5 +384,5 @@ def _stages_by_end(row: Sequence[Action]) -> list[int]:
     return [*dict.fromkeys(action.stage for action in reversed(row))][::-1]
 
 
-def _takes_time(send: float | FloatArray | Linear) -> bool:
-    return bool(send) if isinstance(send, Linear) else bool(np.any(send))
+def _takes_time(send: float | FloatArray | LinearExpression) -> bool:
+    return bool(send) if isinstance(send, LinearExpression) else bool(np.any(send))

@@ -21,7 +21,7 @@ from planner.core.cost.chain_costs import (
     sums_after,
     sums_before,
 )
-from planner.core.cost.storages import Crossing, CrossingStorages, Relay, additive_crossing, writes_received
+from planner.core.cost.storages import CrossingBytes, CrossingStorages, PassedTensor, additive_crossing, writes_received
 from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
 
 
@@ -36,12 +36,12 @@ class SizeCosts:
     """Function that computes the costs of split backwards on first use, because few schedules split backwards."""
     memory_model: LayerMemoryModel | None = None
     target: float = 0.0
-    crossing: dict[tuple[int, int], Crossing]
-    relays: dict[Relay, int]
+    crossing: dict[tuple[int, int], CrossingBytes]
+    relays: dict[PassedTensor, int]
     """Bytes of each gradient that layers pass on unchanged."""
 
 
-def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
+def costs_without_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     """Return upper bounds of the costs, for layers without exact memory records.
 
     `n` is the index of the micro-batch size in the profile.
@@ -86,7 +86,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     )
 
 
-def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
+def costs_from_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     """Return the costs of layers that all have exact memory records (`MemoryDetail`).
 
     `n` is the index of the micro-batch size in the profile.

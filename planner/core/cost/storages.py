@@ -12,7 +12,7 @@ from typing import NamedTuple
 from planner.core.values.profile import BoundaryTensor, LayerProfile, MemoryDetail
 
 
-class Relay(NamedTuple):
+class PassedTensor(NamedTuple):
     """Tensor that consecutive layers pass on unchanged. Its gradient is also passed back unchanged."""
 
     origin: int
@@ -21,7 +21,7 @@ class Relay(NamedTuple):
     last: int
 
 
-class Crossing(NamedTuple):
+class CrossingBytes(NamedTuple):
     """Bytes of a storage that crosses boundaries, by the kind of layer that saves it."""
 
     until: int
@@ -30,7 +30,7 @@ class Crossing(NamedTuple):
     storage, entry 1 if only the layer that creates it saves it, entry 2 if no layer saves it."""
 
 
-def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], Crossing]:
+def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:
     """Return the storages that cross boundaries, for layers without exact memory records.
 
     Each layer then has one output, which crosses only the next boundary. `n` is the index of the micro-batch size in
@@ -39,7 +39,7 @@ def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int,
     outputs = {}
     for index, layer in enumerate(layers):
         output, saved = float(layer.output_bytes[n]), float(layer.saved_bytes[n])
-        outputs[index, 0] = Crossing(index + 1, (min(output, saved), 0.0, max(0.0, output - saved)))
+        outputs[index, 0] = CrossingBytes(index + 1, (min(output, saved), 0.0, max(0.0, output - saved)))
     return outputs
 
 
@@ -113,16 +113,16 @@ class CrossingStorages:
                 saved[storage.origin] += storage.bytes
         return saved
 
-    def crossing(self) -> dict[tuple[int, int], Crossing]:
+    def crossing(self) -> dict[tuple[int, int], CrossingBytes]:
         """Return every storage, by the layer that creates it and its index among this layer's storages."""
         crossing = {}
         for each in self.storages:
             own = float(each.bytes)
             by = (own, 0.0, 0.0) if each.kept_by_reader else (0.0, own, 0.0) if each.kept else (0.0, 0.0, own)
-            crossing[each.origin, each.place] = Crossing(each.until, by)
+            crossing[each.origin, each.place] = CrossingBytes(each.until, by)
         return crossing
 
-    def relays(self) -> dict[Relay, int]:
+    def relays(self) -> dict[PassedTensor, int]:
         """Return the tensors that layers pass on unchanged, each with the bytes of its gradient."""
         relays = {}
         for each in self.storages:
@@ -130,7 +130,7 @@ class CrossingStorages:
             begins = [layer for layer in sizes if layer - 1 not in sizes]
             ends = [layer for layer in sizes if layer + 1 not in sizes]
             for first, last in zip(begins, ends, strict=True):
-                relays[Relay(each.origin, each.place, first, last)] = min(sizes[first], each.bytes)
+                relays[PassedTensor(each.origin, each.place, first, last)] = min(sizes[first], each.bytes)
         return relays
 
     def passing(self) -> list[int]:

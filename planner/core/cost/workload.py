@@ -24,7 +24,7 @@ _HOURS_PER_DAY: Final = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class SampleWork:
     """Work of one sample, and the peak rate of a GPU."""
 
     tokens: int = 0
@@ -40,11 +40,11 @@ class Workload:
         return self.flops * samples_per_s / able if able else 0.0
 
 
-def workload_of(profile: Profile) -> Workload:
+def workload_of(profile: Profile) -> SampleWork:
     """Return the tokens and FLOPs of a sample, from the costs at the largest profiled micro-batch size."""
     sizes = profile.micro_batch_sizes
     n = sizes.index(max(sizes))
-    return Workload(
+    return SampleWork(
         tokens=_tokens(profile),
         flops=sum(
             passes * layer.forward_flops[n]
@@ -56,7 +56,7 @@ def workload_of(profile: Profile) -> Workload:
     )
 
 
-def training_run(inputs: Inputs, step_us: float, workload: Workload, *, devices: int = 0) -> TrainingRun | None:
+def training_run(inputs: Inputs, step_us: float, workload: SampleWork, *, devices: int = 0) -> TrainingRun | None:
     """Return the duration and cost of the training run whose length a request gives.
 
     Args:

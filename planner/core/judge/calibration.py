@@ -80,7 +80,7 @@ def timed_steps_us(report: RunReport) -> tuple[float, ...]:
     return report.step_us[report.warmup_steps :] or report.step_us
 
 
-def peak_bytes_of(plan: Plan) -> tuple[int, ...]:
+def allocator_peaks(plan: Plan) -> tuple[int, ...]:
     """Return the predicted peak of every device's allocator in bytes, which is the plan's peak without the reserve."""
     return tuple(need - plan.inputs.reserve_bytes for need in plan.peak_bytes_by_device())
 
@@ -138,4 +138,4 @@ def _predicted_us(evaluation: Evaluation, boundary: int) -> float:
 def _measured_reserve(plan: Plan, report: RunReport) -> int:
     used = {run.index: run.peak_bytes + run.outside_bytes for run in stage_runs(report)}
     measured = [max(used.get(stage.index, 0) for stage in chunks) for chunks in plan.by_device()]
-    return max(0, *(has - need for has, need in zip(measured, peak_bytes_of(plan), strict=True)))
+    return max(0, *(has - need for has, need in zip(measured, allocator_peaks(plan), strict=True)))

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import MeasurementError
-from planner.core.judge.calibration import calibration_of, peak_bytes_of, stage_runs, timed_steps_us
+from planner.core.judge.calibration import allocator_peaks, calibration_of, stage_runs, timed_steps_us
 from planner.core.judge.certainty import SLACK_BYTES
 from planner.core.values.calibration import Calibration
 from planner.core.values.plan import Plan
@@ -126,11 +126,11 @@ def compared_figures(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...
     stages than the plan, only the stages of the run are compared.
     """
     stages = [[stage.index for stage in chunks] for chunks in plan.by_device()]
-    peaks = compared_peaks(list(zip(stages, peak_bytes_of(plan), strict=True)), report)
+    peaks = compared_peaks(list(zip(stages, allocator_peaks(plan), strict=True)), report)
     return (*_times(plan, report), *peaks)
 
 
-def crowding(processes: int, threads: int, cores: int) -> str:
+def core_shortage(processes: int, threads: int, cores: int) -> str:
     """Return the reason not to judge times if a machine has too few cores for its processes; else an empty text.
 
     Args:

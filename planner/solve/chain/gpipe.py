@@ -133,8 +133,8 @@ def _stage_counts(case: Case) -> Iterator[int]:
         yield from range(case.num_devices, 0, -1)
 
 
-def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> ChainCuts | None:
-    """Return the best of all partitions with the step time `step_us`; None if there are too many of them.
+def best_of_equally_fast(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> ChainCuts | None:
+    """Return the best of all partitions with the step time `step_us`; None if there are too many partitions.
 
     The best partition has the lowest peak memory. Among equal ones, it moves the fewest bytes, then has the most equal
     stage times.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from planner.core.cost.arrays import BoolArray, IntArray
-from planner.solve.chunks.descent import BATCH, ROWS, Candidate, Descent
+from planner.solve.chunks.descent import BATCH, ROWS, Descent, PartitionCandidate
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.progress import Progress
 from planner.solve.space.partitions import Evaluator
@@ -31,7 +31,7 @@ _PROMISING, _PROMISING_ALONE = 1.05, 1.25
 """Largest ratio of a result to the best step time that allows a restart, with a limited and an unlimited budget."""
 
 
-class CutSearch(Descent[Candidate]):
+class CutSearch(Descent[PartitionCandidate]):
     """Descent over cuts and the recomputation of whole stages, for one number of devices."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
@@ -64,7 +64,7 @@ class CutSearch(Descent[Candidate]):
         is_open = np.full((1, self.evaluator.num_devices), False)
         self.descend([self._evaluate(cuts[None], choices[None], is_open)], most_actions, fruitless=_FRUITLESS_FROM_BEST)
 
-    def pick_best(self, candidate: Candidate, cuts: IntArray) -> Candidate:
+    def pick_best(self, candidate: PartitionCandidate, cuts: IntArray) -> PartitionCandidate:
         """Return the best partition after one move, with the recomputation chosen again for the fastest moves."""
         choices = np.repeat(candidate.choices[None], len(cuts), axis=0)
         if candidate.over_bytes == 0:
@@ -77,7 +77,7 @@ class CutSearch(Descent[Candidate]):
         changed = (cuts[:, :-1] != candidate.cuts[:-1]) | (cuts[:, 1:] != candidate.cuts[1:])
         return self._evaluate(cuts, choices, changed[:, self.evaluator.stages].any(axis=2))
 
-    def other_recomputations(self, candidate: Candidate) -> Iterator[Candidate]:
+    def other_recomputations(self, candidate: PartitionCandidate) -> Iterator[PartitionCandidate]:
         """Yield the best partition of each batch in which the recomputation of one device differs.
 
         Yield nothing if the candidate fits with the least recomputation that is allowed.
@@ -90,7 +90,7 @@ class CutSearch(Descent[Candidate]):
             if self.is_over:
                 return
 
-    def perturb(self, candidate: Candidate) -> Candidate:
+    def perturb(self, candidate: PartitionCandidate) -> PartitionCandidate:
         """Return the partition after a few random moves of cuts, or random recompute choices if the cuts are fixed."""
         cuts, choices = candidate.cuts, candidate.choices.copy()
         is_open = np.full((1, self.evaluator.num_devices), True)
@@ -102,7 +102,7 @@ class CutSearch(Descent[Candidate]):
             is_open[0, device] = False
         return self._evaluate(cuts[None], choices[None], is_open)
 
-    def _evaluate(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> Candidate:
+    def _evaluate(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> PartitionCandidate:
         """Return the best of N partitions, after choosing the recomputation of the devices in `is_open`, shape (N, K).
 
         If `is_open` is None, the recomputation is chosen on all devices of a single partition, and on none of several.
@@ -115,12 +115,12 @@ class CutSearch(Descent[Candidate]):
         over = self.evaluator.over_bytes(cuts, choices).sum(axis=1)
         if over.min() > 0:
             at = int(over.argmin())
-            return Candidate(cuts=cuts[at], choices=choices[at], over_bytes=float(over[at]))
+            return PartitionCandidate(cuts=cuts[at], choices=choices[at], over_bytes=float(over[at]))
         step_us = self.progress.simulate_fitting(self.evaluator, cuts, choices, over <= 0)
         at = int(step_us.argmin())
-        return Candidate(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
+        return PartitionCandidate(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
 
-    def _other_choices(self, candidate: Candidate) -> IntArray:
+    def _other_choices(self, candidate: PartitionCandidate) -> IntArray:
         allowed, combinations = self.evaluator.allowed, self._fitting.combinations
         if candidate.over_bytes == 0 and (candidate.choices == allowed[0]).all():
             return np.empty((0, self.evaluator.num_stages), dtype=np.int64)

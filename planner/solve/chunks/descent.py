@@ -43,7 +43,7 @@ _PERTURBATIONS = 2, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class PartitionCandidate:
     """Partition in a descent, with its excess over the memory limits and its step time."""
 
     cuts: IntArray
@@ -60,12 +60,12 @@ class Candidate:
         """Key by which partitions are compared: bytes over the memory limits, then step time; smaller is better."""
         return self.over_bytes, self.step_us
 
-    def beats(self, other: "Candidate") -> bool:
+    def beats(self, other: "PartitionCandidate") -> bool:
         """Return True if this partition exceeds the memory limits by fewer bytes, or by equally many and is faster."""
         return self.rank < (other.over_bytes, other.step_us * (1 - SAME))
 
 
-CandidateT = TypeVar("CandidateT", bound=Candidate)
+CandidateT = TypeVar("CandidateT", bound=PartitionCandidate)
 
 
 class Descent(ABC, Generic[CandidateT]):
@@ -80,7 +80,7 @@ class Descent(ABC, Generic[CandidateT]):
         self.progress, self.evaluator = progress, evaluator
         # The seed is fixed, so that the same request always gets the same plan.
         self.random = random.Random(0)  # noqa: S311
-        self.moves = moves(evaluator.chunks)[: None if evaluator.case.rules.balance is None else 0]
+        self.moves = cut_moves(evaluator.chunks)[: None if evaluator.case.rules.balance is None else 0]
         self._ends = 0
 
     @abstractmethod
@@ -165,8 +165,14 @@ class Descent(ABC, Generic[CandidateT]):
         return some[self.evaluator.case.rules.allows(some)]
 
 
-def moves(chunks: Sequence[Sequence[int]]) -> IntArray:
-    """Return all moves of one cut or of several consecutive cuts, as numbers to add to the cuts; shape (moves, S+1)."""
+def cut_moves(chunks: Sequence[Sequence[int]]) -> IntArray:
+    """Return all moves of cuts, as numbers to add to the cuts; shape (moves, S+1).
+
+    A move shifts one cut or several consecutive cuts of a pipeline with S stages.
+
+    Args:
+        chunks: Stages of each device.
+    """
     num_stages = sum(map(len, chunks))
     lengths, length = list(range(1, min(_ALL_LENGTHS, num_stages - 1) + 1)), _ALL_LENGTHS
     while (length := length * 3 // 2) < num_stages:

@@ -31,7 +31,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.device_memory import most_shared_input_bytes
-from planner.core.cost.linear import Linear
+from planner.core.cost.linear import LinearExpression
 from planner.core.cost.simulate import Durations, device_spans
 from planner.solve.space.partitions import Evaluator
 
@@ -52,7 +52,7 @@ class RecomputeColumns(NamedTuple):
 
 
 @dataclass(slots=True)
-class Constraints:
+class LinearConstraints:
     """Constraints of a linear program in compressed rows: linear expressions that are 0, or at least 0."""
 
     columns: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Constraints:
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
 
-    def add(self, line: Linear, *, is_equal: bool = False) -> None:
+    def add(self, line: LinearExpression, *, is_equal: bool = False) -> None:
         """Add the constraint `line` >= 0, or `line` = 0 if `is_equal`."""
         self.starts.append(len(self.columns))
         self.columns += line.factors.keys()
@@ -93,7 +93,7 @@ class LinearProgram:
         self._W = self._L - self._S
         self.upper: list[float] = [1.0] * ((self._S - 1) * self._W)
         """Upper bound of every column; the first columns are y, shape (S-1, L-S)."""
-        self.constraints = Constraints()
+        self.constraints = LinearConstraints()
         self._add_cut_constraints()
         recomputing = evaluator.allowed[1:]
         self._choices = [[choice] for choice in recomputing]
@@ -110,12 +110,12 @@ class LinearProgram:
         self.upper.append(upper)
         return len(self.upper) - 1
 
-    def _new_variable_for(self, value: Linear) -> Linear:
+    def _new_variable_for(self, value: LinearExpression) -> LinearExpression:
         if not value.factors:
             return value
         column = self._column()
-        self.constraints.add(Linear({column: 1.0}) - value, is_equal=True)
-        return Linear({column: 1.0})
+        self.constraints.add(LinearExpression({column: 1.0}) - value, is_equal=True)
+        return LinearExpression({column: 1.0})
 
     # ---- cuts
 
@@ -124,18 +124,18 @@ class LinearProgram:
             for j in range(self._W):
                 column = (s - 1) * self._W + j
                 if j + 1 < self._W:
-                    self.constraints.add(Linear({column: 1.0, column + 1: -1.0}))
+                    self.constraints.add(LinearExpression({column: 1.0, column + 1: -1.0}))
                 if s + 1 < self._S:
-                    self.constraints.add(Linear({column + self._W: 1.0, column: -1.0}))
+                    self.constraints.add(LinearExpression({column + self._W: 1.0, column: -1.0}))
 
-    def _sum_before(self, cut: int, weights: FloatArray) -> Linear:
+    def _sum_before(self, cut: int, weights: FloatArray) -> LinearExpression:
         if cut in (0, self._S):
-            return Linear({}, float(weights.sum()) if cut else 0.0)
+            return LinearExpression({}, float(weights.sum()) if cut else 0.0)
         first = (cut - 1) * self._W
         factors = {first + j: float(w) for j, w in enumerate(weights[cut : cut + self._W].tolist()) if w}
-        return Linear(factors, float(weights[:cut].sum()))
+        return LinearExpression(factors, float(weights[:cut].sum()))
 
-    def _stage_sum(self, stage: int, weights: FloatArray) -> Linear:
+    def _stage_sum(self, stage: int, weights: FloatArray) -> LinearExpression:
         return self._sum_before(stage + 1, weights) - self._sum_before(stage, weights)
 
     # ---- times
@@ -147,14 +147,14 @@ class LinearProgram:
         overhead = case.cluster.overhead_us / unit
         forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
 
-        def stages(layer_us: FloatArray, more: float) -> list[Linear]:
+        def stages(layer_us: FloatArray, more: float) -> list[LinearExpression]:
             return [
                 self._new_variable_for(self._stage_sum(s, layer_us / (speeds[s] * unit)) + more) for s in range(self._S)
             ]
 
         forward = stages(costs.forward_us, overhead)
         alone = stages(costs.backward_us, overhead)
-        again = last_again = [Linear()] * self._S
+        again = last_again = [LinearExpression()] * self._S
         if self.recomputation is not None:
             in_last = [n for n, choices in enumerate(self._choices) if 1 not in choices]
             again = self._recompute_times(forward_us / unit, range(len(self._choices)))
@@ -173,49 +173,49 @@ class LinearProgram:
             last |= {"I": _pairwise_sums(split_backward[0], last_again), "W": split_backward[1]}
         sends = [self._send(s) for s in range(self._S)]
         times = Durations(durations, last, sends, evaluator.blocking.tolist())
-        carried = device_spans(evaluator.actions, times, begin=Linear(), later_of=self._maximum)
+        carried = device_spans(evaluator.actions, times, begin=LinearExpression(), later_of=self._maximum)
         own = [
-            sum((self._stage_sum(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=Linear())
+            sum((self._stage_sum(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=LinearExpression())
             for chunks in evaluator.chunks
         ]
-        step = Linear({self.step: 1.0})
+        step = LinearExpression({self.step: 1.0})
         if case.schedule.splits_backward:
             for begin, end, more in zip(carried.begins, carried.ends, own, strict=True):
                 self.constraints.add(step - (end + more - begin))
             return
-        pipeline = Linear({self._column(): 1.0})
+        pipeline = LinearExpression({self._column(): 1.0})
         for end in carried.ends:
             self.constraints.add(pipeline - end)
-        hidden = Linear()
+        hidden = LinearExpression()
         for device, more in enumerate(own):
             self.constraints.add(step - (pipeline + more) + hidden)
             hidden = hidden + forward[device] + alone[device]
             hidden = hidden + sends[device] + sends[device]
 
-    def _recompute_times(self, forward_us: FloatArray, options: Iterable[int]) -> list[Linear]:
+    def _recompute_times(self, forward_us: FloatArray, options: Iterable[int]) -> list[LinearExpression]:
         assert self.recomputation is not None
         columns = [[stage.columns[option] for option in options] for stage in self.recomputation]
         return [
             self._new_variable_for(
-                Linear({column: forward_us[n] / speed for option in some for n, column in option.items()})
+                LinearExpression({column: forward_us[n] / speed for option in some for n, column in option.items()})
             )
             for some, speed in zip(columns, self.evaluator.speeds, strict=True)
         ]
 
-    def _send(self, stage: int) -> Linear:
+    def _send(self, stage: int) -> LinearExpression:
         if stage + 1 == self._S or not self.evaluator.transfer_us[stage].any():
-            return Linear()
+            return LinearExpression()
         crossing = self.evaluator.transfer_us[stage] / self.unit_us
         # The weight of a layer is the change of the transfer time if the cut moves from before to after the layer.
         return self._new_variable_for(self._sum_before(stage + 1, np.diff(crossing)) + float(crossing[0]))
 
-    def _maximum(self, one: Linear, other: Linear) -> Linear:
+    def _maximum(self, one: LinearExpression, other: LinearExpression) -> LinearExpression:
         if not one or not other:
             return one or other
         column = self._column()
         for clock in (one, other):
-            self.constraints.add(Linear({column: 1.0}) - clock)
-        return Linear({column: 1.0})
+            self.constraints.add(LinearExpression({column: 1.0}) - clock)
+        return LinearExpression({column: 1.0})
 
     # ---- memory
 
@@ -229,7 +229,7 @@ class LinearProgram:
         whole = Evaluator(evaluator.case, evaluator.num_devices, width=self._W + 1)
         for device, points in enumerate(whole.peak_counts):
             for point in self._points_with_most_memory(whole, device, reference_cuts):
-                room = Linear({}, evaluator.case.limits_bytes[device])
+                room = LinearExpression({}, evaluator.case.limits_bytes[device])
                 for chunk, s in enumerate(evaluator.chunks[device]):
                     counts = points[point, chunk]
                     handed_over = most_shared_input_bytes(evaluator.case.costs, counts) * (
@@ -247,7 +247,9 @@ class LinearProgram:
             only = np.zeros(self._L)
             only[n] = 1.0
             rows[n] = len(self.constraints.starts)
-            self.constraints.add(self._stage_sum(stage, only) + Linear({option[n]: -1.0 for option in columns}))
+            self.constraints.add(
+                self._stage_sum(stage, only) + LinearExpression({option[n]: -1.0 for option in columns})
+            )
         return RecomputeColumns(columns, rows)
 
     def _points_with_most_memory(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
@@ -266,7 +268,9 @@ class LinearProgram:
             }
         )
 
-    def _least_bytes(self, whole: Evaluator, counts: FloatArray, recompute: RecomputeColumns, stage: int) -> Linear:
+    def _least_bytes(
+        self, whole: Evaluator, counts: FloatArray, recompute: RecomputeColumns, stage: int
+    ) -> LinearExpression:
         tables, most_saved = whole.bytes_at_point(counts), np.full(self._L, -np.inf)
         kept_table = tables[0]
         if self.evaluator.case.policy == "layers":
@@ -280,10 +284,10 @@ class LinearProgram:
             saved = np.maximum(kept - dropped, most_saved)
             changed |= {column: -float(saved[n]) for n, column in columns.items()}
             least_bytes = min(least_bytes, dropped_least_bytes)
-        return self._stage_sum(stage, kept) + Linear(changed) + least_bytes
+        return self._stage_sum(stage, kept) + LinearExpression(changed) + least_bytes
 
 
-def _pairwise_sums(first: list[Linear], second: list[Linear]) -> list[Linear]:
+def _pairwise_sums(first: list[LinearExpression], second: list[LinearExpression]) -> list[LinearExpression]:
     return [one + other for one, other in zip(first, second, strict=True)]
 
 

@@ -83,7 +83,7 @@ def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEV
 
 def _search_all(progress: Progress) -> None:
     budget = progress.budget
-    for evaluator, least_us in evaluators(progress):
+    for evaluator, least_us in evaluators_by_devices(progress):
         budget.spent += (_ORDER + _PEAK_POINTS) * evaluator.num_actions if budget.is_bounded else 0
         if not _simulate_all(progress, evaluator):
             progress.leave_out(_improve(progress, evaluator, least_us))
@@ -100,7 +100,7 @@ def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
     return answer if progress.best is None else answer._replace(partition=progress.best, step_us=progress.upper_us)
 
 
-def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
+def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
     """Yield an evaluator and a lower bound of the step time, for each number of devices that may have a better plan.
 
     If too few actions may still be simulated for a number of devices, plans on as many or fewer devices are recorded as

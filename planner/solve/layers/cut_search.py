@@ -20,7 +20,7 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.answer import SAME
-from planner.solve.chunks.descent import BATCH, Candidate, Descent
+from planner.solve.chunks.descent import BATCH, Descent, PartitionCandidate
 from planner.solve.layers.devices import Recomputation, RecomputeSearch
 from planner.solve.progress import Progress
 from planner.solve.space.case import Case, cuts_and_choices
@@ -37,7 +37,7 @@ _SOLVED = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCandidate(Candidate):
+class LayerCandidate(PartitionCandidate):
     """Partition in a descent, in which stages may recompute some of their layers."""
 
     recomputed: tuple[tuple[int, ...], ...]

@@ -16,7 +16,7 @@ from planner.solve.answer import Answer
 from planner.solve.chunks.search import (
     actions_per_descent,
     all_cuts,
-    evaluators,
+    evaluators_by_devices,
     raised_bound_us,
     solve_linear_program,
     start_cuts,
@@ -60,7 +60,7 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
 
 
 def _search_devices(progress: Progress, initial: Partition | None) -> None:
-    for evaluator, least_us in evaluators(progress):
+    for evaluator, least_us in evaluators_by_devices(progress):
         initial_here = initial if initial is not None and initial.num_devices == evaluator.num_devices else None
         progress.leave_out(_search(progress, evaluator, least_us, initial_here))
 

@@ -42,17 +42,17 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
     questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})
     for replicas, m in questions:
         if (replicas, m) == (plan.replicas, plan.micro_batches):
-            points.append(point_of(plan))
+            points.append(frontier_point_of(plan))
             continue
         size = request.inputs.batch // (m * replicas)
         inputs = replace(request.inputs, replicas=replicas)
         best = _solved(profile, replace(request, inputs=inputs, micro_batches=m))
         none = FrontierPoint(micro_batches=m, micro_batch_size=size, replicas=replicas, fits=False)
-        points.append(none if best is None else point_of(best))
+        points.append(none if best is None else frontier_point_of(best))
     return tuple(points)
 
 
-def point_of(plan: Plan) -> FrontierPoint:
+def frontier_point_of(plan: Plan) -> FrontierPoint:
     """Return the figures of a plan as a point of a trade-off."""
     predicted = plan.predicted
     return FrontierPoint(

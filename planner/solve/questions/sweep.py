@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from planner.core.cost.width import WidthTables, widths_of
-from planner.core.cost.workload import Workload, training_run, workload_of
+from planner.core.cost.workload import SampleWork, training_run, workload_of
 from planner.core.errors import InfeasibleError, SolverError
 from planner.core.values.plan import Plan, memory_limit_of_device
 from planner.core.values.profile import Profile
@@ -106,7 +106,7 @@ def _solved(profile: Profile, request: Request, tables: WidthTables) -> _Answer:
         return error
 
 
-def _cell(devices: int, limit: int, answer: _Answer, workload: Workload) -> SweepCell:
+def _cell(devices: int, limit: int, answer: _Answer, workload: SampleWork) -> SweepCell:
     if not isinstance(answer, Plan):
         return SweepCell(
             devices=devices, memory_bytes=limit, status="none" if isinstance(answer, InfeasibleError) else "unknown"

@@ -9,7 +9,7 @@ from planner.core.values.plan import FrontierPoint, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve.cases import cases_of
 from planner.solve.deadline import UNWATCHED, SearchObserver
-from planner.solve.questions.insight import point_of
+from planner.solve.questions.insight import frontier_point_of
 from planner.solve.request import Request, fix_widths
 from planner.solve.search import MOST_WORK, plan_under
 
@@ -68,7 +68,7 @@ def trade_off_of(
 
 def _point(profile: Profile, request: Request, plan: Plan, name: ScheduleName) -> FrontierPoint:
     if name == plan.schedule:
-        return point_of(plan)
+        return frontier_point_of(plan)
     schedule = schedule_of(name)
     is_proven = schedule.has_closed_form or schedule.is_one_forward_one_backward
     is_short = request.actions is not None and not is_proven
@@ -81,4 +81,4 @@ def _point(profile: Profile, request: Request, plan: Plan, name: ScheduleName) -
     best = next((plan for plan in found if plan is not None), None)
     if best is None:
         return FrontierPoint(micro_batches=0, micro_batch_size=0, schedule=name, fits=False, short_search=is_short)
-    return replace(point_of(best), short_search=is_short)
+    return replace(frontier_point_of(best), short_search=is_short)

@@ -13,9 +13,9 @@ from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.device_memory import (
     ChunkMemoryFunction,
     chunk_memory_function,
-    chunk_totals,
     device_peaks,
     device_peaks_by_choice,
+    part_bytes_of_stages,
     shared_bytes,
     subtract_shared,
 )
@@ -250,7 +250,7 @@ class Evaluator:
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
             stages = self._stages_in(firsts, stop)
-            return [table for choice in self.allowed for table in chunk_totals(stages, CHOICES[choice])]
+            return [table for choice in self.allowed for table in part_bytes_of_stages(stages, CHOICES[choice])]
 
         fill_stage_tables([table for choice in self.allowed for table in np.moveaxis(parts[choice], -1, 0)], block)
         return parts
@@ -267,7 +267,7 @@ class Evaluator:
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
             saved, levels = least_saved_and_peaks(self.case.costs, firsts, slice(int(firsts[0]), stop))
             stages = with_recomputed_layers(self._stages_in(firsts, stop), SavedAndPeaks(saved, *levels))
-            return list(chunk_totals(stages, "layers"))
+            return list(part_bytes_of_stages(stages, "layers"))
 
         fill_stage_tables(list(np.moveaxis(parts, -1, 0)), block)
         return parts

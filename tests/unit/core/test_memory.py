@@ -290,8 +290,8 @@ def test_recomputation_can_increase_the_peak() -> None:
     """With one micro-batch, the output is held while the activations are recomputed."""
     peaks = {"forward": 60, "no_grad": 40, "first_backward": 90, "backward": 90}
     keeps_output = record(given=[tensor(8)], made=[tensor(30, kept=True)], **peaks)
-    exact_costs = costs_at(chain(*(layer(str(n), detail=keeps_output) for n in range(3))), 1)
-    for costs, end in ((additive(), 3), (exact_costs, 2)):
+    costs_from_records = costs_at(chain(*(layer(str(n), detail=keeps_output) for n in range(3))), 1)
+    for costs, end in ((additive(), 3), (costs_from_records, 2)):
         assert memory_of(costs, 1, end, m=1, recompute="always").total > memory_of(costs, 1, end, m=1).total
     assert memory_of(additive(), 1, 3, m=4, recompute="always").total < memory_of(additive(), 1, 3, m=4).total
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from planner.core.cost.device_memory import chunk_memory
-from planner.core.cost.linear import Linear
+from planner.core.cost.linear import LinearExpression
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Link
@@ -20,7 +20,7 @@ from planner.solve import Request, solve
 from planner.solve.cases import cases_of
 from planner.solve.chunks import search
 from planner.solve.chunks.branch_and_bound import BranchAndBound
-from planner.solve.chunks.descent import moves
+from planner.solve.chunks.descent import cut_moves
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram
 from planner.solve.chunks.search import all_cuts
@@ -195,29 +195,29 @@ def test_minimal_choices_are_those_that_fit_with_least_recomputation() -> None:
 
 def test_moves_shift_blocks_of_cuts() -> None:
     """Moves shift one cut by up to four layers and several by up to two."""
-    added = moves([[stage] for stage in range(4)])
+    added = cut_moves([[stage] for stage in range(4)])
     every = {tuple(row) for row in added.tolist()}
     assert {(0, 4, 0, 0, 0), (0, 1, 1, 0, 0), (0, 0, -2, -2, 0), (0, 1, 1, 1, 0)} <= every
     assert len(every) == len(added) == 3 * 6 + 2 * 4 + 1 * 4
     assert all(row[0] == row[-1] == 0 for row in every)
-    assert not len(moves([[0]]))
+    assert not len(cut_moves([[0]]))
 
 
 def test_moves_shift_layers_between_stages_of_a_device() -> None:
     num_stages = 40
-    every = {tuple(row) for row in moves([(d, num_stages - 1 - d) for d in range(num_stages // 2)]).tolist()}
+    every = {tuple(row) for row in cut_moves([(d, num_stages - 1 - d) for d in range(num_stages // 2)]).tolist()}
     for first in range(num_stages // 2):
         last = num_stages - 1 - first
         assert tuple(int(first < cut <= last) for cut in range(num_stages + 1)) in every
 
 
 def test_linear_expressions_add_factors() -> None:
-    one = Linear({1: 2.0, 2: 1.0}, 3.0)
-    both = one + Linear({1: -1.0}) + 1.0
+    one = LinearExpression({1: 2.0, 2: 1.0}, 3.0)
+    both = one + LinearExpression({1: -1.0}) + 1.0
     assert (dict(both.factors), both.constant) == ({1: 1.0, 2: 1.0}, 4.0)
     assert dict((one - one).factors) == {1: 0.0, 2: 0.0}
     assert one
-    assert not Linear()
+    assert not LinearExpression()
 
 
 def test_fixed_cuts_get_the_best_recomputation() -> None:
