@@ -48,12 +48,15 @@ class ScriptArguments:
 
 
 def arguments(description: str | None, *, steps: int, seed: int) -> ScriptArguments:
-    """Parse and return the command-line arguments of an emitted script.
+    """Parse the command-line arguments of an emitted script.
 
     Args:
         description: Description for `--help`.
         steps: Default of `--steps`.
         seed: Default of `--seed`.
+
+    Returns:
+        Values of the options.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

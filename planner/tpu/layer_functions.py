@@ -72,6 +72,9 @@ def layer_function(
         module: Module whose parameters and buffers become arguments. Other tensors become constants.
         run: Function from flattened inputs to flattened outputs.
         values: Inputs of `run`. Only shapes and dtypes of tensors are read.
+
+    Returns:
+        The function of JAX arrays, with the shapes of its arguments.
     """
     env = torchax_environment()
     # A `ModelStage` runs the forward of the whole model, so its parameters belong to the model.

@@ -93,12 +93,15 @@ class Packing:
         return arrays
 
     def add(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-        """Add the arrays of a stage to packed arrays of the same stage, and return the packed sums.
+        """Add the arrays of a stage to packed arrays of the same stage.
 
         Args:
             stage: Index of the stage.
             packed: Packed arrays of the stage.
             arrays: Arrays of the stage, in their original shapes.
+
+        Returns:
+            Sums, packed like `packed`.
         """
         sums = list(packed)
         if not self._flat:

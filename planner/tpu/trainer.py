@@ -143,13 +143,16 @@ class JaxTraining:
                 yield example_mini_batch(self.model, self.balance.batch, seed=self._seed, step=step)
 
     def step(self, state: TrainingState, inputs: Any, targets: Any, number: int) -> tuple[float, TrainingState]:
-        """Run one step on a mini-batch of torch tensors. Return the loss and the next state.
+        """Run one step on a mini-batch of torch tensors.
 
         Args:
             state: State before the step.
             inputs: Inputs of the mini-batch.
             targets: Targets of the mini-batch.
             number: Index of the step, from 0.
+
+        Returns:
+            Loss of the mini-batch, and the state after the step.
         """
         return self._step.run(state, *self.pipeline.split_batch(inputs, targets), number)
 

@@ -82,6 +82,9 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
         description: Description for `--help`.
         steps: Default of `--steps`.
         seed: Default of `--seed`.
+
+    Returns:
+        Values of the options.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -177,7 +177,7 @@ def _difference_of_builds(loaded: LoadedModel) -> str:
 
 
 def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_size: int, limit_s: float) -> list[float]:
-    """Train the unpartitioned model for two steps in a plain loop, and return both losses.
+    """Train the unpartitioned model for two steps in a plain loop.
 
     The training runs in a separate process.
 
@@ -186,6 +186,9 @@ def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_siz
         micro_batches: Number of micro-batches of a step, over all replicas.
         micro_batch_size: Number of samples in a micro-batch.
         limit_s: Seconds after which the process is ended.
+
+    Returns:
+        Loss of each step.
 
     Raises:
         ModelError: The model does not train, or not within `limit_s` seconds.

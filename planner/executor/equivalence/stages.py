@@ -65,7 +65,7 @@ class PipelineTrial:
 
 
 def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path) -> Differences:
-    """Train the stages of one rank, and return their differences from the reference.
+    """Train the stages of one rank, and compare them with the reference.
 
     The process must run nothing else.
 
@@ -73,6 +73,9 @@ def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path) -> Differences:
         trial: Pipeline to train.
         rank: Rank of this process.
         rendezvous: File through which the ranks find each other.
+
+    Returns:
+        Differences of this rank from the reference.
     """
     world = trial.balance.num_processes
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}

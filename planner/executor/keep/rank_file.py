@@ -103,12 +103,15 @@ class RankFile:
 
 
 def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write a rank's file of a checkpoint, and return its entry for the index.
+    """Write a rank's file of a checkpoint.
 
     Args:
         file: File that is open for writing.
         state: State of the rank, as JSON value.
         tensors: Tensors by name, for which `is_storable` is true.
+
+    Returns:
+        Entry of the file in the checkpoint's index.
 
     Raises:
         ValueError: The state is too large.

@@ -59,13 +59,16 @@ class Recorder:
         """CPU time of this thread since the warm-up, divided by the time in which it could run; 0 if unknown."""
 
     def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
-        """Run `work`, record its time as an action of a micro-batch, and return its result.
+        """Run `work`, and record its time as an action of a micro-batch.
 
         Args:
             kind: Kind of the action.
             work: Function to run.
             stage: Index of the stage.
             micro_batch: Index of the micro-batch in the current part of the mini-batch.
+
+        Returns:
+            Result of `work`.
         """
         micro_batch += self.first_micro_batch
         self._backward_of = micro_batch if kind in _RECOMPUTING else None
