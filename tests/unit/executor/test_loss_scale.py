@@ -1,10 +1,7 @@
 """Tests of loss scaling."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from planner.executor.run import loss_scale
@@ -13,11 +10,7 @@ from planner.executor.run.loss_scale import LossScale
 FIRST = 2.0**16
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def scaled(*gradients: float, dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], LossScale]:

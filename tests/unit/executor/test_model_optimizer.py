@@ -14,10 +14,10 @@ from planner.executor.keep.optimizer_state import OptimizerState
 from planner.model.optimizers import ModelOptimizer
 from tests.support.cli import EXAMPLE, HEAD, LOSS, MODEL, write_model
 from tests.support.training import Case, run_cases
-from tests.unit.executor.test_pipeline import OPTIMIZER, _alone, balance_of
+from tests.unit.executor.test_pipeline import OPTIMIZER, balance_of
 from tests.unit.model.test_optimizer_scope import ClippedSGD
 
-__all__ = ["_alone"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_process")
 
 LAYER_WISE = """
 def build_optimizer(parameters):

@@ -13,9 +13,9 @@ import torch
 from planner.executor import Pipeline, StepRecord
 from tests.support.cli import MODEL
 from tests.support.docs import blocks
-from tests.unit.executor.test_pipeline import OPTIMIZER, _alone, balance_of
+from tests.unit.executor.test_pipeline import OPTIMIZER, balance_of
 
-__all__ = ["_alone"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_process")
 
 EXAMPLES = [block for block in blocks("docs/training.md", "python") if "def on_step" in block]
 

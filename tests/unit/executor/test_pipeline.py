@@ -3,7 +3,7 @@
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from planner.core.values.profile import Model
 from planner.core.values.run_report import RunReport
 from planner.device.meter import CpuMeter
 from planner.executor import Pipeline, ScriptArguments, pipeline_script, progress
-from planner.executor.measure.recorder import Recorder
 from planner.executor.run.placement import ProcessPlace
 from planner.files import read_balance, read_run, write
 from planner.model.chain import chain_digest, chain_of
@@ -31,23 +30,7 @@ OPTIMIZER = "\ndef build_optimizer(parameters):\n    return torch.optim.SGD(para
 FINISHED = BUILD + "model = build_model()\ndel build_model\n"
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Remove variables of torchrun before, and a recording or process group after the test."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    recorders: list[Recorder] = []
-
-    def remembered(device: torch.device) -> Recorder:
-        recorders.append(Recorder(device))
-        return recorders[-1]
-
-    monkeypatch.setattr("planner.executor.pipeline.Recorder", remembered)
-    yield
-    for recorder in recorders:
-        recorder.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def balance_of(folder: Path, text: str = MODEL + OPTIMIZER, *, entry: str = "build_model", num_stages: int = 1) -> Path:

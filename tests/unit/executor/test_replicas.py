@@ -1,7 +1,5 @@
 """Tests that buckets of gradients are summed during the last backward, in the same order on all ranks."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,12 +12,9 @@ from planner.model.split_backward import SplitBackward, count_additions
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make one replica, and buckets of a few numbers."""
+def _small_buckets(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make buckets of a few numbers."""
     monkeypatch.setattr(replicas_module, "BUCKET_BYTES", 64)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 class Sent(list[str]):

@@ -23,10 +23,10 @@ from planner.executor.keep.rank_file import write_rank_file
 from planner.executor.keep.stored import StoredCheckpoint
 from planner.executor.keep.weights import first_names, load_weights
 from tests.support.cli import MODEL, call
-from tests.unit.executor.test_checkpoint import GROUPS, _alone, train
+from tests.unit.executor.test_checkpoint import GROUPS, train
 from tests.unit.executor.test_pipeline import balance_of
 
-__all__ = ["_alone"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class Evil:

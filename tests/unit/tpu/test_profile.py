@@ -80,6 +80,30 @@ def perceptron(width: int = 128) -> LoadedModel:
     )
 
 
+def jobs_of(loaded: LoadedModel) -> list[Any]:
+    """Return the distinct layers, each with its input of eight samples."""
+    chain, lean = find_chain(loaded, torch.device("cpu"))
+    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
+    return [(unit, inputs[unit.digest, 8]) for unit in units]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list with an entry for each compiled program."""
+    from planner.tpu import layer_programs
+
+    calls: list[Any] = []
+    compile_program = layer_programs.compile_program
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return compile_program(*args, **kwargs)
+
+    monkeypatch.setattr(layer_programs, "compile_program", counted)
+    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
+    return calls
+
+
 @pytest.mark.slow
 def test_compiled_layers_have_known_bytes_and_operations() -> None:
     """256 columns and rows need no padding on a TPU."""
@@ -106,19 +130,8 @@ def test_compiled_layers_have_known_bytes_and_operations() -> None:
     assert api.solve(profile, devices=3, mem="tpu:v2", batch=512).micro_batches == 2
 
 
-def test_optimizer_steps_are_compiled_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_steps_are_compiled_once_and_cached(tmp_path: Path, compiled: list[Any]) -> None:
     """A norm's step costs next to nothing."""
-    compiled: list[Any] = []
-    from planner.tpu import layer_programs
-
-    compile_program = layer_programs.compile_program
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        compiled.append(args)
-        return compile_program(*args, **kwargs)
-
-    monkeypatch.setattr(layer_programs, "compile_program", counted)
-    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     compiler = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     norm = [torch.empty(192), torch.empty(192)]
     block = [*norm, *norm, *(torch.empty(n * 192, 192) for n in (1, 3, 4)), torch.empty(192, 4 * 192), torch.empty(768)]
@@ -197,23 +210,9 @@ def test_bf16_halves_parameters_and_saved_bytes() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_layers_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_are_cached(tmp_path: Path, compiled: list[Any]) -> None:
     """An interrupted profile does not compile again what it has compiled."""
-    loaded = perceptron()
-    chain, lean = find_chain(loaded, torch.device("cpu"))
-    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
-    jobs = [(unit, inputs[unit.digest, 8]) for unit in (units[0], units[2])]
-    compiled: list[Any] = []
-    from planner.tpu import layer_programs
-
-    compile_program = layer_programs.compile_program
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        compiled.append(args)
-        return compile_program(*args, **kwargs)
-
-    monkeypatch.setattr(layer_programs, "compile_program", counted)
-    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
+    jobs = jobs_of(perceptron())[::2]
     remembering = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     interrupted = remembering.compile_layers(jobs)
     begun = dict([next(interrupted)])
@@ -243,9 +242,7 @@ def test_layers_with_dropout_are_compiled() -> None:
 
 
 def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkeypatch, tmp_path):
-    loaded = perceptron()
-    chain, lean = find_chain(loaded, torch.device("cpu"))
-    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
+    job = jobs_of(perceptron())[0]
 
     def fails_here(*_: Any) -> Any:
         raise IndexError("tuple index out of range")
@@ -253,22 +250,19 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
     monkeypatch.setattr(tpu, "unit_function", fails_here)
     monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     compiler = Compiler("v2", rates_of("tpu:v2"), tmp_path)
-    work = partial(compiler._compiled_unit, units[0], inputs[units[0].digest, 8])
+    work = partial(compiler._compiled_unit, *job)
     ((_, problem),) = tpu._run_in_processes([work], num_workers=1)
     assert pickle.loads(pickle.dumps(problem)).args == problem.args
     with pytest.raises(ModelError, match="cannot be compiled for the TPU: IndexError: tuple index") as failed:
-        dict(compiler.compile_layers([(units[0], inputs[units[0].digest, 8])]))
+        dict(compiler.compile_layers([job]))
     assert "in fails_here" in "".join(traceback.format_exception(failed.value))
 
 
 @pytest.mark.slow
 def test_an_attached_device_is_timed(tmp_path: Path) -> None:
     """Here it is JAX's CPU."""
-    loaded = perceptron()
-    chain, lean = find_chain(loaded, torch.device("cpu"))
-    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
     compiler = Compiler("", rates_of("tpu:v2"), tmp_path, repeats=3)
-    found = dict(compiler.compile_layers([(unit, inputs[unit.digest, 8]) for unit in units]))
+    found = dict(compiler.compile_layers(jobs_of(perceptron())))
     assert all(layer.forward_us > 0 and layer.backward_us > 0 for layer in found.values())
     assert [array.bytes for array in found[0].made_kinds] == [4 * 8 * 512]
 
