@@ -198,12 +198,6 @@ def test_messages_on_invalid_values_name_file_line_and_key(here, capsys, *, name
     assert key.rpartition(".")[2].partition("[")[0] in now[line - 1] or told == "is missing"
 
 
-def test_misspelled_keys_get_a_suggestion(here: Path, capsys: Capsys) -> None:
-    """Suggest the nearest key, also if this key is required."""
-    _replace(r"forward_us:", "foward_us:")(here / "profile.yaml")
-    assert "did you mean `forward_us`?" in call(capsys, *SOLVE).err
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -484,14 +478,6 @@ def test_errors_of_the_model_file_are_reported_as_user_errors(here: Path, capsys
     assert told in done.error
 
 
-def test_errors_in_user_code_name_file_and_line(here: Path, capsys: Capsys) -> None:
-    """Name the line in the user's file, not a line of torch."""
-    text = MODEL + "def helper():\n    return torch.randn(-1)\ndef build_model():\n    return helper()\n"
-    write_model(here, text, name="bad.py")
-    line = text.splitlines().index("    return torch.randn(-1)") + 1
-    assert f"bad.py:{line}: `build_model()` raised RuntimeError: " in refused(capsys, here, "profile", "bad.py").error
-
-
 @pytest.mark.slow
 def test_a_loss_fn_with_input_needs_targets(here: Path, capsys: Capsys) -> None:
     """`--input` gives no targets, so the `loss_fn` of the file cannot be called."""
@@ -542,14 +528,6 @@ def test_models_without_cuts_report_where_and_why(here: Path, capsys: Capsys) ->
     assert refused(capsys, here, "profile", "bad.py", "--granularity", "tiny").error.startswith(
         "error: unknown `--granul"
     )
-
-
-@pytest.mark.slow
-def test_a_layer_that_needs_two_samples_is_named_with_the_size(here: Path, capsys: Capsys) -> None:
-    write_model(here, MODEL.replace("nn.ReLU()", "nn.BatchNorm1d(width)"), name="bad.py")
-    error = refused(capsys, here, "profile", "bad.py", *FAST).error
-    assert 'layer "1" (BatchNorm1d)' in error
-    assert "micro-batch size 1" in error
 
 
 # The emitted script
