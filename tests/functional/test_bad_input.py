@@ -131,7 +131,7 @@ def _replace(pattern: str, new: str) -> Callable[[Path], None]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments"), READERS)
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         pytest.param(_delete, "no such file", id="missing"),
         pytest.param(_folder, "is a directory", id="directory"),
@@ -147,16 +147,16 @@ def _replace(pattern: str, new: str) -> Callable[[Path], None]:
         pytest.param(_append("schema: gpipe-plan/plan/v1\n"), "`schema` is defined twice", id="key-twice"),
     ],
 )
-def test_messages_on_unreadable_files_begin_with_the_file_name(here, capsys, *, name, arguments, spoil, told):
+def test_messages_on_unreadable_files_begin_with_the_file_name(here, capsys, *, name, arguments, spoil, message):
     spoil(here / name)
     done = refused(capsys, here, *arguments)
     assert re.match(rf"{re.escape(name)}(:\d+)?: error: ", done.error), done.error
-    assert told in done.error
+    assert message in done.error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "spoil", "key", "told"),
+    ("name", "spoil", "key", "message"),
     [
         ("profile.yaml", _replace(r"saved_bytes: \[\d+", "saved_bytes: [-5"), "layers[0].saved_bytes[0]", "-5"),
         ("profile.yaml", _replace(r"buffer_bytes: \d+", "buffer_bytes: -1"), "layers[0].buffer_bytes", "-1"),
@@ -182,7 +182,7 @@ def test_messages_on_unreadable_files_begin_with_the_file_name(here, capsys, *, 
         ("plan.yaml", _replace(r"devices: 2", "devices: true"), "inputs.devices", "true"),
     ],
 )
-def test_messages_on_invalid_values_name_file_line_and_key(here, capsys, *, name, spoil, key, told):
+def test_messages_on_invalid_values_name_file_line_and_key(here, capsys, *, name, spoil, key, message):
     was = (here / name).read_text().splitlines()
     spoil(here / name)
     now = (here / name).read_text().splitlines()
@@ -191,15 +191,15 @@ def test_messages_on_invalid_values_name_file_line_and_key(here, capsys, *, name
     placed = re.match(rf"{re.escape(name)}:(\d+): error: `([^`]*)`: ", done.error)
     assert placed is not None, done.error
     assert placed[2] == key
-    assert told in done.error
+    assert message in done.error
     line = int(placed[1])
     # "Stages" and "memory_bytes" are right in themselves: what they contradict stands on another line.
     assert line == changed or key in ("stages", "inputs.memory_bytes")
-    assert key.rpartition(".")[2].partition("[")[0] in now[line - 1] or told == "is missing"
+    assert key.rpartition(".")[2].partition("[")[0] in now[line - 1] or message == "is missing"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("solve", "plan.yaml", *SOLVE[1:]), "is a plan, a profile is needed"),
         (("check", "profile.yaml"), "is a profile, a plan is needed"),
@@ -209,9 +209,9 @@ def test_messages_on_invalid_values_name_file_line_and_key(here, capsys, *, name
         (("show", "model.py"), "model.py"),
     ],
 )
-def test_a_plan_is_refused_as_profile(here: Path, capsys: Capsys, arguments: tuple[str, ...], told: str) -> None:
+def test_a_plan_is_refused_as_profile(here: Path, capsys: Capsys, arguments: tuple[str, ...], message: str) -> None:
     done = refused(capsys, here, *arguments)
-    assert told in done.error
+    assert message in done.error
     assert "hint: " in done.err
 
 
@@ -243,7 +243,7 @@ def test_a_folder_as_output_is_refused(here: Path, capsys: Capsys, arguments: tu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("solve", "--devices", "2", "--mem", "8"), ["`--mem 8`", "has no unit"]),
         (("solve", "--devices", "2", "--mem", "banana"), ["`--mem banana`"]),
@@ -299,10 +299,10 @@ def test_a_folder_as_output_is_refused(here: Path, capsys: Capsys, arguments: tu
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_bad_usage_names_the_option_or_value(here, capsys, arguments, told):
+def test_bad_usage_names_the_option_or_value(here, capsys, arguments, message):
     done = refused(capsys, here, *arguments)
     assert done.error.startswith("error: ")
-    assert [part for part in told if part not in done.error.replace("'", "`")] == [], done.error
+    assert [part for part in message if part not in done.error.replace("'", "`")] == [], done.error
 
 
 def test_refusals_list_valid_values(here: Path, capsys: Capsys) -> None:
@@ -319,7 +319,7 @@ def test_refusals_list_valid_values(here: Path, capsys: Capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--batch-sizes", "0,1"), ["--batch-sizes 0,1"]),
         (("--batch-sizes", "1;2"), ["--batch-sizes 1;2"]),
@@ -340,9 +340,9 @@ def test_refusals_list_valid_values(here: Path, capsys: Capsys) -> None:
     ],
     ids=" ".join,
 )
-def test_bad_options_of_profile_are_refused_before_measuring(here, capsys, options, told):
+def test_bad_options_of_profile_are_refused_before_measuring(here, capsys, options, message):
     done = refused(capsys, here, "profile", "model.py", *options)
-    assert [part for part in told if part not in done.error] == [], done.error
+    assert [part for part in message if part not in done.error] == [], done.error
 
 
 @pytest.mark.slow
@@ -369,7 +369,7 @@ def test_bad_input_shapes_are_named_with_an_example(here: Path, capsys: Capsys, 
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--inter-link", "1GB/s"), "`--inter-link` has no effect without `--nodes`"),
         (("--allreduce", "1GB/s"), "`--allreduce` has no effect with one replica"),
@@ -379,10 +379,10 @@ def test_bad_input_shapes_are_named_with_an_example(here: Path, capsys: Capsys, 
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_options_without_effect_are_noted(here: Path, capsys: Capsys, options: tuple[str, ...], told: str) -> None:
+def test_options_without_effect_are_noted(here: Path, capsys: Capsys, options: tuple[str, ...], message: str) -> None:
     done = call(capsys, *SOLVE, *options, "--output", "other.yaml")
     assert done.code == 0
-    assert f"note: {told}" in done.err
+    assert f"note: {message}" in done.err
     done = call(capsys, *SOLVE, "--replicas", "2", "--allreduce", "1GB/s", "--output", "other.yaml")
     assert "no effect" not in done.err
 
@@ -394,12 +394,12 @@ def test_a_sweep_into_a_file_is_refused_before_the_search(here: Path, capsys: Ca
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "message"),
     [("plan.yaml", "is a file"), ("nothing", "no such folder"), (".", "the folder has no checkpoint")],
 )
-def test_exports_without_a_checkpoint_say_what_the_path_is(here: Path, capsys: Capsys, path: str, told: str) -> None:
+def test_exports_without_a_checkpoint_say_what_the_path_is(here: Path, capsys: Capsys, path: str, message: str) -> None:
     done = refused(capsys, here, "export", path)
-    assert done.error == f"{path}: error: {told}"
+    assert done.error == f"{path}: error: {message}"
     assert "hint: give a checkpoint" in done.err
 
 
@@ -410,7 +410,7 @@ BODY = BUILD + EXAMPLE + LOSS
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         pytest.param(
             HEAD + "raise ValueError('too bad')\n", "bad.py:3: importing it raised ValueError: too bad", id="raises"
@@ -472,10 +472,12 @@ BODY = BUILD + EXAMPLE + LOSS
         ),
     ],
 )
-def test_errors_of_the_model_file_are_reported_as_user_errors(here: Path, capsys: Capsys, text: str, told: str) -> None:
+def test_errors_of_the_model_file_are_reported_as_user_errors(
+    here: Path, capsys: Capsys, text: str, message: str
+) -> None:
     write_model(here, text, name="bad.py")
     done = refused(capsys, here, "profile", "bad.py", *FAST)
-    assert told in done.error
+    assert message in done.error
 
 
 @pytest.mark.slow
@@ -486,7 +488,7 @@ def test_a_loss_fn_with_input_needs_targets(here: Path, capsys: Capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         ("missing.py", "missing.py: error: no such file"),
         (".", ".: error: has no config.json"),
@@ -496,9 +498,9 @@ def test_a_loss_fn_with_input_needs_targets(here: Path, capsys: Capsys) -> None:
         ("model.py:", "model.py"),
     ],
 )
-def test_invalid_model_arguments_are_named(here: Path, capsys: Capsys, source: str, told: str) -> None:
+def test_invalid_model_arguments_are_named(here: Path, capsys: Capsys, source: str, message: str) -> None:
     """The file is missing, a folder or no Python; or the entry is missing or no model."""
-    assert told in refused(capsys, here, "profile", source, *FAST).error
+    assert message in refused(capsys, here, "profile", source, *FAST).error
 
 
 def test_settings_for_a_model_instance_are_refused(here: Path, capsys: Capsys) -> None:
@@ -546,11 +548,11 @@ def _train(folder: Path, *command: str) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
-def _refused(folder: Path, told: str, *arguments: str) -> None:
+def _refused(folder: Path, message: str, *arguments: str) -> None:
     """Run the script as one rank, and check its exit code and message."""
     done = end_ranks(1, arguments, folder)
     assert done.codes == (2,), done
-    assert re.search(told, done.output), done.output
+    assert re.search(message, done.output), done.output
     assert "Traceback" not in done.output
 
 
@@ -589,7 +591,7 @@ def test_ranks_with_different_balances_are_refused(here: Path, capsys: Capsys) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("nn.Linear(width, 4)", "nn.Linear(width, 4), nn.ReLU()", "the plan has 5 layers"),
         ("width: int = 16", "width: int = 17", "the model has changed since it was planned"),
@@ -597,21 +599,22 @@ def test_ranks_with_different_balances_are_refused(here: Path, capsys: Capsys) -
     ],
     ids=["one layer more", "another width", "gone"],
 )
-def test_the_script_refuses_a_changed_model(here: Path, capsys: Capsys, old: str, new: str, told: str) -> None:
+def test_the_script_refuses_a_changed_model(here: Path, capsys: Capsys, old: str, new: str, message: str) -> None:
     """The model has more layers, other shapes or no entry."""
     assert call(capsys, "solve", "--devices", "1", "--mem", "8GB", "-o", "one.yaml").code == 0
     assert call(capsys, "emit", "one.yaml", "-o", "one").code == 0
     write_model(here, MODEL.replace(old, new))
-    _refused(here, told, "one/train.py", "--steps", "1", "--report", "run.json")
+    _refused(here, message, "one/train.py", "--steps", "1", "--report", "run.json")
     assert not (here / "run.json").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "told"), [(("--steps", "0"), "--steps"), (("--stepz", "3"), "--stepz"), (("--seed", "x"), "--seed")]
+    ("arguments", "message"),
+    [(("--steps", "0"), "--steps"), (("--stepz", "3"), "--stepz"), (("--seed", "x"), "--seed")],
 )
-def test_the_script_refuses_bad_options(here: Path, arguments: tuple[str, ...], told: str) -> None:
-    _refused(here, told, "train.py", *arguments)
+def test_the_script_refuses_bad_options(here: Path, arguments: tuple[str, ...], message: str) -> None:
+    _refused(here, message, "train.py", *arguments)
 
 
 @pytest.mark.slow

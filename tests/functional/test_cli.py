@@ -112,15 +112,15 @@ def test_every_command_has_quiet_and_format_options(name: str, capsys: Capsys) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reserve", "told"), [(10**9, "reserve of 1GB per device is"), (0, "try `--reserve 1GB`")])
-def test_estimates_report_the_memory_they_reserve(here: Path, capsys: Capsys, reserve: int, told: str) -> None:
+@pytest.mark.parametrize(("reserve", "message"), [(10**9, "reserve of 1GB per device is"), (0, "try `--reserve 1GB`")])
+def test_estimates_report_the_memory_they_reserve(here: Path, capsys: Capsys, reserve: int, message: str) -> None:
     """An amount given by the user needs no note."""
     profile = files.read_profile("profile.yaml")
     device = replace(profile.device, how="estimated", reserve_bytes=reserve)
     files.write("estimate.yaml", replace(profile, device=device))
     solve = ("solve", "estimate.yaml", "--devices", "2", "--mem", "8GB")
-    assert told in call(capsys, *solve).err
-    assert told not in call(capsys, *solve, "--reserve", "2GB").err
+    assert message in call(capsys, *solve).err
+    assert message not in call(capsys, *solve, "--reserve", "2GB").err
 
 
 @pytest.mark.slow
@@ -562,15 +562,15 @@ def test_check_recomputes_an_edited_balance(here: Path, capsys: Capsys, shown: s
 
 
 @pytest.mark.parametrize(
-    ("balance", "told"),
+    ("balance", "message"),
     [("[2, 2]", "4 layers"), ("[3, 3]", "6 layers"), ("[5, 0]", "every stage needs at least one layer")],
 )
-def test_balances_without_all_layers_or_with_empty_stages_are_refused(here, capsys, balance, told):
+def test_balances_without_all_layers_or_with_empty_stages_are_refused(here, capsys, balance, message):
     replace_once(here / "plan.yaml", "balance: [2, 3]", f"balance: {balance}")
     for arguments in (("check",), ("emit",)):
         refused = call(capsys, *arguments)
         assert refused.code == 2
-        assert told in refused.error
+        assert message in refused.error
     assert "train.py" not in visible(here)
 
 
@@ -957,7 +957,7 @@ def test_an_interrupted_profile_is_continued(empty: Path, capsys: Capsys, monkey
         raise KeyboardInterrupt
 
     command_line = ("profile", "model.py", *FAST)
-    for options, told in (
+    for options, message in (
         ((), "note: continuing from profile.yaml.partial"),
         (("--optimizer", "sgd"), "starting over"),
     ):
@@ -969,7 +969,7 @@ def test_an_interrupted_profile_is_continued(empty: Path, capsys: Capsys, monkey
         assert "profile.yaml.partial is an unfinished profile" in call(capsys, "show", "profile.yaml.partial").error
         done = call(capsys, *command_line, *options)
         assert (done.code, visible(empty)) == (0, {"model.py", "profile.yaml"})
-        assert told in done.err
+        assert message in done.err
         (empty / "profile.yaml").unlink()
 
 

@@ -26,7 +26,7 @@ def _predicted(plan: Plan, **changes: Any) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "expected"),
     [
         (lambda plan: _predicted(plan, step_us=1.0), "GP203"),
         (lambda plan: _predicted(plan, samples_per_s=1e9, bubble=0.0), "GP203"),
@@ -34,16 +34,16 @@ def _predicted(plan: Plan, **changes: Any) -> Plan:
         (lambda plan: replace(plan, solver=replace(plan.solver, gap=0.5)), "GP205"),
     ],
 )
-def test_show_uses_the_figures_of_the_profile(plan, edit, told, capsys):
+def test_show_uses_the_figures_of_the_profile(plan, edit, expected, capsys):
     """Plans with other cuts are not called optimal."""
     right = call(capsys, "show").out
     files.write("plan.yaml", edit(plan))
     for more in ((), ("--html", "x.html", "--svg", "x.svg")):
         ran = call(capsys, "show", *more)
         assert ran.code == 0
-        assert f"warning: {told}: " in ran.err
+        assert f"warning: {expected}: " in ran.err
         assert "1.00 us" not in ran.out
-        assert "optimal" not in ran.out or (told == "GP203" and ran.out == right)
+        assert "optimal" not in ran.out or (expected == "GP203" and ran.out == right)
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,10 @@ def test_help_of_ci_commands_lists_every_option(capsys: Capsys, name: str) -> No
 def test_check_against_reports_a_grown_layer(here: Path, capsys: Capsys) -> None:
     (here / "main-plan.yaml").write_text((here / "plan.yaml").read_text())
     gate.write(here, widened=1000, cap=2_000_000)
-    told = call(capsys, "check", "--against", "main-plan.yaml")
-    assert told.code == 0
-    assert "GP401 note: stage 1 needs 1.95 KiB more than in main-plan.yaml" in told.out
-    assert "against main-plan.yaml" in told.out
+    done = call(capsys, "check", "--against", "main-plan.yaml")
+    assert done.code == 0
+    assert "GP401 note: stage 1 needs 1.95 KiB more than in main-plan.yaml" in done.out
+    assert "against main-plan.yaml" in done.out
     document = json.loads(call(capsys, "check", "--against", "main-plan.yaml", "--format", "json").out)
     assert [s["bytes"] - s["bytes_before"] for s in document["difference"]["stages"]] == [0, 2000, 0]
 

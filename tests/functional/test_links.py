@@ -125,11 +125,11 @@ def test_links_without_torchrun_prints_the_command(here: Path, capsys: Capsys, m
 
 def test_only_the_first_process_prints_the_error(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, told in (("0", True), ("1", False)):
+    for rank, is_shown in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
         for options in (("--device", "tpu"), ("--format", "xml")):
             done = call(capsys, "profile-links", *options)
-            assert (done.code, options[1] in done.err) == (2, told)
+            assert (done.code, options[1] in done.err) == (2, is_shown)
 
 
 @pytest.mark.slow

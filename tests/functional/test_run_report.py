@@ -59,9 +59,9 @@ def test_the_report_has_times_waits_speeds_and_transfers(folder: Path) -> None:
 def test_only_the_first_rank_calls_step_callbacks(folder: Path) -> None:
     """The loss is that of the report, and samples are those of the whole mini-batch."""
     report = read_run(str(folder / "run.json"))
-    (told,) = folder.glob("steps_*.txt")
-    assert told.name == "steps_0.txt"
-    assert told.read_text().splitlines() == [f"{n} {loss} {report.batch}" for n, loss in enumerate(report.losses)]
+    (steps,) = folder.glob("steps_*.txt")
+    assert steps.name == "steps_0.txt"
+    assert steps.read_text().splitlines() == [f"{n} {loss} {report.batch}" for n, loss in enumerate(report.losses)]
 
 
 def test_the_trace_has_every_forward_and_backward(folder: Path) -> None:

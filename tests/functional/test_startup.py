@@ -121,25 +121,25 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
 )
 def test_only_profiling_imports_torch(here: Path, arguments: tuple[str, ...]) -> None:
     """A `profile` with bad options does not import it either."""
-    told = probe(here, *arguments)
-    assert told["code"] == (2 if "xml" in arguments or "verify" in arguments else 0)
-    assert "planner.cli.main" in told["modules"]
-    assert [name for name in HEAVY if name in told["modules"]] == []
+    probed = probe(here, *arguments)
+    assert probed["code"] == (2 if "xml" in arguments or "verify" in arguments else 0)
+    assert "planner.cli.main" in probed["modules"]
+    assert [name for name in HEAVY if name in probed["modules"]] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", UNUSED, ids=" ".join)
 def test_commands_import_only_their_own_modules(here: Path, arguments: tuple[str, ...]) -> None:
-    told = probe(here, *arguments)
-    assert [name for name in UNUSED[arguments] if name in told["modules"]] == []
+    probed = probe(here, *arguments)
+    assert [name for name in UNUSED[arguments] if name in probed["modules"]] == []
 
 
 @pytest.mark.slow
 def test_the_probe_detects_an_import_of_torch(here: Path) -> None:
     (here / "model.py").write_text("raise ValueError\n")
-    told = probe(here, "profile", "model.py")
-    assert told["code"] == 2
-    assert "torch" in told["modules"]
+    probed = probe(here, "profile", "model.py")
+    assert probed["code"] == 2
+    assert "torch" in probed["modules"]
 
 
 def test_python_dash_m_planner_equals_the_command(here: Path) -> None:

@@ -39,10 +39,16 @@ def test_verify_runs_judges_and_calibrates_a_plan(here: Path, capsys: Capsys) ->
     before = sorted(here.rglob("*"))
     done = call(capsys, "verify", "plans/plan.yaml", "--steps", "4", "--tolerance-time", "99%", "--format", "json")
     assert done.code in (0, 1), done.err
-    told = json.loads(done.out)
-    assert told["agrees"] is (done.code == 0)
-    assert {row["what"] for row in told["compared"]} == {"step_us", "bubble", "forward_us", "backward_us", "peak_bytes"}
-    assert len(told["run"]["losses"]) == 4
+    document = json.loads(done.out)
+    assert document["agrees"] is (done.code == 0)
+    assert {row["what"] for row in document["compared"]} == {
+        "step_us",
+        "bubble",
+        "forward_us",
+        "backward_us",
+        "peak_bytes",
+    }
+    assert len(document["run"]["losses"]) == 4
     assert sorted(set(here.rglob("*")) - set(before)) == [here / "calibration.yaml"]
     found = files.read_calibration("calibration.yaml")
     assert found.steps == 2

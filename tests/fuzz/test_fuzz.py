@@ -35,6 +35,6 @@ def test_fuzzer_detects_each_kind_of_failure(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(fuzz, "run", run)
         return fuzz.fuzz(1, tmp_path)
 
-    for what, told in (("raises", "ValueError"), ("hangs", "no answer"), ("bug", "bug"), ("code", "exit code 3")):
-        assert told in (broken(what) or ""), what
+    for what, message in (("raises", "ValueError"), ("hangs", "no answer"), ("bug", "bug"), ("code", "exit code 3")):
+        assert message in (broken(what) or ""), what
     assert "without an error" in (broken("silent") or "")

@@ -48,9 +48,9 @@ class Ran:
     @property
     def error(self) -> str:
         """Paragraph of stderr with the error."""
-        told = [part for part in self.err.split("\n\n") if "error: " in part]
-        assert len(told) == 1, self.err
-        return told[0][told[0].rfind("\n", 0, told[0].index("error: ")) + 1 :]
+        paragraphs = [part for part in self.err.split("\n\n") if "error: " in part]
+        assert len(paragraphs) == 1, self.err
+        return paragraphs[0][paragraphs[0].rfind("\n", 0, paragraphs[0].index("error: ")) + 1 :]
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ran:

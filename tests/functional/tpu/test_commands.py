@@ -121,8 +121,8 @@ def test_the_jax_program_has_the_losses_of_torch(here: Path, capsys: pytest.Capt
 def test_compiled_memory_is_compared_with_plan_and_chip(temporary: int, cap: int, last: str, code: int) -> None:
     """The exit code reports the result."""
     found = training.CompiledMemory(argument_bytes=2**30, temporary_bytes=temporary)
-    told, answer = training.fit_report(found, 2**30, plan_bytes=cap, chip=accelerator("tpu:v2"))
-    assert told.splitlines()[-1] == last
+    printed, answer = training.fit_report(found, 2**30, plan_bytes=cap, chip=accelerator("tpu:v2"))
+    assert printed.splitlines()[-1] == last
     assert answer == code
 
 
@@ -235,14 +235,14 @@ def test_stages_with_too_different_memory_are_refused(here: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("fits", "code", "told"),
+    ("fits", "code", "message"),
     [
         (True, 0, "note: the compiler's words"),
         (False, 1, "every device needs as much of each component as the stage with most of it"),
         (None, 1, "the TPU's compiler could decide if the extra were installed: pip install 'gpipe-plan[tpu]'"),
     ],
 )
-def test_the_compiler_decides_if_a_program_fits(here, capsys, monkeypatch, *, fits, code, told):
+def test_the_compiler_decides_if_a_program_fits(here, capsys, monkeypatch, *, fits, code, message):
     _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400))
     cut = ("--balance", "1,3", "--micro-batches", "8")
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
@@ -251,7 +251,7 @@ def test_the_compiler_decides_if_a_program_fits(here, capsys, monkeypatch, *, fi
     monkeypatch.setattr(emitter, "compile_and_report_fit", lambda *_: (bool(fits), "the compiler's words"))
     done = call(capsys, "emit", "--format", "jax")
     assert done.code == code
-    assert told in done.err
+    assert message in done.err
     assert ("asking the TPU's compiler, which takes a while" in done.err) == (fits is not None)
     assert ("the compiler's words" in done.err) == (fits is not None)
     assert (here / "train_jax.py").exists() == (here / "balance.yaml").exists() == (code == 0)

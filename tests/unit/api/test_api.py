@@ -100,8 +100,8 @@ def test_functions_are_documented_and_typed(verb: str) -> None:
 @pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "explore", "verify", "sweep"])
 def test_unknown_keywords_are_refused_with_a_suggestion(verb: str) -> None:
     known = "output" if "output" in inspect.signature(getattr(api, verb)).parameters else "profile"
-    told = rf"{verb}\(\) got an unexpected keyword argument `{known}s`; did you mean `{known}`"
-    with pytest.raises(TypeError, match=told):
+    message = rf"{verb}\(\) got an unexpected keyword argument `{known}s`; did you mean `{known}`"
+    with pytest.raises(TypeError, match=message):
         getattr(planner, verb)("nowhere.yaml", **{f"{known}s": 2})
 
 

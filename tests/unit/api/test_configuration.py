@@ -226,7 +226,7 @@ def test_formula_by_name_equals_its_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "told"),
+    ("content", "options", "expected"),
     [
         ("{", {}, "is not JSON"),
         ("[]", {}, "no JSON object"),
@@ -241,10 +241,10 @@ def test_formula_by_name_equals_its_configuration(tmp_path: Path) -> None:
         (SMALL, {"preset": "llama-3-8b"}, "takes no model"),
     ],
 )
-def test_contradicting_configurations_are_refused(content, options, told, tmp_path):
+def test_contradicting_configurations_are_refused(content, options, expected, tmp_path):
     with pytest.raises(PlannerError) as refused:
         of(tmp_path, content, **options)
-    assert told in refused.value.message
+    assert expected in refused.value.message
 
 
 def test_unknown_families_get_a_hint_to_profile_the_model(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_bytes_of_each_precision_and_optimizer(dtype: str | None, optimizer: str
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "part"),
     [
         ({}, "needs `--device estimate:h100` or `--rate`"),
         ({"device": "estimate:mi250x"}, "rates of `mi250x`"),
@@ -117,7 +117,7 @@ def test_bytes_of_each_precision_and_optimizer(dtype: str | None, optimizer: str
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_wrong_shapes_are_refused(options: dict[str, object], told: str) -> None:
+def test_wrong_shapes_are_refused(options: dict[str, object], part: str) -> None:
     with pytest.raises(UsageError) as refused:
         by_formula(**options)
-    assert told in refused.value.message
+    assert part in refused.value.message

@@ -187,23 +187,23 @@ def test_suggested_cuts_of_chunks_work_as_options(schedule: str, chunks: str) ->
     assert plan.chunks > 1
     cap = max(plan.peak_bytes_by_device()) - 1
     _, advice = api.check(plan, profile=profile, mem=cap).would_fit
-    told = re.search(
+    suggested = re.search(
         r"cuts \[([\d, ]+)\] with M = (\d+), `--schedule (\w+) --chunks (\d)`, (\S+ \S+) per step .*: `(.*)`", advice
     )
-    assert told is not None, advice
+    assert suggested is not None, advice
     other = api.solve(
         profile,
         devices=2,
         mem=cap,
         batch=8,
-        balance=told[1],
-        micro_batches=told[2],
-        schedule=told[3],
-        chunks=told[4],
+        balance=suggested[1],
+        micro_batches=suggested[2],
+        schedule=suggested[3],
+        chunks=suggested[4],
     )
     assert max(other.peak_bytes_by_device()) <= cap
-    assert format_us(other.predicted.step_us) == told[5]
-    assert ("--chunks 2" in told[6]) == (chunks == "2")
+    assert format_us(other.predicted.step_us) == suggested[5]
+    assert ("--chunks 2" in suggested[6]) == (chunks == "2")
 
 
 def test_large_plans_get_a_device_suggestion() -> None:

@@ -23,8 +23,8 @@ def test_core_lists_the_registered_kinds() -> None:
 @pytest.mark.parametrize("name", list(DEVICE_KINDS))
 def test_kinds_implement_all_methods(name: str) -> None:
     assert not inspect.isabstract(DEVICE_KINDS[name])
-    for told in (DEVICE_KINDS[name].title, DEVICE_KINDS[name].communication):
-        assert told
+    assert DEVICE_KINDS[name].title
+    assert DEVICE_KINDS[name].communication
 
 
 def test_the_cpu_takes_any_number_of_processes() -> None:

@@ -24,7 +24,9 @@ def position(doing: str = "forward of micro-batch 1") -> Position:
     return here
 
 
-def told(name: str, waits_for: int | None, where: str = "in forward of micro-batch 2 of step 7") -> dict[str, object]:
+def sent_position(
+    name: str, waits_for: int | None, where: str = "in forward of micro-batch 2 of step 7"
+) -> dict[str, object]:
     """Return the values that a rank sends to the others."""
     return {"name": name, "waits_for": waits_for, "where": where, "idle_s": 61.0, "beat": 3}
 
@@ -42,14 +44,14 @@ def test_positions_name_stage_replica_and_step() -> None:
 
 def test_the_rank_that_waits_for_no_other_is_named_as_hanging() -> None:
     """If every rank waits for another, all are named."""
-    ranks = {0: told("stage 0", 1), 1: told("stage 1", None), 2: told("stage 2", ANY)}
+    ranks = {0: sent_position("stage 0", 1), 1: sent_position("stage 1", None), 2: sent_position("stage 2", ANY)}
     message = explain.error_of_hang(ranks, 60.0).message
     assert message.startswith(
         "stage 1 has been in forward of micro-batch 2 of step 7 for 61 s, and holds up the others"
     )
     assert message.endswith("stage 0 waits in forward of micro-batch 2 of step 7; stage 2 waits in forward of "
                             "micro-batch 2 of step 7")  # fmt: skip
-    ranks[1] = told("stage 1", 0)
+    ranks[1] = sent_position("stage 1", 0)
     assert explain.error_of_hang(ranks, 60.0).message.startswith(
         "the stages wait for each other for 60 s: stage 0 waits"
     )

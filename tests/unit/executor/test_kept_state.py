@@ -254,9 +254,9 @@ def test_finding_layers_does_not_change_counters() -> None:
 def test_sparse_tensors_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].register_buffer("adjacency", torch.eye(2).to_sparse())
-    with pytest.raises(ModelError, match=r'"1\.adjacency" is a sparse tensor') as told:
+    with pytest.raises(ModelError, match=r'"1\.adjacency" is a sparse tensor') as refused:
         chain_of(model)
-    assert "to_dense" in str(told.value.hint)
+    assert "to_dense" in str(refused.value.hint)
 
 
 def quantized() -> nn.Module:

@@ -13,7 +13,7 @@ from planner.executor.watch.explain import error_of_hang
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.liveness import Heartbeats
 from planner.executor.watch.position import ANY, Position
-from tests.unit.executor.test_failure import told
+from tests.unit.executor.test_failure import sent_position
 
 
 class CountingStore:
@@ -181,7 +181,7 @@ def test_a_rank_that_has_left_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_messages_name_the_three_ranks_that_wait_longest() -> None:
-    positions = {rank: {**told(f"stage {rank}", ANY), "idle_s": float(rank)} for rank in range(1000)}
+    positions = {rank: {**sent_position(f"stage {rank}", ANY), "idle_s": float(rank)} for rank in range(1000)}
     message = error_of_hang(positions, 60.0).message
     assert message.count(" waits in ") == 3
     assert "stage 997 waits" in message

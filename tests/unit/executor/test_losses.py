@@ -24,11 +24,11 @@ def test_loss_count_of_the_model_file_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "told"),
+    ("count", "message"),
     [(-1, "returned -1"), (float("nan"), "returned nan"), (None, "`loss_count"), ("x", "`loss_count")],
 )
-def test_invalid_loss_counts_are_refused_with_an_example(count: Any, told: str) -> None:
-    with pytest.raises(ModelError, match=told):
+def test_invalid_loss_counts_are_refused_with_an_example(count: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         loss_counts(lambda _: count, [None], "model.py:build_model")
 
 

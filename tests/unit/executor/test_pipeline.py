@@ -189,17 +189,17 @@ def test_example_batches_do_not_change_the_random_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "targets", "told"),
+    ("inputs", "targets", "message"),
     [
         (9, 9, "got a mini-batch of 9 samples, the plan is for 8"),
         (0, 0, "tensors hold 0 samples"),
         (8, 6, "tensors hold 6 and 8 samples"),
     ],
 )
-def test_invalid_batches_are_refused_before_running(tmp_path: Path, inputs: int, targets: int, told: str) -> None:
+def test_invalid_batches_are_refused_before_running(tmp_path: Path, inputs: int, targets: int, message: str) -> None:
     pipeline = Pipeline(balance_of(tmp_path))
     with (
-        pytest.raises(UsageError, match=told) as refused,
+        pytest.raises(UsageError, match=message) as refused,
         pipeline.step(torch.randn(inputs, 8), torch.randn(targets, 4)),
     ):
         pytest.fail("ran")
@@ -395,13 +395,13 @@ def test_a_model_without_parameters_gets_an_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("int = 16", "int = 24", "the model has changed since it was planned"),
         ("nn.Linear(8, width), nn.ReLU()", "nn.Linear(8, width)", "the plan has 5 layers"),
     ],
 )
-def test_a_changed_model_is_refused(tmp_path: Path, old: str, new: str, told: str) -> None:
+def test_a_changed_model_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     """Other layers by name, other shapes by digest."""
     path = balance_of(tmp_path)
     loaded = load_model(str(tmp_path / "model.py"))
@@ -411,7 +411,7 @@ def test_a_changed_model_is_refused(tmp_path: Path, old: str, new: str, told: st
     write_model(tmp_path, MODEL.replace(old, new) + OPTIMIZER)
     with pytest.raises(ModelError) as refused:
         Pipeline(path)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_refusal_leaves_no_process_group_or_recording(tmp_path: Path) -> None:
@@ -479,8 +479,8 @@ def test_speed_counts_the_samples_of_smaller_mini_batches(tmp_path: Path, capsys
         (8, 3, 8, 3), capsys.readouterr().out.splitlines(), run.step_us, run.samples_per_s, strict=False
     ):
         assert per_s == pytest.approx(size / took_us * 1e6, rel=1e-3)
-        told = line.split()[-2].replace(",", "")
-        assert float(told) == pytest.approx(size / took_us * 1e6, rel=1e-2)
+        speed = line.split()[-2].replace(",", "")
+        assert float(speed) == pytest.approx(size / took_us * 1e6, rel=1e-2)
 
 
 def test_own_errors_are_one_message_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,8 +209,8 @@ def test_attribute_snapshot_finds_and_reverts_changes() -> None:
     notes["b"].deep[:] = [torch.ones(())]
     notes["b"].new = 4
     vars(model)["more"] = 5
-    told = {(change.keys, change.kind) for change in before.changes()}
-    assert told == {
+    changes = {(change.keys, change.kind) for change in before.changes()}
+    assert changes == {
         (("losses",), "extended"),
         (("notes", "a"), "set"),
         (("notes", "c"), "set"),

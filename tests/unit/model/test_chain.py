@@ -93,7 +93,7 @@ def test_a_subclass_that_only_adds_a_constructor_is_flattened() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [
         (nn.Linear(8, 8), "the model is a Linear"),
         (CallsTwice(nn.Linear(8, 8)), "the model is a CallsTwice"),
@@ -102,14 +102,14 @@ def test_a_subclass_that_only_adds_a_constructor_is_flattened() -> None:
         (nn.Sequential(nn.Sequential(), nn.Sequential()), None),
     ],
 )
-def test_only_non_empty_sequentials_have_layers(model: nn.Module, told: str | None) -> None:
+def test_only_non_empty_sequentials_have_layers(model: nn.Module, message: str | None) -> None:
     """A Sequential of empty Sequentials is a chain of identities."""
-    if told is None:
+    if message is None:
         assert chain_of(model).names == ("0", "1")
         return
     with pytest.raises(ModelError) as refused:
         chain_of(model)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_parameter_names_are_those_of_the_model() -> None:

@@ -81,17 +81,17 @@ def test_a_profiled_configuration_is_planned_and_emitted_as_a_script(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("architectures", "options", "told"),
+    ("architectures", "options", "expected"),
     [
         (("LlamaForCausalLM",), {"task": "poetry"}, "`--task poetry`"),
         (("LlamaForDancing",), {}, "LlamaForDancing"),
         (("LlamaForCausalLM",), {"layers": 3}, "`--layers`"),
     ],
 )
-def test_unknown_tasks_architectures_and_sizes_are_refused(architectures, options, told, tmp_path):
+def test_unknown_tasks_architectures_and_sizes_are_refused(architectures, options, expected, tmp_path):
     with pytest.raises(PlannerError) as refused:
         planner.profile(write_configuration(tmp_path, SMALL, *architectures), from_formula="never", **options)
-    assert told in refused.value.message
+    assert expected in refused.value.message
 
 
 def test_options_of_configurations_are_refused_for_model_files() -> None:

@@ -136,6 +136,6 @@ def test_the_loss_of_a_sequential_is_chosen_with_its_chain() -> None:
     without = load_object(model, example_batch=lambda size: (torch.ones(size, 4), None))
     without.chain(model)
     assert 'output "1"' in without.notes[0]
-    told: list[str] = []
-    profile_model(without, ProfilerOptions(micro_batch_sizes=(1,), repeats=2, time_budget_s=0.0), note=told.append)
-    assert told == list(without.notes)
+    notes: list[str] = []
+    profile_model(without, ProfilerOptions(micro_batch_sizes=(1,), repeats=2, time_budget_s=0.0), note=notes.append)
+    assert notes == list(without.notes)

@@ -179,7 +179,7 @@ def test_build_model_may_take_any_keyword_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "expected"),
     [
         ("a", "1.5", "an integer"),
         ("a", "wide", "an integer"),
@@ -189,10 +189,10 @@ def test_build_model_may_take_any_keyword_setting(tmp_path: Path) -> None:
         ("z", "1", "no setting `z`"),
     ],
 )
-def test_wrong_settings_are_refused(tmp_path: Path, name: str, text: str, told: str) -> None:
+def test_wrong_settings_are_refused(tmp_path: Path, name: str, text: str, expected: str) -> None:
     with pytest.raises(UsageError) as refused:
         load(tmp_path, HEAD + TYPED + "    return None\n" + EXAMPLE, **{name: text})
-    assert told in str(refused.value)
+    assert expected in str(refused.value)
     assert name in str(refused.value)
     if name == "z":
         assert "`a`, `b`" in refused.value.hint
@@ -284,7 +284,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("returned", "expected"),
     [
         ("torch.randn(batch_size, 8)", "returned Tensor"),
         ("(1, 2, 3)", "a tuple of 3"),
@@ -298,13 +298,13 @@ def test_an_unknown_optimizer_is_refused() -> None:
         ("1 / 0", "`example_batch(2)` raised ZeroDivisionError"),
     ],
 )
-def test_a_wrong_example_batch_is_refused(tmp_path: Path, returned: str, told: str) -> None:
+def test_a_wrong_example_batch_is_refused(tmp_path: Path, returned: str, expected: str) -> None:
     imports = "from collections import UserDict\nfrom types import SimpleNamespace\n"
     text = f"{HEAD}{imports}{BUILD}\ndef example_batch(batch_size):\n    return {returned}\n{LOSS}"
     loaded = load(tmp_path, text)
     with pytest.raises(ModelError) as refused:
         loaded.example_batch(2)
-    assert told in f"{refused.value} {refused.value.hint}"
+    assert expected in f"{refused.value} {refused.value.hint}"
 
 
 def test_inputs_may_be_nested(tmp_path: Path) -> None:

@@ -623,7 +623,7 @@ def test_a_single_block_is_cut_into_its_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [
         (Drawing(), "random numbers are drawn"),
         (Leaking(Leaking.Leaving), "but is not returned"),
@@ -631,10 +631,10 @@ def test_a_single_block_is_cut_into_its_modules() -> None:
     ],
     ids=["random", "leak", "one layer"],
 )
-def test_models_without_cuts_are_refused_with_reason_and_hint(model: nn.Module, told: str) -> None:
+def test_models_without_cuts_are_refused_with_reason_and_hint(model: nn.Module, message: str) -> None:
     with pytest.raises(ModelError) as refused:
         chain_of(model, values)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert refused.value.hint
 
 

@@ -169,7 +169,7 @@ ENDLESS = (
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         ({}, "without `model_type`"),
         ({"model_type": "mamba"}, "`model_type: mamba`"),
@@ -181,10 +181,10 @@ ENDLESS = (
         *((content, "is 4000000000, expected an integer from 1 to 10000") for content in ENDLESS),
     ],
 )
-def test_wrong_configurations_are_refused_with_all_reasons(content: dict[str, object], told: str) -> None:
+def test_wrong_configurations_are_refused_with_all_reasons(content: dict[str, object], expected: str) -> None:
     with pytest.raises(UsageError) as refused:
         shape_from_config(content, 32, source="config.json")
-    assert told in refused.value.message
+    assert expected in refused.value.message
 
 
 def test_an_unknown_family_is_refused_with_a_hint():

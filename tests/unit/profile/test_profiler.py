@@ -527,9 +527,9 @@ def test_a_loss_must_be_a_scalar(loss: Callable[[Any, Any], Any]) -> None:
 def test_a_failing_layer_is_named_with_its_input() -> None:
     with pytest.raises(ModelError) as refused:
         profile_of_model(loaded_model(nn.Sequential(nn.Linear(8, 16), nn.Linear(8, 4))), sizes=(3,))
-    told = str(refused.value)
-    assert 'layer "1" (Linear) raised RuntimeError on float32[3, 16]' in told
-    assert "micro-batch size 3" in told
+    message = str(refused.value)
+    assert 'layer "1" (Linear) raised RuntimeError on float32[3, 16]' in message
+    assert "micro-batch size 3" in message
 
 
 def test_units_get_the_inputs_and_targets_of_the_model() -> None:

@@ -68,8 +68,8 @@ def test_github_annotations_are_escaped() -> None:
     found = re.fullmatch(r"::error file=([^,:]*),line=6,title=([^,:]*)::(.*)", line)
     assert found[1] == "a%2Cb%3Ac%25.yaml"
     data = found[3].replace("%0A", "\n").replace("%0D", "\r").replace("%25", "%")
-    told = f"{odd().findings[0].message}\nk"
-    assert data == "\n".join(map(escape_unprintable, told.split("\n")))
+    text = f"{odd().findings[0].message}\nk"
+    assert data == "\n".join(map(escape_unprintable, text.split("\n")))
     assert answer == "a,b:c%25.yaml: does not fit (1 error)"
 
 

@@ -200,7 +200,7 @@ def recomputing(names, layers=1000):
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "shown"),
     [
         (["block_4", "block_5", "block_6", "head"], "block_4 … block_6 (3), head"),
         (["block_4", "block_5"], "block_4, block_5"),
@@ -211,9 +211,9 @@ def recomputing(names, layers=1000):
         (["h.0.attn", "h.0.mlp", "h.1.attn"], "h.0.attn, h.0.mlp, h.1.attn"),
     ],
 )
-def test_consecutive_names_are_shown_as_a_range(names, told):
+def test_consecutive_names_are_shown_as_a_range(names, shown):
     """Ranges have at least three layers, and their number."""
-    assert f"stage 0 recomputes {told}\n" in plan_text(recomputing(names), (), WIDE)
+    assert f"stage 0 recomputes {shown}\n" in plan_text(recomputing(names), (), WIDE)
 
 
 def test_many_recomputed_layers_take_few_lines():
@@ -221,10 +221,10 @@ def test_many_recomputed_layers_take_few_lines():
     names = [f"{'ab'[n % 2]}_{n}" for n in range(500)]
     lines = plan_text(recomputing(names), (), style(60)).splitlines()
     start = next(n for n, line in enumerate(lines) if "recomputes" in line)
-    told = " ".join(lines[start : lines.index("", start)])
+    message = " ".join(lines[start : lines.index("", start)])
     assert lines.index("", start) - start == 3
-    assert told.count("_") + int(told.split()[-2]) == 500
-    assert told.endswith(" more")
+    assert message.count("_") + int(message.split()[-2]) == 500
+    assert message.endswith(" more")
     piped = plan_text(recomputing(names), (), WIDE)
     assert " more" not in piped
     assert "b_499" in piped

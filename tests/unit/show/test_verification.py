@@ -22,8 +22,8 @@ def test_only_judged_figures_are_marked():
     assert row(text, "peak memory, device 0").endswith("-1.0 %     ok")
     assert row(text, "forward, stage 1").endswith("%")
     assert row(text, "bubble").split()[-1] == "-"
-    told = "(step within 10 %, memory predicted at most 1 % too low, 5 % too high, or 64.0 KiB off)"
-    assert f"\nnot as predicted {told}" in text
+    message = "(step within 10 %, memory predicted at most 1 % too low, 5 % too high, or 64.0 KiB off)"
+    assert f"\nnot as predicted {message}" in text
 
 
 def test_run_as_predicted_is_reported():
