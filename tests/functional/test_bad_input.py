@@ -193,7 +193,7 @@ def test_messages_on_invalid_values_name_file_line_and_key(here, capsys, *, name
     assert placed[2] == key
     assert message in done.error
     line = int(placed[1])
-    # "Stages" and "memory_bytes" are right in themselves: what they contradict stands on another line.
+    # "stages" and "memory_bytes" are valid, but contradict another line.
     assert line == changed or key in ("stages", "inputs.memory_bytes")
     assert key.rpartition(".")[2].partition("[")[0] in now[line - 1] or message == "is missing"
 

@@ -78,7 +78,7 @@ thread.join()
 assert dist.get_world_size() == 2
 dist.destroy_process_group()
 """
-"""As Ray Train does it: the group is made, and left, by somebody else; the script runs in a thread."""
+"""As in Ray Train: a process group exists already, and the script runs in a thread."""
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ UNUSED = {
     ("--help",): HELP,
     ("check", "--help"): HELP,
     ("solve", "--help"): HELP,
-    # What pydantic brings beside its core takes longer than the check itself.
+    # Importing all of pydantic takes longer than the check itself.
     ("check",): (
         *(*FACES, "planner.show.gate", "planner.show.terminal.tables", "rich.table"),
         *(

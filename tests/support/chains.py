@@ -189,7 +189,7 @@ def _carries(size: int) -> bool:
 
 def _random_layers(rng: random.Random, num_layers: int, sizes: Sequence[int], *, exact: bool) -> Iterator[LayerProfile]:
     crossing = 20  # bytes per sample in front of the layer
-    skip = None  # bytes per sample that pass by, beside it
+    skip = None  # bytes per sample of a relayed tensor
     for n in range(num_layers):
         forward, backward = rng.choice([0.0, rng.uniform(1, 50)]), rng.uniform(1, 90)
         fixed, output, saved, peak = rng.uniform(0, 5), rng.randint(0, 60), rng.randint(0, 90), rng.randint(0, 50)

@@ -32,7 +32,7 @@ class Drawing:
         calls = chain.outline.recording.calls
         layer_at = {cut: number for number, cut in enumerate(chain.outline.cuts, 1)}
         for path in {call.path for call in calls}:
-            # A module may be called several times, and a layer begin behind one of them, or with it.
+            # A module may be called several times, and a layer may begin with or after one of the calls.
             same = [call for call in calls if call.path == path]
             behind = [layer_at.get(call.exit + 1) for call in same]
             with_it = [layer_at.get(call.enter) for call in same]

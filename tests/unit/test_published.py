@@ -1,7 +1,7 @@
-"""Published runs on real accelerators beside predictions: what came true stays true.
+"""Published runs on real accelerators: errors of their predictions must not change.
 
-Figures are what was met (`docs/measurements/published.md` has every row), in percent and to a tenth of one, so that any
-change of the laws that moves them is seen.
+Figures are in percent with one decimal, so that a change of the cost model that moves them is seen. All rows are in
+`docs/measurements/published.md`.
 """
 
 from collections import Counter

@@ -60,7 +60,7 @@ class RealModel:
     inputs: Callable[[int], Any]
     caveat: str = ""
     loss: Callable[[Any, Any], Tensor] = loss_of
-    """Of the model's output; nobody gives a target: what a loss needs beside the output is in the inputs."""
+    """Loss of the model's output; labels are among the inputs."""
     no_loss_fn: bool = False
     """Whether its file would have no `loss_fn`: what is taken in its place must be `loss`."""
     refusal: str = ""

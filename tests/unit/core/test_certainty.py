@@ -31,7 +31,7 @@ def rows(page, section=""):
     """Return the tables of a section of a page, or of the text before the first section, as lists of cells."""
     text = f"\n{(PAGES / page).read_text(encoding='utf-8')}".split(f"\n## {section}\n" if section else "\n# ")[1]
     lines = text.split("\n## ")[0].splitlines()
-    # What stands above a rule is the title of columns.
+    # The line above a rule has the titles of columns.
     tables = [line for line, below in pairwise([*lines, ""]) if line.startswith("| ") and not below.startswith("|-")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in tables]
 
@@ -42,7 +42,7 @@ def shares(cells):
 
 
 def ms(cell):
-    number, unit, *_ = cell.split()  # behind them stands from where to where several runs lay
+    number, unit, *_ = cell.split()  # then the range of several runs
     return float(number) * {"ms": 1, "s": 1000}[unit]
 
 

@@ -158,16 +158,16 @@ def alive(memory: StageMemory) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("first", "end", "m", "recompute", "gradients", "transfer", "held"),
     [
-        # Two micro-batches wait; the first one's backward allocates the gradients (120 bytes with them) beside input
-        # and output; the gradient of the output, 32 bytes, was received.
+        # Two micro-batches wait; the first one's backward allocates the gradients (120 bytes with them). Input and
+        # output are held, and the gradient of the output, 32 bytes, was received.
         (1, 2, 3, "never", 7, 32, 2 * (16 + 52) + 16 + 32 + 120 - 7),
         # The first stage receives nothing but holds the mini-batch, the last its targets and no gradient of the loss.
         (0, 1, 3, "never", 5, 16, 2 * 26 + 16 + 70 - 5 + 3 * 8),
         (2, 3, 3, "never", 11, 0, 2 * (32 + 34) + 32 + 4 + 90 - 11 + 3 * 2),
         (1, 2, 1, "never", 7, 32, 16 + 32 + 120 - 7),
-        # Two layers: the backward of layer 1 runs beside what layer 0 saved (26).
+        # Two layers: layer 0's saved bytes (26) are held in the backward of layer 1.
         (0, 2, 1, "never", 12, 32, 32 + 26 + 120 - 12 + 8),
-        # All three wait with input and output, then one is computed again: its output beside the one that was sent.
+        # All three wait with input and output, then one is recomputed: its output and the sent one are held.
         (1, 2, 3, "always", 7, 32, 3 * (16 + 32) + 120 + 32 - 7),
         # The last one kept its activations, 68 bytes instead of 48.
         (1, 2, 3, "except-last", 7, 32, 3 * (16 + 32) + 20 + 120 + 32 - 7),
@@ -407,7 +407,7 @@ def test_relayed_tensor_is_held_once(recompute: Recompute, more: int) -> None:
         assert many - few == 116 + more
     # What was received, and the layer's backward with the gradients of all that was sent, which go on to the input.
     assert memory_of(costs, 1, 2, m=1).total == 116 + 316
-    # Under GPipe eight wait beside it, each with its input, what it keeps and its own output.
+    # Under GPipe eight others wait, each with its input, saved bytes and output.
     assert memory_of(costs, 1, 2, m=9).total == 8 * (116 + 10 + 16) + 116 + 316
 
 
@@ -418,7 +418,7 @@ def test_relayed_gradient_is_held_once() -> None:
         costs, relays=dataclasses.replace(costs.relays, bytes=np.zeros(len(costs.relays.bytes)))
     )
     for recompute in CHOICES:
-        for end in (2, 3):  # behind layer 2, which reads the tensor, none is received
+        for end in (2, 3):  # after layer 2, which reads the tensor, none is received
             held, twice = (memory_of(each, 0, end, m=1, recompute=recompute).total for each in (costs, apart))
             assert twice - held == (100 if end == 2 else 0)
     # The mini-batch, layer 0's backward, the output that was sent, its gradient.

@@ -99,7 +99,7 @@ def test_inputs_of_the_first_stage_are_part_of_the_mini_batch() -> None:
 def test_output_saved_by_the_next_layer_counts_once(with_output: int, counted: int) -> None:
     behind = layer(2, held_input_bytes=OUT, input_peak_bytes=0, first_input_peak_bytes=0)
     profile = profile_of_layers(layer(0), layer(1, output_input_peak_bytes=with_output), behind)
-    # Behind the layer its neighbour's 3000; beside them the stage's output, which the engine holds.
+    # The next layer's 3000, and the stage's output, which the engine holds.
     assert last(halves_of(profile, 1, 3).input) == counted + 3000 + OUT
 
 

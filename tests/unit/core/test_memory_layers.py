@@ -104,7 +104,7 @@ def activations(*, keeps_output: bool) -> ChainCosts:
 @pytest.mark.parametrize(
     ("keeps_output", "recomputed", "saved"),
     [
-        # Nobody keeps what lies between: it is held only as the input of a recomputed layer. 80 go out.
+        # Tensors between layers are held only as inputs of recomputed layers. 80 bytes are sent.
         (False, (), 3 + 80),
         (False, (1,), 2 + 20 + 80),
         (False, (1, 2), 1 + 20 + 40 + 80),

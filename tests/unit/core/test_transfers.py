@@ -123,7 +123,7 @@ def test_part_counts_by_hand() -> None:
     # The last micro-batch, which `except-last` does not recompute, waits by itself.
     assert during["kept"] == [[0, 0], [0, 0], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0], [0, 0]]
     assert during["gradients"] == [[0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 1], [0, 1], [1, 1]]
-    # Forwards' inputs come an action ahead; rB0 stands in front of F1.1, and rB1 in front of B0.
+    # Inputs of forwards are received one action early; rB0 precedes F1.1, and rB1 precedes B0.
     assert during["input"] == [[1, 0], [0, 1], [0, 1], [0, 1], [0, 0], [0, 0], [0, 0], [0, 0]]
     assert during["output_gradient"] == [[0, 0], [0, 0], [0, 0], [0, 0], [1, 0], [1, 0], [1, 0], [0, 0]]
     assert during["input_gradient"] == [[0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 1], [0, 1], [1, 0]]

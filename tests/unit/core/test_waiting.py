@@ -72,8 +72,8 @@ def test_backward_levels_include_waiting_gradients() -> None:
         return sums["first_backward"], sums["backward"]
 
     tied, apart = moments(tied=True, recompute="never"), moments(tied=False, recompute="never")
-    # Beside 100 of parameters: behind the first layer, 60 + 80 itself, both gradients counted, and the third is higher
-    # now, where one waits for the other, 56 held + 60 + 100 + 100.
+    # Without the 100 of parameters: after the first layer, 60 + 80 and both gradients. The third layer is higher now:
+    # one gradient waits for the other, 56 held + 60 + 100 + 100.
     assert tied[0] == apart[0] - 100 - (340 - 316)
     # 100 of gradients, too; but 90 wait in the fifth layer's backward, 112 held + 70, and the highest was the last one,
     # 140 held + 70.

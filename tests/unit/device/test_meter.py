@@ -33,7 +33,7 @@ def _overlap() -> None:
 
 
 def _hand_over() -> None:
-    # 4 KiB, then 8 KiB beside it, then the first goes.
+    # Allocate 4 KiB, then 8 KiB more, then release the first.
     first = torch.zeros(1024)
     KEPT.append(torch.cat([first, first]))
 

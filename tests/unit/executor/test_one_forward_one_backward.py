@@ -46,8 +46,8 @@ def test_1f1b_peaks_are_as_predicted(tmp_path: Path) -> None:
     """Within -1 % / +5 % on every stage."""
     model = write_model(tmp_path, MODEL)
     costs = costs_at(profile_of_model(load_model(str(model)), sizes=(SIZE,)), SIZE)
-    # With M = 3 = K the first stage has all micro-batches in flight, as under GPipe; from M = 5 on it still goes on
-    # with forwards when its whole warm-up is back.
+    # With M = 3 = K the first stage has all micro-batches in flight, as under GPipe. From M = 5 it still
+    # runs forwards after the backwards of its warm-up.
     cases = [
         Case(model=model, balance=BALANCE, recompute=choice, micro_batches=m, batch=m * SIZE, schedule="1f1b")
         for m in (3, 4, 5, 8)

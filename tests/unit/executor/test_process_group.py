@@ -25,4 +25,4 @@ print("gone" if group() is None else "stays")
 def test_later_imports_do_not_hold_the_process_group() -> None:
     """In a new process, because everything is imported in this one."""
     done = subprocess.run([sys.executable, "-c", LATE], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "gone"  # behind what gloo of older releases says
+    assert done.stdout.splitlines()[-1] == "gone"  # after lines that older releases of gloo print

@@ -92,7 +92,7 @@ def test_gradients_added_to_twice_are_sent_once(sent: Sent) -> None:
         assert unused_bias is None
         assert torch.allclose(weight, expected[0])
         assert torch.allclose(bias, expected[1])
-    # What nobody uses may come late, and waits for the end.
+    # Unused parameters are sent at the end.
     assert sent[-4:] == ["4", "16", "over", "6"]
 
 

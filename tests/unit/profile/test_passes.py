@@ -226,7 +226,7 @@ def test_code_before_and_after_a_layer_is_not_its_time(monkeypatch: pytest.Monke
             clock.now_us += 5000.0
             for block in self.blocks:
                 value = block(value)
-                clock.now_us += 10.0  # the block's, and passed over by those behind it
+                clock.now_us += 10.0  # the block's time, which later layers skip
             clock.now_us += 1.0
             return value
 

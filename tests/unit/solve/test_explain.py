@@ -382,7 +382,7 @@ def test_interleaved_is_infeasible_only_if_proven(seed: int) -> None:
     assert judge(plan, profile, profile_digest=inputs.profile.digest).fits
 
 
-# ---- the arithmetic behind it
+# ---- Arithmetic of memory limits
 
 
 CASES: tuple[tuple[ScheduleName, int], ...] = (("gpipe", 0), ("gpipe", 70), ("1f1b", 0))

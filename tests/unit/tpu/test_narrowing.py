@@ -45,7 +45,7 @@ def repeated(a: Any, b: Any) -> Any:
         (lambda a, b: product(a, b, precision="highest"), [False, False]),
         (called, [True, True]),
         (repeated, [False, False]),
-        (lambda _a, b: product(b, b), [True, True]),  # nobody reads the first
+        (lambda _a, b: product(b, b), [True, True]),  # the first is not read
     ],
 )
 def test_operands_of_products_only_are_found(function: Callable[[Any, Any], Any], narrow: list[bool]) -> None:
