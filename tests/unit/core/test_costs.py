@@ -188,28 +188,18 @@ def test_saved_storage_counts_at_the_layer_that_makes_it() -> None:
     assert (costs.boundaries.input.tolist(), costs.boundaries.output.tolist()) == ([5, 100], [100, 20])
 
 
-def test_storage_that_crosses_two_boundaries_counts_once() -> None:
-    """The output of an in-place layer has the storage of its input."""
+@pytest.mark.parametrize(("kept", "saved", "unsaved"), [(True, 107, [0, 0, 4]), (False, 7, [100, 100, 4])])
+def test_storage_that_crosses_two_boundaries_counts_once(kept, saved, unsaved):
+    """An in-place layer returns its input's storage. If no layer saves it, it is unsaved at each boundary."""
     profile = chain(
         layer("a", detail=record(internal=7, given=[tensor(5)], made=[tensor(100)])),
         layer("in place", detail=record(internal=3, given=[tensor(100)], made=[tensor(100, alias=0)])),
-        layer("c", detail=record(internal=1, given=[tensor(100, kept=True)], made=[tensor(4)])),
+        layer("c", detail=record(internal=1, given=[tensor(100, kept=kept)], made=[tensor(4)])),
     )
     costs = costs_at(profile, 1)
-    assert costs.memory.saved.tolist() == [107, 3, 1]
-    assert costs.boundaries.unsaved_output.tolist() == [0, 0, 4]
+    assert costs.memory.saved.tolist() == [saved, 3, 1]
+    assert costs.boundaries.unsaved_output.tolist() == unsaved
     assert costs.boundaries.output.tolist() == [100, 100, 4]
-
-
-def test_storage_that_no_layer_saves_is_unsaved_at_each_boundary() -> None:
-    profile = chain(
-        layer("a", detail=record(internal=7, given=[tensor(5)], made=[tensor(100)])),
-        layer("in place", detail=record(internal=3, given=[tensor(100)], made=[tensor(100, alias=0)])),
-        layer("c", detail=record(internal=1, given=[tensor(100)], made=[tensor(4)])),
-    )
-    costs = costs_at(profile, 1)
-    assert costs.memory.saved.tolist() == [7, 3, 1]
-    assert costs.boundaries.unsaved_output.tolist() == [100, 100, 4]
 
 
 def test_views_of_one_storage_are_sent_separately() -> None:

@@ -238,17 +238,16 @@ def test_events_are_sorted_by_start() -> None:
     assert len(events) == 3 * 5 * 2 + 2 * 5 * 2
 
 
-def test_circular_waiting_is_a_deadlock() -> None:
-    lists = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
-    with pytest.raises(ValueError, match=r"deadlock.*B0.*F0"):
-        simulate(lists, [stage(1, 1), stage(1, 1)])
-
-
-def test_waiting_for_a_missing_action_is_a_deadlock() -> None:
-    with pytest.raises(ValueError, match=r"deadlock.*F1"):
-        simulate([[Action(0, "F", 0)], [Action(1, "F", 1)]], [stage(1, 1), stage(1, 1)])
-
-
-def test_backward_before_its_forward_is_a_deadlock() -> None:
-    with pytest.raises(ValueError, match="deadlock"):
-        simulate([[Action(0, "F", 0), Action(0, "B", 1), Action(0, "F", 1), Action(0, "B", 0)]], [stage(1, 1)])
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ([["0B0", "0F0"], ["1F0", "1B0"]], "deadlock.*B0.*F0"),
+        ([["0F0"], ["1F1"]], "deadlock.*F1"),
+        ([["0F0", "0B1", "0F1", "0B0"]], "deadlock"),
+    ],
+    ids=["circular waiting", "missing action", "backward before its forward"],
+)
+def test_actions_that_wait_forever_are_a_deadlock(actions: list[list[str]], message: str) -> None:
+    lists = [[Action(int(text[0]), text[1], int(text[2])) for text in device] for device in actions]
+    with pytest.raises(ValueError, match=message):
+        simulate(lists, [stage(1, 1)] * len(lists))

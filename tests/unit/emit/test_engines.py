@@ -128,17 +128,18 @@ def test_long_chains_have_one_module_per_line(tmp_path: Path, name: str) -> None
 # Read again by us
 
 
-@pytest.mark.parametrize("balance", BALANCES)
-@pytest.mark.parametrize("name", ENGINES)
-def test_cuts_survive_a_round_trip(tmp_path: Path, name: str, balance: tuple[int, ...]) -> None:
-    file = emitted(name, balance)
-    assert read_balance_list(str(write(tmp_path, file)), profile_of(*FLAT).layers) == balance
+INTERLEAVED = ("torch", "torchtitan", "automodel", "megatron", "device-map")
 
 
-@pytest.mark.parametrize("name", ["torch", "torchtitan", "automodel", "megatron", "device-map"])
-def test_cuts_of_interleaved_plans_survive_a_round_trip(tmp_path: Path, name: str) -> None:
-    balance = (2, 1, 1, 2)
-    file = emitted(name, balance, schedule="interleaved", chunks=2)
+@pytest.mark.parametrize(
+    ("name", "balance", "options"),
+    [
+        *((name, balance, {}) for name in ENGINES for balance in BALANCES),
+        *((name, (2, 1, 1, 2), {"schedule": "interleaved", "chunks": 2}) for name in INTERLEAVED),
+    ],
+)
+def test_cuts_survive_a_round_trip(tmp_path, name, balance, options):
+    file = emitted(name, balance, **options)
     assert read_balance_list(str(write(tmp_path, file)), profile_of(*FLAT).layers) == balance
 
 
