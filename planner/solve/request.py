@@ -68,7 +68,7 @@ class Request:
         return cls(inputs=inputs, micro_batches=micro_batches, time_limit_s=time_limit_s)
 
     def without_second_pass(self) -> "Request":
-        """Return this request, without a second search pass if its schedule is `auto`."""
+        """Return this request without the second, longer search of an `auto` schedule."""
         return replace(self, searches_on=False) if self.inputs.schedule == "auto" else self
 
     @property

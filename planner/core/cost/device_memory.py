@@ -166,7 +166,7 @@ def chunk_memory_function(
 ) -> ChunkMemoryFunction:
     """Return the memory of the layers `first` to `end - 1` as a function of the layers that are recomputed.
 
-    To use the function, pass the result of `StageLayers.saved_and_peaks` for these layers to its method `parts`.
+    To evaluate the function, call `ChunkMemoryFunction.parts` with the result of `StageLayers.saved_and_peaks`.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.

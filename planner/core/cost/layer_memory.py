@@ -290,7 +290,7 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 
 
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
-    """Return, for each layer, the memory that converts gradients of autocast copies to parameter gradients; shape (L,).
+    """Return, for each layer, the memory to convert gradients of autocast copies to parameter gradients; shape (L,).
 
     These bytes are in addition to the gradients of all copies (`casts` bytes). Autograd processes operations in reverse
     order, and the forward of the first micro-batch made the copies. So in later backwards, gradients of all copies wait

@@ -134,8 +134,8 @@ def extended_tail_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> F
 def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
     """Return the delay of the next step by all-reduces and optimizer steps.
 
-    Device k has the additional time sum_{j<k} hidden_j, because it ends its last backward before device 0 and begins
-    the next step after it. So the delay is the largest U_k - sum_{j<k} hidden_j over all devices k, and at least U_0.
+    Device k ends its last backward before device 0, and begins the next step after it. It therefore has additional time
+    for U_k: the sum of hidden_j over all earlier devices j. The delay is the largest rest of any U_k, and at least U_0.
 
     Args:
         own_us: Time of all-reduces and optimizer steps (U) of each device; shape (..., K).

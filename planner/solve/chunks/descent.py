@@ -94,7 +94,7 @@ class Descent(ABC, Generic[CandidateT]):
 
     @abstractmethod
     def other_recomputations(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """Yield partitions with the candidate's cuts and other recomputation: the best one of each batch."""
+        """Yield the best partition of each batch of other recomputations for the candidate's cuts."""
 
     @abstractmethod
     def perturb(self, candidate: CandidateT) -> CandidateT:

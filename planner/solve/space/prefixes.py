@@ -1,4 +1,6 @@
-"""Lower bounds for the layers before a cut: the smallest maximum, or sum, of the values of their stages.
+"""Lower bounds for the layers before a cut, over all ways to divide these layers into stages.
+
+Each stage has a value, such as its forward time. The bound is the smallest possible maximum, or sum, of these values.
 
 Complexity: O(K L W) time for K stages of at most W of L layers, and O(K L) memory.
 """
@@ -50,7 +52,7 @@ class PrefixBounds:
         """Return the cuts with which the largest value of any stage is smallest; None if no partition fits.
 
         Args:
-            name: Name of the lower bound that defines a stage's value, for example its backward time.
+            name: Name of the value in `needs`, for example `backward` for the backward time.
         """
         least = self.least[name]
         # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.
