@@ -136,8 +136,8 @@ def smallest_cap(costs: ChainCosts, num_devices: int, *, micro_batches: int) -> 
     """Return the smallest memory limit with which some plan of at most K stages fits."""
     num, firsts = costs.num_layers, np.arange(costs.num_layers)
     need = np.full((num + 1, num + 1), np.inf)
-    moments = stage_peak_points(GPIPE, micro_batches=micro_batches)
-    for total in peak_bytes_of_stages(costs, firsts, slice(0, num), moments, choices=CHOICES):
+    points = stage_peak_points(GPIPE, micro_batches=micro_batches)
+    for total in peak_bytes_of_stages(costs, firsts, slice(0, num), points, choices=CHOICES):
         need[:-1, 1:] = np.minimum(need[:-1, 1:], total)
     return int(min(_evenest(need, k, last=False)[0] for k in range(1, num_devices + 1)))
 

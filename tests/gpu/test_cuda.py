@@ -20,7 +20,7 @@ from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.profile import ProfilerOptions, profile_model
 from tests.support.measure import loaded_model
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,7 +133,7 @@ def test_composed_memory_is_within_the_promise(recompute: Recompute, micro_batch
         costs_at(profile, SIZE),
         0,
         len(modules),
-        moments_with(micro_batches),
+        peak_points_with(micro_batches),
         recompute=recompute,
     )
     truth = memory.parameters + memory.optimizer + memory.buffers + CudaMeter(CUDA).measure(step).peak_bytes

@@ -111,22 +111,22 @@ class Tables:
         trained = self.costs.gradients + self.costs.state.idle
         return bool(trained[:end].any() or not trained.any())
 
-    def bytes(self, moments: PeakPoints) -> FloatArray:
+    def bytes(self, points: PeakPoints) -> FloatArray:
         """Return the peak of each stage on a device with these points in the step, without the reserve."""
-        if moments not in self._totals:
+        if points not in self._totals:
             num = self.costs.num_layers
             choices = sorted({way.recompute for ways in self.ways.values() for way in ways} - {"layers"})
-            totals = peak_bytes_of_stages(self.costs, np.arange(num), slice(0, num), moments, choices=choices)
+            totals = peak_bytes_of_stages(self.costs, np.arange(num), slice(0, num), points, choices=choices)
             whole = dict(zip(choices, totals, strict=True))
 
             def total(first: int, end: int, way: Way) -> float:
                 if way.recompute != "layers":
                     return float(whole[way.recompute][first, end - 1])
-                memory = stage_memory(self.costs, first, end, moments, recompute="layers", recomputed=way.recomputed)
+                memory = stage_memory(self.costs, first, end, points, recompute="layers", recomputed=way.recomputed)
                 return memory.total
 
-            self._totals[moments] = self._filled(total)
-        return self._totals[moments]
+            self._totals[points] = self._filled(total)
+        return self._totals[points]
 
     @cached_property
     def chunks(self) -> tuple[FloatArray, FloatArray]:
@@ -187,15 +187,15 @@ class Block:
                 )
                 for k in range(self.num_devices)
             ]
-            peaks = [self._at(self.tables.bytes(moments))[:, k] for k, moments in enumerate(every)]
+            peaks = [self._at(self.tables.bytes(points))[:, k] for k, points in enumerate(every)]
             return np.stack(peaks, axis=1) + reserve
         costs = self.tables.costs
         shared = shared_bytes(costs, self.cuts, self.num_devices)
         always, parts = subtract_shared(*map(self._at, self.tables.chunks), shared, exact=costs.exact)
         devices = []
-        for d, moments in enumerate(peak_part_counts(self.actions)):
+        for d, counts in enumerate(peak_part_counts(self.actions)):
             of = (slice(None), slice(d, None, self.num_devices))
-            devices.append(device_peaks(always[of], parts[of], counts=moments))
+            devices.append(device_peaks(always[of], parts[of], counts=counts))
         return np.stack(devices, axis=1) + reserve
 
     @cached_property

@@ -147,7 +147,7 @@ class NoRelayedTensors:
         self.unkept = self.all = np.zeros((1, 1))
 
     def received_input_bytes(self, _sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the part of each layer's input that its stage received: `own_input` of its first layer, else 0."""
+        """Return the part of each layer's input that its stage received: `own_input` for a first layer, else 0."""
         return np.where(self._is_first, own_input, 0.0)
 
     def peak_backward(self, peaks: FloatArray, end_twice: FloatArray, _backward: Backward | None = None) -> FloatArray:

@@ -14,7 +14,7 @@ from planner.core.values.plan import StageMemory
 from planner.core.values.profile import TiedGroup
 from planner.solve import Request, solve
 from tests.support.chains import chain, layer, random_profile, record, tensor
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 from tests.support.profiles import inputs_of
 
 
@@ -31,7 +31,7 @@ def numbers_of(record: Any) -> dict[str, Any]:
 
 def whole(costs: ChainCosts, first: int, end: int) -> StageMemory:
     """Return the memory of a stage with one micro-batch."""
-    return stage_memory(costs, first, end, moments_with(1), recompute="never")
+    return stage_memory(costs, first, end, peak_points_with(1), recompute="never")
 
 
 @pytest.mark.parametrize("exact", [False, True])

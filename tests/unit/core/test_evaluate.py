@@ -18,7 +18,7 @@ from planner.core.values.cluster import Cluster, Link
 from planner.core.values.plan import Predicted, Recompute, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from tests.support.chains import chain, layer, random_profile
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of
 
 
@@ -171,7 +171,7 @@ def test_stages_have_names_times_limit_and_memory(schedule: ScheduleName) -> Non
         assert stage.recompute == partition.recompute[stage.index]
         assert stage.forward_us == float(costs.forward_us[first:end].sum())
         assert stage.memory == stage_memory(
-            costs, first, end, moments_with(5, held), recompute=stage.recompute, reserve_bytes=7
+            costs, first, end, peak_points_with(5, held), recompute=stage.recompute, reserve_bytes=7
         )
 
 

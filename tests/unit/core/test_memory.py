@@ -14,7 +14,7 @@ from planner.core.cost.stages import stage_table
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import BoundaryTensor
 from tests.support.chains import chain, layer, random_profile, record, tensor
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
 
@@ -23,7 +23,7 @@ def memory_of(
     costs: ChainCosts, first: int, end: int, *, m: int, recompute: Recompute = "never", in_flight: int | None = None
 ) -> StageMemory:
     """Return the memory under GPipe, unless fewer micro-batches are in flight."""
-    return stage_memory(costs, first, end, moments_with(m, in_flight), recompute=recompute)
+    return stage_memory(costs, first, end, peak_points_with(m, in_flight), recompute=recompute)
 
 
 def additive() -> ChainCosts:
@@ -255,7 +255,7 @@ def test_total_memory_is_the_sum_of_its_components(*, is_exact: bool) -> None:
     seen = 0
     for first, end in ((0, 6), (0, 2), (2, 4), (5, 6)):
         for recompute in CHOICES:
-            memory = stage_memory(costs, first, end, moments_with(3), recompute=recompute, reserve_bytes=12345)
+            memory = stage_memory(costs, first, end, peak_points_with(3), recompute=recompute, reserve_bytes=12345)
             assert memory.total == sum(size for _, size in memory.items())
             assert memory.reserve == 12345
             assert all(type(size) is int and size >= 0 for _, size in memory.items())
@@ -438,7 +438,7 @@ def test_peaks_of_many_stages_equal_those_of_each(in_flight: int, *, is_exact: b
     costs = costs_at(random_profile(17, 9, exact=is_exact, sizes=(1, 4)), 3)
     firsts = np.array([0, 1, 2, 4, 5, 8])
     compared = 0
-    totals = peak_bytes_of_stages(costs, firsts, slice(0, 9), moments_with(5, in_flight), choices=CHOICES)
+    totals = peak_bytes_of_stages(costs, firsts, slice(0, 9), peak_points_with(5, in_flight), choices=CHOICES)
     for recompute, rows in zip(CHOICES, totals, strict=True):
         for row, first in enumerate(firsts.tolist()):
             for end in range(first + 1, 10):
@@ -466,7 +466,8 @@ def test_memory_grows_with_micro_batches_in_flight(*, is_exact: bool) -> None:
         valid = np.arange(6)[None, :] >= firsts[:, None]
 
         def totals_with(m: int, in_flight: int, recompute: Recompute) -> NDArray[np.float64]:
-            (rows,) = peak_bytes_of_stages(costs, firsts, slice(0, 6), moments_with(m, in_flight), choices=[recompute])  # noqa: B023
+            points = peak_points_with(m, in_flight)
+            (rows,) = peak_bytes_of_stages(costs, firsts, slice(0, 6), points, choices=[recompute])  # noqa: B023
             return rows[valid]  # noqa: B023
 
         for recompute in CHOICES:

@@ -12,7 +12,7 @@ from planner.core.cost.passing import is_simple
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile
 from tests.support.chains import random_profile, with_programs
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
 KINDS = ("exact", "bound", "programs")
@@ -43,10 +43,10 @@ def _without_skips(layer: LayerProfile) -> LayerProfile:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
 def test_peaks_by_length_equal_peaks_by_last_layer(kind: str, seed: int, in_flight: int) -> None:
-    costs, moments, firsts = simple_costs(kind, seed), moments_with(5, in_flight), np.arange(LAYERS)
+    costs, points, firsts = simple_costs(kind, seed), peak_points_with(5, in_flight), np.arange(LAYERS)
     assert is_simple(costs)
-    by_end = peak_bytes_of_stages(costs, firsts, slice(0, LAYERS), moments, choices=CHOICES)
-    by_length = peak_bytes_of_stages(costs, firsts, 4, moments, choices=CHOICES)
+    by_end = peak_bytes_of_stages(costs, firsts, slice(0, LAYERS), points, choices=CHOICES)
+    by_length = peak_bytes_of_stages(costs, firsts, 4, points, choices=CHOICES)
     for ends, lengths in zip(by_end, by_length, strict=True):
         assert lengths.shape == (LAYERS, 4)
         for first in firsts:
@@ -61,11 +61,11 @@ def test_components_of_all_stages_equal_those_of_each(kind: str, replicas: int) 
     for seed in range(6):
         costs = simple_costs(kind, seed).of_replicas(replicas)
         intervals, recompute = [(0, 1), (1, 5), (5, 7), (7, 9)], (*CHOICES[::-1], "never")
-        moments = [moments_with(5, in_flight) for in_flight in (5, 2, 2, 1)]
+        points = [peak_points_with(5, in_flight) for in_flight in (5, 2, 2, 1)]
         memories = stage_memories(
-            costs, intervals, moments, recompute=recompute, recomputed=[()] * 4, reserve_bytes=seed
+            costs, intervals, points, recompute=recompute, recomputed=[()] * 4, reserve_bytes=seed
         )
-        alone = zip(intervals, moments, recompute, strict=True)
+        alone = zip(intervals, points, recompute, strict=True)
         assert memories == [
             stage_memory(costs, *interval, each, recompute=choice, reserve_bytes=seed)
             for interval, each, choice in alone

@@ -11,7 +11,7 @@ from planner.core.cost.memory import stage_memory
 from planner.core.cost.peak_points import PARTS
 from planner.core.values.plan import Recompute, StageMemory
 from tests.support.chains import chain, even_chain, layer
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 
 def costs_of(*, gradients: tuple[int, ...] = (10, 14, 22), step: int = 0) -> ChainCosts:
@@ -24,7 +24,7 @@ def memory_of(
     costs: ChainCosts, first: int, end: int, *, m: int = 1, recompute: Recompute = "never", in_flight: int | None = None
 ) -> StageMemory:
     """Return the memory under GPipe, unless fewer micro-batches are in flight."""
-    return stage_memory(costs, first, end, moments_with(m, in_flight), recompute=recompute)
+    return stage_memory(costs, first, end, peak_points_with(m, in_flight), recompute=recompute)
 
 
 def test_weight_cache_is_empty_in_the_optimizer_step() -> None:

@@ -39,8 +39,8 @@ def sizes_of(seed: int, *, stage: int, num_stages: int, last_differs: bool) -> d
     return sizes
 
 
-def bytes_at(moment: PartsAtPoint, sizes: dict[PartName, int]) -> int:
-    return sum(count * sizes[part] for part, count in moment)
+def bytes_at(point: PartsAtPoint, sizes: dict[PartName, int]) -> int:
+    return sum(count * sizes[part] for part, count in point)
 
 
 @pytest.mark.parametrize("schedule", [GPIPE, ONE_FORWARD_ONE_BACKWARD], ids=lambda schedule: schedule.name)
@@ -51,14 +51,14 @@ def test_closed_forms_have_the_peak_of_the_whole_action_order(schedule, num_stag
     micro_batches = num_stages + more
     walks = peak_part_counts(schedule.actions(num_stages, micro_batches))
     for k, walk in enumerate(walks):
-        moments = stage_peak_points(schedule, micro_batches=micro_batches, num_later=num_stages - 1 - k)
+        points = stage_peak_points(schedule, micro_batches=micro_batches, num_later=num_stages - 1 - k)
         for seed in range(40):
             sizes = sizes_of(seed, stage=k, num_stages=num_stages, last_differs=last_differs)
-            closed = [bytes_at(moment, sizes) for moment in (moments.apart if last_differs else moments.alike)]
+            closed = [bytes_at(point, sizes) for point in (points.apart if last_differs else points.alike)]
             assert max(closed) == (walk[:, 0] @ [sizes[part] for part in PARTS]).max()
 
 
-def test_number_of_moments_does_not_grow_with_micro_batches() -> None:
+def test_number_of_peak_points_does_not_grow_with_micro_batches() -> None:
     for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD):
         few, many = (stage_peak_points(schedule, micro_batches=m, num_later=3) for m in (8, 4096))
         assert len(many.apart) == len(few.apart) <= 9
@@ -119,5 +119,5 @@ def test_memory_grows_with_micro_batches_under_gpipe_and_1f1b() -> None:
         for recompute in CHOICES:
             for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD):
                 every = [stage_peak_points(schedule, micro_batches=m, num_later=2) for m in (3, 4, 5, 9)]
-                peaks = [stage_memory(costs, 1, 3, moments, recompute=recompute).total for moments in every]
+                peaks = [stage_memory(costs, 1, 3, points, recompute=recompute).total for points in every]
                 assert all(fewer <= more for fewer, more in pairwise(peaks))

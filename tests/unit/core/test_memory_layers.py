@@ -14,7 +14,7 @@ from planner.core.cost.layer_memory import StageLayers, least_saved_and_peaks, m
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory, stage_memory_functions
 from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
 """M and micro-batches in flight."""
@@ -22,7 +22,7 @@ COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
 
 def memory_of(costs: ChainCosts, first: int, end: int, recomputed: Collection[int], *, m: int = 1) -> StageMemory:
     """Return the memory under GPipe."""
-    return stage_memory(costs, first, end, moments_with(m), recompute="layers", recomputed=recomputed)
+    return stage_memory(costs, first, end, peak_points_with(m), recompute="layers", recomputed=recomputed)
 
 
 def exact() -> ChainCosts:
@@ -214,7 +214,7 @@ def test_recomputing_no_layers_equals_never(*, is_exact: bool) -> None:
         for m, in_flight in COUNTS:
             for first, end in combinations(range(7), 2):
                 never, layers = (
-                    stage_memory(costs, first, end, moments_with(m, in_flight), recompute=choice)
+                    stage_memory(costs, first, end, peak_points_with(m, in_flight), recompute=choice)
                     for choice in ("never", "layers")
                 )
                 assert never.total == layers.total
@@ -223,25 +223,25 @@ def test_recomputing_no_layers_equals_never(*, is_exact: bool) -> None:
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_linear_moments_equal_the_memory_model(*, is_exact: bool) -> None:
+def test_stage_memory_functions_equal_the_memory_model(*, is_exact: bool) -> None:
     """The solver uses the form fixed + weight * saved + level."""
     costs = costs_at(random_profile(5, 6, exact=is_exact, sizes=(1, 4)), 3)
     rng = random.Random(1)
     for m, in_flight in COUNTS:
         firsts = np.array([0, 1, 3])
-        moments = stage_memory_functions(costs, firsts, 6, moments_with(m, in_flight))
+        functions = stage_memory_functions(costs, firsts, 6, peak_points_with(m, in_flight))
         for row, first in enumerate(firsts.tolist()):
             for end in range(first + 1, 7):
                 recomputed = [n for n in range(first, end) if rng.random() < 0.5]
                 saved, *levels = StageLayers.of(costs, first, end).saved_and_peaks(recomputed)
                 totals = [
-                    float(moment.fixed[row, end - 1])
-                    + moment.weight * saved
-                    + (levels[moment.peak] if moment.peak is not None else 0)
-                    for moment in moments
+                    float(function.fixed[row, end - 1])
+                    + function.weight * saved
+                    + (levels[function.peak] if function.peak is not None else 0)
+                    for function in functions
                 ]
                 memory = stage_memory(
-                    costs, first, end, moments_with(m, in_flight), recompute="layers", recomputed=recomputed
+                    costs, first, end, peak_points_with(m, in_flight), recompute="layers", recomputed=recomputed
                 )
                 assert max(totals) == memory.total == sum(size for _, size in memory.items())
 
@@ -269,7 +269,7 @@ def test_least_levels_are_at_most_those_of_any_choice(*, is_exact: bool) -> None
 
 def test_peaks_of_many_stages_refuse_single_layers() -> None:
     with pytest.raises(ValueError, match="use `stage_memory`"):
-        peak_bytes_of_stages(exact(), np.arange(3), slice(0, 3), moments_with(2), choices=["layers"])
+        peak_bytes_of_stages(exact(), np.arange(3), slice(0, 3), peak_points_with(2), choices=["layers"])
 
 
 @pytest.mark.parametrize("in_halves", [False, True])

@@ -130,14 +130,14 @@ def test_part_counts_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
-def test_omitted_moments_cannot_be_the_peak(devices: int, chunks: int, micro_batches: int) -> None:
+def test_omitted_points_cannot_be_the_peak(devices: int, chunks: int, micro_batches: int) -> None:
     actions = INTERLEAVED.actions(devices, micro_batches, chunks)
     both = zip(part_counts(actions), peak_part_counts(actions), strict=True)
-    for (counts, moments), seed in product(both, range(5)):
+    for (counts, points), seed in product(both, range(5)):
         parts = np.random.default_rng(seed).integers(0, 1000, (chunks, len(PARTS)))
         parts[:, PARTS.index("optimizer_step")] = 0
-        assert len(moments) <= 2 * len(counts.during) + chunks
-        assert (moments * parts).sum(axis=(1, 2)).max() >= (counts.during * parts).sum(axis=(1, 2)).max()
+        assert len(points) <= 2 * len(counts.during) + chunks
+        assert (points * parts).sum(axis=(1, 2)).max() >= (counts.during * parts).sum(axis=(1, 2)).max()
         # All that is held is let go of in the end.
         left = dict(zip(PARTS, counts.after[-1].sum(axis=0).tolist(), strict=True))
         assert [left[part] for part in ("held", "kept", "input", "output_gradient")] == [0, 0, 0, 0]

@@ -12,7 +12,7 @@ from planner.core.cost.parts import parts_of
 from planner.core.cost.waiting import waiting_in, waiting_rows
 from planner.core.values.plan import Recompute
 from tests.support.chains import even_chain
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 PARAMETERS = (80, 0, 100, 0, 100, 0)
 
@@ -52,10 +52,10 @@ def test_waiting_gradients_of_many_stages_equal_those_of_each() -> None:
     for first in range(6):
         for last in range(first, 6):
             assert table[first, first : last + 1, last].tolist() == waiting_in(costs, "later", first, last + 1).tolist()
-    whole = peak_bytes_of_stages(costs, layers, slice(0, 6), moments_with(3), choices=["never"])[0]
+    whole = peak_bytes_of_stages(costs, layers, slice(0, 6), peak_points_with(3), choices=["never"])[0]
     for first in range(6):
         for last in range(first, 6):
-            alone = stage_memory(costs, first, last + 1, moments_with(3), recompute="never")
+            alone = stage_memory(costs, first, last + 1, peak_points_with(3), recompute="never")
             assert whole[first, last] == alone.total
 
 
@@ -67,7 +67,7 @@ def test_backward_levels_include_waiting_gradients() -> None:
         parts = parts_of(stages, recompute, in_flight=3)
         sums = {
             moment[-1][0]: sum(float(size[0, -1]) for size in parts.at(moment).values())
-            for moment in moments_with(3).alike
+            for moment in peak_points_with(3).alike
         }
         return sums["first_backward"], sums["backward"]
 

@@ -24,7 +24,7 @@ from planner.executor.run.stage_module import StageModule
 from planner.model.chain import chain_of
 from planner.model.load import LoadedModel, load_model
 from tests.support.measure import loaded_model, profile_of_model
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 ROOT = Path(__file__).parents[3]
 SIZE = 4
@@ -280,7 +280,7 @@ def test_peaks_with_recomputed_layers_are_as_predicted(name: str, first: int, en
             costs,
             first,
             end,
-            moments_with(micro_batches),
+            peak_points_with(micro_batches),
             recompute="layers",
             recomputed=recomputed,
         )

@@ -19,7 +19,7 @@ from planner.device.meter import CpuMeter
 from planner.model.chain import Layer, chain_of, run_layers
 from planner.model.load import LoadedModel, load_model
 from tests.support.measure import profile_of_model
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 SAMPLE_MODELS = Path(__file__).parents[3] / "sample_models"
 SIZE = 4
@@ -61,7 +61,7 @@ def predicted_bytes(
     costs: ChainCosts, first: int, end: int, micro_batches: int, recompute: Recompute
 ) -> tuple[int, int]:
     """Return the stage's total, and the part of it that stays from step to step."""
-    memory = stage_memory(costs, first, end, moments_with(micro_batches), recompute=recompute)
+    memory = stage_memory(costs, first, end, peak_points_with(micro_batches), recompute=recompute)
     return memory.total, memory.parameters + memory.optimizer + memory.buffers
 
 

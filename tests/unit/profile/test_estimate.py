@@ -32,7 +32,7 @@ from planner.show.terminal.profile import profile_text
 from planner.show.terminal.style import Style
 from planner.solve import solve
 from tests.support.measure import loaded_model, profile_of_model
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 from tests.zoo.real_models import REAL_MODELS
 
 
@@ -101,7 +101,7 @@ def test_estimated_memory_equals_measured_memory(name: str) -> None:
     count = len(truth.layers)
     for first, end in ((0, count), (0, count // 2), (count // 2, count)):
         for recompute in ("never", "always"):
-            totals = [stage_memory(c, first, end, moments_with(3), recompute=recompute).total for c in costs]
+            totals = [stage_memory(c, first, end, peak_points_with(3), recompute=recompute).total for c in costs]
             assert totals[0] / totals[1] == pytest.approx(1.0, abs=0.03)
         halves = [split_memory(c, first, end) for c in costs]
         assert halves[0] == pytest.approx(halves[1], rel=0.03)

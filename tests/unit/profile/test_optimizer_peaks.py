@@ -18,7 +18,7 @@ from planner.model.optimizers import ModelOptimizer
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.optimizer import has_additive_peaks, measure_optimizer, optimizer_boundary_peaks
 from tests.support.measure import loaded_model, profile_of_model
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -61,7 +61,7 @@ def test_predicted_peak_of_an_optimizer_step(name: str, build: Callable[[], nn.S
     torch.set_num_threads(1)
     loaded = loaded_model(build, WIDTHS[0], build_optimizer=OPTIMIZERS[name])
     costs = costs_at(profile_of_model(loaded), 2)
-    memory = stage_memory(costs, 0, len(WIDTHS) - 1, moments_with(1), recompute="never")
+    memory = stage_memory(costs, 0, len(WIDTHS) - 1, peak_points_with(1), recompute="never")
     trained = build()
     optimizer = loaded.build_optimizer(trained.parameters())
     batch = loaded.example_batch(2).inputs

@@ -10,7 +10,7 @@ from planner.core.cost.memory import stage_memory
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import ProgramMemory
 from tests.support.chains import chain, layer
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 FIRST = replace(
     layer("a", parameter_bytes=100, output_bytes=10, saved_bytes=50, forward_peak_bytes=7, backward_peak_bytes=20),
@@ -46,7 +46,7 @@ def memory_of(
     costs: ChainCosts, first: int, m: int, recompute: Recompute, recomputed: tuple[int, ...] = ()
 ) -> StageMemory:
     """Return the memory of the layers from `first`, under GPipe."""
-    return stage_memory(costs, first, 2, moments_with(m), recompute=recompute, recomputed=recomputed)
+    return stage_memory(costs, first, 2, peak_points_with(m), recompute=recompute, recomputed=recomputed)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import ArrayKind, ProgramMemory
 from planner.tpu.program_memory import program_memory
 from tests.support.chains import chain, layer
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 M = 4
 
@@ -147,7 +147,7 @@ def test_a_narrowed_mini_batch_takes_half_the_memory() -> None:
 
 
 def test_a_program_of_one_stage_has_the_memory_of_the_stage() -> None:
-    alone = stage_memory(costs(), 0, 2, moments_with(M), recompute="always")
+    alone = stage_memory(costs(), 0, 2, peak_points_with(M), recompute="always")
     assert program_memory(costs(), partition("always", balance=(2,))) == alone
 
 

@@ -13,7 +13,7 @@ from planner.core.cost.memory import stage_memory
 from planner.solve.layers.cheapest import LayerChoice, cheapest_layers
 from planner.solve.layers.stage_times import least_recompute_us
 from tests.support.chains import chain, layer, random_profile, record, tensor, with_programs
-from tests.support.moments import moments_with
+from tests.support.peak_points import peak_points_with
 
 COUNTS = ((1, 1), (2, 2), (4, 4), (4, 2), (5, 1))
 """M and micro-batches in flight."""
@@ -25,7 +25,7 @@ def total(costs: ChainCosts, first: int, end: int, counts: tuple[int, int], reco
         costs,
         first,
         end,
-        moments_with(*counts),
+        peak_points_with(*counts),
         recompute="layers",
         recomputed=recomputed,
     ).total
@@ -39,7 +39,7 @@ def cheapest(
         costs,
         first,
         end,
-        moments_with(*counts),
+        peak_points_with(*counts),
         limit_bytes=limit,
         most_choices=most_choices,
     )
@@ -47,7 +47,7 @@ def cheapest(
 
 def bounds(costs: ChainCosts, firsts: list[int], stop: int, counts: tuple[int, int], limit: float) -> np.ndarray:
     """Return the lower bounds of all stages."""
-    return least_recompute_us(costs, np.array(firsts), stop, moments_with(*counts), limit_bytes=limit)
+    return least_recompute_us(costs, np.array(firsts), stop, peak_points_with(*counts), limit_bytes=limit)
 
 
 def limits(least: int, most: int, rng: random.Random) -> list[int]:

@@ -4,7 +4,7 @@ from planner.core.cost.peak_points import PeakPoints, stage_peak_points
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD
 
 
-def moments_with(micro_batches: int, in_flight: int | None = None) -> PeakPoints:
+def peak_points_with(micro_batches: int, in_flight: int | None = None) -> PeakPoints:
     """Return GPipe's points, or 1F1B's if fewer micro-batches are in flight than there are."""
     if in_flight in (None, micro_batches):
         return stage_peak_points(GPIPE, micro_batches=micro_batches)
