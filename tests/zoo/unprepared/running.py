@@ -39,7 +39,7 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.profile import Profile
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.check import layer_starts
-from planner.executor.equivalence.isolation import Child, ChildError
+from planner.executor.equivalence.isolation import ChildProcess, ChildError
 from planner.executor.keep.weights import first_names
 from planner.executor.pipeline import Pipeline
 from planner.model.load import load_model
@@ -148,7 +148,7 @@ def _trained_outcome(model: UnpreparedModel, path: Path, profiled: _Profiled) ->
 
 def _in_child(work: Any) -> Any:
     """Run in a process of its own; return what it returned, or a text if it raised something."""
-    child = Child(lambda _connection: work(), limit_s=_LIMIT_S)
+    child = ChildProcess(lambda _connection: work(), limit_s=_LIMIT_S)
     try:
         return child.result()
     except ChildError as error:
@@ -227,7 +227,7 @@ def _train(balance: Balance, folder: Path) -> _Trained:
     """
     place = Path(tempfile.mkdtemp(dir=folder))
     count = balance.num_processes
-    children = [Child(partial(_rank, balance, rank, place), limit_s=_LIMIT_S) for rank in range(count)]
+    children = [ChildProcess(partial(_rank, balance, rank, place), limit_s=_LIMIT_S) for rank in range(count)]
     try:
         parts = _results(children)
     finally:
@@ -238,7 +238,7 @@ def _train(balance: Balance, folder: Path) -> _Trained:
     return _Trained(losses=parts[-1].losses, tensors=tensors, initial=initial)
 
 
-def _results(children: Sequence[Child]) -> list[_Trained]:
+def _results(children: Sequence[ChildProcess]) -> list[_Trained]:
     """Return what all ranks have; of several errors, the one that is not of a closed connection."""
     waiting = {child.connection: rank for rank, child in enumerate(children)}
     found: dict[int, _Trained] = {}
