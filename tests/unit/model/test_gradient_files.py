@@ -1,5 +1,6 @@
 """Gradients kept in files: the same training with less memory."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,7 +119,7 @@ def test_a_check_without_an_optimizer_keeps_gradients_in_files(tmp_path: Path, m
 
     def noted(tensor: Tensor, folder: Path) -> Tensor:
         with moved.open("a", encoding="utf-8") as file:  # in processes of their own
-            file.write(f"{torch.distributed.is_initialized()} {tensor.numel()}\n")
+            file.write(f"{os.getpid()}\n")
         return in_file(tensor, folder)
 
     monkeypatch.setattr(gradient_files, "_in_file", noted)
@@ -129,4 +130,4 @@ def test_a_check_without_an_optimizer_keeps_gradients_in_files(tmp_path: Path, m
     found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
     assert (found.uncovered, found.recomputed, found.states) == (0, True, 0)
     lines: Sequence[str] = moved.read_text(encoding="utf-8").split("\n")
-    assert {line.split()[0] for line in lines if line} == {"True", "False"}
+    assert len(set(filter(None, lines))) > 2  # one process of the reference, several of ranks

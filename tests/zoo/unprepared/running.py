@@ -39,7 +39,7 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.profile import Profile
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.check import layer_starts
-from planner.executor.equivalence.isolation import ChildProcess, ChildError
+from planner.executor.equivalence.isolation import ChildError, ChildProcess
 from planner.executor.keep.weights import first_names
 from planner.executor.pipeline import Pipeline
 from planner.model.load import load_model
