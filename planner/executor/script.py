@@ -25,7 +25,7 @@ from planner.executor.measure.step_record import OnStep
 from planner.executor.measure.trace import trace_json
 from planner.executor.pipeline import Pipeline
 from planner.executor.watch.failure import StoppedBySignal, Watch
-from planner.files import check_outputs, write, write_text
+from planner.files import check_outputs, check_writable, write, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,8 @@ def pipeline_script(
                 watch=watch,
                 on_step=on_step,
             )
+            if pipeline.rank == 0:
+                _check_outputs_writable(options)
             yield pipeline
             pipeline.end_loop()
             for done in pipeline.at_end:
@@ -184,6 +186,12 @@ def _time(text: str) -> float:
         return parse_us(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(error.message) from None
+
+
+def _check_outputs_writable(options: ScriptArguments) -> None:
+    for path in (options.report, options.trace):
+        if path is not None:
+            check_writable(path)
 
 
 def _finish(pipeline: Pipeline, options: ScriptArguments, folder: Path) -> None:

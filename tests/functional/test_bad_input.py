@@ -593,7 +593,7 @@ def test_ranks_with_different_balances_are_refused(here: Path, capsys: Capsys) -
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("nn.Linear(width, 4)", "nn.Linear(width, 4), nn.ReLU()", "the plan has 5 layers"),
+        ("nn.Linear(width, 4)", "nn.Linear(width, 4), nn.ReLU()", "the plan has 5"),
         ("width: int = 16", "width: int = 17", "the model has changed since it was planned"),
         ("def build_model", "def build_other", "no `build_model`"),
     ],

@@ -104,9 +104,10 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
     names, planned = chain.names, tuple(name for stage in balance.stages for name in stage.layers)
     changed = [(a, b) for a, b in zip(planned, names, strict=False) if a != b]
     if planned != names:
-        what = f'"{changed[0][1]}" is in the place of "{changed[0][0]}"' if changed else pluralize(len(names), "layer")
+        what = f'it has the layer "{changed[0][1]}" instead of "{changed[0][0]}"' if changed else ""
+        counts = f"it has {pluralize(len(names), 'layer')}, the plan has {len(planned)}"
         raise ModelError(
-            f"the model is not the one that was planned: {what} (the plan has {pluralize(len(planned), 'layer')})",
+            f"the model is not the one that was planned: {what or counts}",
             hint="profile, solve and emit again",
         )
     digest = chain_digest(chain, loaded.settings, balance.dtype)

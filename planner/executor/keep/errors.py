@@ -36,6 +36,8 @@ def first_line_of_error(error: BaseException) -> str:
         return error.strerror
     if isinstance(error, json.JSONDecodeError):
         return f"it is not JSON ({error})"
+    if str(error).startswith("mmap can only be used with files saved with"):
+        return "it is not a zip file of `torch.save`"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].startswith("Weights only load failed"):
         return next(

@@ -105,6 +105,8 @@ class RunFolder:
                 remove_incomplete_checkpoints(path)
                 if self._lock.warning:
                     self._tell(self._lock.warning, True)
+            except FileExistsError:
+                problem = "is a file, a folder for checkpoints is needed"
             except OSError as error:
                 problem = f"cannot be created: {error.strerror}"
         problem = self._exchange.value_of_first_rank(problem)

@@ -197,7 +197,7 @@ def _load_torch_file(path: str) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise FileError(
-            f"cannot be read as weights: {type(error).__name__}: {first_line_of_error(error)}",
+            f"cannot be read as weights: {first_line_of_error(error)}",
             path=path,
             hint="save a state dict: `torch.save(model.state_dict(), path)`",
         ) from error

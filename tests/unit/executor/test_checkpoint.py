@@ -172,6 +172,8 @@ def test_missing_or_different_checkpoints_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match="cannot be created"):
         train(path, 2, folder=str(tmp_path / "file/saved"))
+    with pytest.raises(FileError, match="is a file, a folder for checkpoints is needed"):
+        train(path, 2, folder=str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize(

@@ -398,7 +398,7 @@ def test_a_model_without_parameters_gets_an_optimizer(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("int = 16", "int = 24", "the model has changed since it was planned"),
-        ("nn.Linear(8, width), nn.ReLU()", "nn.Linear(8, width)", "the plan has 5 layers"),
+        ("nn.Linear(8, width), nn.ReLU()", "nn.Linear(8, width)", "it has 4 layers, the plan has 5"),
     ],
 )
 def test_a_changed_model_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -468,6 +468,16 @@ def test_scripts_print_steps_peaks_and_the_name_of_the_report(tmp_path, capsys):
     assert [line.partition(":")[0] for line in lines[:4]] == ["step 0", "step 1", "step 2", "stage 0"]
     assert lines[4] == f"wrote {report}"
     assert len(read_run(str(report)).losses) == 3
+
+
+@pytest.mark.parametrize("option", ["report", "trace"])
+def test_unwritable_outputs_end_a_script_before_training(tmp_path, capsys, option):
+    with pytest.raises(SystemExit) as ended:
+        run_script(balance_of(tmp_path), command_line(steps=3, **{option: str(tmp_path)}))
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert f"error: {tmp_path}: is a directory" in said.err
+    assert "step 0" not in said.out
 
 
 def test_speed_counts_the_samples_of_smaller_mini_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

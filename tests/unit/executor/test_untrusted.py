@@ -67,6 +67,9 @@ def test_malicious_weights_files_run_no_code(kind: str, tmp_path: Path) -> None:
     with pytest.raises(FileError, match="cannot be read as weights"):
         load(str(path))
     assert not mark.exists()
+    path.write_text("no weights")
+    with pytest.raises(FileError, match=r"it is not a zip file of `torch\.save`"):
+        load(str(path))
 
 
 @pytest.mark.parametrize(
