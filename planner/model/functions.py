@@ -21,8 +21,8 @@ Run = Callable[[Called, Callable[[], Any]], Any]
 class FunctionWatch(TorchFunctionMode):
     """Torch function mode that intercepts function calls of a module's own code.
 
-    The model's code may enter and leave other modes meanwhile. So this mode is inserted below them in torch's stack of
-    modes, and removed from any position.
+    While it is active, the model's code may enter and leave other modes. So this mode is inserted below them in torch's
+    stack of modes, and removed from any position.
     """
 
     def __init__(self) -> None:

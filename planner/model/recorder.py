@@ -97,7 +97,7 @@ class _ForwardRecorder:
     """Recorder of one forward.
 
     A version of a storage is tainted if it depends on a parameter, a floating-point input or a random number. Every
-    stage can compute other versions itself, such as a mask of positions.
+    stage can compute untainted versions, such as a mask of positions, itself.
     """
 
     def __init__(self, model: nn.Module) -> None:

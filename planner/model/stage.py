@@ -74,7 +74,7 @@ class ModelStage(nn.Module):
         self._part.listen(listener)
 
     def keep_state(self) -> None:
-        """Do not undo attribute changes whose tensors later forwards read."""
+        """Leave tensors in attributes after a forward if later forwards read them."""
         self._part.keep_state()
 
     @property

@@ -72,7 +72,7 @@ class StagePart:
         return sorted({call.path for call in self.outline.recording.calls if call.enter < self.begin <= call.exit})
 
     def keep_state(self) -> None:
-        """Do not undo attribute changes whose tensors later forwards read."""
+        """Leave tensors in attributes after a forward if later forwards read them."""
         self.leftovers = [change for change in self.leftovers if attribute_key(change) not in self.kept]
 
     def listen(self, listener: Callable[[int], None]) -> None:

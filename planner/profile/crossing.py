@@ -150,11 +150,6 @@ class _EntranceFunction(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Autograd function whose backward takes gradients out of a list.
-
-    The list then keeps no gradient in memory.
-    """
-
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
         ctx.gradients = gradients

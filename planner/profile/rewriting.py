@@ -1,4 +1,7 @@
-"""Measure how much of a layer's state its forward writes; recomputation stores a copy for each micro-batch."""
+"""Measure how many bytes of a layer's state its forward writes.
+
+With recomputation, each micro-batch stores a copy of them.
+"""
 
 from typing import Any
 

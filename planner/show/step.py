@@ -82,12 +82,12 @@ class Step:
 
     @property
     def end_us(self) -> float:
-        """Time at which the last device ends, with the optimizer step."""
+        """End of the step, with the optimizer step, in microseconds."""
         return max((span.end_us for span in self.spans), default=0.0)
 
     @property
     def pipeline_us(self) -> float:
-        """Time at which the last backward ends."""
+        """End of the last backward, in microseconds."""
         return max((span.end_us for span in self.spans if span.kind != "optimizer"), default=0.0)
 
 
