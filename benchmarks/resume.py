@@ -77,10 +77,10 @@ class Job:
             state: dict[str, Any] = {"optimizer": {}}
             if rank < self.stages:
                 tensors = {name_in_rank_file(self.first_names[name]): p.detach() for name, p in parameters.items()}
-                for name, held in optimizer.by_name().items():
+                for name, held in optimizer.state_by_name().items():
                     state["optimizer"][name] = to_json(held, f"optimizer[{name!r}]", tensors)
             others = {"pipeline": {"step_index": 1}, "device_random": None, "others": {"schedule": {"last_epoch": 1}}}
-            parts = {"groups": optimizer.groups(), "random": random, **others}
+            parts = {"groups": optimizer.parameter_groups(), "random": random, **others}
             state |= {part: to_json(value, part, tensors) for part, value in parts.items()}
             with (folder / rank_file_name(rank)).open("wb") as file:
                 files.append(rank_file.write_rank_file(file, state, tensors))

@@ -87,7 +87,7 @@ def test_options_of_groups_are_restored_under_another_plan() -> None:
         one, optimizer = state(*numbers)
         for n, group in enumerate(optimizer.param_groups):
             group["lr"] = 0.5**n
-        saved += one.groups()
+        saved += one.parameter_groups()
     other, optimizer = state(2, 3)
     other.restore({}, saved)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5**n for n in range(4)]
