@@ -113,9 +113,10 @@ class ChunkMemoryFunction(NamedTuple):
 
 
 class SharedBytes(NamedTuple):
-    """Bytes of each stage that count in another chunk of the same device; every array has shape (partitions, stages).
+    """Bytes of each stage to subtract, because another chunk of the same device includes them.
 
-    Parameters that two chunks share count only in the later chunk, with their gradients and optimizer state.
+    Every array has shape (partitions, stages). Parameters that two chunks share count only in the later chunk, with
+    their gradients and optimizer state.
     """
 
     parameters: FloatArray
