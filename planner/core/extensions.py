@@ -20,7 +20,7 @@ def registered_names(point: ExtensionPoint) -> tuple[str, ...]:
     return tuple(_offered(point))
 
 
-def load(point: ExtensionPoint, name: str) -> Any:
+def load_extension(point: ExtensionPoint, name: str) -> Any:
     """Import and return the function that an extension registers as `name`."""
     module, _, function = _offered(point)[name].partition(":")
     return getattr(import_module(module), function)

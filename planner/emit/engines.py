@@ -7,7 +7,7 @@ from typing import Final
 
 from planner import files
 from planner.core.errors import UsageError
-from planner.core.extensions import load, registered_names
+from planner.core.extensions import load_extension, registered_names
 from planner.core.values.nodes import Nodes
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
@@ -131,7 +131,7 @@ def write_engine_files(
             plan, profile, smaller=smaller, input_paths=input_paths, repeat_options=repeat_options, **where
         )
     else:
-        emitted = load("FORMATS", engine)(plan, profile, say=say, **where)
+        emitted = load_extension("FORMATS", engine)(plan, profile, say=say, **where)
     if launch is not None:
         script = Path(folder, emitted.name).as_posix()
         file = LAUNCHERS[launch](launch_job(emitted.plans, plan.inputs, script=script, nodes=nodes))

@@ -137,7 +137,7 @@ def _spans(event: Event, times: Sequence[StageTimes], partition: Partition) -> I
 def _optimizer_spans(spans: Sequence[Span], evaluation: Evaluation) -> Iterator[Span]:
     # The spans of a device are sorted by time, so the last one of a device remains.
     last_backward = {span.device: span.end_us for span in spans if span.kind in BY_LABEL}
-    for device, own_us in enumerate(evaluation.updates_us.tolist()):
+    for device, own_us in enumerate(evaluation.between_steps_us.tolist()):
         end_us = last_backward[device]
         if own_us > 0:
             yield Span(kind="optimizer", device=device, stage=device, start_us=end_us, end_us=end_us + own_us)

@@ -256,7 +256,7 @@ def _fits(case: Case) -> bool:
 
 
 def _least_stage_bytes(case: Case, width: int, num_later: int) -> FloatArray:
-    need = case.memory(width, num_later).smallest()
+    need = case.memory_table(width, num_later).smallest()
     ends = np.arange(case.costs.num_layers + 1)[:, None]
     return np.where(case.rules.forbids(ends + np.arange(-width, 0), ends), np.inf, need)
 

@@ -107,7 +107,7 @@ class _Arcs:
     def __init__(self, case: Case, width: int) -> None:
         self.num_layers, self.num_places = case.costs.num_layers, case.num_devices
         self.micro_batches, self.is_ordered = case.micro_batches, not case.is_homogeneous
-        problem = case.problem(case.num_devices, width=width)
+        problem = case.chain_problem(case.num_devices, width=width)
         ends = np.arange(self.num_layers + 1)
         # If devices are equal, the same arcs are used for every place in the pipeline.
         places = [0] if case.is_homogeneous else list(range(case.num_devices))

@@ -36,7 +36,7 @@ _NEAREST_CASES: Final = 3
 """Largest number of plans that `improve_nearest` improves."""
 
 
-def search_for(case: Case, request: Request, start: Answer | None) -> PlanSearch:
+def search_function_for(case: Case, request: Request, start: Answer | None) -> PlanSearch:
     """Return the search function for a case.
 
     Args:
@@ -76,7 +76,7 @@ def lacks_bound(schedules: Iterable[Schedule]) -> bool:
     return not is_installed("highspy") and any(map(has_linear_program, schedules))
 
 
-def is_improved(schedule: Schedule) -> bool:
+def gains_from_longer_search(schedule: Schedule) -> bool:
     """Return True if a longer search may find faster plans, because the search improves plans step by step."""
     return schedule.is_to_be_made or has_linear_program(schedule)
 
@@ -201,7 +201,7 @@ def search_cases(
         request: The request.
         deadline: Limits on time and on simulated actions.
         upper_us: Step time to beat, in microseconds.
-        starts: Answers from which the searches of some cases start, as `start` of `search_for`.
+        starts: Answers from which the searches of some cases start, as `start` of `search_function_for`.
         ranks: Estimated step times by width, replicas and M, which sort the cases if several widths share the budget.
         budget: Number of actions to simulate per schedule; if empty, the request decides.
     """
@@ -224,7 +224,7 @@ def search_cases(
             continue
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
         share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
-        search, near_us = search_for(case, request, start), _us_to_beat(upper_us, case, request)
+        search, near_us = search_function_for(case, request, start), _us_to_beat(upper_us, case, request)
         answer = _answer(search, case, upper_us=near_us, deadline=replace(share, most_actions=results.budget_of(case)))
         if results.record(case, answer, least_us):
             deadline.note(results.upper_us, case.schedule.name)
@@ -255,7 +255,7 @@ def least_case_us(case: Case, upper_us: float) -> float:
 
 def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:
     # A longer search may improve plans that are slightly slower than the fastest one.
-    return upper_us * _NEAR if request.searches_on and is_improved(case.schedule) else upper_us
+    return upper_us * _NEAR if request.searches_on and gains_from_longer_search(case.schedule) else upper_us
 
 
 def improve_nearest(searched: SearchedCases, deadline: Deadline) -> SearchedCases:

@@ -21,9 +21,9 @@ from planner.solve.methods import (
     NEARBY,
     CaseKey,
     SearchedCases,
+    gains_from_longer_search,
     has_linear_program,
     improve_nearest,
-    is_improved,
     least_case_us,
     search_cases,
 )
@@ -282,7 +282,7 @@ def _improved_schedules(
 def _nearest_schedules(answers: Iterable[Answer]) -> dict[ScheduleName, float]:
     found_us: dict[ScheduleName, float] = {}
     for answer in answers:
-        if answer.partition is not None and is_improved(answer.case.schedule):
+        if answer.partition is not None and gains_from_longer_search(answer.case.schedule):
             name = answer.case.schedule.name
             found_us[name] = min(answer.step_us, found_us.get(name, inf))
     return dict(sorted(found_us.items(), key=lambda item: item[1])[:_NEAREST_SCHEDULES])

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray
-from planner.core.cost.chain_costs import sums_before
+from planner.core.cost.chain_costs import prefix_sums
 from planner.core.cost.layer_memory import BACKWARD, FORWARD
 from planner.core.cost.parts import Parts, PartSize, all_parts, running_part
 from planner.core.cost.peak_points import BACKWARDS, FORWARDS
@@ -66,7 +66,7 @@ class CompiledLayerMemory:
 
     def in_stages(self, builder: StageTableBuilder, micro_batches: int) -> "CompiledStageMemory":
         """Return the memory of each stage of `builder`, computed from the memory of the stage's layers."""
-        carried_before = sums_before(self.carried)[builder.firsts][:, None]
+        carried_before = prefix_sums(self.carried)[builder.firsts][:, None]
         return CompiledStageMemory(
             straight=builder.highest(self.level[builder.columns]) - carried_before,
             narrowed=builder.sums(self.narrowed) + micro_batches * builder.sums(self.narrowed_input),
@@ -144,7 +144,7 @@ def _layer_memory(programs: Sequence[ProgramMemory], saved: FloatArray) -> Compi
     arrays = tuple(ProgramArrays(program.trained, program.kept, program.received) for program in programs)
     return CompiledLayerMemory(
         carried=carried,
-        level=sums_before(carried)[:-1] + each(lambda program: program.peak_bytes),
+        level=prefix_sums(carried)[:-1] + each(lambda program: program.peak_bytes),
         narrowed=each(lambda program: program.narrowed_bytes),
         narrowed_input=each(lambda program: program.narrowed_input_bytes),
         padding=each(lambda program: 2 * program.padding_bytes),

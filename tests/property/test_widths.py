@@ -10,7 +10,7 @@ from planner.core.errors import PlannerError
 from planner.core.judge.verdict import judge
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs, Plan
-from planner.core.values.profile import LayerProfile, Profile, Width
+from planner.core.values.profile import LayerProfile, Profile, WidthCosts
 from planner.solve import Request, solve
 from tests.support.brute_force import best_step_us
 from tests.support.chains import random_profile
@@ -35,7 +35,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             )
             for layer, share in zip(whole.layers, shares, strict=True)
         )
-    more = tuple(Width(tensor_parallel=width, layers=widths[width]) for width in (2, 4))
+    more = tuple(WidthCosts(tensor_parallel=width, layers=widths[width]) for width in (2, 4))
     return replace(whole, layers=widths[1], widths=more)
 
 

@@ -19,7 +19,7 @@ from planner.core.values.profile import (
     ProgramMemory,
     SplitMemory,
     TiedGroup,
-    Width,
+    WidthCosts,
 )
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
@@ -162,7 +162,7 @@ def fullest_profile() -> Profile:
     """Return the profile with the same layers divided between two and between four GPUs."""
     profile = full_profile()
     return replace(
-        profile, tensor_parallel=2, expert_parallel=2, widths=(Width(tensor_parallel=4, layers=profile.layers),)
+        profile, tensor_parallel=2, expert_parallel=2, widths=(WidthCosts(tensor_parallel=4, layers=profile.layers),)
     )
 
 

@@ -282,13 +282,13 @@ class ChainCosts:
         return len(self.names)
 
 
-def sums_before(per_layer: FloatArray) -> FloatArray:
+def prefix_sums(per_layer: FloatArray) -> FloatArray:
     """Return prefix sums of shape (L+1,): entry i is the sum of `per_layer` over the layers 0 to i - 1."""
     sums: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
     return sums
 
 
-def sums_after(per_layer: FloatArray) -> FloatArray:
+def suffix_sums(per_layer: FloatArray) -> FloatArray:
     """Return suffix sums of shape (L,): entry i is the sum of `per_layer` over the layers i + 1 to L - 1."""
     sums: FloatArray = per_layer.sum() - np.cumsum(per_layer)
     return sums

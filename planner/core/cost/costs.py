@@ -21,7 +21,7 @@ from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import tied_parameters_of
 from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
-from planner.core.extensions import load
+from planner.core.extensions import load_extension
 from planner.core.values.profile import MemoryDetail, Profile
 
 
@@ -74,7 +74,7 @@ class CostTable:
         self._read = (
             costs_from_records
             if self._exact
-            else load("MEMORY_MODELS", "program")
+            else load_extension("MEMORY_MODELS", "program")
             if compiled
             else costs_without_records
         )

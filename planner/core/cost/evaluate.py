@@ -127,7 +127,7 @@ class Evaluation:
         return tuple(float(self.cluster.allreduce_us(size, self.partition.replicas)) for size in sizes)
 
     @cached_property
-    def updates_us(self) -> FloatArray:
+    def between_steps_us(self) -> FloatArray:
         """Time of all-reduces and optimizer steps (U) of each device, in microseconds; shape (devices,).
 
         All-reduces that end before the device's last action do not count.
@@ -144,10 +144,12 @@ class Evaluation:
     @cached_property
     def optimizer_us(self) -> float:
         """Time by which all-reduces and optimizer steps delay the next step, in microseconds, for whole backwards."""
-        updates_us = self.updates_us
+        between_steps_us = self.between_steps_us
         # A device's first chunk is the last one that it runs in a step, and the first one in the next step.
         first = self.stage_times[: self.partition.num_devices]
-        return float(optimizer_tail_us(updates_us, np.array([hidden_us(times, times.send_us) for times in first])))
+        return float(
+            optimizer_tail_us(between_steps_us, np.array([hidden_us(times, times.send_us) for times in first]))
+        )
 
     @cached_property
     def pipeline_us(self) -> float:
@@ -163,7 +165,7 @@ class Evaluation:
         """Time of a step in microseconds, including all-reduces and optimizer steps."""
         if self._splits_backward:
             # Weight-gradient passes fill the end of the step, so the period follows from each device's begin and end.
-            return period_us(self.actions, self.stage_times, self.updates_us.tolist())
+            return period_us(self.actions, self.stage_times, self.between_steps_us.tolist())
         return self.pipeline_us + self.optimizer_us
 
     @cached_property

@@ -32,9 +32,9 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
-from planner.core.cost.chain_costs import ChainCosts, sums_after, sums_before
+from planner.core.cost.chain_costs import ChainCosts, prefix_sums, suffix_sums
 from planner.core.cost.passing import RelayedTensors
-from planner.core.cost.waiting import Backward, waiting_in
+from planner.core.cost.waiting import Backward, waiting_gradients_in_stage
 
 KEEP, RECOMPUTE = 0, 1
 """First index of many arrays, the decision for a layer: keep its saved tensors, or recompute them."""
@@ -126,7 +126,7 @@ class StageLayers:
         # If the first layer is not recomputed, the stage copies its input for it.
         own_copy = np.where(np.arange(first, end) == first, copied, 0.0)
         dropped = _sum_by_maker(costs, costs.storages.kept_by_readers)
-        kept = dropped + most_savings(costs)[0]
+        kept = dropped + most_saved_bytes(costs)[0]
         pending: list[list[PendingStorage]] = [[] for _ in range(first, end)]
         for n in np.flatnonzero((made >= first) & (made < end) & (by_maker + unkept > 0)):
             sizes = (float(unkept[n]), float(by_maker[n] + unkept[n]))
@@ -183,8 +183,8 @@ class StageLayers:
         return SavedAndPeaks(held + leaving + self.passed[-1], *highest)
 
 
-def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return upper bounds of the memory that a micro-batch saves if a layer is recomputed.
+def most_saved_bytes(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
+    """Return upper bounds of the bytes by which recomputing a layer reduces the memory of a micro-batch.
 
     Returns:
         Two arrays of shape (L,), in bytes. The first one is for a layer that begins a stage. The second one is for
@@ -201,8 +201,8 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[FloatArray, LayerPeaks]:
     """Return saved bytes and peaks of stages, from which lower bounds for any choice of recomputed layers follow.
 
-    To get a lower bound of the saved bytes, subtract the `most_savings` of all recomputed layers. To get a lower bound
-    of a peak, subtract only the `most_savings` of recomputed layers before the layer that runs at the peak.
+    To get a lower bound of the saved bytes, subtract the `most_saved_bytes` of all recomputed layers. To get a lower
+    bound of a peak, subtract only the `most_saved_bytes` of recomputed layers before the layer that runs at the peak.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -213,7 +213,7 @@ def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> t
         Saved bytes, and peaks: arrays with one row per first layer and one column per last layer. Entries whose last
         layer is before the first layer are meaningless.
     """
-    kept = most_savings(costs)[0] + _sum_by_maker(costs, costs.storages.kept_by_readers)
+    kept = most_saved_bytes(costs)[0] + _sum_by_maker(costs, costs.storages.kept_by_readers)
     unkept, into = np.rint(costs.storages.kept_by_nobody), np.zeros(costs.num_layers + 2)
     np.add.at(into, costs.storages.maker + 1, unkept)
     np.add.at(into, costs.storages.until + 1, -unkept)
@@ -222,7 +222,7 @@ def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> t
     passing = RelayedTensors(costs, firsts, layers)
     copied = np.rint(costs.boundaries.copied_input)
     first, layer = firsts[:, None], layers[None, :]
-    before = sums_before(kept)
+    before = prefix_sums(kept)
     saved_before = before[layer] - before[first] + copied[first]
     saved = saved_before + kept[layer] + into[layer + 1] - passing.unkept
 
@@ -237,7 +237,7 @@ def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> t
     received = passing.received_input_bytes(passing.unkept, into[layers])
     forward = np.minimum(forward, no_grad)[layer] + into[layer] - received
     output, through = np.rint(costs.boundaries.output)[layer], np.cumsum(np.rint(costs.gradients))
-    casts = sums_before(np.rint(costs.state.casts))
+    casts = prefix_sums(np.rint(costs.state.casts))
     casts_through = casts[layer + 1]
     at_end = copied[first] + highest(np.rint(cast_gradient_peaks(costs))[layer]) + casts_through - casts[first]
     at_end = np.where(casts_through > casts[first], at_end, 0.0)
@@ -270,13 +270,13 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     # The gradient of the stage's own output is counted with the engine's transfers.
     recomputing = np.append(np.rint(costs.boundaries.output_gradient[first : end - 1]), 0.0) + forward + rewritten
     own_output = output[-1] - gone_by
-    later = np.stack([own_copy + backward, copied + np.maximum(recomputing, backward)]) + sums_after(casts)
-    later += waiting_in(costs, "later", first, end)
+    later = np.stack([own_copy + backward, copied + np.maximum(recomputing, backward)]) + suffix_sums(casts)
+    later += waiting_gradients_in_stage(costs, "later", first, end)
     later += own_output - counted_twice
     later[KEEP, -1] -= np.rint(costs.memory.end_twice[end - 1])
     sooner = np.stack([own_copy + first_backward, copied + np.maximum(recomputing, first_backward)])
-    sooner += sums_after(gradients)
-    sooner += own_output - counted_twice + waiting_in(costs, "first", first, end)
+    sooner += suffix_sums(gradients)
+    sooner += own_output - counted_twice + waiting_gradients_in_stage(costs, "first", first, end)
     sooner[KEEP, -1] -= np.rint(costs.memory.end_twice_first[end - 1])
     if casts.any():
         # At the end of the backward, the stage holds nothing except a copy of its input.
@@ -324,8 +324,8 @@ def _peaks_with_and_without_grad(costs: ChainCosts) -> tuple[LayerPeaks, FloatAr
     if not costs.exact:
         transient = np.rint(np.maximum(costs.memory.forward, costs.memory.backward))
         return LayerPeaks(transient, transient, transient), transient
-    held = sums_before(costs.memory.saved)[:-1]
-    gradients, casts = sums_before(costs.gradients), sums_before(costs.state.casts)
+    held = prefix_sums(costs.memory.saved)[:-1]
+    gradients, casts = prefix_sums(costs.gradients), prefix_sums(costs.state.casts)
     peaks = (
         costs.memory.forward - held - costs.boundaries.unkept_input,
         costs.memory.first_backward - held + gradients[1:] - gradients[-1],

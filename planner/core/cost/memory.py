@@ -19,7 +19,7 @@ from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import SavedAndPeaks, StageLayers
 from planner.core.cost.parts import Parts, parts_of
-from planner.core.cost.passing import is_simple
+from planner.core.cost.passing import has_no_skips_or_ties
 from planner.core.cost.peak_points import PartsAtPoint, PeakPoints
 from planner.core.cost.stages import StageTable, stage_table, with_arrays, with_recomputed_layers
 from planner.core.values.plan import Recompute, StageMemory
@@ -66,7 +66,7 @@ def stage_memories(
 ) -> list[StageMemory]:
     """Return the peak memory of several stages, by component; see `stage_memory`.
 
-    If `is_simple` holds for the chain, all stages are computed together, which is faster.
+    In a chain without skip connections and shared parameters, all stages are computed together, which is faster.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -78,7 +78,7 @@ def stage_memories(
     """
     most = max(end - first for first, end in intervals)
     # Messages to replicas and recomputed layers are known only for single stages, not for a table.
-    is_one_by_one = not is_simple(costs) or costs.bucket_bytes or "layers" in recompute
+    is_one_by_one = not has_no_skips_or_ties(costs) or costs.bucket_bytes or "layers" in recompute
     if is_one_by_one or len(intervals) * most > _MOST_AT_ONCE:
         return [
             stage_memory(costs, *interval, each, recompute=choice, recomputed=layers, reserve_bytes=reserve_bytes)

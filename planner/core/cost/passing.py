@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.waiting import Backward, waiting_rows
+from planner.core.cost.waiting import Backward, waiting_gradients
 
 _BLOCK = 512
 """Number of last layers that are processed at once."""
@@ -104,7 +104,7 @@ class RelayedTensors:
         for n in range(0, len(self._layers), _BLOCK):
             ends = self._layers[n : n + _BLOCK]
             levels = np.where(self._layers[:, None] <= ends, peaks[:, None], -np.inf)
-            for waiting in waiting_rows(self._costs, backward, self._firsts, layers=self._layers, ends=ends):
+            for waiting in waiting_gradients(self._costs, backward, self._firsts, layers=self._layers, ends=ends):
                 rows = np.maximum(self._highest_from(levels + waiting.bytes), 0.0)
                 running[waiting.rows, n : n + _BLOCK] = rows[waiting.rows]
         return running
@@ -115,7 +115,7 @@ class RelayedTensors:
             return found
         for n in range(0, len(self._layers), _BLOCK):
             ends = self._layers[n : n + _BLOCK]
-            for waiting in waiting_rows(self._costs, backward, self._firsts, layers=ends, ends=ends):
+            for waiting in waiting_gradients(self._costs, backward, self._firsts, layers=ends, ends=ends):
                 found[waiting.rows, n : n + _BLOCK] = np.diag(waiting.bytes)
         return found
 
@@ -124,7 +124,7 @@ class RelayedTensors:
         levels = np.where(self._layers[:, None] < ends, peaks[:, None] - self.passed_gradients(ends), -np.inf)
         rows = self._highest_from(levels)
         if backward is not None:
-            for waiting in waiting_rows(self._costs, backward, self._firsts, layers=self._layers, ends=ends):
+            for waiting in waiting_gradients(self._costs, backward, self._firsts, layers=self._layers, ends=ends):
                 rows[waiting.rows] = self._highest_from(levels + waiting.bytes)[waiting.rows]
         return rows
 
@@ -135,7 +135,7 @@ class RelayedTensors:
 
 
 class NoRelayedTensors:
-    """Replacement of `RelayedTensors` for chains without skip connections and shared parameters (`is_simple`).
+    """Replacement of `RelayedTensors` for chains without skip connections and shared parameters.
 
     Args:
         first: First layers, shape (rows, 1).
@@ -163,7 +163,7 @@ class NoRelayedTensors:
         return np.where(self._inside, np.maximum(before_end, peaks - end_twice), 0.0)
 
 
-def is_simple(costs: ChainCosts) -> bool:
+def has_no_skips_or_ties(costs: ChainCosts) -> bool:
     """Return True if the chain has no skip connections, and no layers that share parameters."""
     storages = costs.storages
     kept = storages.kept_by_readers + storages.kept_by_maker + storages.kept_by_nobody

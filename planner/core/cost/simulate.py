@@ -78,7 +78,7 @@ class Event:
     end_us: float
 
 
-class Durations(NamedTuple, Generic[Clock]):
+class StageDurations(NamedTuple, Generic[Clock]):
     """Durations of the actions and transfers of all stages, as numbers, arrays or linear expressions."""
 
     durations: Mapping[str, Sequence[Clock]]
@@ -213,7 +213,7 @@ def makespans(
         durations, last = (
             {letter: rows(times[names[n]]) for letter, names in _NAMES.items() if names[n] in times} for n in (0, 1)
         )
-        of_block = Durations(durations, last, rows(times["send_us"]), blocks)
+        of_block = StageDurations(durations, last, rows(times["send_us"]), blocks)
         clocks = _compute_clocks(
             steps, len(actions), of_block, begin=np.zeros(block.stop - block.start), later_of=np.maximum
         )
@@ -227,7 +227,7 @@ def makespans(
 
 def device_spans(
     actions: Sequence[Sequence[Action]],
-    times: Durations[Clock],
+    times: StageDurations[Clock],
     *,
     begin: Clock,
     later_of: Callable[[Clock, Clock], Clock],
@@ -313,7 +313,7 @@ def _compute_spans(
     durations, last = (
         {letter: [getattr(stage, names[n]) for stage in stages] for letter, names in _NAMES.items()} for n in (0, 1)
     )
-    times = Durations(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
+    times = StageDurations(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
     steps = _steps_of(actions, len(stages))
     return _compute_clocks(steps, len(actions), times, begin=0.0, later_of=max, note=note)
 
@@ -325,7 +325,7 @@ _Note = Callable[[_Step, bool, float, float], None]
 def _compute_clocks(
     steps: Sequence[_Step],
     num_devices: int,
-    times: Durations[Clock],
+    times: StageDurations[Clock],
     *,
     begin: Clock,
     later_of: Callable[[Clock, Clock], Clock],

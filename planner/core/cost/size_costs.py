@@ -18,8 +18,8 @@ from planner.core.cost.chain_costs import (
     LayerMemory,
     LayerMemoryModel,
     SplitBackwardCosts,
-    sums_after,
-    sums_before,
+    prefix_sums,
+    suffix_sums,
 )
 from planner.core.cost.storages import CrossingBytes, CrossingStorages, PassedTensor, additive_crossing, writes_received
 from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
@@ -143,7 +143,7 @@ def _exact_levels(
     gradients: FloatArray,
     at_end: FloatArray,
 ) -> LayerMemory:
-    held = sums_before(saved)[:-1]
+    held = prefix_sums(saved)[:-1]
     gradients_through = np.cumsum(gradients)
     casts_through = np.cumsum(_per_layer(layers, lambda layer: layer.cast_bytes))
 
@@ -232,12 +232,12 @@ def _exact_split_backward(
     held = of(lambda record: record.held_bytes) - batch
     # If the next layer keeps its input, which is this layer's output, it counts in the next layer.
     held_output = np.append(held_input[1:], 0.0)
-    held_before = sums_before(held)[:-1]
+    held_before = prefix_sums(held)[:-1]
     made_by_input = np.maximum(gradients - weight_gradients, 0.0)
     casts = _per_layer(layers, lambda layer: layer.cast_bytes)
 
     # `stages.py` subtracts the layers after a stage's end from the sums over all later layers of the chain.
-    base = sums_before(saved)[:-1] + sums_after(held)
+    base = prefix_sums(saved)[:-1] + suffix_sums(held)
     first, later = of(lambda r: r.first_input_peak_bytes), of(lambda r: r.input_peak_bytes)
     first_with_output = of(lambda r: r.output_first_input_peak_bytes, first + held_output)
     with_output = of(lambda r: r.output_input_peak_bytes, later + held_output)
@@ -246,15 +246,18 @@ def _exact_split_backward(
         weight_us=weight_us,
         held=held,
         weight_gradients=weight_gradients,
-        first_input=base + np.minimum(first + held_output, first_with_output) - held_output + sums_after(made_by_input),
+        first_input=base
+        + np.minimum(first + held_output, first_with_output)
+        - held_output
+        + suffix_sums(made_by_input),
         input=base + np.minimum(later + held_output, with_output) - held_output,
         end_first_input=base
         + np.minimum(of(lambda r: r.end_first_input_peak_bytes, inf) - at_end, first)
-        + sums_after(made_by_input),
+        + suffix_sums(made_by_input),
         end_input=base + np.minimum(of(lambda r: r.end_input_peak_bytes, inf) - at_end, later),
-        first_weight=held_before + of(lambda r: r.first_weight_peak_bytes) - batch + sums_after(weight_gradients),
+        first_weight=held_before + of(lambda r: r.first_weight_peak_bytes) - batch + suffix_sums(weight_gradients),
         # Gradients of autocast copies wait for the end of the backward.
-        weight=held_before + of(lambda r: r.weight_peak_bytes) - batch + sums_after(casts),
+        weight=held_before + of(lambda r: r.weight_peak_bytes) - batch + suffix_sums(casts),
     )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
-from planner.core.cost.chain_costs import ChainCosts, TiedParameters, sums_before
+from planner.core.cost.chain_costs import ChainCosts, TiedParameters, prefix_sums
 from planner.core.cost.simulate import StageTimes
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
@@ -191,10 +191,10 @@ class ChainSums:
         """
         return cls(
             costs=costs,
-            forward_us=sums_before(costs.forward_us),
-            backward_us=sums_before(costs.backward_us),
-            optimizer_us=sums_before(costs.optimizer_us),
-            gradient_bytes=sums_before(costs.gradients),
+            forward_us=prefix_sums(costs.forward_us),
+            backward_us=prefix_sums(costs.backward_us),
+            optimizer_us=prefix_sums(costs.optimizer_us),
+            gradient_bytes=prefix_sums(costs.gradients),
             has_backward=np.append(False, costs.has_backward),
             crossing_bytes=np.array([0.0, *costs.boundaries.output[:-1], 0.0]),
             cluster=cluster,
@@ -245,7 +245,7 @@ class ChainSums:
 
     @cached_property
     def _split_backward_sums_us(self) -> tuple[FloatArray, FloatArray]:
-        return sums_before(self.costs.split_backward.input_us), sums_before(self.costs.split_backward.weight_us)
+        return prefix_sums(self.costs.split_backward.input_us), prefix_sums(self.costs.split_backward.weight_us)
 
     def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:
         """Return the time (U) of each stage's all-reduce and optimizer step, in microseconds.

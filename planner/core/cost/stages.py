@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
-from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageMemoryModel, bytes_field, sums_after, sums_before
+from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageMemoryModel, bytes_field, prefix_sums, suffix_sums
 from planner.core.cost.layer_memory import SavedAndPeaks, cast_gradient_peaks, recomputed_backward_peaks
 from planner.core.cost.passing import NoRelayedTensors, RelayedTensors
 from planner.core.cost.waiting import Backward
@@ -123,8 +123,8 @@ def stage_table(
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
         firsts: First layers.
-        lasts: Last layers. A number n means stages of 1 to n layers instead, if `is_simple` holds for the chain; stages
-            beyond the end of the chain are then meaningless.
+        lasts: Last layers. In a chain without skip connections and shared parameters, it may also be a number n, for
+            stages of 1 to n layers; stages beyond the end of the chain are then meaningless.
         micro_batches: M.
         splits_backward: True to include the memory with a split backward; only if `lasts` is a slice.
 
@@ -209,7 +209,7 @@ class StageTableBuilder:
             self.columns = np.arange(costs.num_layers)[columns]
             self.last = self.columns[None, :]
             self.passing = RelayedTensors(costs, firsts, self.columns)
-        self.saved_before = sums_before(costs.memory.saved)[firsts][:, None]
+        self.saved_before = prefix_sums(costs.memory.saved)[firsts][:, None]
 
     def table(self, micro_batches: int) -> StageTable:
         """Return the memory of the stages; see `stage_table`."""
@@ -277,7 +277,7 @@ class StageTableBuilder:
                 first_weight=transient,
                 weight=transient,
             )
-        above: FloatArray = stages.output - sums_after(split_backward.held)[self.last]
+        above: FloatArray = stages.output - suffix_sums(split_backward.held)[self.last]
 
         def highest_input(level: FloatArray, end_level: FloatArray) -> FloatArray:
             # Gradients of shared parameters wait in W, not in I.
@@ -289,7 +289,7 @@ class StageTableBuilder:
             held=held,
             gradients=self.sums(by_input),
             first_input=highest_input(split_backward.first_input, split_backward.end_first_input)
-            - sums_after(by_input)[self.last],
+            - suffix_sums(by_input)[self.last],
             input=highest_input(split_backward.input, split_backward.end_input),
             first_weight=first_weight,
             weight=weight,
@@ -299,7 +299,7 @@ class StageTableBuilder:
         """Return, for each stage, the sum of `per_layer` over its layers; shape (1, 1) if all values are 0."""
         if not per_layer.any():
             return np.zeros((1, 1))
-        through = sums_before(per_layer)
+        through = prefix_sums(per_layer)
         between: FloatArray = through[1:][self.last] - through[self.firsts][:, None]
         return between
 
@@ -336,9 +336,9 @@ class StageTableBuilder:
         unkept = passing.received_input_bytes(passing.unkept, edge.unkept_input[columns])
         alive = passing.received_input_bytes(passing.all, edge.input_alive[columns])
         backward = self._highest_backward(levels.backward, levels.end_twice, "later")
-        backward = backward - sums_after(casts)[self.last] + output
+        backward = backward - suffix_sums(casts)[self.last] + output
         first_backward = self._highest_backward(levels.first_backward, levels.end_twice_first, "first")
-        first_backward = first_recomputed = first_backward - sums_after(costs.gradients)[self.last] + output
+        first_backward = first_recomputed = first_backward - suffix_sums(costs.gradients)[self.last] + output
         if casts.any():
             backward, first_recomputed = self._with_gradients_of_casts(backward, first_backward, output)
         first_message, message = self._message_peaks(first_backward, backward, gradients, output)
@@ -400,7 +400,9 @@ class StageTableBuilder:
             return first_backward, backward
         trained = np.flatnonzero(costs.gradients > 0)
         at = np.append(trained, costs.num_layers - 1)[np.searchsorted(trained, self.firsts)]
-        first = levels.first_backward[at][:, None] - self.saved_before - sums_after(costs.gradients)[self.last] + output
+        first = (
+            levels.first_backward[at][:, None] - self.saved_before - suffix_sums(costs.gradients)[self.last] + output
+        )
         later = levels.backward[at][:, None] - self.saved_before + output
         for tie in costs.ties:
             waits = (at[:, None] == tie.first) & (self.last >= tie.second)

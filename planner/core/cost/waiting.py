@@ -30,13 +30,13 @@ class WaitingGradients(NamedTuple):
     """
 
     rows: BoolArray
-    """True for each of the `firsts` of `waiting_rows` to which `bytes` applies; shape (firsts,)."""
+    """True for each of the `firsts` of `waiting_gradients` to which `bytes` applies; shape (firsts,)."""
     bytes: FloatArray
     """Bytes to add to the peak memory of a backward; shape (layers, ends): layer that runs, last layer of the stage.
     They may be negative in the first backward, whose peak includes the gradients of all later layers."""
 
 
-def waiting_rows(
+def waiting_gradients(
     costs: ChainCosts, backward: Backward, firsts: IntArray, *, layers: IntArray, ends: IntArray
 ) -> Iterator[WaitingGradients]:
     """Yield the bytes of waiting gradients, for groups of stages that contain the same shared parameters.
@@ -80,7 +80,7 @@ def _next_use(costs: ChainCosts, layer: int) -> float:
     return min((tie.second for tie in costs.ties if tie.first == layer), default=np.inf)
 
 
-def waiting_in(costs: ChainCosts, backward: Backward, first: int, end: int) -> FloatArray:
+def waiting_gradients_in_stage(costs: ChainCosts, backward: Backward, first: int, end: int) -> FloatArray:
     """Return the bytes of gradients that wait while the backward of each layer of one stage runs.
 
     Args:
@@ -93,6 +93,6 @@ def waiting_in(costs: ChainCosts, backward: Backward, first: int, end: int) -> F
         Bytes to add to the peak memory of each layer's backward, shape (end - first,).
     """
     firsts, layers = np.array([first]), np.arange(first, end)
-    for waiting in waiting_rows(costs, backward, firsts, layers=layers, ends=layers[-1:]):
+    for waiting in waiting_gradients(costs, backward, firsts, layers=layers, ends=layers[-1:]):
         return waiting.bytes[:, 0]
     return np.zeros(end - first)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray
-from planner.core.cost.chain_costs import ChainCosts, sums_after, sums_before
+from planner.core.cost.chain_costs import ChainCosts, prefix_sums, suffix_sums
 from planner.core.cost.passing import RelayedTensors
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ def weight_peaks(builder: "StageTableBuilder", passing: RelayedTensors) -> tuple
         builder.costs.split_backward,
         builder.costs.state.casts,
     )
-    levels, held_before = weight_backward_peaks(costs), sums_before(split_backward.held)[builder.firsts][:, None]
+    levels, held_before = weight_backward_peaks(costs), prefix_sums(split_backward.held)[builder.firsts][:, None]
     # Levels include gradients of all later layers of the chain.
     first = passing.peak_weight_backward(levels.first[columns], "first")
-    first = first - sums_after(levels.waiting)[None, columns] - held_before
+    first = first - suffix_sums(levels.waiting)[None, columns] - held_before
     later = passing.peak_weight_backward(split_backward.weight[columns], "later")
-    later = later - sums_after(casts)[None, columns] - held_before
+    later = later - suffix_sums(casts)[None, columns] - held_before
     if not casts.any():
         return first, later
     waiting = builder.sums(casts)
@@ -74,5 +74,7 @@ def weight_backward_peaks(costs: ChainCosts) -> WeightBackwardPeaks:
     # A parameter with a low-precision copy first has a gradient of the copy.
     waiting = casts + np.maximum(made - 2 * casts, 0.0) if casts.any() else made
     # At the end of W, no tensors are stored for W.
-    turning = np.maximum(split_backward.weight - sums_before(split_backward.held)[:-1] - sums_after(casts) - casts, 0.0)
-    return WeightBackwardPeaks(split_backward.first_weight - sums_after(made) + sums_after(waiting), waiting, turning)
+    turning = np.maximum(
+        split_backward.weight - prefix_sums(split_backward.held)[:-1] - suffix_sums(casts) - casts, 0.0
+    )
+    return WeightBackwardPeaks(split_backward.first_weight - suffix_sums(made) + suffix_sums(waiting), waiting, turning)

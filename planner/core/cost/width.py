@@ -23,7 +23,7 @@ from planner.core.cost.costs import CostTable
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Cluster, Link
 from planner.core.values.plan import Inputs, Plan
-from planner.core.values.profile import LayerProfile, Profile, Width
+from planner.core.values.profile import LayerProfile, Profile, WidthCosts
 from planner.core.values.units import pluralize
 
 
@@ -140,7 +140,7 @@ def merge_widths(profiles: Mapping[str, Profile]) -> Profile:
                 f"`{name}` and `{other_name}` are not the same model at two widths: they differ in {differs}",
                 hint="profiles to merge differ only in the number of GPUs that share each layer (`tensor_parallel`)",
             )
-        widths += [Width(tensor_parallel=other.tensor_parallel, layers=other.layers), *other.widths]
+        widths += [WidthCosts(tensor_parallel=other.tensor_parallel, layers=other.layers), *other.widths]
     counts = [first.tensor_parallel, *(width.tensor_parallel for width in widths)]
     twice = next((count for n, count in enumerate(counts) if count in counts[:n]), None)
     if twice is not None:

@@ -309,7 +309,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Width:
+class WidthCosts:
     """Costs of all layers for another number of GPUs that share each layer."""
 
     tensor_parallel: int
@@ -338,7 +338,7 @@ class Profile:
     expert_parallel: int = field(default=1, metadata=LEFT_OUT)
     """Number of replicas among which the experts of each layer are divided; replicas of a plan are a multiple of it."""
     layers: tuple[LayerProfile, ...]
-    widths: tuple[Width, ...] = ()
+    widths: tuple[WidthCosts, ...] = ()
     """Costs of the layers if other numbers of GPUs share each layer."""
 
     def __repr__(self) -> str:

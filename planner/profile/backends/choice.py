@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 
 from planner.core.errors import UsageError
-from planner.core.extensions import load, registered_names
+from planner.core.extensions import load_extension, registered_names
 from planner.core.values.devices import accelerator
 from planner.core.values.profile import Device
 from planner.device.kinds import DEVICE_KINDS
@@ -72,7 +72,7 @@ def backend_of(name: str) -> Backend:
         return EstimatedBackend(accelerator(name.removeprefix(_ESTIMATE)))
     kind = name.partition(":")[0]
     if kind in registered_names("BACKENDS"):
-        backend: Backend = load("BACKENDS", kind)(name)
+        backend: Backend = load_extension("BACKENDS", kind)(name)
         return backend
     return MeasuredBackend(_device(name))
 

@@ -38,7 +38,16 @@ rate (FLOP/s) that was measured in training runs includes the effect of these op
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 
-from planner.core.values.profile import GENERATOR, Device, Environment, LayerProfile, Model, Profile, Setting, Width
+from planner.core.values.profile import (
+    GENERATOR,
+    Device,
+    Environment,
+    LayerProfile,
+    Model,
+    Profile,
+    Setting,
+    WidthCosts,
+)
 from planner.profile.formula.layers import ElementBytes, Execution, LayerCosts, layer_costs
 from planner.profile.formula.shapes import Transformer
 
@@ -108,7 +117,7 @@ def transformer_profile(
         expert_parallel=execution.expert_parallel,
         layers=layers_of(execution),
         widths=tuple(
-            Width(tensor_parallel=t, layers=layers_of(replace(execution, tensor_parallel=t))) for t in other_widths
+            WidthCosts(tensor_parallel=t, layers=layers_of(replace(execution, tensor_parallel=t))) for t in other_widths
         ),
     )
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ChainCosts, sums_before
+from planner.core.cost.chain_costs import ChainCosts, prefix_sums
 from planner.core.schedule import KINDS, NeededMessage, needed_message, receiving_stage, sending_stage
 from planner.core.values.cluster import Cluster, Link
 from planner.core.values.placement import Placement, device_of
@@ -131,7 +131,7 @@ def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
 
     Each stage has at least one layer.
     """
-    sums, num_layers = sums_before(costs.forward_us + costs.backward_us), costs.num_layers
+    sums, num_layers = prefix_sums(costs.forward_us + costs.backward_us), costs.num_layers
     cuts = [0]
     for stage in range(1, num_stages):
         near = np.abs(sums - sums[-1] * stage / num_stages)

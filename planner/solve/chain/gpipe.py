@@ -123,7 +123,7 @@ def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[Bottl
         deadline: Time limit of the searches.
     """
     for count in _stage_counts(case):
-        yield BottleneckSearch(case.problem(count, width=width), case.micro_batches, deadline=deadline)
+        yield BottleneckSearch(case.chain_problem(count, width=width), case.micro_batches, deadline=deadline)
 
 
 def _stage_counts(case: Case) -> Iterator[int]:
@@ -150,7 +150,7 @@ def best_of_equally_fast(case: Case, step_us: float, *, deadline: Deadline = NEV
     lowest: ChainCuts | None = None
     for count in _stage_counts(case):
         search = CutDynamicProgram(
-            case.problem(count, width=width, every_choice=True),
+            case.chain_problem(count, width=width, every_choice=True),
             TieBreakRecurrence(recurrence, "peak"),
             deadline=deadline,
         )
@@ -159,7 +159,7 @@ def best_of_equally_fast(case: Case, step_us: float, *, deadline: Deadline = NEV
         return None
     best: ChainCuts | None = None
     for count in _stage_counts(case):
-        problem = case.problem(count, width=width, most_bytes=lowest.rank[0])
+        problem = case.chain_problem(count, width=width, most_bytes=lowest.rank[0])
         best = _first_by_rank(
             CutDynamicProgram(problem, TieBreakRecurrence(recurrence, "moved", "squares"), deadline=deadline),
             upper_us,

@@ -67,7 +67,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
         if not budget.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
             progress.leave_out(max(progress.case.least_us(num_stages), case.bound_us))
             return False
-        problem = case.problem(num_stages, width=table_width.width, exact=True)
+        problem = case.chain_problem(num_stages, width=table_width.width, exact=True)
         search = CutDynamicProgram(problem, recurrence, deadline=progress.deadline)
         least = search.find_best(upper_us=progress.upper_us)
         if least is None:

@@ -32,7 +32,7 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.device_memory import most_shared_input_bytes
 from planner.core.cost.linear import LinearExpression
-from planner.core.cost.simulate import Durations, device_spans
+from planner.core.cost.simulate import StageDurations, device_spans
 from planner.solve.space.partitions import Evaluator
 
 _SCALED_STEP = 1000.0
@@ -172,7 +172,7 @@ class LinearProgram:
             durations |= {"I": _pairwise_sums(split_backward[0], again), "W": split_backward[1]}
             last |= {"I": _pairwise_sums(split_backward[0], last_again), "W": split_backward[1]}
         sends = [self._send(s) for s in range(self._S)]
-        times = Durations(durations, last, sends, evaluator.blocking.tolist())
+        times = StageDurations(durations, last, sends, evaluator.blocking.tolist())
         carried = device_spans(evaluator.actions, times, begin=LinearExpression(), later_of=self._maximum)
         own = [
             sum((self._stage_sum(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=LinearExpression())

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
-from planner.core.cost.chain_costs import sums_before
+from planner.core.cost.chain_costs import prefix_sums
 from planner.core.extras import is_installed
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
@@ -260,12 +260,12 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
         return [np.array([0, *np.cumsum(case.rules.balance)])]
-    even = _even_cuts(sums_before(case.costs.forward_us + case.costs.backward_us), num_stages)
+    even = _even_cuts(prefix_sums(case.costs.forward_us + case.costs.backward_us), num_stages)
     starts = [even] if case.rules.allows(even[None])[0] else []
     # These cuts come from a pipeline with one stage per device, whose memory is unlimited.
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
-    problem = single.problem(num_stages, width=evaluator.width, exact=True)
+    problem = single.chain_problem(num_stages, width=evaluator.width, exact=True)
     backward = {"backward": BoundKind(np.maximum, lambda stages: stages.backward)}
     cuts = PrefixBounds(problem, backward, deadline=progress.deadline).cuts_with_smallest_maximum("backward")
     if cuts is not None and not np.array_equal(cuts, even):

@@ -26,7 +26,7 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import ChunkMemoryFunction, SharedBytes, chunk_memory_function, shared_bytes
-from planner.core.cost.layer_memory import StageLayers, most_savings
+from planner.core.cost.layer_memory import StageLayers, most_saved_bytes
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.layers.cheapest import MemoryLimit, cheapest_within
 from planner.solve.layers.subsets import MOST_LAYERS, LayerSubsets
@@ -176,7 +176,7 @@ class _StageTables:
         self.micro_batches = micro_batches
         is_short = end - first <= MOST_LAYERS
         self.subsets = LayerSubsets.of(self.layers, self.times_us) if is_short else None
-        as_first, behind = most_savings(costs)
+        as_first, behind = most_saved_bytes(costs)
         saved = np.append(as_first[first], behind[first + 1 : end])
         self.most_saved = np.where(self.layers.can_recompute, saved, 0.0)
         """Upper bound of the bytes per micro-batch that recomputing each layer saves, shape (layers,)."""

@@ -149,7 +149,7 @@ class _StageCountSearch:
     def _least(self, width: int) -> tuple[ChainCuts | None, CutDynamicProgram]:
         least: ChainCuts | None = None
         for _ in range(_FEW_ROUNDS if self._progress.budget.is_bounded else _ROUNDS):
-            problem = self._case.problem(self._evaluator.num_stages, width=width, exact=True)
+            problem = self._case.chain_problem(self._evaluator.num_stages, width=width, exact=True)
             search = CutDynamicProgram(problem, self._recurrence, deadline=self._progress.deadline)
             least = search.find_best(upper_us=self._progress.upper_us)
             solved = self._layers.num_exact

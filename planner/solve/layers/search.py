@@ -70,7 +70,7 @@ def _surely_fits_without_recomputation(case: Case, upper_us: float) -> bool:
         return False
     width = max_stage_layers(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=inf)
     if case.schedule.has_known_peak_points:
-        return case.memory(width, case.num_devices - 1).most_bytes() <= min(case.limits_bytes)
+        return case.memory_table(width, case.num_devices - 1).most_bytes() <= min(case.limits_bytes)
     # Every chunk is assumed to be the largest possible stage, so the result may be False although all plans fit.
     counts = [n for n in range(1, case.num_devices + 1) if case.least_us(n) < upper_us]
     return all(_holds_all(Evaluator(case, num_devices), width) for num_devices in counts)

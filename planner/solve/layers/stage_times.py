@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import least_saved_and_peaks, most_savings
+from planner.core.cost.layer_memory import least_saved_and_peaks, most_saved_bytes
 from planner.core.cost.memory import stage_memory_functions
 from planner.core.cost.peak_points import PeakPoints
 from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_layers
@@ -120,7 +120,7 @@ def least_recompute_us(
             # With exact records, the peak includes saved bytes: saving a byte less before the peak also lowers it.
             shares += costs.exact
         must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))
-    savings = np.stack(most_savings(costs))[:, span]
+    savings = np.stack(most_saved_bytes(costs))[:, span]
     least = _knapsack_bounds(savings, costs.forward_us[span], firsts - firsts[0], must_go)
     return least * (1 - RELATIVE)
 

@@ -27,7 +27,7 @@ from planner.solve.orders.list_scheduling import (
     split_backwards,
 )
 from planner.solve.orders.order_problem import OrderProblem
-from planner.solve.orders.period_bound import LeastTimes, least_windows_us
+from planner.solve.orders.period_bound import StageTimeBounds, least_windows_us
 
 Rows = tuple[tuple[Action, ...], ...]
 _Rows = Sequence[Sequence[Act]]
@@ -238,7 +238,7 @@ def least_period_us(problem: OrderProblem) -> float:
         BusyTimes(*map(each, BusyTimes._fields)),
         SplitBackwardTimes(*map(each, SplitBackwardTimes._fields)),
     )
-    times = LeastTimes.of(busy, split_backward, each("send_us"), problem.micro_batches)
+    times = StageTimeBounds.of(busy, split_backward, each("send_us"), problem.micro_batches)
     footprints = [problem.footprints[stages[0]] for stages in problem.chunks]
     fitting = [
         (limit - f.always) / max(f.held, 1e-9) for limit, f in zip(problem.limits_bytes, footprints, strict=True)

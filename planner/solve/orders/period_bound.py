@@ -56,7 +56,7 @@ _ROUNDED_BYTES = 64.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeastTimes:
+class StageTimeBounds:
     """Lower bounds of the times of S stages in N partitions, in microseconds; every array has shape (N, S)."""
 
     forward_us: FloatArray
@@ -72,7 +72,7 @@ class LeastTimes:
     @classmethod
     def of(
         cls, busy: BusyTimes, split_backward: SplitBackwardTimes, send_us: FloatArray, micro_batches: int
-    ) -> "LeastTimes":
+    ) -> "StageTimeBounds":
         """Return lower bounds of the times of stages, with whole or split backwards.
 
         Args:
@@ -98,7 +98,7 @@ class LeastTimes:
 
 
 def least_windows_us(
-    times: LeastTimes,
+    times: StageTimeBounds,
     chunks: Sequence[Sequence[int]],
     micro_batches: int,
     most_in_flight: FloatArray,
@@ -150,7 +150,7 @@ def least_windows_us(
     return windows
 
 
-def least_trip_us(case: Case) -> float:
+def least_round_trip_us(case: Case) -> float:
     """Return a lower bound of all step times: the time of one micro-batch to the last stage and back."""
     gradient_us = np.minimum(case.costs.backward_us, case.costs.split_backward.input_us)
     return float((case.costs.forward_us + gradient_us).sum()) / case.highest_speed
@@ -197,7 +197,7 @@ def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
 class _StageBounds:
     """Lower bounds of the times and memory of the stages of N partitions; memory in bytes, shape (N, S)."""
 
-    times: LeastTimes
+    times: StageTimeBounds
     own_us: FloatArray
     """Time of each device between steps, in microseconds; shape (N, K)."""
     always: FloatArray
@@ -260,15 +260,15 @@ def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Itera
 
 
 def _combine(stages: Sequence[_StageBounds], merge: Callable[[Sequence[FloatArray]], FloatArray]) -> _StageBounds:
-    times = {of.name: merge([getattr(each.times, of.name) for each in stages]) for of in fields(LeastTimes)}
+    times = {of.name: merge([getattr(each.times, of.name) for each in stages]) for of in fields(StageTimeBounds)}
     sizes = {name: merge([getattr(each, name) for each in stages]) for name in ("always", "held", "running", "inside")}
-    return _StageBounds(times=LeastTimes(**times), own_us=stages[0].own_us, **sizes)
+    return _StageBounds(times=StageTimeBounds(**times), own_us=stages[0].own_us, **sizes)
 
 
-def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[LeastTimes, FloatArray]:
+def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[StageTimeBounds, FloatArray]:
     choices = np.full((len(cuts), evaluator.num_stages), choice)
     busy, split_backward, crossing, own_us = evaluator.durations(cuts, choices)
-    times = LeastTimes.of(busy, split_backward, crossing, evaluator.case.micro_batches)
+    times = StageTimeBounds.of(busy, split_backward, crossing, evaluator.case.micro_batches)
     if evaluator.case.replicas > 1:
         # Only the all-reduce of one chunk must come after the last action, so count the smallest.
         sums = evaluator.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:])[:, evaluator.stages]

@@ -25,7 +25,7 @@ from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.orders.order_problem import OrderProblem, footprint_of
 from planner.solve.orders.order_search import OrderSearch, SimulatedOrder, split_costs_nothing
-from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_us
+from planner.solve.orders.period_bound import least_of_all_cuts_us, least_round_trip_us
 from planner.solve.progress import Progress, simulated_answer
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
@@ -65,7 +65,7 @@ def _search_all(progress: Progress, start: Partition | None) -> None:
     case = progress.case
     if case.is_too_large:
         return
-    trip_us = least_trip_us(case)
+    trip_us = least_round_trip_us(case)
     for num_devices in range(case.num_devices, 0, -1):
         least_us = max(progress.case.least_us(num_devices), case.bound_us, trip_us)
         if least_us >= progress.upper_us or progress.budget.left <= 0:

@@ -192,7 +192,7 @@ class Case:
         """Return the points in the step at which the memory of a stage with `num_later` later stages may peak."""
         return stage_peak_points(self.schedule, micro_batches=self.micro_batches, num_later=num_later)
 
-    def memory(self, width: int, num_later: int) -> MemoryTable:
+    def memory_table(self, width: int, num_later: int) -> MemoryTable:
         """Return the peak memory of every stage of at most `width` layers that has `num_later` later stages."""
         points = self.peak_points(num_later)
         key = width, points.in_flight
@@ -207,7 +207,7 @@ class Case:
             self._memory[key] = table
         return self._memory[key]
 
-    def problem(
+    def chain_problem(
         self,
         num_stages: int,
         *,
@@ -242,7 +242,7 @@ class Case:
         ends = np.arange(self.costs.num_layers + 1)[:, None]
         forbidden = self.rules.forbids(ends + np.arange(-width, 0), ends)
         # Under 1F1B the first stage needs most memory. If every stage fits as first stage, all levels share one table.
-        hardest = self.memory(width, num_stages - 1)
+        hardest = self.memory_table(width, num_stages - 1)
         easy = (
             self.is_homogeneous
             and min(self.limits_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
@@ -250,7 +250,7 @@ class Case:
         for num_later in range(num_stages):
             device = 0 if self.is_homogeneous else num_stages - 1 - num_later
             limit = min(self.limits_bytes[device], most_bytes - self.cluster.reserve_bytes)
-            memory = hardest if easy else self.memory(width, num_later)
+            memory = hardest if easy else self.memory_table(width, num_later)
             key = (limit, self.cluster.speed(device), id(memory))
             if key not in variants:
                 # If every stage fits without recomputation, single layers need none either.

@@ -19,7 +19,7 @@ from planner.core.cost.device_memory import (
     shared_bytes,
     subtract_shared,
 )
-from planner.core.cost.layer_memory import SavedAndPeaks, least_saved_and_peaks, most_savings
+from planner.core.cost.layer_memory import SavedAndPeaks, least_saved_and_peaks, most_saved_bytes
 from planner.core.cost.peak_points import PARTS, peak_part_counts
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import CHOICES, BusyTimes, SplitBackwardTimes, hidden_us, optimizer_tail_us
@@ -218,7 +218,7 @@ class Evaluator:
         runs = bool((every.peak[counts > 0] >= 0).any())
         # While a layer runs, memory saved by other layers adds to its peak: saving a byte less also lowers the peak.
         times = float(counts @ every.saved) + runs * costs.exact
-        return _sum_parts(self._parts_by_layers, counts), times * most_savings(costs)[0]
+        return _sum_parts(self._parts_by_layers, counts), times * most_saved_bytes(costs)[0]
 
     def _excess_bytes(self, peaks_bytes: FloatArray, inside: BoolArray) -> FloatArray:
         known_bytes = np.where(inside[..., self.stages].all(axis=-1), peaks_bytes, np.inf)
@@ -259,7 +259,7 @@ class Evaluator:
     def _parts_by_layers(self) -> FloatArray:
         """Table like `parts`, without its first dimension, for stages that recompute some of their layers.
 
-        For a lower bound of a part, subtract the `most_savings` of all recomputed layers, times
+        For a lower bound of a part, subtract the `most_saved_bytes` of all recomputed layers, times
         `ChunkMemoryFunction.saved` of the part.
         """
         parts = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)), np.inf)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.core.cost.arrays import ChoiceArray, FloatArray, IntArray
-from planner.core.cost.chain_costs import ChainCosts, sums_before
+from planner.core.cost.chain_costs import ChainCosts, prefix_sums
 from planner.core.cost.memory import peak_bytes_of_stages
-from planner.core.cost.passing import is_simple
+from planner.core.cost.passing import has_no_skips_or_ties
 from planner.core.cost.peak_points import PeakPoints
 from planner.core.cost.stage_time import CHOICES
 from planner.core.values.plan import RecomputePolicy
@@ -46,7 +46,7 @@ class MemoryTable:
         """
         allowed = allowed_choices(policy, points.micro_batches)
         choices = [CHOICES[n] for n in allowed]
-        by_length = is_simple(costs)
+        by_length = has_no_skips_or_ties(costs)
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
             columns = width if by_length else slice(int(firsts[0]), stop)
@@ -143,8 +143,8 @@ def max_stage_layers(costs: ChainCosts, *, longest_us: float, limit_bytes: float
     """
     ends = np.arange(1, costs.num_layers + 1)
     tied = sum(tie.parameter_bytes + tie.optimizer_bytes for tie in costs.ties)
-    times = sums_before(costs.forward_us + costs.backward_us)
-    fixed = sums_before(costs.state.always)
+    times = prefix_sums(costs.forward_us + costs.backward_us)
+    fixed = prefix_sums(costs.state.always)
     # Rounding depends on the order of sums: the result may be a layer too large, never too small.
     by_time = np.searchsorted(times, times[1:] - longest_us * (1 + 1e-9) - 1e-9)
     by_memory = np.searchsorted(fixed, fixed[1:] - limit_bytes - tied)

@@ -9,7 +9,7 @@ import pytest
 import planner
 from planner import files
 from planner.core.errors import UsageError
-from planner.core.values.profile import Device, Environment, LayerProfile, Profile, Width
+from planner.core.values.profile import Device, Environment, LayerProfile, Profile, WidthCosts
 from tests.support.profiles import profile_of
 
 
@@ -38,7 +38,7 @@ def test_profiles_of_several_widths_are_merged_and_stored(tmp_path: Path) -> Non
     assert plan.inputs.profile.path == "best-profile.yaml"
     merged = files.read_profile(str(tmp_path / "best-profile.yaml"))
     assert merged == replace(
-        one_width(1), widths=tuple(Width(tensor_parallel=t, layers=one_width(t).layers) for t in (2, 4))
+        one_width(1), widths=tuple(WidthCosts(tensor_parallel=t, layers=one_width(t).layers) for t in (2, 4))
     )
     assert planner.check(tmp_path / "best.yaml").findings == ()
     assert planner.solve(merged, devices=4, mem="1MB", batch=4).predicted == plan.predicted
@@ -90,14 +90,14 @@ def test_too_many_replicas_of_groups_are_refused_with_their_gpus() -> None:
 
 
 def test_sweep_uses_the_widths_that_fit_the_cluster() -> None:
-    merged = replace(one_width(1), widths=(Width(tensor_parallel=8, layers=one_width(8).layers),))
+    merged = replace(one_width(1), widths=(WidthCosts(tensor_parallel=8, layers=one_width(8).layers),))
     sweep = planner.sweep(merged, devices=[2, 6, 8], mem="1MB", batch=4)
     assert all(cell.plan is not None for cell in sweep.cells)
 
 
 def test_sweep_uses_the_requested_width() -> None:
     """Without links, only one GPU per layer can be compared."""
-    widths = tuple(Width(tensor_parallel=t, layers=one_width(t).layers) for t in (2, 4))
+    widths = tuple(WidthCosts(tensor_parallel=t, layers=one_width(t).layers) for t in (2, 4))
     both = replace(one_width(1), widths=widths)
     sizes: dict[str, Any] = {"devices": "4", "mem": "1MB", "batch": 8}
     for asked in (1, 2):

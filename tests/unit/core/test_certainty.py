@@ -19,7 +19,7 @@ from planner.core.judge.certainty import (
     certainty_of,
     headroom_for,
 )
-from planner.core.values.profile import Device, Model, Width
+from planner.core.values.profile import Device, Model, WidthCosts
 from planner.core.values.rates import rates_of
 from planner.solve import Request, solve
 from tests.support.profiles import inputs_of, profile_of
@@ -145,7 +145,7 @@ def test_step_range_combines_rows_and_repeats():
 def test_sampling_error_uses_the_layers_of_the_plans_width():
     profile, _ = on()
     calm = tuple(replace(layer, spread=(0.02,)) for layer in profile.layers)
-    both = replace(profile, widths=(Width(tensor_parallel=2, layers=calm),))
+    both = replace(profile, widths=(WidthCosts(tensor_parallel=2, layers=calm),))
     for width, spread in ((1, 0.1), (2, 0.02)):
         inputs = replace(inputs_of(2 * width, 4), tensor_parallel=width)
         plan = solve(both, Request(inputs=inputs, balance=(2, 2)))

@@ -54,7 +54,7 @@ def test_optimizer_memory_and_time_are_divided() -> None:
     for one, other in zip(divided.stages, whole.stages, strict=True):
         assert 2 * one.memory.optimizer == other.memory.optimizer
         assert (one.memory.parameters, one.memory.gradients) == (other.memory.parameters, other.memory.gradients)
-    update, longer = (Evaluation.of(plan, profile()).updates_us for plan in (divided, whole))
+    update, longer = (Evaluation.of(plan, profile()).between_steps_us for plan in (divided, whole))
     assert (longer - update).tolist() == [30.0, 30.0]
     layer = profile_at_width(profile(), divided.cluster).layers[0]
     assert (layer.optimizer_peak_bytes, layer.optimizer_boundary_peak_bytes) == (5, 4)

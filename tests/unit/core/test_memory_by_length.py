@@ -8,7 +8,7 @@ import pytest
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memories, stage_memory
-from planner.core.cost.passing import is_simple
+from planner.core.cost.passing import has_no_skips_or_ties
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile
 from tests.support.chains import random_profile, with_programs
@@ -44,7 +44,7 @@ def _without_skips(layer: LayerProfile) -> LayerProfile:
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
 def test_peaks_by_length_equal_peaks_by_last_layer(kind: str, seed: int, in_flight: int) -> None:
     costs, points, firsts = simple_costs(kind, seed), peak_points_with(5, in_flight), np.arange(LAYERS)
-    assert is_simple(costs)
+    assert has_no_skips_or_ties(costs)
     by_end = peak_bytes_of_stages(costs, firsts, slice(0, LAYERS), points, choices=CHOICES)
     by_length = peak_bytes_of_stages(costs, firsts, 4, points, choices=CHOICES)
     for ends, lengths in zip(by_end, by_length, strict=True):
@@ -75,8 +75,8 @@ def test_components_of_all_stages_equal_those_of_each(kind: str, replicas: int) 
 def test_chain_with_skips_is_not_simple() -> None:
     """A skipping tensor depends on where the stage ends."""
     chains = [costs_at(random_profile(seed, LAYERS, exact=True), 1) for seed in range(20)]
-    assert sum(map(is_simple, chains)) < len(chains) / 2
+    assert sum(map(has_no_skips_or_ties, chains)) < len(chains) / 2
     for costs in chains:
         spans = costs.storages.until - costs.storages.maker
         sizes = costs.storages.kept_by_readers + costs.storages.kept_by_maker + costs.storages.kept_by_nobody
-        assert is_simple(costs) == (not sizes[spans > 1].any() and not costs.relays.bytes.any())
+        assert has_no_skips_or_ties(costs) == (not sizes[spans > 1].any() and not costs.relays.bytes.any())

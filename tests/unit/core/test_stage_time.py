@@ -101,7 +101,7 @@ def test_tables_of_stage_times_equal_partitions() -> None:
         for name, values in busy._asdict().items():
             assert values == pytest.approx([getattr(stage, name) for stage in stages])
         own = sums.own_us(first, end, 1.0)
-        assert own == pytest.approx(evaluation.updates_us)
+        assert own == pytest.approx(evaluation.between_steps_us)
         crossing = cluster.link.transfer_us(sums.crossing_bytes[end]) * (end < num_layers)
         tail = optimizer_tail_us(own, np.asarray(hidden_us(busy, crossing)))
         assert tail == pytest.approx(evaluation.optimizer_us)

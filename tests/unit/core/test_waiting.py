@@ -9,7 +9,7 @@ from planner.core.cost.chain_costs import ChainCosts, TiedParameters
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory, table_of_stage
 from planner.core.cost.parts import parts_of
-from planner.core.cost.waiting import waiting_in, waiting_rows
+from planner.core.cost.waiting import waiting_gradients, waiting_gradients_in_stage
 from planner.core.values.plan import Recompute
 from tests.support.chains import even_chain
 from tests.support.peak_points import peak_points_with
@@ -30,15 +30,15 @@ def test_shared_gradient_waits_from_its_last_use_to_its_first() -> None:
     While the last use runs, 90 bytes wait, because its first backward is higher by the gradient that remains.
     """
     costs = costs_of()
-    assert waiting_in(costs, "later", 0, 6).tolist() == [0, 0, 100, 100, 90, 0]
-    assert waiting_in(costs, "first", 0, 6).tolist() == [-100, -100, 0, 0, 0, 0]
+    assert waiting_gradients_in_stage(costs, "later", 0, 6).tolist() == [0, 0, 100, 100, 90, 0]
+    assert waiting_gradients_in_stage(costs, "first", 0, 6).tolist() == [-100, -100, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (3, 6), (4, 6)])
 def test_stage_with_one_use_has_no_waiting_gradients(first: int, end: int) -> None:
     costs = costs_of()
     for backward in ("first", "later"):
-        assert not waiting_in(costs, backward, first, end).any()
+        assert not waiting_gradients_in_stage(costs, backward, first, end).any()
 
 
 def test_waiting_gradients_of_many_stages_equal_those_of_each() -> None:
@@ -47,11 +47,14 @@ def test_waiting_gradients_of_many_stages_equal_those_of_each() -> None:
     costs = replace(costs_of(), ties=tuple(ties))
     layers = np.arange(6)
     table = np.zeros((6, 6, 6))
-    for waiting in waiting_rows(costs, "later", layers, layers=layers, ends=layers):
+    for waiting in waiting_gradients(costs, "later", layers, layers=layers, ends=layers):
         table[waiting.rows] = waiting.bytes
     for first in range(6):
         for last in range(first, 6):
-            assert table[first, first : last + 1, last].tolist() == waiting_in(costs, "later", first, last + 1).tolist()
+            assert (
+                table[first, first : last + 1, last].tolist()
+                == waiting_gradients_in_stage(costs, "later", first, last + 1).tolist()
+            )
     whole = peak_bytes_of_stages(costs, layers, slice(0, 6), peak_points_with(3), choices=["never"])[0]
     for first in range(6):
         for last in range(first, 6):

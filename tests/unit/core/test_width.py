@@ -11,7 +11,7 @@ from planner.core.errors import UsageError
 from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import judge
 from planner.core.values.cluster import Link
-from planner.core.values.profile import Profile, Width
+from planner.core.values.profile import Profile, WidthCosts
 from planner.solve import Request, solve
 from tests.support.profiles import inputs_of, profile_of
 
@@ -30,7 +30,7 @@ def profile(*widths: int, collective_bytes: int = 400) -> Profile:
         alone,
         tensor_parallel=first,
         layers=made[first],
-        widths=tuple(Width(tensor_parallel=width, layers=made[width]) for width in more),
+        widths=tuple(WidthCosts(tensor_parallel=width, layers=made[width]) for width in more),
     )
 
 

@@ -8,7 +8,7 @@ from planner.core.values.cluster import Link
 from planner.solve import Request, search, solve
 from planner.solve.cases import cases_of
 from planner.solve.deadline import NEVER
-from planner.solve.methods import SearchedCases, search_for
+from planner.solve.methods import SearchedCases, search_function_for
 from planner.solve.orders.order_search import OrderSearch
 from planner.solve.orders.search import search_orders
 from tests.support.chains import chain, layer, random_profile
@@ -20,7 +20,7 @@ def test_search_improves_a_plan_under_1f1b() -> None:
     profile = random_profile(1, 12)
     request = Request(inputs=replace(inputs_of(3, 6), schedule="1f1b"), micro_batches=6)
     (plain,) = cases_of(profile, request)
-    start = search_for(plain, request, None)(plain, upper_us=float("inf"), deadline=NEVER)
+    start = search_function_for(plain, request, None)(plain, upper_us=float("inf"), deadline=NEVER)
     assert start.partition is not None
     (case,) = cases_of(profile, replace(request, inputs=replace(request.inputs, schedule="search", chunks=1)))
     found = search_orders(
