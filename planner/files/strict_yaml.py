@@ -109,10 +109,7 @@ class _RefusedError(Exception):
 
 
 class _Reader:
-    """Reader that builds a document from parser events.
-
-    It is several times faster than PyYAML's composer.
-    """
+    """Reader that builds a document from parser events. It is several times faster than PyYAML's composer."""
 
     def __init__(self, text: str, *, notes_lines: bool) -> None:
         self._events = yaml.parse(text, Loader=yaml.CBaseLoader)
@@ -249,10 +246,7 @@ def _plain_scalar(text: str) -> Any:
 
 
 def _json_content(text: str) -> Any:
-    """Parse a JSON document fast.
-
-    Return None if only the YAML reader can parse it or report what is wrong.
-    """
+    """Parse a JSON document fast. Return None if only the YAML reader can parse it or report what is wrong."""
     try:
         return json.loads(text, object_pairs_hook=_once, parse_float=_float, parse_constant=str)
     except (ValueError, RecursionError):

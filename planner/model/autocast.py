@@ -66,10 +66,7 @@ def caching_only_with_graph() -> AbstractContextManager[None]:
 
 @cache
 def _copies_have_graphs() -> bool:
-    """Return True if a weight copy that autocast caches under `no_grad` has a graph.
-
-    This is so from torch 2.11 on.
-    """
+    """Return True if a weight copy that autocast caches under `no_grad` has a graph. This is so from torch 2.11 on."""
     weight = torch.ones(1, 1, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():

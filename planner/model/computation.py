@@ -26,10 +26,7 @@ _INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 def code_digests(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
-    """Return digests of the code of the loss (`loss`) and of the model (`layers`).
-
-    The model may be on any device.
-    """
+    """Return digests of the code of the loss (`loss`) and of the model (`layers`). The model may be on any device."""
     # The constants that a loss reads count as well. Those of a layer are mostly sizes, which its tensors show.
     reader = _CodeReader(constants=True)
     loss = [reader.described(loaded.loss_fn), reader.described(loaded.loss_count)]

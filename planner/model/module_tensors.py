@@ -81,10 +81,7 @@ def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> It
 
 
 def parameters_as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
-    """Replace parameters and buffers in the `with` block by ghosts (tensors without values).
-
-    Tied tensors stay tied.
-    """
+    """Replace parameters and buffers in the `with` block by ghosts (tensors without values). Tied tensors stay tied."""
     return replaced_tensors(module, _ghost)
 
 

@@ -157,10 +157,7 @@ class _ForwardRecorder:
         self.recording.inputs, self.recording.input_nest = tuple(noted), nest
 
     def note_outputs(self, output: Any, read: set[int] | None) -> None:
-        """Record the outputs. Only those with an address in `read` count as used.
-
-        If `read` is None, all count.
-        """
+        """Record the outputs. Only those with an address in `read` count as used. If `read` is None, all count."""
         leaves, nest = flatten(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
         used = {version for version in versions if version >= 0}
@@ -177,7 +174,6 @@ class _ForwardRecorder:
         self.recording.unread = frozenset(versions).difference(used, (-1,))
 
     def drop_graphs(self) -> None:
-        """Drop tensors in recorded objects, such as a key-value cache, to free their graphs."""
         for call in self.recording.calls:
             for leaf in (*call.leaves, *(leaf for change in call.changes for leaf in change.leaves)):
                 if isinstance(leaf, ConstantLeaf) and not is_plain(leaf.value):

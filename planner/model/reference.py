@@ -312,10 +312,7 @@ def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:
 
 
 def _unscale(trained: Sequence[nn.Parameter], scale: float) -> float:
-    """Divide gradients by the loss scale, or delete all if one overflowed.
-
-    Return the loss scale of the next step.
-    """
+    """Divide gradients by the loss scale, or delete all if one overflowed. Return the loss scale of the next step."""
     if scale == 1.0:
         return scale
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]

@@ -109,8 +109,6 @@ def without_reentrance() -> Iterator[None]:
 
 
 class _NotReentrant:
-    """Replacement for the autograd function of re-entrant checkpointing."""
-
     @staticmethod
     def apply(function: Callable[..., Any], *args: Any) -> Any:
         preserve_rng_state, *given = args

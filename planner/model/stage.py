@@ -104,10 +104,7 @@ class ModelStage(nn.Module):
 
     @property
     def tensors_of_repeated_code(self) -> list[Tensor]:
-        """Parameters and buffers of the stage that code of earlier layers reads.
-
-        This code runs again in the stage.
-        """
+        """Parameters and buffers of the stage that code of earlier layers reads. This code runs again in the stage."""
         return [tensor_named(self._part.model, name) for name in self._part.repeated]
 
     @property

@@ -14,10 +14,7 @@ _ResultsInGap = dict[Called, FunctionResult]
 
 
 class StagePart:
-    """Layers `first` to `end - 1` of `model`.
-
-    The outline may be from another instance of the model.
-    """
+    """Layers `first` to `end - 1` of `model`. The outline may be from another instance of the model."""
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
         self.outline = outline

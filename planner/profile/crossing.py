@@ -126,10 +126,7 @@ def _is_like(tensor: Tensor, like: Tensor, shape: torch.Size) -> bool:
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory that is no view.
-
-    It therefore has its own version counter for writes.
-    """
+    """Return a tensor in the same memory that is no view. It therefore has its own version counter for writes."""
     with torch.no_grad():
         return tensor.new_empty(0).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()

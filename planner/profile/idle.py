@@ -39,10 +39,7 @@ def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, froz
 
 
 def parameters_with_gradients(records: UnitRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
-    """Return, for every layer, the trained parameters that get gradients.
-
-    `idle` is the result of `idle_parameters`.
-    """
+    """Return, for every layer, the trained parameters that get gradients. `idle` is the result of `idle_parameters`."""
     return [
         trained_parameters(unit.module, records.names_in(n, idle[unit.digest])) for n, unit in enumerate(records.units)
     ]

@@ -240,10 +240,7 @@ def _own_times(times: _TurnTimes, of_nothing: _TurnTimes, *, is_stage: bool) -> 
 
 
 def _adding_us(gradient: Tensor, clock: Clock) -> float:
-    """Return the time in microseconds to add a gradient to an existing one.
-
-    Neither gradient is in a cache.
-    """
+    """Return the time in microseconds to add a gradient to an existing one. Neither gradient is in a cache."""
     flat = gradient.as_strided((gradient.numel(),), (1,))
     totals = torch.zeros_like(flat[: CACHE_BYTES // flat.element_size()])
     adding_us = 0.0

@@ -37,10 +37,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class UnitInput:
-    """Input of a layer for one micro-batch: tensors without a graph.
-
-    They require gradients as in the model.
-    """
+    """Input of a layer for one micro-batch: tensors without a graph. They require gradients as in the model."""
 
     values: tuple[Any, ...]
     spec: TreeSpec

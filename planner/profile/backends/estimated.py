@@ -83,10 +83,7 @@ class EstimatedBackend:
         )
 
     def clock(self, *, experts: bool = False) -> "RooflineClock":
-        """Return a clock with the rates of the GPU.
-
-        `experts` selects the sustained rate of models with experts.
-        """
+        """Return a clock with the rates of the GPU. `experts` selects the sustained rate of models with experts."""
         sustained = sustained_rate(self._absent.name, experts=experts)
         if sustained is None:
             return RooflineClock(self._rates)
@@ -248,10 +245,7 @@ class RooflineClock:
 
 
 def _peaks_add(task: ProfilingTask) -> bool:
-    """Return True if the optimizer updates all parameters at once.
-
-    Torch's optimizers do so by default on a GPU.
-    """
+    """Return True if the optimizer updates all parameters at once. Torch's optimizers do so by default on a GPU."""
     one = task.whole_optimizer().build_for(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
 

@@ -83,10 +83,7 @@ class Attention:
     latent: LatentRanks | None = None
 
     def total_key_value_heads(self, devices: int) -> int:
-        """Return the number of key-value heads on all devices, with copies.
-
-        Each device has at least one.
-        """
+        """Return the number of key-value heads on all devices, with copies. Each device has at least one."""
         return max(self.key_value_heads, devices)
 
     @property

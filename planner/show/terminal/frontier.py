@@ -42,10 +42,7 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
 
 
 def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a table of the best plan of each schedule.
-
-    Without such a comparison in the plan, the list is empty.
-    """
+    """Return a table of the best plan of each schedule. Without such a comparison in the plan, the list is empty."""
     if not plan.schedules:
         return []
     view = fit_columns(schedules_table(plan), style)

@@ -15,10 +15,7 @@ from planner.show.views.table import Table, Value, column, table
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return a table of plans, with their speed relative to the first plan.
-
-    OVER marks exceeded memory limits.
-    """
+    """Return a table of plans, with their speed relative to the first plan. OVER marks exceeded memory limits."""
     first = comparison.plans[0]
     groups = any(row.plan.tensor_parallel > 1 for row in comparison.plans)
     width = [column("tensor_parallel", "GPUs per\nstage", attrgetter("plan.tensor_parallel"), "count", drop=7)]
