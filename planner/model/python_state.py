@@ -94,7 +94,7 @@ def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict
 
 
 def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Remove entries that stand for tensors, except those whose names are in `kept`."""
+    """Remove entries for tensors, except those whose names are in `kept`."""
     return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
 
 

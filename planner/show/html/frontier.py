@@ -76,16 +76,16 @@ def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str]
             parts += _point(x, y(of(point)), names[n], value=value, chosen=is_chosen, labelled=labelled or is_chosen)
         else:
             tip = f"M = {names[n]}: no plan fits"
-            parts.append(chart_text(x, 124, "\u00d7", "middle", look="unfit", tip=tip))
+            parts.append(chart_text(x, 124, "\u00d7", "middle", style_class="unfit", tip=tip))
         if n % every == 0 or chosen[n]:
-            parts.append(chart_text(x, 145, names[n], "middle", look="chosen" if chosen[n] else None))
+            parts.append(chart_text(x, 145, names[n], "middle", style_class="chosen" if chosen[n] else None))
     return chart_figure(title, *parts, height=150.0, label=f"{title} over M")
 
 
 def _point(x: float, y: float, name: str, *, value: str, chosen: bool, labelled: bool) -> list[str]:
     tip = f"M = {name}: {value}"
     side = "start" if x < 15 else "end" if x > 85 else "middle"
-    written = [chart_text(x, max(11, y - 9), value, side, look="chosen" if chosen else None)] if labelled else []
+    written = [chart_text(x, max(11, y - 9), value, side, style_class="chosen" if chosen else None)] if labelled else []
     return [chart_point(x, y, tip, chosen=chosen), *written]
 
 

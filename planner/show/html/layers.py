@@ -19,7 +19,7 @@ _FEW = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    look: str
+    style_class: str
     """Style class."""
     words: str
     """Label in the legend."""
@@ -42,13 +42,13 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
     wanted = plan.micro_batch_size if plan else max(sizes)
     n = min(range(len(sizes)), key=lambda i: (abs(sizes[i] - wanted), -sizes[i]))
     times = (
-        _Part(look="l-f", words="forward", of=lambda x: x.forward_us[n]),
-        _Part(look="l-b", words="backward", of=lambda x: x.backward_us[n]),
+        _Part(style_class="l-f", words="forward", of=lambda x: x.forward_us[n]),
+        _Part(style_class="l-b", words="backward", of=lambda x: x.backward_us[n]),
     )
     sums = (
-        _Part(look="m-parameters", words="parameters", of=lambda x: x.parameter_bytes),
-        _Part(look="m-optimizer", words="gradients and optimizer", of=_training_bytes),
-        _Part(look="m-in_flight", words="saved, of one micro-batch", of=lambda x: x.saved_bytes[n]),
+        _Part(style_class="m-parameters", words="parameters", of=lambda x: x.parameter_bytes),
+        _Part(style_class="m-optimizer", words="gradients and optimizer", of=_training_bytes),
+        _Part(style_class="m-in_flight", words="saved, of one micro-batch", of=lambda x: x.saved_bytes[n]),
     )
     cuts = tuple(accumulate(plan.balance)) if plan else ()
     charts = [
@@ -90,8 +90,8 @@ def _chart(
             )
         begin = end
     caption, label = f"{title}: the largest layer takes {text(top)}", f"{title} of every layer"
-    keys = legend((part.look, part.words) for part in parts)
-    return chart_figure(caption, *drawn, height=_HEIGHT + 20, label=label, below=keys, look="layers")
+    keys = legend((part.style_class, part.words) for part in parts)
+    return chart_figure(caption, *drawn, height=_HEIGHT + 20, label=label, below=keys, style_class="layers")
 
 
 def _layer(
@@ -110,7 +110,7 @@ def _layer(
         foot -= tall
         if tall > 0.05:
             place = f'x="{number(x + width * 0.06, 3)}%" width="{number(width * 0.88, 3)}%"'
-            drawn.append(f'<rect class="{part.look}" {place} y="{number(foot, 1)}" height="{number(tall, 1)}"/>')
+            drawn.append(f'<rect class="{part.style_class}" {place} y="{number(foot, 1)}" height="{number(tall, 1)}"/>')
     return element("g", *drawn)
 
 

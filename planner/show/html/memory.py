@@ -56,8 +56,8 @@ def _held_row(device: DeviceMemory, levels: Sequence[int], full: int) -> str:
     if device.limit_bytes <= full:
         y = 100 - device.limit_bytes / full * 100
         drawn = f"M0 {number(y)}H{len(levels)}"
-        look = "over" if device.is_over else "cap"
-        parts.append(element("path", d=drawn, class_=look, vector_effect="non-scaling-stroke"))
+        style_class = "over" if device.is_over else "cap"
+        parts.append(element("path", d=drawn, class_=style_class, vector_effect="non-scaling-stroke"))
     words = f"{device.label}: at most {device.need_of_limit}"
     picture = element(
         "svg", *parts, viewBox=f"0 0 {len(levels)} 100", preserveAspectRatio="none", role="img", aria_label=words

@@ -81,7 +81,7 @@ def definition_list(items: Iterable[tuple[str, str]]) -> str:
 
 
 def chart_figure(
-    caption: str, *drawn: str, height: float, label: str = "", below: str = "", look: str | None = None
+    caption: str, *drawn: str, height: float, label: str = "", below: str = "", style_class: str | None = None
 ) -> str:
     """Return a picture with a caption.
 
@@ -91,25 +91,25 @@ def chart_figure(
         height: Height in pixels; the picture is as wide as its container.
         label: Text for screen readers; if empty, the caption is used.
         below: Markup below the picture.
-        look: Style class of the figure.
+        style_class: Style class of the figure.
     """
     picture = element("svg", *drawn, width="100%", height=height, role="img", aria_label=label or caption)
-    return element("figure", element("figcaption", escape_text(caption)), picture, below, class_=look)
+    return element("figure", element("figcaption", escape_text(caption)), picture, below, class_=style_class)
 
 
-def chart_line(look: str, x: tuple[float, float], y: tuple[float, float]) -> str:
+def chart_line(style_class: str, x: tuple[float, float], y: tuple[float, float]) -> str:
     """Return a line of a chart.
 
     Args:
-        look: Style class of the line.
+        style_class: Style class of the line.
         x: Horizontal positions of both ends, in percent of the width.
         y: Vertical positions of both ends, in pixels.
     """
     begin, end = (f"{number(across)}%" for across in x)
-    return element("line", class_=look, x1=begin, x2=end, y1=y[0], y2=y[1])
+    return element("line", class_=style_class, x1=begin, x2=end, y1=y[0], y2=y[1])
 
 
-def chart_text(x: float, y: float, text: str, anchor: str, *, look: str | None = None, tip: str = "") -> str:
+def chart_text(x: float, y: float, text: str, anchor: str, *, style_class: str | None = None, tip: str = "") -> str:
     """Return a text of a chart.
 
     Args:
@@ -117,11 +117,11 @@ def chart_text(x: float, y: float, text: str, anchor: str, *, look: str | None =
         y: Position of the baseline, in pixels.
         text: The text.
         anchor: Part of the text that is at `x`: `start`, `middle` or `end`.
-        look: Style class.
+        style_class: Style class.
         tip: Tooltip; empty for none.
     """
     inner = (element("title", escape_text(tip)) if tip else "") + escape_text(text)
-    return element("text", inner, class_=look, x=f"{number(x)}%", y=y, text_anchor=anchor)
+    return element("text", inner, class_=style_class, x=f"{number(x)}%", y=y, text_anchor=anchor)
 
 
 def chart_point(x: float, y: float, tip: str, *, chosen: bool) -> str:
@@ -134,7 +134,7 @@ def chart_point(x: float, y: float, tip: str, *, chosen: bool) -> str:
         chosen: True for the plan's own point.
     """
     if chosen:
-        return chart_text(x, y + 5, "◆", "middle", look="mark", tip=tip)
+        return chart_text(x, y + 5, "◆", "middle", style_class="mark", tip=tip)
     return element("circle", element("title", escape_text(tip)), cx=f"{number(x)}%", cy=y, r=3.5)
 
 
@@ -152,22 +152,22 @@ def legend(items: Iterable[tuple[str, str]]) -> str:
     """Return a legend: a colored sample and a label for each pair (style class, label)."""
     return element(
         "ul",
-        *(element("li", element("i", class_=f"key {look}"), escape_text(text)) for look, text in items),
+        *(element("li", element("i", class_=f"key {style_class}"), escape_text(text)) for style_class, text in items),
         class_="legend",
     )
 
 
-def bar_part(look: str, start: float, width: float, tip: str = "") -> str:
+def bar_part(style_class: str, start: float, width: float, tip: str = "") -> str:
     """Return a part of a horizontal bar.
 
     Args:
-        look: Style class of the part.
+        style_class: Style class of the part.
         start: Left edge, as a share of the bar's full width.
         width: Width, as a share of the bar's full width.
         tip: Tooltip; empty for none.
     """
     place = f"left:{number(start * 100)}%;width:{number(max(0.0, width) * 100)}%"
-    return element("i", class_=look, style=place, title=tip or None)
+    return element("i", class_=style_class, style=place, title=tip or None)
 
 
 def section_markup(section: Section) -> str:

@@ -87,7 +87,7 @@ def _lead(plan: Plan, step: Step) -> str:
 def _looks(step: Step) -> list[tuple[str, str]]:
     # Recomputation is drawn over its backward, so its sample in the legend has the backward's style class, too.
     below = {"again": f"again {recompute_style_class(step)}"}
-    return [(below.get(look, look), words) for look, words in legend_entries(step)]
+    return [(below.get(style_class, style_class), words) for style_class, words in legend_entries(step)]
 
 
 def timeline_data(plan: Plan, step: Step) -> str:

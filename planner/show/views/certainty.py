@@ -113,7 +113,7 @@ def num_certain_decimals(low: float, high: float) -> int:
 
     The result is negative for tens, hundreds, …. The rule is from the Particle Data Group (Review of Particle Physics,
     Introduction, 5.3). Half of the range gets two digits if its first three digits are at most 354, otherwise one
-    digit. The number ends with the same decimal.
+    digit. The decimals of the number are then those of half the range.
 
     Args:
         low: Lower end of the range.
