@@ -78,9 +78,11 @@ def _lead(plan: Plan, step: Step) -> str:
     lead = f"One step, {format_us(step.pipeline_us)} up to the last backward."
     if schedule_of(plan.schedule, plan.order).splits_backward:
         every = format_us(plan.predicted.step_us)
-        lead += f" Devices start the next step when they finish: one every {every}, of which {bubble} is idle (blank)."
+        lead += (
+            f" Each device starts the next step when it finishes: a step takes {every}, {bubble} of it idle (blank)."
+        )
     else:
-        lead += f" Blank is idle: {bubble} of the devices' time (equal stages: {ideal})."
+        lead += f" Idle time is blank: {bubble} of device time (with equal stages: {ideal})."
     return f"{lead} At the right: {BUBBLE_WORDS}."
 
 

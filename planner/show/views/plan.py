@@ -192,7 +192,7 @@ def short_search_words(plan: Plan) -> str:
     """Return what the mark of short searches means; an empty text if no search was short."""
     if not any(point.short_search for point in plan.schedules):
         return ""
-    return "* from a short search, a longer one may find a faster plan: `solve --frontier`"
+    return "* from a short search; `solve --frontier` searches longer and may find a faster plan"
 
 
 def untried_words(plan: Plan) -> str:
