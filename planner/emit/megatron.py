@@ -183,7 +183,7 @@ def _block_numbers(layers: Sequence[LayerProfile]) -> list[int | None]:
 
 
 def _indices_of_equal_layers(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the index of each layer that has the most common digest, and None for other layers.
+    """Return for each layer its own index if it has the most common digest, otherwise None.
 
     The list is empty if no two layers have the same digest.
     """

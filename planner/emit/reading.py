@@ -35,7 +35,7 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
         layers: Layers of the profile, in order.
 
     Raises:
-        FileError: The file cannot be read, has no cuts, or has cuts of other layers.
+        FileError: The file cannot be read or has no cuts, or its cuts do not match the layers.
     """
     try:
         if path.endswith((".yaml", ".yml")):

@@ -262,7 +262,7 @@ def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
 
 
 def _has_values(arguments: Any) -> bool:
-    """Return True if a tensor with at least one dimension among the arguments is no ghost."""
+    """Return True if the arguments have a real tensor, not a ghost, with at least one dimension."""
     found = False
 
     def look(tensor: Tensor) -> Tensor:

@@ -42,9 +42,9 @@ class RepeatedCode:
         return {value for value, call in exposures if self.exposes_results(call, cut)}
 
     def _runner(self, call: Call) -> int:
-        """Return the number of the call whose end decides whether `call` runs again.
+        """Return the number of the call with which `call` is repeated.
 
-        This is `call` or, for a constant call, the innermost call around it that is not constant.
+        That is `call` itself. A constant call is repeated with the innermost call around it that is not constant.
         """
         while call.constant and call.parent >= 0:
             call = self._recording.calls[call.parent]

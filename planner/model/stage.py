@@ -84,7 +84,7 @@ class ModelStage(nn.Module):
 
     @property
     def repeated_paths(self) -> list[str]:
-        """Paths of the modules whose code begins before the stage and runs again in it."""
+        """Paths of the modules whose `forward` begins before the stage, and is repeated in the stage from its start."""
         return self._part.repeated_paths
 
     @property

@@ -65,7 +65,7 @@ class StagePart:
 
     @property
     def repeated_paths(self) -> list[str]:
-        """Paths of the modules whose code begins before the stage and runs again in it."""
+        """Paths of the modules whose `forward` begins before the stage, and is repeated in the stage from its start."""
         return sorted({call.path for call in self.outline.recording.calls if call.enter < self.begin <= call.exit})
 
     def keep_state(self) -> None:

@@ -105,7 +105,7 @@ def batch_norm_statistics_bytes(module: nn.Module) -> int:
     """Return the memory for collecting batch normalization statistics in `module`, in bytes.
 
     Each channel needs mean and variance of the current micro-batch, in the dtype of the running statistics, and two
-    sums. A layer needs this memory once per call in a forward; only one call is counted.
+    sums. Layers that a forward calls several times need this memory for each call, but it is counted once.
     """
     means = [layer.running_mean for layer in trained_batch_norms(module) if layer.running_mean is not None]
     return sum(2 * mean.nbytes + _SUM_BYTES * mean.numel() for mean in means)

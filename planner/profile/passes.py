@@ -255,7 +255,7 @@ def _add(total: Tensor, gradient: Tensor) -> None:
 
 
 def is_large(unit: Unit) -> bool:
-    """Return True if the layer is so large that its gradients are released after each run."""
+    """Return True if the layer's gradients are released after each measured run, because they need much memory."""
     return unit.parameter_bytes > CACHE_BYTES
 
 

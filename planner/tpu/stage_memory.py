@@ -1,7 +1,7 @@
 """Memory of stages whose layers were compiled for a TPU.
 
-`planner.core.cost.costs` loads `compiled_costs` for profiles whose layers have `program`. Arrays have one number per
-layer, or one per possible stage (first layer, last layer), as in `planner.core.cost.chain_costs`.
+`planner.core.cost.costs` loads `compiled_costs` if the layers of a profile have the field `program`. Arrays have one
+number per layer, or one per possible stage (first layer, last layer), as in `planner.core.cost.chain_costs`.
 """
 
 from collections.abc import Callable, Sequence

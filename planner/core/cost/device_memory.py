@@ -288,8 +288,8 @@ def device_peaks(always: FloatArray, parts: FloatArray, *, counts: IntArray | Fl
     Args:
         always: Permanent bytes of each chunk, shape (N, V).
         parts: Bytes of each of `PARTS`, shape (N, V, parts).
-        counts: Number of each of `PARTS` on the device at each point in the step (`peak_part_counts`), shape (points,
-            V, parts).
+        counts: Number of copies of each of `PARTS` that exist at each point in the step (`peak_part_counts`). They are
+            the same on all of these devices; shape (points, V, parts).
     """
     alive = parts.reshape(len(parts), -1) @ counts.reshape(len(counts), -1).T
     peaks: FloatArray = always.sum(axis=1) + alive.max(axis=1)

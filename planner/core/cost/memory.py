@@ -221,16 +221,17 @@ class StageMemoryFunction(NamedTuple):
 def stage_memory_functions(
     costs: ChainCosts, firsts: IntArray, stop: int, points: PeakPoints
 ) -> tuple[StageMemoryFunction, ...]:
-    """Return the memory of stages as functions of the layers that they recompute, one for each point in the step.
+    """Return, for each point in the step, how a stage's memory depends on the layers that it recomputes.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
         firsts: First layers of the stages, ascending.
-        stop: One past the last layer at which a stage may end; the smallest last layer is `firsts[0]`.
+        stop: Stages end before this layer.
         points: Points in the step at which the stages may have their peak.
 
     Returns:
-        One function for each point. Entries whose last layer is before the first layer are undefined.
+        One function for each point. Its arrays have one entry for each pair of a first layer in `firsts` and a last
+        layer from `firsts[0]` to `stop - 1`. Entries whose last layer is before the first layer are undefined.
     """
     stages = stage_table(costs, firsts, slice(int(firsts[0]), stop), micro_batches=points.micro_batches)
     empty = with_recomputed_layers(stages, SavedAndPeaks(0.0, 0.0, 0.0, 0.0))

@@ -62,7 +62,8 @@ def busy_times(
     Args:
         forward_us: Sum of the forward times of the stage's layers.
         backward_us: Sum of the backward times of the stage's layers, without recomputation.
-        recompute: Recompute choice of each stage: index into `CHOICES`, or `LAYERS`. Negative values mean `never`.
+        recompute: Recompute choice of each stage: an index into `CHOICES`, or the constant `LAYERS`. Negative values
+            mean `never`.
         has_backward: False for stages without a backward, which recompute nothing.
         layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         speed: Speed of the stage's device, relative to the profiled device.
@@ -209,7 +210,7 @@ class ChainSums:
         Args:
             first: First layer of each stage.
             end: One past the last layer of each stage; arrays are broadcast.
-            recompute: Recompute choice of each stage: index into `CHOICES`, or `LAYERS`.
+            recompute: Recompute choice of each stage: an index into `CHOICES`, or the constant `LAYERS`.
             speed: Speed of the stage's device, relative to the profiled device.
             layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         """

@@ -106,7 +106,7 @@ class BoundaryTensor:
 class MemoryDetail:
     """Exact memory record of one layer at one micro-batch size. The peak of any stage follows from these records.
 
-    A peak is counted from the memory in use when the layer's forward starts. That memory includes the layer's input.
+    A peak is the additional memory relative to the start of the layer's forward, when its input is already in memory.
     """
 
     internal_bytes: int

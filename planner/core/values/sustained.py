@@ -13,7 +13,7 @@ _CHIPS: Final = {"a100-40gb": "A100", "a100-80gb": "A100", "h100": "H100", "h200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SustainedRate:
-    """Half-precision FLOP/s of a GPU over whole steps, without the time of all-reduces among GPUs that share layers."""
+    """Half-precision FLOP/s of a GPU, averaged over steps without their tensor-parallel all-reduces."""
 
     chip: str
     experts: bool = False

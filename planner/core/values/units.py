@@ -132,7 +132,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Return bytes per second for people, in decimal units as links are sold: `25.0 GB/s`."""
+    """Return a bandwidth as text in decimal units, as in data sheets of links: `25.0 GB/s`."""
     return _in_units(float(bytes_per_s), 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 

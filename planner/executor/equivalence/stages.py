@@ -2,7 +2,7 @@
 
 Each step is compared in two phases:
 
-    forwards, backwards    loss, gradients, buffers and numbers are compared
+    forwards, backwards    loss, gradients, buffers and Python numbers in modules are compared
     optimizer              parameters and the optimizer's state are compared; of large tensors, only a sample
 
 After the first phase, the rank replaces its gradients by the reference's, so that rounding errors do not accumulate.

@@ -24,7 +24,7 @@ UNCOUNTED: Final = object()
 
 
 def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source: str) -> list[float]:
-    """Return the number of items in each micro-batch, such as labels, over which its loss is a mean.
+    """Return the number of items, such as labels, over which the loss of each micro-batch is a mean.
 
     Args:
         loss_count: Function of the model file that returns the number of items for the targets of a micro-batch.

@@ -22,7 +22,7 @@ class SignalHandlers:
         _installed.append(self)
 
     def restore(self) -> None:
-        """Install the previous handlers and the previous file descriptor."""
+        """Install the handlers and the wake-up file descriptor that this object has replaced."""
         _installed.remove(self)
         for number, handler in self._handled_before.items():
             signal.signal(number, handler)

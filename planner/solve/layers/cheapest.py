@@ -94,7 +94,10 @@ def cheapest_layers(
 
 
 class MemoryLimit(NamedTuple):
-    """Memory limit of a stage at one point in the step: weight · (saved bytes per micro-batch) + peak <= bytes."""
+    """Memory limit of a stage at one point in the step.
+
+    The stage fits if micro-batches in flight · (saved bytes per micro-batch) + peak <= bytes.
+    """
 
     bytes: float
     weight: int

@@ -142,7 +142,7 @@ class Evaluator:
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, shape (N, K).
 
-        The value is infinite if a stage of the device is longer than `width`.
+        K is the number of devices. The value is infinite if a stage of the device has more than `width` layers.
         """
         always, parts, inside = self.stage_bytes(cuts, choices)
         peaks = [

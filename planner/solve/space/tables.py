@@ -29,7 +29,10 @@ _MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to boun
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTable:
-    """Peak memory of every stage for each allowed recompute choice, in bytes without the reserve."""
+    """Peak memory of every stage for each allowed recompute choice, in bytes without the reserve.
+
+    Entry (e, n) of a table, shape (L+1, width), is for the stage with the last `width - n` layers before layer e.
+    """
 
     totals: dict[int, FloatArray]
     """Tables of peak memory by index into `CHOICES`, shape (L+1, width); infinite for entries without a stage."""
@@ -66,7 +69,7 @@ class MemoryTable:
         return MemoryTable(totals={n: totals[:, self.width - width :] for n, totals in self.totals.items()})
 
     def smallest(self) -> FloatArray:
-        """Return the peak memory of each stage with the choice that needs least, in bytes; shape (L+1, width)."""
+        """Return the smallest peak memory of each stage over its recompute choices, in bytes; shape (L+1, width)."""
         smallest: FloatArray = np.minimum.reduce(list(self.totals.values()))
         return smallest
 
