@@ -50,5 +50,5 @@ def test_check_of_a_plan_returns_to_few_files(schedule: ScheduleName) -> None:
 def test_check_evaluates_the_plan_once(schedule: ScheduleName) -> None:
     calls = Counter(name for file, name in calls_of_a_check(schedule) if file == "cost/evaluate.py")
     assert calls["Evaluation._times_of"] == 2
-    for figure in ("step_us", "updates_us", "memory", "predicted", "stages"):
+    for figure in ("step_us", "between_steps_us", "memory", "predicted", "stages"):
         assert calls[f"Evaluation.{figure}"] == 1

@@ -258,7 +258,7 @@ def test_order_search_skips_more_chunks_if_fewer_are_faster(monkeypatch: pytest.
     def found(case: Case, **_: object) -> Answer:
         return Answer(case, case.partition(np.array([0, 16]), np.array([0])), steps_us[case.chunks], 0.0, "simulated")
 
-    monkeypatch.setattr(methods, "search_for", lambda *_: found)
+    monkeypatch.setattr(methods, "search_function_for", lambda *_: found)
     tried = methods.search_cases(cases, request, NEVER, upper_us=upper_us).answers
     assert [key.chunks for key in tried] == [1, 2]
 
