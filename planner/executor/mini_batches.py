@@ -56,7 +56,8 @@ class MiniBatches:
         """
         drawn: Iterator[Any]
         if loader is not None and check_sampler(loader, self._job.place):
-            yield from starmap(self._without_unneeded, islice(self._begun(loader, begin), max(0, end - begin)))
+            drawn = islice(self._begun(loader, begin), max(0, end - begin))
+            yield from starmap(self._without_unneeded, map(_checked_pair, drawn))
             return
         if loader is not None:
             drawn = islice(self._begun(loader, begin), max(0, end - begin))
@@ -71,7 +72,9 @@ class MiniBatches:
             drawn = islice(
                 seeded_batches(repeat_train_batches(self._model, self._job.balance.batch), self._job.seed), begin, end
             )
-        yield from starmap(self.own_part, drawn)  # no variable may hold a whole mini-batch through its step
+        yield from starmap(
+            self.own_part, map(_checked_pair, drawn)
+        )  # no variable may hold a whole mini-batch through its step
 
     def example_batch(self, step: int) -> Batch:
         """Return the example mini-batch of a step. It depends only on the seed and the step."""
@@ -203,3 +206,14 @@ class MiniBatches:
                 next(islice(self._loader, begin - 1, None), None)
             self._loader_state = None
         return iter(self._loader)
+
+
+def _checked_pair(batch: Any) -> Any:
+    """Return a mini-batch of a loader if it is a pair of inputs and targets; else raise UsageError."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch
+    what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+    raise UsageError(
+        f"got a {what} as mini-batch, expected a pair (inputs, targets)",
+        hint="if the model computes its loss from its inputs, use `(inputs, None)`",
+    )

@@ -129,8 +129,8 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
 
 
 _MANY_SIZES = (
-    "layers run many times there, with micro-batches of all sizes in turn; if this one keeps something of the size of "
-    "a micro-batch, measure a single size (`--batch-sizes 4`)"
+    "`profile` runs each layer many times, with micro-batches of all sizes in turn; if the layer keeps a tensor of the "
+    "size of a micro-batch, measure a single size (`--batch-sizes 4`)"
 )
 
 _WITHOUT_GRADIENTS = (

@@ -171,6 +171,17 @@ def test_train_batches_is_called_again_when_exhausted(tmp_path: Path) -> None:
     assert seen == [0.0, 1.0, 0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [({"x": 1, "labels": 2}, "dict"), (torch.ones(2, 8), "Tensor"), ((1, 2, 3), "tuple of 3"), (5, "int")],
+)
+def test_mini_batches_that_are_no_pair_are_refused(tmp_path: Path, batch: object, told: str) -> None:
+    pipeline = Pipeline(balance_of(tmp_path))
+    with pytest.raises(UsageError, match=rf"got a {told} as mini-batch, expected a pair \(inputs, targets\)"):
+        next(iter(pipeline.batches(1, [batch])))
+    pipeline.close()
+
+
 def test_empty_train_batches_are_reported(tmp_path: Path) -> None:
     pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER + "def train_batches(n): return []\n"))
     with pytest.raises(ModelError, match="`train_batches` is empty"):
