@@ -119,7 +119,7 @@ class Job:
             rank=rank,
             place=place,
             balance=SimpleNamespace(balance=(1,) * self.stages),
-            computation=COMPUTATION,
+            code_digests=COMPUTATION,
             first_names=self.first_names,
             named_tensors=lambda: parameters,
         )
