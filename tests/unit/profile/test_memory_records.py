@@ -65,114 +65,38 @@ class Stash(nn.Module):
         return Stashing.apply(value)
 
 
-@pytest.mark.parametrize(
-    ("layer", "value", "internal", "inputs", "outputs"),
-    [
-        pytest.param(
-            lambda: nn.Linear(N, 32),
-            given,
-            0,
-            [boundary(ROW, kept=True)],
-            [boundary(4 * B * 32, kept=False)],
-            id="linear keeps its input",
-        ),
-        pytest.param(
-            nn.ReLU, given, 0, [boundary(ROW, kept=False)], [boundary(ROW, kept=True)], id="relu keeps its output"
-        ),
-        pytest.param(
-            lambda: nn.ReLU(inplace=True),
-            given,
-            0,
-            [boundary(ROW, kept=True)],
-            [boundary(ROW, kept=True, alias=0)],
-            id="in-place relu keeps the one storage",
-        ),
-        pytest.param(
-            lambda: nn.Flatten(0),
-            given,
-            0,
-            [boundary(ROW, kept=False)],
-            [boundary(ROW, kept=False, alias=0, relayed=True)],
-            id="flatten is a view",
-        ),
-        pytest.param(
-            nn.Identity,
-            given,
-            0,
-            [boundary(ROW, kept=False)],
-            [boundary(ROW, kept=False, alias=0, relayed=True)],
-            id="identity",
-        ),
-        pytest.param(
-            lambda: nn.Embedding(10, N),
-            lambda: torch.randint(10, (B, 3)),
-            0,
-            [boundary(8 * B * 3, kept=True, carries=False)],
-            [boundary(3 * ROW, kept=False)],
-            id="embedding keeps the indices",
-        ),
-        pytest.param(
-            WithMask,
-            given,
-            0,
-            [boundary(ROW, kept=False)],
-            [boundary(ROW, kept=True), boundary(B * N, kept=False, carries=False)],
-            id="a mask carries no gradient",
-        ),
-        pytest.param(
-            lambda: nn.BatchNorm1d(N),
-            given,
-            2 * 4 * N,
-            [boundary(ROW, kept=True)],
-            [boundary(ROW, kept=False)],
-            id="batch norm keeps its input, mean and deviation",
-        ),
-        pytest.param(
-            lambda: nn.Dropout(0.5),
-            given,
-            ROW,
-            [boundary(ROW, kept=False)],
-            [boundary(ROW, kept=False)],
-            id="dropout keeps its mask",
-        ),
-        pytest.param(
-            lambda: nn.Dropout(0.5).eval(),
-            given,
-            0,
-            [boundary(ROW, kept=False)],
-            [boundary(ROW, kept=False, alias=0, relayed=True)],
-            id="dropout in evaluation is the identity",
-        ),
-        pytest.param(
-            WithInput,
-            given,
-            0,
-            [boundary(ROW, kept=False)],
-            [boundary(ROW, kept=True), boundary(ROW, kept=False, alias=0)],
-            id="the input in a tuple is the input",
-        ),
-        pytest.param(
-            Stash,
-            given,
-            ROW + 1000,
-            [boundary(ROW, kept=False)],
-            [boundary(ROW, kept=False)],
-            id="tensors on the context count",
-        ),
-        pytest.param(
-            lambda: nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N)),
-            given,
-            ROW,
-            [boundary(ROW, kept=True)],
-            [boundary(ROW, kept=False)],
-            id="between its own layers a block keeps one tensor",
-        ),
-    ],
-)
-def test_saved_bytes_of_known_layers(layer, value, *, internal, inputs, outputs):
+SAVED, UNSAVED = boundary(ROW, kept=True), boundary(ROW, kept=False)
+VIEW = boundary(ROW, kept=False, alias=0, relayed=True)
+KNOWN: dict[str, tuple[Any, int, list[BoundaryTensor], list[BoundaryTensor]]] = {
+    "linear saves its input": (lambda: nn.Linear(N, 32), 0, [SAVED], [boundary(4 * B * 32, kept=False)]),
+    "relu saves its output": (nn.ReLU, 0, [UNSAVED], [SAVED]),
+    "in-place relu": (lambda: nn.ReLU(inplace=True), 0, [SAVED], [boundary(ROW, kept=True, alias=0)]),
+    "flatten is a view": (lambda: nn.Flatten(0), 0, [UNSAVED], [VIEW]),
+    "identity": (nn.Identity, 0, [UNSAVED], [VIEW]),
+    "a mask has no gradient": (WithMask, 0, [UNSAVED], [SAVED, boundary(B * N, kept=False, carries=False)]),
+    "batch norm saves mean and deviation": (lambda: nn.BatchNorm1d(N), 2 * 4 * N, [SAVED], [UNSAVED]),
+    "dropout saves its mask": (lambda: nn.Dropout(0.5), ROW, [UNSAVED], [UNSAVED]),
+    "dropout in evaluation": (lambda: nn.Dropout(0.5).eval(), 0, [UNSAVED], [VIEW]),
+    "input in a tuple": (WithInput, 0, [UNSAVED], [SAVED, boundary(ROW, kept=False, alias=0)]),
+    "tensors on the context": (Stash, ROW + 1000, [UNSAVED], [UNSAVED]),
+    "block of three": (lambda: nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N)), ROW, [SAVED], [UNSAVED]),
+}
+"""By name: layer, internal bytes, and boundary tensors."""
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_saved_bytes_of_known_layers(name: str) -> None:
     """Each storage counts once; parameters and buffers never count."""
-    record = memory_of(layer(), value())
+    build, internal, inputs, outputs = KNOWN[name]
+    record = memory_of(build(), given())
     assert (record.internal_bytes, list(record.inputs), list(record.outputs)) == (internal, inputs, outputs)
+
+
+def test_an_embedding_saves_its_indices() -> None:
+    record = memory_of(nn.Embedding(10, N), torch.randint(10, (B, 3)))
+    assert record.internal_bytes == 0
+    assert list(record.inputs) == [boundary(8 * B * 3, kept=True, carries=False)]
+    assert list(record.outputs) == [boundary(3 * ROW, kept=False)]
 
 
 def test_peaks_of_a_relu() -> None:
