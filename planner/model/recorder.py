@@ -214,6 +214,8 @@ class _ForwardRecorder:
         before = {id(leaf): self._version_of(leaf) for leaf in arguments if isinstance(leaf, Tensor)}
         self._stack.append(call.number)
         self._finder.begin_call()
+        if module._modules:  # code without submodules is never cut
+            self._watch.start_intercepting(self._function)
         result = forward(*args, **kwargs)
         self._watch.stop_intercepting()
         self._finder.end_call()
@@ -291,13 +293,17 @@ class _ForwardRecorder:
         result = run()
         end = self._tick()
         # A function that calls submodules ends in another gap than the one it began in, so no stage could identify it.
-        if not (isinstance(result, Tensor) and result.is_floating_point() and len(call.children) == gap):
+        if not isinstance(result, Tensor) or len(call.children) != gap:
             return result
         # An older tensor has been considered before, every stage can compute an untainted one itself, and a tensor
         # within an autograd function has no graph. None of them is a candidate.
         version = self._version_of(result)
-        is_new = recording.flow.nodes[version]["created"] > enter
-        if is_new and version in self._tainted and call.function < 0:
+        data = recording.flow.nodes[version]
+        is_new = data["created"] > enter
+        # Before the first submodule, only random numbers are candidates: repeated code would draw others.
+        is_random = is_new and recording.operators[data["operator"]].random
+        is_useful = is_random or (gap > 0 and result.is_floating_point())
+        if is_new and is_useful and version in self._tainted and call.function < 0:
             value = self._value(result, call.number, exposed=False).number
             recording.candidates.append(
                 FunctionResult(

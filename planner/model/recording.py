@@ -138,7 +138,7 @@ class Recording:
     regions: list[Region] = field(default_factory=list)
     """Regions that no cut may go through."""
     candidates: list[FunctionResult] = field(default_factory=list)
-    """Candidates for sent results: floating-point tensors that no call returns, in order of creation."""
+    """Candidates for sent results: floating-point tensors and random numbers that no call returns, in order."""
     outputs: tuple[int, ...] = ()
     """Version of each leaf of the model's output; -1 for a leaf that is not a tensor."""
     returned_model_tensors: frozenset[str] = frozenset()

@@ -10,8 +10,9 @@ returns the received tensor.
 
 Without sent results, x0, r0 and r1 would cross this cut. With x1 and x2 as sent results, only x2 crosses it.
 
-A sent result never adds bytes to a cut. It replaces operands that together have more bytes and that no other code reads
-after the cut. No two sent results replace the same tensors.
+Random numbers are always sent, because later stages would draw other ones. Any other sent result never adds bytes to a
+cut. It replaces operands that together have more bytes and that no other code reads after the cut. No two sent results
+replace the same tensors.
 """
 
 from bisect import bisect_right
@@ -40,7 +41,9 @@ class _SentResultFinder:
         self.sent_results: dict[int, FunctionResult] = {}
         for candidate in recording.candidates:  # in order of creation
             number = self._flow[candidate.version]["operator"]
-            if self._is_pure(candidate) and self._is_narrower(candidate):
+            # Stages would draw different random numbers, so these are sent whatever their size.
+            is_needed = recording.operators[number].random or self._is_narrower(candidate)
+            if self._is_pure(candidate) and is_needed:
                 self.sent_results[number] = candidate
 
     def _is_pure(self, candidate: FunctionResult) -> bool:

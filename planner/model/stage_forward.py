@@ -95,6 +95,7 @@ class StageForward:
                 self._begin_layer(0)
             else:
                 self._begin_earlier(0)
+            self._begin_gap()
             try:
                 output = part.model(*args, **kwargs)
                 self._end_gap()
@@ -137,6 +138,7 @@ class StageForward:
         elif call.number in self._part.open:
             self._stack.append(call.number)
             self._next[call.number] = 0
+            self._begin_gap()
             result = forward(*args, **kwargs)
             self._end_gap()
             self._stack.pop()

@@ -514,7 +514,7 @@ class Noisy(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
     def forward(self, value):
-        noise = torch.randn_like(value)
+        noise = torch.empty_like(value).normal_()
         for layer in self.layers:
             value = layer(value + noise)
         return value
@@ -523,7 +523,7 @@ def build_model(): return Noisy()
 
 
 def test_models_without_cuts_report_where_and_why(here: Path, capsys: Capsys) -> None:
-    """All layers share the same noise, so every stage would have to draw it."""
+    """All layers share noise that is drawn in place, so every stage would have to draw it."""
     write_model(here, MODEL + _NOISY, name="bad.py")
     done = refused(capsys, here, "profile", "bad.py", *FAST)
     assert 'the model (Noisy) cannot be cut: after "layers.0": random numbers are drawn' in done.error
