@@ -103,14 +103,17 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
     margin = len(f"{called} {num_devices - 1} ")
     scale = AxisScale(total_us=total_us, columns=style.columns - margin - BUBBLE_COLUMNS)
     title = heading("timeline of one step").append(f", {format_us(total_us)} up to the last backward", "not bold")
+    # If steps overlap, the picture's idle share is not the plan's bubble, which is relative to the time between steps.
+    idle: float | None = idle_share(computing, num_devices)
     if any(event.kind == WEIGHT_BACKWARD.letter for event in computing):
+        idle = None
         title.append(", which overlaps with the next step", "not bold")
     devices = [boxes_of(computing, device, scale, num_devices) for device in range(num_devices)]
     rows = [
         Text(f"{called} {device}".ljust(margin)).append_text(_row(boxes, scale, _bubble(computing, device)))
         for device, boxes in enumerate(devices)
     ]
-    legend = _legend(style, idle=idle_share(computing, num_devices), boxes=list(chain(*devices)), chunks=chunks)
+    legend = _legend(style, idle=idle, boxes=list(chain(*devices)), chunks=chunks)
     return [title, *rows, *_axis(scale, margin), legend]
 
 
@@ -204,7 +207,7 @@ def _axis(scale: AxisScale, margin: int) -> list[Text]:
     ]
 
 
-def _legend(style: Style, *, idle: float, boxes: Sequence[TimelineBox], chunks: int) -> Text:
+def _legend(style: Style, *, idle: float | None, boxes: Sequence[TimelineBox], chunks: int) -> Text:
     kinds = [kind for kind in KINDS.values() if any(box.kind == kind.letter for box in boxes)]
     samples: list[Text | str] = [
         Text.assemble(_sample(kind, 0), f" {kind.label}{_REMARK if kind.label in REDONE else ''}") for kind in kinds
@@ -217,7 +220,7 @@ def _legend(style: Style, *, idle: float, boxes: Sequence[TimelineBox], chunks: 
         samples.append("number: micro-batch" + (".chunk" if chunks > 1 else ""))
     elif any(map(_has_short_number, boxes)):
         samples.append("number: micro-batch")
-    said = [f"blank: idle {percent(idle)}", f"at the right: {BUBBLE_WORDS}"]
+    said = ["blank: idle" if idle is None else f"blank: idle {percent(idle)}", f"at the right: {BUBBLE_WORDS}"]
     return wrap_items([*samples, *said], style, gap="   ")
 
 

@@ -177,6 +177,7 @@ def test_split_backwards_and_chunks_have_different_fills():
     assert "input backward with any recomputation" in text
     assert "weight backward" in text
     assert "overlaps with the next step" in text
+    assert "blank: idle  " in text  # without a share, which would not be the plan's bubble
 
 
 def test_split_backwards_have_their_own_colors():
