@@ -20,6 +20,8 @@ RIGHT = (
     "structures:dict_inputs_dataclass_outputs",
     "modules:prepare_qat",
     "tricks:switches_dropout_off",
+    "popular:writer_and_meters",
+    "popular:muon_shares_its_work",
 )
 
 REFUSED = (
@@ -27,6 +29,7 @@ REFUSED = (
     "optimizers:skips_large_steps",
     "losses:curriculum_in_forward",
     "tricks:unfreezes_gradually",
+    "popular:targets_in_a_dataclass",
 )
 
 

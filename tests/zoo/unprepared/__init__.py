@@ -16,6 +16,7 @@ from tests.zoo.unprepared import (
     losses,
     modules,
     optimizers,
+    popular,
     random_draws,
     recipes,
     second_look,
@@ -112,6 +113,7 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "hidden": hidden_state,
         "gradients": gradients,
         "recipes": recipes,
+        "popular": popular,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)
