@@ -70,7 +70,7 @@ def pictures() -> dict[str, str]:
         place = str(Path(folder, "profile.yaml"))
         files.write(place, profile)
         for name, plan in plans(place).items():
-            predicted, held = plan.predicted, max(plan.device_bytes()) / (SAVED_BYTES * LAYERS / DEVICES)
+            predicted, held = plan.predicted, max(plan.peak_bytes_by_device()) / (SAVED_BYTES * LAYERS / DEVICES)
             print(f"| `{name}` | {predicted.step_us / 1e3:.0f} ms | {percent(predicted.bubble)} | {held:g} |")
             if name in DRAWN:
                 title = f"{schedule_of(plan.schedule).title}, K = {DEVICES}, M = {MICRO_BATCHES}: one predicted step"

@@ -134,8 +134,8 @@ def test_a_stopped_process_is_a_possible_cause_in_the_message(tmp_path: Path) ->
 
 
 def test_every_fault_in_the_table_has_a_test() -> None:
-    """`docs/training.md` names no test that is not there, and has a row for each of these."""
-    page = (ROOT / "docs/training.md").read_text()
+    """`docs/measurements/restarts.md` names no test that is not there, and has a row for each of these."""
+    page = (ROOT / "docs/measurements/restarts.md").read_text()
     named = re.findall(r"^\| .* \| `(test_\w+)` \|$", page, re.MULTILINE)
     assert len(named) == len(set(named)) > 20
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))

@@ -173,7 +173,7 @@ MOST_SAMPLES: Changes = {
             "    schedule: Annotated[\n        str | File,",
             """\
     max_micro_batch: Annotated[
-        int, Option("N", "Most samples of a micro-batch.", _BATCH, recorded=OptionConversion(texts.single_integer))
+        int, Option("N", "Most samples of a micro-batch.", _BATCH, recorded=OptionConversion(texts.parse_integer))
     ] = 10**6
     schedule: Annotated[
         str | File,""",
