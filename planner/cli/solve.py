@@ -15,7 +15,7 @@ from planner.cli.records import with_options
 from planner.core.schedule import SCHEDULES, schedule_of
 from planner.core.values.cluster import Link
 from planner.core.values.devices import training_kind
-from planner.core.values.units import bytes_option, format_bytes, format_rate, format_us, pluralize
+from planner.core.values.units import bytes_option, format_bytes, format_us, pluralize
 
 if TYPE_CHECKING:
     from planner.api.reading import ReadProfile
@@ -153,7 +153,7 @@ def _format(plan: "Plan", profile: "Profile") -> str:
 
 
 def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: bool) -> None:
-    from planner.show.views.numbers import percent
+    from planner.show.views.numbers import link_words, percent
 
     inputs, node_devices = plan.inputs, plan.cluster.node_devices
     for limit in sorted(set(inputs.memory_bytes)):
@@ -161,9 +161,7 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
     if inputs.links:
         console.note(f"note: {pluralize(len(inputs.links), 'measured link')}")
     if inputs.link != Link():
-        kind = ", not overlapping with compute" if inputs.link.blocking else ""
-        rate = format_rate(inputs.link.bytes_per_s) if inputs.link.bytes_per_s else "unlimited"
-        console.note(f"note: link {rate}, {format_us(inputs.link.latency_us)}{kind}")
+        console.note(f"note: link {link_words(inputs.link)}")
     # Pipelines occupy consecutive devices: they are within nodes if each node holds whole ones.
     spans_nodes = 0 < node_devices < plan.num_devices * plan.replicas and node_devices % plan.num_devices
     if spans_nodes and inputs.inter_link is None and inputs.link != Link():

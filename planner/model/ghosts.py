@@ -133,7 +133,7 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
 
 @contextmanager
 def updating_parameters(parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Refuse an optimizer whose step, inside the block, takes values of another stage for this stage's parameters.
+    """Refuse an optimizer whose step, in the `with` block, takes values of another stage for this stage's parameters.
 
     Args:
         parameters: Parameters of this stage by name.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 @contextmanager
 def hidden_process_group() -> Iterator[None]:
-    """Let `dist.is_initialized()` return False inside the block, except for operations with an explicit group."""
+    """Let `dist.is_initialized()` return False in the `with` block. Operations with an explicit group still work."""
     world = dist.group.WORLD
     dist.group.WORLD = None
     try:
@@ -35,5 +35,4 @@ def hide_process_group_in_step(optimizer: torch.optim.Optimizer) -> None:
             return step(*args, **kwargs)
 
     # Schedulers of learning rates expect a bound method.
-
     optimizer.step = MethodType(hidden_step, optimizer)  # type: ignore[method-assign]

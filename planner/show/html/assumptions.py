@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 
 from planner.core.judge.certainty import Certainty
-from planner.core.values.cluster import Link
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.core.values.units import format_bytes, format_rate, format_us
+from planner.core.values.units import format_bytes
 from planner.show.html.parts import Section, definition_list
 from planner.show.views.certainty import accuracy_words
-from planner.show.views.numbers import percent
+from planner.show.views.numbers import link_words, percent
 
 
 def assumptions_section(plan: Plan, profile: Profile | None, certainty: Certainty | None) -> Section:
@@ -55,15 +54,10 @@ def _links(plan: Plan) -> Iterator[tuple[str, str]]:
     if inputs.links:
         yield "links between devices", f"measured, {len(inputs.links)} links"
     elif inputs.node_devices:
-        yield "links within a node", _link_words(inputs.link)
-        between = _link_words(inputs.inter_link) if inputs.inter_link else "as fast as within a node"
+        yield "links within a node", link_words(inputs.link)
+        between = link_words(inputs.inter_link) if inputs.inter_link else "as fast as within a node"
         yield "links between nodes", between
     else:
-        yield "links between devices", _link_words(inputs.link)
+        yield "links between devices", link_words(inputs.link)
     if plan.replicas > 1:
-        yield "gradient reduction", _link_words(inputs.allreduce) if inputs.allreduce else "takes no time"
-
-
-def _link_words(link: Link) -> str:
-    rate = format_rate(link.bytes_per_s) if link.bytes_per_s else "unlimited"
-    return f"{rate}, {format_us(link.latency_us)}{', blocking' if link.blocking else ''}"
+        yield "gradient reduction", link_words(inputs.allreduce) if inputs.allreduce else "takes no time"

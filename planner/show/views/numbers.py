@@ -1,8 +1,11 @@
-"""Numbers as text: times in one unit, time axes, percentages, differences, names of layers."""
+"""Numbers as text: times in one unit, time axes, percentages, differences, links, names of layers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, floor, log10
+
+from planner.core.values.cluster import Link
+from planner.core.values.units import format_rate, format_us
 
 NOTHING = "-"
 """Text for a missing number."""
@@ -124,3 +127,9 @@ def not_measured_warning(how: str) -> str:
         how: Origin of the profile's numbers: `measured`, `compiled` or `estimated`.
     """
     return "" if how == "measured" else f"{how}, not measured: profile on the device before you rely on these numbers"
+
+
+def link_words(link: Link) -> str:
+    """Return bandwidth and latency of a link in words: `25.0 GB/s, 5.00 us, not overlapping with compute`."""
+    rate = format_rate(link.bytes_per_s) if link.bytes_per_s else "unlimited"
+    return f"{rate}, {format_us(link.latency_us)}{', not overlapping with compute' if link.blocking else ''}"

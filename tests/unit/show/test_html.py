@@ -166,7 +166,7 @@ def test_report_begins_with_the_assumptions():
         "multiplied by 1.25 after a calibration",
         "precision bf16-mixed",
         "links within a node 25.0 GB/s, 5.00 us",
-        "links between nodes 25.0 GB/s, 5.00 us, blocking",
+        "links between nodes 25.0 GB/s, 5.00 us, not overlapping with compute",
         "gradient reduction 25.0 GB/s, 5.00 us",
         "reserve of each device 1.00 MiB",
     ):
