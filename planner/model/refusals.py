@@ -45,7 +45,8 @@ def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError
         )
     return ModelError(
         f"{where} raised {type(error).__name__} on {inputs}: {_first_line(error)}",
-        hint="check that `example_batch` fits the model (and the `--set` settings)",
+        hint="check that `example_batch` fits the model (and the `--set` settings); a dict of inputs is passed as "
+        "keyword arguments",
     )
 
 

@@ -83,6 +83,16 @@ def test_a_model_compiled_as_a_whole_is_refused() -> None:
     assert "compile its blocks" in refused.value.hint
 
 
+def test_a_forward_that_takes_a_dict_as_one_argument_gets_a_hint_on_keyword_arguments() -> None:
+    class TakesDict(Blocks):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return super().forward(batch["x"])
+
+    with pytest.raises(ModelError, match=r"unexpected keyword argument 'x'") as refused:
+        profile_of_model(loaded_model(TakesDict, lambda size: {"x": torch.randn(size, WIDTH)}))
+    assert "a dict of inputs is passed as keyword arguments" in refused.value.hint
+
+
 class FunctionalGradients(Blocks):
     """Differentiates by `torch.func`, which torch's hooks on saved tensors do not allow."""
 
