@@ -289,7 +289,7 @@ class _ForwardRecorder:
             return run()
         recording = self.recording
         call = recording.calls[self._stack[-1]]
-        gap, enter = len(call.children), self._tick()
+        gap, enter, first = len(call.children), self._tick(), len(recording.operators)
         result = run()
         end = self._tick()
         # A function that calls submodules ends in another gap than the one it began in, so no stage could identify it.
@@ -298,10 +298,9 @@ class _ForwardRecorder:
         # An older tensor has been considered before, every stage can compute an untainted one itself, and a tensor
         # within an autograd function has no graph. None of them is a candidate.
         version = self._version_of(result)
-        data = recording.flow.nodes[version]
-        is_new = data["created"] > enter
-        # Before the first submodule, only random numbers are candidates: repeated code would draw others.
-        is_random = is_new and recording.operators[data["operator"]].random
+        is_new = recording.flow.nodes[version]["created"] > enter
+        # Before the first submodule, only results of random functions are candidates: repeated code would draw others.
+        is_random = any(operator.random for operator in recording.operators[first:])
         is_useful = is_random or (gap > 0 and result.is_floating_point())
         if is_new and is_useful and version in self._tainted and call.function < 0:
             value = self._value(result, call.number, exposed=False).number

@@ -16,9 +16,9 @@ replace the same tensors.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from planner.model.recording import FunctionResult, Recording
+from planner.model.recording import FunctionResult, Operator, Recording
 from planner.model.repeated_code import RepeatedCode
 
 
@@ -42,16 +42,19 @@ class _SentResultFinder:
         for candidate in recording.candidates:  # in order of creation
             number = self._flow[candidate.version]["operator"]
             # Stages would draw different random numbers, so these are sent whatever their size.
-            is_needed = recording.operators[number].random or self._is_narrower(candidate)
-            if self._is_pure(candidate) and is_needed:
+            inside = self._operators_in(candidate)
+            is_needed = any(operator.random for operator in inside) or self._is_narrower(candidate)
+            if self._is_pure(candidate, inside) and is_needed:
                 self.sent_results[number] = candidate
 
-    def _is_pure(self, candidate: FunctionResult) -> bool:
+    def _operators_in(self, candidate: FunctionResult) -> Sequence[Operator]:
+        first, end = (bisect_right(self._times, time) for time in (candidate.enter, candidate.exit))
+        return self._recording.operators[first:end]
+
+    def _is_pure(self, candidate: FunctionResult, inside: Sequence[Operator]) -> bool:
         # A stage that receives the result does not run the function, so other effects would be missing.
         if len(self._versions[self._flow[candidate.version]["storage"]]) > 1:
             return False
-        first, end = (bisect_right(self._times, time) for time in (candidate.enter, candidate.exit))
-        inside = self._recording.operators[first:end]
         return not any(
             o.writes_model_tensor or o.decides or o.region >= 0 or self._writes_outside(o.writes, candidate.enter)
             for o in inside

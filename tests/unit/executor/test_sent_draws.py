@@ -1,6 +1,7 @@
 """Random numbers that code between modules draws are sent to later stages, which would draw other ones."""
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from planner.executor.equivalence.check import check_equivalence
@@ -24,7 +25,7 @@ class Denoiser(nn.Module):
     def forward(self, value: Tensor, time: Tensor) -> Tensor:
         place = self.times(time)
         for layer in self.blocks:
-            value = value + layer(value + place)
+            value = F.dropout(value + layer(value + place), 0.1, self.training)
         return value
 
 
