@@ -28,7 +28,7 @@ from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY
 from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
-from planner.model.optimizer_scope import check_optimizer
+from planner.model.optimizer_scope import check_optimizer, watch_optimizer
 from planner.model.optimizers import ModelOptimizer
 from planner.model.process_group import hide_process_group_in_step
 from planner.model.seeding import seed_process
@@ -154,14 +154,19 @@ class Pipeline:
         shapes but no values, and are removed from the groups afterwards. All ranks therefore have the same groups, but
         a group may be empty.
 
+        Steps of optimizers that are not torch's are checked during the run. `step()` raises a `ModelError` before the
+        first one that depends on parameters of other ranks.
+
         Raises:
             ModelError: The optimizer's step reads all parameters at once, or `build` needs values of parameters of
                 other ranks.
         """
         if build is not self.model.build_optimizer and self.balance.num_stages > 1:
             check_optimizer(build, self._assembly.whole_parameters, self.device)  # the profile had another optimizer
-        optimizer = ModelOptimizer(build, self._assembly.whole_parameters).build_for(self._assembly.parameter_pairs())
-        hide_process_group_in_step(optimizer)
+        whole = self._assembly.whole_parameters
+        optimizer = ModelOptimizer(build, whole).build_for(self._assembly.parameter_pairs())
+        is_divided = self.balance.num_stages > 1
+        hide_process_group_in_step(optimizer, watch_optimizer(optimizer, build, whole) if is_divided else None)
         self._trainer.record_learning_rates(optimizer)
         return optimizer
 

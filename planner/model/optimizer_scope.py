@@ -3,13 +3,15 @@
 Each rank of a pipeline updates only the parameters of its own stages. The result equals that of a plain loop only if no
 parameter's update depends on another parameter. A gradient clip within `step()` violates this, as does a step size
 computed from all gradients (D-Adaptation, Prodigy). To check it, a few small parameters get random gradients. They are
-updated together, and then in two parts, as two ranks would update them. Parameters, gradients and optimizer state must
-be equal.
+updated together, and in two parts, as two ranks would update them. Parameters, gradients and optimizer state must be
+equal. An optimizer may begin to clip in any later step. The comparison therefore continues alongside a run, except for
+optimizers of torch.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -26,13 +28,19 @@ _STEPS = (
 """Scales of the gradients of each step, in the first part and in the second.
 
 Some gradients exceed the limit of any gradient clip, others do not. If only one part exceeds the limit, the comparison
-also finds a clip by the largest gradient of all parameters. The last steps find one that begins after a few steps."""
+also finds a clip by the largest gradient of all parameters."""
+
+_REPETITIONS = 20
+"""Repetitions of these steps for an optimizer that is not torch's, because a clip may begin late."""
 
 _NOT_FINITE = ((1.0, 1.0), (1.0, math.inf))
 """Scales with infinite gradients in one part: if an optimizer skips a parameter for them, it must not skip others."""
 
 _MOST_PARAMETERS = 32
 """Largest number of parameters that are updated in the check; all others are absent."""
+
+_MOST_WATCHED = 4
+"""Largest number of parameters that are updated alongside a run, if they are in one group."""
 
 _LONGEST = 8
 """Length to which each dimension of a parameter is cut for the check."""
@@ -65,28 +73,57 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
         return  # `chain_of` refuses a lazy model, with its own message
     whole = ModelOptimizer(build, parameters)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        sample = _sample(_groups(whole))
+        sample = _sample(_groups(whole), _MOST_PARAMETERS)
         differing = _num_differing(whole, sample, _STEPS, device)
         if not differing:
             with suppress(ModelError):  # an optimizer that raises for an infinite gradient would end any run
                 differing = _num_differing(whole, sample, _NOT_FINITE, device)
+        if not differing and not _is_of_torch(whole.build_for([])):
+            sample = _sample(whole.groups(), _MOST_WATCHED)
+            with suppress(_FailedStepError):  # it may have a largest number of steps
+                differing = _num_differing(whole, sample, _STEPS * _REPETITIONS, device)
     if differing:
-        raise ModelError(
-            f"{whole.name} reads all parameters in `step()` (for a clip, a step size, or a skip), and a rank of a "
-            f"pipeline has those of its own stages only: of {len(sample)} parameters that were tried, {differing} are "
-            "stepped differently in two parts than together",
-            hint=_HINT,
-        )
+        raise _refusal(whole.name, len(sample), differing)
+
+
+def watch_optimizer(
+    optimizer: torch.optim.Optimizer, build: Builder, parameters: Iterable[Tensor]
+) -> Callable[[], None] | None:
+    """Return a function to call before each step of a run, which makes the comparison of `check_optimizer` for it.
+
+    It raises a `ModelError` before the first step that depends on other parameters or draws random numbers. It uses the
+    numbers that the run's optimizer has at that time, such as learning rates and counts of steps. Returns None for
+    optimizers of torch, whose steps are known.
+
+    Args:
+        optimizer: Optimizer of the run.
+        build: Function that builds the optimizer from parameters.
+        parameters: Parameters of the whole model, in the model's order. Their values are not read.
+    """
+    if _is_of_torch(optimizer):
+        return None
+    return _Watch(optimizer, ModelOptimizer(build, parameters)).check_next_step
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    hooks = [getattr(optimizer, f"_optimizer_step_{kind}_hooks", None) for kind in ("pre", "post")]
+    return type(optimizer).__module__.startswith("torch.optim") and "step" not in vars(optimizer) and not any(hooks)
+
+
+def _refusal(name: str, tried: int, differing: int, step: str = "") -> ModelError:
+    return ModelError(
+        f"{name} reads all parameters in `step()`{step} (for a clip, a step size, or a skip), and a rank of a pipeline "
+        f"has those of its own stages only: of {tried} parameters that were tried, {differing} are stepped differently "
+        "in two parts than together",
+        hint=_HINT,
+    )
 
 
 def _num_differing(
     whole: ModelOptimizer, sample: Sequence[Tensor], steps: Sequence[tuple[float, float]], device: torch.device
 ) -> int:
-    together = _stepped(whole, sample, range(len(sample)), steps=steps, device=device)
-    apart: dict[int, list[Tensor]] = {}
-    for part in (range(0, len(sample), 2), range(1, len(sample), 2)):
-        apart |= _stepped(whole, sample, part, steps=steps, device=device)
-    return sum(not _is_same(results, apart[n]) for n, results in together.items())
+    comparison = _Comparison(whole, sample, device)
+    return len(set().union(*(comparison.differing(step, scales) for step, scales in enumerate(steps))))
 
 
 def _groups(whole: ModelOptimizer) -> list[ParameterGroup]:
@@ -99,10 +136,10 @@ def _groups(whole: ModelOptimizer) -> list[ParameterGroup]:
         raise ModelError(f"the builder of the optimizer reads values of parameters: {error}", hint=hint) from error
 
 
-def _sample(groups: Sequence[ParameterGroup]) -> list[Tensor]:
+def _sample(groups: Sequence[ParameterGroup], most: int) -> list[Tensor]:
     by_group = [[p for p in group.parameters if p.requires_grad] for group in groups]
-    trained = _spread([parameters for parameters in by_group if parameters], _MOST_PARAMETERS // 2)
-    each = _MOST_PARAMETERS // max(1, len(trained))
+    trained = _spread([parameters for parameters in by_group if parameters], most // 2)
+    each = most // max(1, len(trained))
     return [p for parameters in trained for p in _spread(parameters, each)]
 
 
@@ -112,39 +149,148 @@ def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
     return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
 
 
-def _stepped(
-    whole: ModelOptimizer,
-    sample: Sequence[Tensor],
-    part: Sequence[int],
-    *,
-    steps: Sequence[tuple[float, float]],
-    device: torch.device,
-) -> dict[int, list[Tensor]]:
-    tensors = {n: nn.Parameter(_random(sample[n], n).to(device)) for n in part}
-    optimizer = whole.build_for((sample[n], tensor) for n, tensor in tensors.items())
-    results: dict[int, list[Tensor]] = {n: [tensor] for n, tensor in tensors.items()}
-    before = torch.get_rng_state()
-    for step, scales in enumerate(steps):
-        former = {n: tensor.detach().clone() for n, tensor in tensors.items()}
-        for n, tensor in tensors.items():
-            tensor.grad = _gradient(sample[n], n, step, scales[n % 2]).to(device)
-        _step(optimizer)
-        for n, tensor in tensors.items():
-            results[n] += [] if tensor.grad is None else [tensor.grad]
-            results[n].append(torch.tensor(torch.equal(tensor, former[n])))  # an update may be smaller than `_LIMIT`
-        optimizer.zero_grad()
-    if not torch.equal(before, torch.get_rng_state()):
-        raise ModelError(
-            f"{type(optimizer).__name__} draws random numbers in `step()`: ranks would draw different ones than a "
-            "plain loop, also for a parameter that two of them share",
-            hint="use an optimizer that draws none (`--optimizer adamw`), or draw the noise in the model",
+class _Watch:
+    """Comparison that makes one step for each step of a run's optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, whole: ModelOptimizer) -> None:
+        self._optimizer = optimizer
+        self._sample = _sample(whole.groups(), _MOST_WATCHED)
+        self._comparison: _Comparison | None = _Comparison(whole, self._sample, torch.device("cpu"))
+        self._num_steps = 0
+
+    def check_next_step(self) -> None:
+        if self._comparison is None:
+            return
+        with torch.random.fork_rng(devices=[]):
+            self._comparison.take_numbers(self._optimizer)
+            try:
+                scales = _STEPS[self._num_steps % len(_STEPS)]
+                differing = self._comparison.differing(self._num_steps, scales)
+            except _FailedStepError:  # it may need another device, or raise for gradients as large as these
+                self._comparison = None
+                return
+        self._num_steps += 1
+        if differing:
+            name = type(self._optimizer).__name__
+            step = f" from step {self._num_steps} of this run on"
+            raise _refusal(name, len(self._sample), len(differing), step)
+
+
+class _Comparison:
+    """Small parameters that are updated together, and the same ones that are updated in two parts."""
+
+    def __init__(self, whole: ModelOptimizer, sample: Sequence[Tensor], device: torch.device) -> None:
+        every = range(len(sample))
+        self._together, *self._apart = (
+            _SmallParameters(whole, sample, part, device) for part in (every, every[::2], every[1::2])
         )
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for n, tensor in tensors.items():
-        # A step size that is computed from all parameters is an option of their group.
-        for numbers in (optimizer.state.get(tensor, {}), groups.get(id(tensor), {})):
-            results[n] += [torch.as_tensor(value) for _, value in sorted(numbers.items()) if _is_number(value)]
-    return results
+
+    def take_numbers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the numbers of all optimizers to those of another optimizer with the same groups."""
+        for parameters in (self._together, *self._apart):
+            parameters.take_numbers(optimizer)
+
+    def differing(self, step: int, scales: tuple[float, float]) -> set[int]:
+        """Make a step; return the positions in the sample of parameters that are updated differently."""
+        together = self._together.step(step, scales)
+        apart: dict[int, list[Tensor]] = {}
+        for parameters in self._apart:
+            apart |= parameters.step(step, scales)
+        return {n for n, results in together.items() if not _is_same(results, apart[n])}
+
+
+class _SmallParameters:
+    """Small parameters in place of a part of the sample, and their optimizer."""
+
+    def __init__(
+        self, whole: ModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
+    ) -> None:
+        self._sample = sample
+        self._initial = {n: _random(sample[n], n).to(device) for n in part}
+        self._tensors = {n: nn.Parameter(tensor.clone()) for n, tensor in self._initial.items()}
+        self._optimizer = whole.build_for((sample[n], tensor) for n, tensor in self._tensors.items())
+        self._shared = _SharedNumbers(type(self._optimizer))
+
+    def take_numbers(self, optimizer: torch.optim.Optimizer) -> None:
+        self._shared.forget()
+        vars(self._optimizer).update(_numbers(vars(optimizer)))
+        for group, other in zip(self._optimizer.param_groups, optimizer.param_groups, strict=True):
+            group.update(_numbers(other))
+
+    def step(self, step: int, scales: tuple[float, float]) -> dict[int, list[Tensor]]:
+        """Make a step; return gradients, parameters and numbers after it, by position in the sample.
+
+        Each step begins with the initial parameters, so that rounding errors do not add up in a long run.
+        """
+        for n, tensor in self._tensors.items():
+            tensor.data.copy_(self._initial[n])
+            tensor.grad = _gradient(self._sample[n], n, step, scales[n % 2]).to(tensor.device)
+        before = torch.get_rng_state()
+        with self._shared.during_step():
+            _step(self._optimizer)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ModelError(
+                f"{type(self._optimizer).__name__} draws random numbers in `step()`: ranks would draw different ones "
+                "than a plain loop, also for a parameter that two of them share",
+                hint="use an optimizer that draws none (`--optimizer adamw`), or draw the noise in the model",
+            )
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        results = {}
+        for n, tensor in self._tensors.items():
+            # An update may be smaller than `_LIMIT`.
+            results[n] = [tensor.detach().clone(), torch.tensor(torch.equal(tensor, self._initial[n]))]
+            results[n] += [] if tensor.grad is None else [tensor.grad]
+            # A step size that is computed from all parameters is an option of their group.
+            for numbers in (self._optimizer.state.get(tensor, {}), groups.get(id(tensor), {})):
+                results[n] += [
+                    torch.as_tensor(value).clone() for _, value in sorted(numbers.items()) if _is_number(value)
+                ]
+        self._optimizer.zero_grad()
+        return results
+
+
+class _SharedNumbers:
+    """Numbers in the classes and modules of an optimizer, such as a count of all steps, which a run's optimizer shares.
+
+    A step begins with the numbers of the previous step. After each step, the numbers of the run are restored.
+    """
+
+    def __init__(self, kind: type) -> None:
+        classes = [cls for cls in kind.__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
+        self._owners = [*classes, *(sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules)]
+        self._own: list[dict[str, Any]] = []
+
+    def forget(self) -> None:
+        """Begin the next step with the numbers of the run."""
+        self._own = []
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """Use this object's numbers in the `with` block."""
+        outer = self._read()
+        self._set(self._own)
+        try:
+            yield
+        finally:
+            self._own = self._read()
+            self._set(outer)
+
+    def _read(self) -> list[dict[str, Any]]:
+        return [_numbers(vars(owner)) for owner in self._owners]
+
+    def _set(self, numbers: list[dict[str, Any]]) -> None:
+        for owner, values in zip(self._owners, numbers, strict=False):
+            for name, value in values.items():
+                if vars(owner).get(name) is not value:
+                    setattr(owner, name, value)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float))}
+
+
+class _FailedStepError(ModelError):
+    """Error of an optimizer's step of small parameters."""
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
@@ -154,12 +300,12 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     except Exception as error:  # the user's optimizer may raise any error
         text = str(error).partition("\n")[0]
         if "closure" in text:
-            raise ModelError(
+            raise _FailedStepError(
                 f"{name} needs a closure in `step()`, to compute the loss again; a pipeline computes gradients once "
                 f"a step ({text})",
                 hint="use an optimizer that steps with existing gradients (`--optimizer adamw`)",
             ) from error
-        raise ModelError(
+        raise _FailedStepError(
             f"`step()` of {name} raised {type(error).__name__} for small parameters with random gradients: {text}",
             hint="`step()` must work as `build_optimizer` returns it, and for the parameters of one stage alone; else "
             "`--optimizer adamw`",
@@ -191,6 +337,8 @@ def _is_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 def _is_close(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if torch.equal(one, other):
+        return True
     if one.is_complex():
         one, other = torch.view_as_real(one.detach()), torch.view_as_real(other.detach())
     if not one.is_floating_point():

@@ -4,7 +4,7 @@ Much code has branches such as `if dist.is_initialized(): dist.all_reduce(center
 layers. They would never join this operation, so this rank would wait for them forever.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -25,13 +25,15 @@ def hidden_process_group() -> Iterator[None]:
         dist.group.WORLD = world
 
 
-def hide_process_group_in_step(optimizer: torch.optim.Optimizer) -> None:
-    """Hide the process group in every `step()` of an optimizer."""
+def hide_process_group_in_step(optimizer: torch.optim.Optimizer, before: Callable[[], None] | None = None) -> None:
+    """Hide the process group in every `step()` of an optimizer, and in `before`, which is called before each step."""
     step = optimizer.step
 
     @wraps(step)
     def hidden_step(_self: Any, *args: Any, **kwargs: Any) -> Any:
         with hidden_process_group():
+            if before is not None:
+                before()
             return step(*args, **kwargs)
 
     # Schedulers of learning rates expect a bound method.

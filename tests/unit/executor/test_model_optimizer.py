@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from planner.model.optimizers import ModelOptimizer
 from tests.support.cli import EXAMPLE, HEAD, LOSS, MODEL, write_model
 from tests.support.training import Case, run_cases
 from tests.unit.executor.test_pipeline import OPTIMIZER, balance_of
-from tests.unit.model.test_optimizer_scope import ClippedSGD
+from tests.unit.model.test_optimizer_scope import ClippedSGD, SmallRateClip
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -101,4 +102,16 @@ def test_an_optimizer_of_the_script_is_checked_when_a_run_starts(tmp_path: Path)
     pipeline.balance = replace(pipeline.balance, balance=(3, 2))
     with pytest.raises(ModelError, match="reads all parameters"):
         pipeline.optimizer(ClippedSGD)
+    pipeline.close()
+
+
+def test_an_optimizer_that_begins_to_clip_during_a_run_raises_in_that_step(tmp_path: Path) -> None:
+    pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER))
+    pipeline.balance = replace(pipeline.balance, balance=(3, 2))
+    optimizer = pipeline.optimizer(partial(SmallRateClip, lr=0.1))
+    with pipeline.step(*pipeline.example_batch(0)):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-3
+    with pytest.raises(ModelError, match="from step 2 of this run on"), pipeline.step(*pipeline.example_batch(1)):
+        optimizer.step()
     pipeline.close()

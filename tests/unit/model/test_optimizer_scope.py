@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.optimizer_scope import check_optimizer
+from planner.model.optimizer_scope import check_optimizer, watch_optimizer
 from planner.model.optimizers import OPTIMIZERS, ModelOptimizer
 
 MODEL = nn.Sequential(*[nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 12)) for _ in range(3)])
@@ -93,6 +93,32 @@ class HalvesRates(torch.optim.SGD):
         super().step(closure)
 
 
+class LateClip(ClippedSGD):
+    """SGD that begins to clip after 20 steps, which a class attribute counts."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        type(self).steps += 1
+        (super() if self.steps > 20 else super(ClippedSGD, self)).step(closure)
+
+
+class SmallRateClip(ClippedSGD):
+    """SGD that clips when a scheduler has lowered the rate."""
+
+    def step(self, closure: Any = None) -> None:
+        (super() if self.param_groups[0]["lr"] < 0.01 else super(ClippedSGD, self)).step(closure)
+
+
+class LateNoise(NoisySGD):
+    """SGD with noise after 20 steps."""
+
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["steps"] = group.get("steps", 0) + 1
+        (super() if group["steps"] > 20 else super(NoisySGD, self)).step(closure)
+
+
 class Unready(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("call `optimizer.train()` first")
@@ -164,15 +190,72 @@ REFUSED = {
         "",
     ),
     "fifth step": (partial(HalvesRates, lr=0.1), "HalvesRates reads all parameters", ""),
+    "step 21": (partial(LateClip, lr=0.1), "LateClip reads all parameters", ""),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_optimizers_that_do_not_step_each_parameter_alone_are_refused(case: str) -> None:
     build, message, hint = REFUSED[case]
+    LateClip.steps = 0
     with pytest.raises(ModelError, match=message) as refused:
         check(build)
     assert hint in refused.value.hint
+
+
+def steps_until_refused(build: Callable[..., torch.optim.Optimizer], most: int, begun: int = 0) -> tuple[int, str]:
+    """Step an optimizer of a part of the parameters, with a rate that falls; return the number of steps made."""
+    parameters = list(MODEL.parameters())
+    own = [nn.Parameter(p.detach().clone()) for p in parameters[:5]]
+    optimizer = ModelOptimizer(build, parameters).build_for(zip(parameters, own, strict=False))
+    optimizer.param_groups[0]["steps"] = begun
+    watch = watch_optimizer(optimizer, build, parameters)
+    assert watch is not None
+    for step in range(most):
+        try:
+            watch()
+        except ModelError as error:
+            return step, str(error)
+        for p in own:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9
+    return most, ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "begun", "steps", "message"),
+    [
+        pytest.param(LateClip, 0, 20, "from step 21 of this run on", id="count of steps"),
+        pytest.param(SmallRateClip, 0, 22, "from step 23 of this run on", id="learning rate"),
+        pytest.param(LateNoise, 0, 20, "draws random numbers", id="random numbers"),
+        pytest.param(LateNoise, 15, 5, "draws random numbers", id="resumed run"),
+        pytest.param(Lamb, 0, 30, "", id="independent"),
+        pytest.param(Unready, 0, 0, "", id="cannot be compared"),
+    ],
+)
+def test_a_run_is_refused_at_the_first_step_that_depends_on_other_parameters(
+    kind: type[torch.optim.Optimizer], begun: int, steps: int, message: str
+) -> None:
+    LateClip.steps = 0
+    made, said = steps_until_refused(partial(kind, lr=0.1), steps + (message != ""), begun)
+    assert made == steps
+    assert message in said
+
+
+def test_random_draws_of_a_run_are_the_same_with_the_comparison_of_its_optimizer() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    optimizer = Lamb(MODEL.parameters(), lr=0.1)
+    watch = watch_optimizer(optimizer, partial(Lamb, lr=0.1), MODEL.parameters())
+    assert watch is not None
+    watch()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS.values())
+def test_steps_of_torchs_optimizers_need_no_comparison(build: Callable[..., torch.optim.Optimizer]) -> None:
+    assert watch_optimizer(build(MODEL.parameters()), build, MODEL.parameters()) is None
 
 
 def test_optimizers_of_complex_parameters_are_accepted() -> None:
