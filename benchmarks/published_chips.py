@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from benchmarks.published_runs import Row, partition, read, stages
 from planner.core.cost.partition import Partition
-from planner.core.cost.width import profile_at_width
+from planner.core.cost.width import tensor_parallel_profile
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import StageMemory
 from planner.core.values.profile import Device, Profile
@@ -117,7 +117,7 @@ def _last_device(line: dict[str, str]) -> StageMemory:
         tensor_parallel=int(line["tensor_parallel"]),
         optimizer_shards=int(line["replicas"] or 1),
     )
-    of_one = profile_at_width(golden_profile(line), cluster)
+    of_one = tensor_parallel_profile(golden_profile(line), cluster)
     of_last = [stage.memory for stage in stages(of_one, cut) if cut.device_of(stage.index) == cut.num_devices - 1]
     names = [name for name, _ in of_last[0].items()]
     return StageMemory.of(**{name: sum(getattr(memory, name) for memory in of_last) for name in names})

@@ -22,7 +22,7 @@ from benchmarks.published_formulas import (
 )
 from benchmarks.published_runs import Row, cluster, partition, predicted_s, read
 from planner.core.cost.partition import Partition
-from planner.core.cost.width import profile_at_width
+from planner.core.cost.width import tensor_parallel_profile
 from planner.core.values.profile import Profile
 from planner.core.values.rates import RATES
 from planner.profile.formula.families import shape_from_config
@@ -64,14 +64,14 @@ class Run:
             more["link"] = replace(
                 link, bytes_per_s=link.bytes_per_s / rate, latency_us=link.latency_us * rate * self.shares
             )
-        at_rate = profile_at_width(self.profile, replace(cluster(self.cut), **more))
+        at_rate = tensor_parallel_profile(self.profile, replace(cluster(self.cut), **more))
         return predicted_s(at_rate, self.cut) / rate / self.shares
 
     @cached_property
     def rate(self) -> float:
         """TFLOP/s at which the predicted step takes as long as the measured one."""
         computing = predicted_s(
-            profile_at_width(self.profile, replace(cluster(self.cut), tensor_parallel=self.width)), self.cut
+            tensor_parallel_profile(self.profile, replace(cluster(self.cut), tensor_parallel=self.width)), self.cut
         )
         rate = computing / self.shares / self.step_s
         for _ in range(_ROUNDS if self.width > 1 else 0):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from planner import files
 from planner.api import texts
 from planner.api.texts import File, Numbers
-from planner.core.cost.width import merge_widths
+from planner.core.cost.width import merge_tensor_parallel_profiles
 from planner.core.errors import StaleError, UsageError
 from planner.core.judge.verdict import Verdict, judge
 from planner.core.values.calibration import Calibration
@@ -46,7 +46,9 @@ def profile_of(profile: AnyProfile) -> ReadProfile:
         if len(paths) == 1:
             return profile_of(paths[0])
         return ReadProfile(
-            profile=merge_widths({path: files.read_profile(path) for path in paths}), path=NOWHERE, merged=paths
+            profile=merge_tensor_parallel_profiles({path: files.read_profile(path) for path in paths}),
+            path=NOWHERE,
+            merged=paths,
         )
     if isinstance(profile, Profile):
         return ReadProfile(profile=profile, path=NOWHERE)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from planner.core.errors import MeasurementError, UsageError
-from planner.core.judge.verification import core_shortage
+from planner.core.judge.verification import core_shortage_reason
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
@@ -60,7 +60,7 @@ def reason_times_are_invalid(plan: Plan, profile: Profile) -> str:
     """Return why a plan's step times cannot be measured on this machine; empty if they can."""
     if training_kind(profile.device.kind) != "cpu":
         return ""
-    return core_shortage(plan.num_devices * plan.replicas, profile.environment.threads, usable_cores())
+    return core_shortage_reason(plan.num_devices * plan.replicas, profile.environment.threads, usable_cores())
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from planner.api.reading import NOWHERE, ReadProfile, fresh_verdict, path_of, pl
 from planner.api.texts import File
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.extras import check_installed
-from planner.core.judge.verification import Tolerance, Verification, unplanned_samples, verification_of
+from planner.core.judge.verification import Tolerance, Verification, samples_per_step_if_unplanned, verification_of
 from planner.core.values.balance import replan_command
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
@@ -137,7 +137,7 @@ def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) 
     kind = training_kind(profile.device.kind)
     if report.device.kind != kind:
         raise UsageError(f"{name} was made on {report.device.kind}, the plan is for {kind}")
-    samples = unplanned_samples(report)
+    samples = samples_per_step_if_unplanned(report)
     if samples is not None:
         raise MeasurementError(
             f"a step of {name} had {samples:.0f} samples, the plan has {report.batch}: they cannot be compared",

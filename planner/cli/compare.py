@@ -17,8 +17,8 @@ def compare(
     """Compare plans, for example for other memory limits, devices or schedules."""
     from planner import api
     from planner.show.gate import comparison_markdown
-    from planner.show.terminal.plans import plans_text
+    from planner.show.terminal.plans import plan_comparison_text
 
     check_format(format_, MARKDOWN)
     compared = api.compare(*plans)
-    Console(quiet=quiet).result(formatted(compared, format_, text=plans_text, markdown=comparison_markdown))
+    Console(quiet=quiet).result(formatted(compared, format_, text=plan_comparison_text, markdown=comparison_markdown))

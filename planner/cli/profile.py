@@ -101,10 +101,10 @@ def _state_bytes(layer: "LayerProfile") -> int:
 
 
 def _too_large(measured: "Profile") -> str:
-    from planner.core.cost.width import layers_by_width, widths_of
+    from planner.core.cost.width import layers_by_width, tensor_parallel_widths
     from planner.core.values.units import format_bytes
 
-    largest = max(layers_by_width(measured)[widths_of(measured)[-1]], key=_state_bytes)
+    largest = max(layers_by_width(measured)[tensor_parallel_widths(measured)[-1]], key=_state_bytes)
     limit = measured.device.memory_bytes
     if "formula" not in measured.model.settings or not limit or _state_bytes(largest) < limit:
         return ""

@@ -145,7 +145,7 @@ def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
 
 def _format(plan: "Plan", profile: "Profile") -> str:
     if "formula" not in profile.model.settings:
-        return " --format torchtitan" if plan.divides_optimizer or plan.tensor_parallel > 1 else ""
+        return " --format torchtitan" if plan.shards_optimizer or plan.tensor_parallel > 1 else ""
     # Megatron-LM has decoders only.
     return (
         " --format csv" if any(layer.name.startswith("decoder_") for layer in profile.layers) else " --format megatron"

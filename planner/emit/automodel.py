@@ -123,7 +123,7 @@ def _notes(layout: Layout) -> list[str]:
             "Automodel only splits models whose blocks are named `layers.0`, …, but this model has no such blocks"
         )
     if layout.plan.replicas > 1:
-        what = "parameters" if layout.plan.divides_optimizer else "parameters and optimizer state"
+        what = "parameters" if layout.plan.shards_optimizer else "parameters and optimizer state"
         notes.append(f"Automodel's FSDP2 shards {what} over replicas: less memory, more transfers")
     return [
         *notes,

@@ -259,7 +259,7 @@ def refuse_sharing(engine: str, plan: Plan) -> None:
         ),
         f"in the plan, {plan.replicas} replicas divide the optimizer": (
             "without `--shard-optimizer`",
-            plan.divides_optimizer,
+            plan.shards_optimizer,
         ),
     }
     for what, (otherwise, is_true) in shared.items():

@@ -86,7 +86,7 @@ def _assumed_options(layout: Layout) -> Iterator[str]:
         yield f"--tensor-model-parallel-size {layout.plan.tensor_parallel}"
     if layout.sequence_parallel:
         yield "--sequence-parallel"
-    if layout.plan.divides_optimizer:
+    if layout.plan.shards_optimizer:
         yield "--use-distributed-optimizer"
     if layout.expert_parallel > 1:
         yield f"--expert-model-parallel-size {layout.expert_parallel}"

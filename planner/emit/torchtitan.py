@@ -69,7 +69,7 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
         "module_fqns_per_model_part": [list(stage) for stage in paths],
     }
     if plan.replicas > 1:
-        how = "shard" if plan.divides_optimizer else "replicate"
+        how = "shard" if plan.shards_optimizer else "replicate"
         parallelism[f"data_parallel_{how}_degree"] = plan.replicas
     if plan.tensor_parallel > 1:
         parallelism["tensor_parallel_degree"] = plan.tensor_parallel
@@ -80,7 +80,7 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
         extra_files[SCHEDULE_FILE] = schedule_table(layout)
     sharded = ["FSDP also divides parameters among replicas: less memory, more transfers"]
     notes = [
-        *(sharded if plan.divides_optimizer else []),
+        *(sharded if plan.shards_optimizer else []),
         *layout.split_backward_notes(),
         *layout.recompute_notes("torchtitan recomputes layers, equally on all stages: set `activation_checkpoint`"),
         # No option for sequence parallelism, because torchtitan uses it by default.

@@ -10,7 +10,7 @@ from planner.core.judge.verification import Verification
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
-from planner.show.terminal.plans import plans_text, sweep_text
+from planner.show.terminal.plans import plan_comparison_text, sweep_text
 from planner.show.terminal.profile import profile_text
 from planner.show.terminal.run import verification_text
 from planner.show.terminal.style import Style
@@ -25,7 +25,7 @@ _COLUMNS = ("stage", "layers", "recompute", "forward", "backward", "memory", "li
 
 _PLAIN = Style(width=120, color=False, wrap=False)
 _TEXTS: Mapping[type, Callable[[Any, Style], str]] = {
-    Comparison: plans_text,
+    Comparison: plan_comparison_text,
     Profile: profile_text,
     Sweep: sweep_text,
     Verdict: verdict_text,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import table_of_stage
 from planner.core.cost.partition import Partition
-from planner.core.cost.parts import parts_of
+from planner.core.cost.parts import stage_memory_parts
 from planner.core.cost.peak_points import PartCounts, optimizer_steps, part_counts
 from planner.core.cost.simulate import Event, StageTimes
 from planner.core.schedule import KINDS, Letter, sending_stage
@@ -185,7 +185,7 @@ def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
         recomputed=partition.recomputed_in(device),
     )
     in_flight = schedule.in_flight(device, partition.num_devices, partition.micro_batches)
-    return [_StageBytes(*parts_of(stages, recompute, in_flight=in_flight).one_stage_by_component())]
+    return [_StageBytes(*stage_memory_parts(stages, recompute, in_flight=in_flight).one_stage_by_component())]
 
 
 class _DeviceBytes(NamedTuple):

@@ -1,7 +1,6 @@
-"""Check of a request, and its cases.
+"""Check of a request, and its division into cases.
 
-There is a case for every allowed combination of GPUs per layer (width), schedule, chunks, replicas R and micro-batches
-M.
+A case is one combination of tensor-parallel width, schedule, stages per device, replicas and number of micro-batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +8,7 @@ from math import inf, isqrt
 
 from planner.core.cost.costs import CostsAtSize, covers_size
 from planner.core.cost.partition import Partition, check_partition
-from planner.core.cost.width import WidthTables, usable_widths
+from planner.core.cost.width import WidthTables, usable_tensor_parallel_widths
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE, ListedSchedule, Schedule
 from planner.core.values.cluster import Cluster
@@ -41,7 +40,7 @@ def check_request(profile: Profile, request: Request) -> None:
             f"`torchrun --nproc-per-node {num_devices} -m planner profile-links`",
         )
     _check_replicas(profile, inputs)
-    widths = usable_widths(profile, inputs)
+    widths = usable_tensor_parallel_widths(profile, inputs)
     narrowest, widest = min(widths), max(widths)
     replicas = max(inputs.replicas, profile.expert_parallel)
     if replicas * narrowest > num_devices:
@@ -68,7 +67,7 @@ def check_request(profile: Profile, request: Request) -> None:
 
 
 def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None = None) -> list[Case]:
-    """Return the cases of a request: one for each width, schedule, chunks, replicas and micro-batches that it allows.
+    """Return the cases of a request: all combinations of width, schedule, chunks, replicas and micro-batches.
 
     Args:
         profile: The profile to plan for.
@@ -163,9 +162,9 @@ def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int)
 
 
 def _clusters(profile: Profile, inputs: Inputs) -> Iterator[tuple[Cluster, int]]:
-    for width in usable_widths(profile, inputs):
-        for replicas in _replica_counts(profile, inputs, inputs.cluster_of(width)):
-            yield inputs.cluster_of(width, replicas), replicas
+    for width in usable_tensor_parallel_widths(profile, inputs):
+        for replicas in _replica_counts(profile, inputs, inputs.cluster_of_groups(width)):
+            yield inputs.cluster_of_groups(width, replicas), replicas
 
 
 def _replica_counts(profile: Profile, inputs: Inputs, cluster: Cluster) -> list[int]:
@@ -178,18 +177,16 @@ def _replica_counts(profile: Profile, inputs: Inputs, cluster: Cluster) -> list[
 def micro_batch_counts(
     profile: Profile, request: Request, *, replicas: int = 1, required: bool = True
 ) -> tuple[int, ...]:
-    """Return the possible numbers of micro-batches, ascending.
-
-    They divide each replica's batch, and give a micro-batch size that the profile covers.
+    """Return the numbers of micro-batches that divide each replica's batch, and whose size the profile covers.
 
     Args:
         profile: The profile to plan for.
         request: The request.
         replicas: Number of replicas.
-        required: True to raise an error if no number is possible.
+        required: True to raise an error if there is no such number.
 
     Raises:
-        UsageError: No number is possible, and `required` is set.
+        UsageError: There is no such number, and `required` is set.
     """
     inputs = request.inputs
     batch = inputs.batch // replicas

@@ -1,4 +1,4 @@
-"""Deadline of a search. It is created once per request, and is the only part of the solver that reads a clock."""
+"""Deadline of a search. It is created once per request. No other part of the solver reads a clock."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchObserver:
-    """Callbacks of a search: one may stop the search, the other receives each plan found."""
+    """Callbacks of a search: one may stop the search, another one receives each plan found."""
 
     is_stopped: Callable[[], bool] = lambda: False
     """Called often; True ends the search with the best plan so far."""
@@ -56,7 +56,7 @@ class Deadline:
         return -inf if self.watch.is_stopped() else self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
-        """Return an earlier deadline, after the share `part` of the time left; this deadline if there is no limit."""
+        """Return an earlier deadline, after a fraction of the time left; this deadline if there is no limit."""
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def note(self, step_us: float, schedule: ScheduleName) -> None:

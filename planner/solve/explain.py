@@ -1,7 +1,7 @@
-"""Explanation why no plan fits, with the smallest changes with which a plan fits. All figures are computed.
+"""Explanation why no plan fits, with the smallest changes with which a plan fits.
 
-For GPipe and 1F1B, a dynamic program finds the cuts that need the least memory. For other schedules, a short descent
-from even cuts searches for cuts that fit. Its result is advice, not a bound.
+For GPipe and 1F1B, a dynamic program finds the cuts that need the least memory. For other schedules, a short local
+search from even cuts looks for cuts that fit, so its result is advice, not a bound.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
-from planner.core.cost.width import usable_widths, with_layers
+from planner.core.cost.width import map_layers, usable_tensor_parallel_widths
 from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, SPLITTING, Schedule
 from planner.core.values.plan import Inputs
@@ -34,7 +34,7 @@ _ROUNDS = 100  # moves of a descent, at most
 
 
 def infeasible_error(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
-    """Return the error for a request without a plan: the obstacle, and changes with which a plan fits.
+    """Return the error for a request without a plan. It names the obstacle, and changes with which a plan fits.
 
     Args:
         profile: The profile.
@@ -65,7 +65,7 @@ def infeasible_error(profile: Profile, request: Request, cases: Sequence[Case]) 
 
 def _too_few_devices(profile: Profile, request: Request) -> InfeasibleError:
     inputs, schedule = request.inputs, request.schedules[0]
-    groups = inputs.cluster_of(min(usable_widths(profile, inputs))).num_devices
+    groups = inputs.cluster_of_groups(min(usable_tensor_parallel_widths(profile, inputs))).num_devices
     devices = pluralize(groups // max(1, inputs.replicas), "device")
     chunks = (schedule.exact_chunks or max(2, inputs.chunks)) if schedule.is_chunked else 1
     try:
@@ -205,7 +205,7 @@ def _any_fits(profile: Profile, request: Request) -> bool:
 
 def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
     for name, copies in (("momentum", 1), ("sgd", 0)):
-        other = with_layers(profile, partial(_with_states, copies=copies))
+        other = map_layers(profile, partial(_with_states, copies=copies))
         if sum(a.optimizer_bytes for a in other.layers) < sum(a.optimizer_bytes for a in profile.layers):
             yield name, other
 
@@ -216,10 +216,7 @@ def _with_states(layer: LayerProfile, copies: int) -> LayerProfile:
 
 
 def smallest_limit_bytes(case: Case) -> float:
-    """Return the smallest memory limit with which a plan fits on equal devices; infinite if none fits.
-
-    The limit includes the reserve.
-    """
+    """Return the smallest memory limit, reserve included, with which a plan fits on equal devices; may be infinite."""
     static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))
     while True:
@@ -232,10 +229,7 @@ def smallest_limit_bytes(case: Case) -> float:
 
 
 def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -> float:
-    """Return the largest number of bytes by which a stage exceeds its limit, for the best cuts.
-
-    The result is at most 0 if every stage fits.
-    """
+    """Return by how many bytes a stage exceeds its limit at least, for the best cuts; at most 0 if all fit."""
     least, has_one_table = np.inf, len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first
     # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
     for count in range(1, case.num_devices + 1):
@@ -325,10 +319,9 @@ def _limits_text(inputs: Inputs) -> str:
 
 
 def _least_excess_found_bytes(case: Case) -> float:
-    """Return the smallest excess over the memory limits that a descent finds, over all numbers of devices.
+    """Return by how many bytes a device exceeds its memory limit, in the best partition of a local search.
 
-    The excess of a partition is the largest number of bytes by which a device exceeds its limit. The result is infinite
-    if a rule forbids all partitions, or if the search would take too long.
+    The result is infinite if a rule forbids all partitions, or if the search would take too long.
     """
     least = np.inf
     for num_devices in range(case.num_devices, 0, -1):

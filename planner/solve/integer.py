@@ -51,7 +51,7 @@ _MAX_TERMS: Final = 1_000_000
 
 
 def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition, if it beats `upper_us`, and a lower bound for all partitions.
+    """Return the fastest partition under GPipe, and a lower bound, from an integer program.
 
     Args:
         case: Case of a request, under GPipe.
@@ -102,7 +102,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
 
 
 class _Arcs:
-    """Arcs (stages to choose from) as arrays of shape (arcs,); times are in microseconds."""
+    """Possible stages as arcs from their first layer to their end; one array entry per arc, times in microseconds."""
 
     def __init__(self, case: Case, width: int) -> None:
         self.num_layers, self.num_places = case.costs.num_layers, case.num_devices
@@ -129,7 +129,7 @@ class _Arcs:
 
 
 class _IntegerProgram:
-    """Integer program in PuLP; variables have the names of the module's docstring."""
+    """Integer program in PuLP; the module's docstring explains its variables."""
 
     def __init__(self, pulp: Any, arcs: _Arcs, unit_us: float) -> None:
         self._pulp, self._arcs, self._unit_us = pulp, arcs, unit_us

@@ -1,4 +1,4 @@
-"""Choice of the search for a case and of its budget, and search of several cases one after the other."""
+"""Choice of the search function and budget for each case, and the search of several cases in turn."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,12 +72,12 @@ def _simulated_search(schedule: Schedule, start: Answer | None) -> PlanSearch:
 
 
 def lacks_bound(schedules: Iterable[Schedule]) -> bool:
-    """Return True if installing HiGHS would raise the lower bounds of plans under one of the schedules."""
+    """Return True if HiGHS is not installed but would raise the lower bounds of plans under one of the schedules."""
     return not is_installed("highspy") and any(map(has_linear_program, schedules))
 
 
 def gains_from_longer_search(schedule: Schedule) -> bool:
-    """Return True if a longer search may find faster plans, because the search improves plans step by step."""
+    """Return True if a longer search may find faster plans under the schedule, because its search is a local search."""
     return schedule.is_to_be_made or has_linear_program(schedule)
 
 
@@ -87,10 +87,7 @@ def has_linear_program(schedule: Schedule) -> bool:
 
 
 def action_limits(request: Request) -> dict[ScheduleName, int]:
-    """Return the largest number of actions to simulate for each schedule, by schedule.
-
-    Schedules without an entry have no limit.
-    """
+    """Return the largest number of actions to simulate, by schedule. Schedules without an entry have no limit."""
     if request.inputs.schedule == SEARCHED.name:
         return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
     if request.inputs.schedule != "auto" or request.actions is None:
@@ -98,13 +95,13 @@ def action_limits(request: Request) -> dict[ScheduleName, int]:
     return {**dict.fromkeys(SCHEDULES, request.actions), SEARCHED.name: request.actions // 4}
 
 
-def bound_sort_key(case: Case) -> tuple[float, ...]:
-    """Return the key by which cases of one schedule are sorted: lower bound, then replicas, then M."""
+def sort_key_by_bound(case: Case) -> tuple[float, ...]:
+    """Return the key to sort cases of one schedule: lower bound, then replicas, then number of micro-batches."""
     return case.bound_us, case.replicas, case.micro_batches
 
 
-def estimate_sort_key(case: Case) -> tuple[float, ...]:
-    """Return the key by which cases are sorted if the schedule is `auto`: schedule, then estimated step time."""
+def sort_key_by_estimate(case: Case) -> tuple[float, ...]:
+    """Return the key to sort the cases of several schedules: schedule, then estimated step time."""
     rank = [*SCHEDULES, SEARCHED.name].index(case.schedule.name)
     return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches
 
@@ -124,7 +121,7 @@ class CaseKey(NamedTuple):
 
 
 class SearchedCases(NamedTuple):
-    """Result of a search over several cases."""
+    """Best answer of a search over several cases, with lower bounds."""
 
     best: Answer | None
     bounds_us: Mapping[ScheduleName, float]
@@ -136,7 +133,7 @@ class SearchedCases(NamedTuple):
 
     @property
     def bound_us(self) -> float:
-        """Lower bound of the step time of all plans of all cases."""
+        """Lower bound of the step time of all plans of these cases."""
         return min(self.bounds_us.values(), default=inf)
 
 
@@ -162,7 +159,7 @@ class _Pass:
         if name not in self.left:
             return None
         # The most promising cases come first, so each may use half of what is left. A search for action orders uses
-        # all of its effort, so its cases get equal shares, unless they are ranked.
+        # all of its budget, so its cases get equal shares, unless they are ranked.
         is_shared = case.schedule.is_to_be_made and not self._is_ranked
         return self._shares[name] if is_shared else max(1, self.left[name] // 2)
 
@@ -202,16 +199,17 @@ def search_cases(
         deadline: Limits on time and on simulated actions.
         upper_us: Step time to beat, in microseconds.
         starts: Answers from which the searches of some cases start, as `start` of `search_function_for`.
-        ranks: Estimated step times by width, replicas and M, which sort the cases if several widths share the budget.
+        ranks: Estimated step times by width, replicas and number of micro-batches, which sort the cases if several
+            widths share the budget.
         budget: Number of actions to simulate per schedule; if empty, the request decides.
     """
     is_open = request.inputs.schedule == "auto"
     results = _Pass(cases, budget or action_limits(request), upper_us, is_ranked=ranks is not None)
     # The most promising case comes first, because most other cases have a lower bound above the step time of its plan.
     # If the schedule is `auto`, GPipe comes before all others, because its best plan is found and proven quickly.
-    ordered = sorted(cases, key=estimate_sort_key if is_open else bound_sort_key)
+    ordered = sorted(cases, key=sort_key_by_estimate if is_open else sort_key_by_bound)
     if ranks:
-        ordered.sort(key=lambda case: (estimate_sort_key(case)[0], ranks.get(width_replicas_and_m(case), inf)))
+        ordered.sort(key=lambda case: (sort_key_by_estimate(case)[0], ranks.get(width_replicas_and_m(case), inf)))
     for n, case in enumerate(ordered):
         upper_us = results.upper_us
         least_us = least_case_us(case, upper_us)
@@ -247,7 +245,10 @@ def _has_enough_chunks(case: Case, answers: Mapping[CaseKey, Answer]) -> bool:
 
 
 def least_case_us(case: Case, upper_us: float) -> float:
-    """Return a lower bound of the case's step time. Memory is considered only if the bound is below `upper_us`."""
+    """Return a lower bound of the step time of all plans of a case.
+
+    Memory is considered only if the result is below `upper_us`.
+    """
     if case.bound_us >= upper_us or case.schedule.has_closed_form:
         return case.bound_us
     return max(case.bound_us, least_us_in_any_order(case))

@@ -37,8 +37,8 @@ class SimulationBudget:
     """Number of actions that a search has simulated, and its limit. A batch of partitions counts as one partition.
 
     Args:
-        most_actions: Limit on simulated actions; computing tables counts as well. None: a default of some seconds, in
-            which only simulation counts.
+        most_actions: Limit on simulated actions, to which the time to compute tables is added. None: a default of some
+            seconds, without this time.
     """
 
     def __init__(self, most_actions: int | None) -> None:
@@ -52,7 +52,7 @@ class SimulationBudget:
         return self._most_actions - self.spent
 
     def try_reserve(self, actions: int, tables: int) -> bool:
-        """Return True if the budget suffices for tables and a simulation; if so, count the tables as spent.
+        """Return True if the budget suffices for tables and a simulation. If so, count the tables as spent.
 
         Args:
             actions: Number of actions to simulate with the tables.
@@ -87,18 +87,18 @@ class Progress:
     """Lower bound of the step time of the partitions that are still to be searched."""
 
     def leave_out(self, bound_us: float) -> None:
-        """Record that the search leaves out partitions whose step takes at least `bound_us`."""
+        """Record that the search leaves out partitions, whose step takes at least `bound_us`."""
         self.bound_us = min(self.bound_us, bound_us)
 
     def simulate(
         self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> FloatArray:
-        """Simulate N partitions, count the actions, and return the step times in microseconds, shape (N,).
+        """Simulate partitions, count the actions, and return the step times in microseconds.
 
         Args:
             evaluator: Evaluator for the partitions' number of devices.
-            cuts: Cuts of N partitions, shape (N, S+1).
-            choices: Recompute choice of each stage, shape (N, S).
+            cuts: Cuts of each partition, shape (partitions, stages + 1).
+            choices: Recompute choice of each stage, shape (partitions, stages).
             layers_us: Forward time of the layers that each stage recomputes, see `Evaluator.step_us`.
         """
         self.budget.spent += -(-len(cuts) // BLOCK) * evaluator.num_actions
@@ -109,12 +109,12 @@ class Progress:
 
         Args:
             evaluator: Evaluator for the partitions' number of devices.
-            cuts: Cuts of N partitions, shape (N, S+1).
-            choices: Recompute choice of each stage, shape (N, S).
-            fits: True for partitions that fit, shape (N,).
+            cuts: Cuts of each partition, shape (partitions, stages + 1).
+            choices: Recompute choice of each stage, shape (partitions, stages).
+            fits: True for partitions that fit.
 
         Returns:
-            Step times in microseconds, shape (N,); infinite for partitions that do not fit.
+            Step times in microseconds; infinite for partitions that do not fit.
         """
         step_us = np.full(len(cuts), inf)
         if not fits.any():
@@ -130,7 +130,7 @@ class Progress:
 
 
 def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
-    """Run a search that records its results in a `Progress`, and return these results as an answer.
+    """Run a search that records its results in a `Progress`, and return these results.
 
     Args:
         search: Function that searches the case of a `Progress` and updates the `Progress`.

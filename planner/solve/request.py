@@ -53,11 +53,12 @@ class Request:
 
     @classmethod
     def of_plan(cls, plan: Plan, *, micro_batches: int | None, time_limit_s: float) -> "Request":
-        """Return the request that a plan answers. Action orders that the user gave are kept, with the plan's M.
+        """Return the request that a plan answers. Action orders that the user gave are kept.
 
         Args:
             plan: The plan.
-            micro_batches: M, or None to let the solver choose it; ignored if the user gave action orders.
+            micro_batches: Number of micro-batches, or None to let the solver choose it; ignored if the user gave action
+                orders.
             time_limit_s: Time limit of the search in seconds.
         """
         inputs, lists = plan.inputs, schedule_of(plan.schedule, plan.order)

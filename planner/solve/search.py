@@ -41,13 +41,13 @@ _NEAREST_SCHEDULES: Final = 2
 """Number of schedules in the second pass over several widths."""
 
 _FIRST_EFFORT: Final = 5
-"""Divisor of the effort of each schedule in the first pass over widths."""
+"""Divisor of each schedule's number of simulated actions, in the first pass over widths."""
 
 _SHORT_EFFORT: Final = 6
-"""Divisor of the effort of each schedule with the width, replicas and M of the first pass's best plan."""
+"""Divisor of each schedule's number of simulated actions, with the width, replicas and M of the first pass's plan."""
 
 _ORDERS_EFFORT: Final = 3
-"""Divisor of the effort of searched schedules in the last pass over widths."""
+"""Divisor of the number of simulated actions of searched schedules, in the last pass over widths."""
 
 MOST_WORK: Final = 20_000
 """Largest number of layers times devices for which further requests are solved for hints."""
@@ -56,9 +56,8 @@ MOST_WORK: Final = 20_000
 def solve(profile: Profile, request: Request, *, tables: WidthTables | None = None, breaks_ties: bool = True) -> Plan:
     """Return the plan with the smallest step time under the memory limits.
 
-    The search covers numbers of stages, cuts, M and recomputation; also tensor-parallel width, schedule, chunks and
-    replicas if the request leaves them open. Ties in step time are broken by the lowest peak memory, then the fewest
-    bytes moved, then the evenest stages. The same request therefore always gets the same plan.
+    Among equally fast plans, the one with the lowest peak memory is returned, then with the fewest bytes moved, then
+    with the most equal stages. So the same request always gets the same plan.
 
     Args:
         profile: The profile to plan for.
@@ -107,9 +106,7 @@ def _simplest_answer(searched: SearchedCases, share: float) -> Answer:
 def plan_under(
     schedules: Collection[ScheduleName], profile: Profile, request: Request, *, upper_us: float
 ) -> Plan | None:
-    """Return the best plan found under some schedules; None if no plan beats `upper_us`.
-
-    Its lower bound holds for all plans under these schedules.
+    """Return the best plan found under some schedules, with a lower bound; None if no plan beats `upper_us`.
 
     Args:
         schedules: Names of the schedules.
@@ -130,7 +127,7 @@ def plan_under(
 def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float = inf) -> SearchedCases:
     if request.inputs.recompute != "layers" or all(case.schedule.has_closed_form for case in cases):
         return _in_passes(cases, request, deadline, upper_us=upper_us)
-    # Recomputation of whole stages comes first, so that no plan with single layers is slower.
+    # Recomputation of whole stages comes first, so that no plan with per-layer recomputation is slower.
     whole = [replace(case, policy="auto") for case in cases]
     by_stage = _in_passes(whole, request, deadline.share(0.5), upper_us=upper_us)
     upper_us = upper_us if by_stage.best is None else by_stage.best.step_us

@@ -1,7 +1,7 @@
 """Costs of the layers of a chain at one micro-batch size: input of the time and memory models.
 
-Arrays have one entry per layer unless stated otherwise: shape (L,) for L layers. Times are in microseconds, sizes in
-bytes of one micro-batch. Classes with arrays have no equality (`eq=False`), because `==` on arrays returns an array.
+Arrays have one entry per layer unless stated otherwise. Times are in microseconds, sizes in bytes of one micro-batch.
+Classes with arrays have no equality (`eq=False`), because `==` on arrays returns an array.
 
     boundary i        layer i         boundary i + 1
     ----------->  [ saved, peaks ]  ----------->
@@ -51,10 +51,7 @@ ALWAYS: Final = ("parameters", "optimizer", "buffers")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerState:
-    """Bytes of each layer that do not depend on the micro-batch size, one array for each component.
-
-    `bytes_field` returns the field of `LayerProfile` from which an array is read.
-    """
+    """Memory of each layer that does not depend on the micro-batch size, in bytes, such as parameters and buffers."""
 
     parameters: FloatArray
     idle: FloatArray
@@ -73,7 +70,7 @@ class LayerState:
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> "LayerState":
         """Return the bytes of the layers' parameters, optimizer state, buffers and other state, from their profiles."""
-        names = {each.name: bytes_field(each.name) for each in fields(cls)}
+        names = {each.name: profile_field_of(each.name) for each in fields(cls)}
         return cls(**{name: np.array([getattr(layer, of) for layer in layers], float) for name, of in names.items()})
 
     @property
@@ -83,7 +80,7 @@ class LayerState:
         return always
 
 
-def bytes_field(component: str) -> str:
+def profile_field_of(component: str) -> str:
     """Return the name of the `LayerProfile` field for a component: `cast_bytes` for `casts`."""
     return f"{component.removesuffix('s')}_bytes"
 
@@ -112,9 +109,8 @@ class Boundaries:
 class LayerMemory:
     """Memory that one micro-batch saves in each layer, and its peak memory while each layer runs.
 
-    A peak is counted from the memory before this micro-batch, in a stage that begins with layer 0. For a stage that
-    begins with layer i, subtract `saved[:i].sum()`. Without exact records, a peak is only the transient memory of the
-    layer, in addition to all saved memory.
+    With exact records, a peak includes what earlier layers of the chain have saved for this micro-batch. For a stage
+    that begins with layer i, subtract `saved[:i].sum()`. Without exact records, a peak is only temporary memory.
     """
 
     saved: FloatArray
@@ -144,10 +140,9 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitBackwardCosts:
-    """Costs of a split backward: I is the input-gradient pass, W the weight-gradient pass.
+    """Time and memory of each layer's input-gradient pass (I) and weight-gradient pass (W).
 
-    Peaks are counted as in `LayerMemory`. Peaks of I include what later layers store for W. Peaks of W include what
-    earlier layers store for W.
+    Peaks are defined as in `LayerMemory`. They include what other layers store between their I and their W.
     """
 
     input_us: FloatArray
@@ -171,13 +166,13 @@ class SplitBackwardCosts:
 
 
 class StageMemoryModel(Protocol):
-    """Memory of stages, computed by an extension that has its own memory model, such as compiled layers.
+    """Memory model that an extension supplies for stages, for example for compiled layers.
 
     Arrays have one row per first layer and one column per last layer, as in a `StageTable`.
     """
 
     def parts(self, s: "StageTable", recompute: Recompute, *, in_flight: int) -> "Parts":
-        """Return the parts of the stages' memory, as `planner.core.cost.parts.parts_of` does for other layers.
+        """Return the parts of each stage's memory.
 
         Args:
             s: Stages, by first and last layer.
@@ -188,18 +183,18 @@ class StageMemoryModel(Protocol):
 
 
 class LayerMemoryModel(Protocol):
-    """Memory of layers, from an extension that has its own memory model: a frozen dataclass of arrays."""
+    """Memory model that an extension supplies for layers: a frozen dataclass of arrays."""
 
     def in_stages(self, builder: "StageTableBuilder", micro_batches: int) -> StageMemoryModel:
-        """Return the memory of the stages in a table, for M micro-batches."""
+        """Return the memory of the stages in a table, for a number of micro-batches."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storages:
-    """Tensor storages that cross boundaries between layers; every array has shape (storages,).
+    """Tensor storages that cross boundaries between layers; arrays have one entry per output tensor of a layer.
 
-    Each output tensor of a layer has an entry. It has 0 bytes if the tensor shares the storage of another entry.
+    An entry has 0 bytes if its tensor shares the storage of another entry.
     """
 
     maker: IntArray
@@ -215,7 +210,7 @@ class Storages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassedGradients:
-    """Gradients that consecutive layers pass back unchanged; every array has shape (relays,)."""
+    """Gradients that consecutive layers pass back unchanged; arrays have one entry per gradient."""
 
     first: IntArray
     """First of the consecutive layers."""
@@ -225,7 +220,7 @@ class PassedGradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainCosts:
-    """Times and memory of the L layers of a chain, for micro-batches of `micro_batch_size` samples."""
+    """Times and memory of all layers of a chain, for micro-batches of `micro_batch_size` samples."""
 
     micro_batch_size: int
     names: tuple[str, ...]
@@ -258,7 +253,7 @@ class ChainCosts:
     """Size of the largest message with gradients to other replicas, in bytes; 0 with one replica."""
 
     def of_replicas(self, replicas: int) -> "ChainCosts":
-        """Return the costs of one of `replicas` data-parallel pipelines; only `bucket_bytes` changes."""
+        """Return the costs of one of `replicas` data-parallel pipelines."""
         return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
 
     @property
@@ -268,10 +263,9 @@ class ChainCosts:
 
     @property
     def has_backward(self) -> BoolArray:
-        """Mask of the layers with a backward: the layer or an earlier one has trained parameters; shape (L,).
+        """True for each layer that has a backward: the layer or an earlier one has trained parameters.
 
-        Layers without a backward, and stages that end with one, are never recomputed. If no layer has gradients, the
-        profile does not say which layers are trained, and all layers have a backward.
+        If no layer has gradients, the profile does not say which layers are trained, and all layers have a backward.
         """
         trained = np.cumsum(self.gradients + self.state.idle) > 0
         return trained if trained[-1] else np.ones_like(trained)
@@ -283,12 +277,12 @@ class ChainCosts:
 
 
 def prefix_sums(per_layer: FloatArray) -> FloatArray:
-    """Return prefix sums of shape (L+1,): entry i is the sum of `per_layer` over the layers 0 to i - 1."""
+    """Return prefix sums, one more than there are layers: entry i is the sum over the layers before layer i."""
     sums: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
     return sums
 
 
 def suffix_sums(per_layer: FloatArray) -> FloatArray:
-    """Return suffix sums of shape (L,): entry i is the sum of `per_layer` over the layers i + 1 to L - 1."""
+    """Return suffix sums: entry i is the sum over all layers after layer i."""
     sums: FloatArray = per_layer.sum() - np.cumsum(per_layer)
     return sums

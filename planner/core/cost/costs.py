@@ -40,7 +40,7 @@ def covers_size(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -
 
 
 def saved_bytes(details: Sequence[MemoryDetail]) -> list[int]:
-    """Return the bytes that each layer saves for backward. A storage counts only at the layer that creates it."""
+    """Return the bytes that each layer saves for backward. A storage that several layers save counts once."""
     return [int(size) for size in CrossingStorages(details).saved()]
 
 
@@ -168,9 +168,9 @@ class CostsAtSize:
 
 
 def _blend(weighted: Sequence[tuple[Any, float]]) -> Any:
-    """Interpolate arrays, or records of arrays field by field.
+    """Interpolate arrays, or records of arrays field by field. Negative results become 0.
 
-    Negative results become 0. Tuples and None are taken from the nearest size.
+    Tuples and None are not interpolated, but taken from the nearest size.
     """
     (record, _), *_ = weighted
     if record is None or isinstance(record, tuple):

@@ -25,7 +25,7 @@ from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import SavedAndPeaks
 from planner.core.cost.memory import table_of_stage
-from planner.core.cost.parts import PartSize, shared_parts_of
+from planner.core.cost.parts import PartSize, memory_parts_on_shared_device
 from planner.core.cost.peak_points import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
 from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
 from planner.core.values.placement import Placement, device_of
@@ -58,7 +58,7 @@ class ChunkMemory(NamedTuple):
     """Bytes of each of `PARTS`, shape (parts,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
-        """Return the memory of this chunk without the bytes that count in another chunk of the device.
+        """Return the memory of this chunk without bytes that another chunk of the device also stores.
 
         Args:
             shared: Bytes to subtract, arrays of shape (1, 1).
@@ -72,12 +72,11 @@ class ChunkMemory(NamedTuple):
 
 
 class ChunkMemoryFunction(NamedTuple):
-    """Memory of a chunk as a function of the layers that it recomputes; every array has shape (parts,).
+    """Memory of a chunk for any choice of recomputed layers; arrays have one entry for each of `PARTS`.
 
-    bytes of a part = max(least, rest + saved * S) + peak
+        bytes of a part = max(least, rest + saved * S) + peak
 
-    S is the memory, in bytes, that one micro-batch saves for its backward. S and the peak depend on the recomputed
-    layers.
+    S is the number of bytes that one micro-batch saves for its backward. S and the peak depend on the choice.
     """
 
     always: float
@@ -91,17 +90,17 @@ class ChunkMemoryFunction(NamedTuple):
     """For each part, the field of `LayerPeaks` that is added, as its index; -1 for none."""
 
     def parts(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
-        """Return the bytes of each of `PARTS`; the last dimension is the part.
+        """Return the bytes of each of `PARTS`, in the last dimension.
 
         Args:
-            saved: Saved bytes S, shape (..., 1).
+            saved: Bytes S that one micro-batch saves, shape (..., 1).
             peaks: Peak memory in the order of `LayerPeaks`, then a 0 for parts without a peak; shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
         return parts
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemoryFunction":
-        """Return the memory of this chunk without the bytes that count in another chunk of the device.
+        """Return the memory of this chunk without bytes that another chunk of the device also stores.
 
         Args:
             shared: Bytes to subtract, arrays of shape (1, 1).
@@ -113,10 +112,9 @@ class ChunkMemoryFunction(NamedTuple):
 
 
 class SharedBytes(NamedTuple):
-    """Bytes of each stage to subtract, because another chunk of the same device includes them.
+    """Bytes to subtract from each stage, because another stage on the same device also stores them.
 
-    Every array has shape (partitions, stages). Parameters that two chunks share count only in the later chunk, with
-    their gradients and optimizer state.
+    Arrays have shape (partitions, stages).
     """
 
     parameters: FloatArray
@@ -143,7 +141,7 @@ def chunk_memory(
         costs: Costs of the layers at the plan's micro-batch size.
         first: First layer of the chunk.
         end: One past the last layer.
-        micro_batches: Number of micro-batches M.
+        micro_batches: Number of micro-batches.
         recompute: Recompute choice of the chunk.
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         splits_backward: True if the schedule splits backwards.
@@ -157,7 +155,7 @@ def chunk_memory(
         recomputed=recomputed,
         splits_backward=splits_backward,
     )
-    parts = shared_parts_of(stages, recompute)
+    parts = memory_parts_on_shared_device(stages, recompute)
     always = {item: round(float(size[0, -1])) for item, size in parts.always.items()}
     return ChunkMemory(StageMemory.of(**always), parts.totals(stages.shape)[1:, 0, -1])
 
@@ -165,22 +163,23 @@ def chunk_memory(
 def chunk_memory_function(
     costs: ChainCosts, first: int, end: int, *, micro_batches: int, splits_backward: bool = False
 ) -> ChunkMemoryFunction:
-    """Return the memory of the layers `first` to `end - 1` as a function of the layers that are recomputed.
+    """Return a function from which the chunk's memory follows for any choice of recomputed layers.
 
-    To evaluate the function, call `ChunkMemoryFunction.parts` with the result of `StageLayers.saved_and_peaks`.
+    The chunk has the layers `first` to `end - 1`. Call `ChunkMemoryFunction.parts` with the result of
+    `StageLayers.saved_and_peaks`.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
         first: First layer of the chunk.
         end: One past the last layer.
-        micro_batches: Number of micro-batches M.
+        micro_batches: Number of micro-batches.
         splits_backward: True if the schedule splits backwards.
     """
     stages = stage_table(
         costs, np.array([first]), slice(first, end), micro_batches=micro_batches, splits_backward=splits_backward
     )
     none, much = (
-        shared_parts_of(with_recomputed_layers(stages, SavedAndPeaks(saved, 0.0, 0.0, 0.0)), "layers")
+        memory_parts_on_shared_device(with_recomputed_layers(stages, SavedAndPeaks(saved, 0.0, 0.0, 0.0)), "layers")
         for saved in (0.0, _MUCH)
     )
     totals = none.totals(stages.shape)[:, 0, -1]
@@ -197,7 +196,7 @@ def chunk_memory_function(
 
 
 def part_bytes_of_stages(stages: StageTable, recompute: Recompute) -> FloatArray:
-    """Return the permanent bytes and the bytes of each of `PARTS`, for each stage of a table.
+    """Return the permanent bytes of each stage of a table, and the bytes of each of `PARTS`.
 
     Args:
         stages: The stages; if `recompute` is `layers`, a result of `with_recomputed_layers`.
@@ -206,21 +205,21 @@ def part_bytes_of_stages(stages: StageTable, recompute: Recompute) -> FloatArray
     Returns:
         Whole bytes, shape (1 + parts, first layers, last layers). Entry 0 has the permanent bytes.
     """
-    totals = shared_parts_of(stages, recompute).totals(stages.shape)
+    totals = memory_parts_on_shared_device(stages, recompute).totals(stages.shape)
     if recompute in ("never", "layers") or not stages.forward_only.any():
         return totals
-    return np.where(stages.forward_only, shared_parts_of(stages, "never").totals(stages.shape), totals)
+    return np.where(stages.forward_only, memory_parts_on_shared_device(stages, "never").totals(stages.shape), totals)
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:
-    """Return the bytes of each stage that another chunk on the same device also stores, and that count only there.
+    """Return the bytes to subtract from each stage, because another stage on the same device also stores them.
 
-    Shared parameters count in the later chunk, because its backward runs first and allocates the gradients.
+    Shared parameters count in the later stage, because its backward runs first and allocates the gradients.
 
     Args:
         costs: Costs of the layers.
         cuts: First layer of every stage, then the number of layers, for each partition; shape (partitions, stages + 1).
-        num_devices: Number of devices K.
+        num_devices: Number of devices.
         placement: Placement of the stages on the devices.
 
     Returns:
@@ -262,7 +261,7 @@ def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) ->
 def subtract_shared(
     always: FloatArray, parts: FloatArray, shared: SharedBytes, *, exact: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the memory of stages without the bytes that count in another chunk of their device.
+    """Return the memory of stages without bytes that another stage on the same device also stores.
 
     Args:
         always: Permanent bytes, shape (partitions, stages); without exact records, they include gradients.
@@ -283,13 +282,12 @@ def subtract_shared(
 
 
 def device_peaks(always: FloatArray, parts: FloatArray, *, counts: IntArray | FloatArray) -> FloatArray:
-    """Return the peak memory of each of N devices with V chunks, in bytes; shape (N,).
+    """Return the peak memory of each device in bytes, for devices that all run the same actions.
 
     Args:
-        always: Permanent bytes of each chunk, shape (N, V).
-        parts: Bytes of each of `PARTS`, shape (N, V, parts).
-        counts: Number of copies of each of `PARTS` that exist at each point in the step (`peak_part_counts`). They are
-            the same on all of these devices; shape (points, V, parts).
+        always: Permanent bytes of each stage on a device, shape (devices, chunks).
+        parts: Bytes of each of `PARTS`, shape (devices, chunks, parts).
+        counts: How many of each of `PARTS` exist at each point in the step, shape (points, chunks, parts).
     """
     alive = parts.reshape(len(parts), -1) @ counts.reshape(len(counts), -1).T
     peaks: FloatArray = always.sum(axis=1) + alive.max(axis=1)
@@ -299,16 +297,16 @@ def device_peaks(always: FloatArray, parts: FloatArray, *, counts: IntArray | Fl
 def device_peaks_by_choice(
     always: FloatArray, parts: FloatArray, choices: IntArray, *, counts: IntArray | FloatArray
 ) -> FloatArray:
-    """Return the peak memory of each of N devices, for each combination of recompute choices of its V chunks.
+    """Return the peak memory of each device, for each combination of recompute choices of its stages.
 
     Args:
-        always: Permanent bytes of each chunk with each of C recompute choices, shape (C, N, V).
-        parts: Bytes of each of `PARTS` with each recompute choice, shape (C, N, V, parts).
-        choices: Recompute choices of the chunks, one combination per row; shape (combinations, V).
-        counts: Number of each of `PARTS` at each point in the step, shape (points, V, parts).
+        always: Permanent bytes of each stage with each recompute choice, shape (choices, devices, chunks).
+        parts: Bytes of each of `PARTS` with each recompute choice, shape (choices, devices, chunks, parts).
+        choices: Recompute choices of a device's stages, one combination per row; shape (combinations, chunks).
+        counts: How many of each of `PARTS` exist at each point in the step, shape (points, chunks, parts).
 
     Returns:
-        Bytes, shape (N, combinations).
+        Bytes, shape (devices, combinations).
     """
     fixed, alive = np.zeros(1), np.zeros(1)
     for chunk, choice in enumerate(choices.T):
@@ -325,7 +323,7 @@ def chunk_memory_at_peak(
 
     Args:
         chunks: Chunks of the device.
-        counts: Number of each of `PARTS` at each point in the step (`peak_part_counts`).
+        counts: How many of each of `PARTS` exist at each point in the step (`peak_part_counts`).
         reserve_bytes: Memory reserve of the device, counted in the first chunk.
     """
     parts = np.stack([chunk.parts for chunk in chunks])
@@ -341,13 +339,13 @@ def chunk_memory_at_peak(
 
 
 def bytes_by_component(parts: FloatArray) -> FloatArray:
-    """Divide the bytes of each part among the components (`ITEMS`) under which a plan lists them.
+    """Return the bytes of each part by component (`ITEMS`), as a plan lists them.
 
     Args:
-        parts: Whole bytes of each of `PARTS`; shape (..., parts).
+        parts: Whole bytes of each of `PARTS`, in the last dimension.
 
     Returns:
-        Bytes of each part in each component; shape (..., parts, items).
+        Bytes; the last two dimensions are the part and the component.
     """
     items = np.zeros((*parts.shape, len(ITEMS)))
     for part, item in _ITEM_OF.items():

@@ -22,12 +22,12 @@ from planner.core.cost.stage_time import (
     CHOICES,
     busy_times,
     hidden_us,
-    optimizer_tail_us,
+    optimizer_delay_us,
     shared_gradient_bytes,
     split_backward_times,
 )
 from planner.core.cost.step_time import gpipe_step_us
-from planner.core.cost.width import profile_of_plan
+from planner.core.cost.width import tensor_parallel_profile_of_plan
 from planner.core.cost.workload import training_run
 from planner.core.schedule import Action
 from planner.core.values.cluster import Cluster
@@ -37,10 +37,7 @@ from planner.core.values.profile import GENERATOR, Profile
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Predicted times and memory of a partition of a chain on a cluster, computed when they are first read.
-
-    Stage times have the symbols of docs/cost-model.md: F_k, B_k, R_k, C_k and U_k for stage k.
-    """
+    """Predicted times and memory of a partition of a chain on a cluster, computed when they are first read."""
 
     costs: ChainCosts
     partition: Partition
@@ -58,7 +55,7 @@ class Evaluation:
             UsageError: The profile lacks the plan's number of GPUs per layer, its micro-batch size, or one of its
                 layers.
         """
-        priced = profile_of_plan(plan, profile)
+        priced = tensor_parallel_profile_of_plan(plan, profile)
         costs = costs_at(priced, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
         return cls(costs, Partition.of(plan, costs.names), plan.cluster)
 
@@ -128,10 +125,7 @@ class Evaluation:
 
     @cached_property
     def between_steps_us(self) -> FloatArray:
-        """Time of all-reduces and optimizer steps (U) of each device, in microseconds; shape (devices,).
-
-        All-reduces that end before the device's last action do not count.
-        """
+        """Time of all-reduces and optimizer steps of each device after its last action, in microseconds."""
         partition, own_us = self.partition, np.zeros(self.partition.num_devices)
         for k, ((first, end), sum_us) in enumerate(zip(partition.intervals(), self.replica_sums_us, strict=True)):
             speed = self.cluster.speed(partition.device_of(k))
@@ -143,12 +137,15 @@ class Evaluation:
 
     @cached_property
     def optimizer_us(self) -> float:
-        """Time by which all-reduces and optimizer steps delay the next step, in microseconds, for whole backwards."""
+        """Time by which all-reduces and optimizer steps delay the next step, in microseconds.
+
+        Only for schedules that do not split backwards.
+        """
         between_steps_us = self.between_steps_us
         # A device's first chunk is the last one that it runs in a step, and the first one in the next step.
         first = self.stage_times[: self.partition.num_devices]
         return float(
-            optimizer_tail_us(between_steps_us, np.array([hidden_us(times, times.send_us) for times in first]))
+            optimizer_delay_us(between_steps_us, np.array([hidden_us(times, times.send_us) for times in first]))
         )
 
     @cached_property
@@ -213,7 +210,7 @@ class Evaluation:
 
     @cached_property
     def chunks(self) -> tuple[ChunkMemory, ...]:
-        """Memory of each stage as one of the chunks of its device. Parameters that these chunks share count once."""
+        """Memory of each stage. Parameters that several stages of a device share count once."""
         partition, intervals = self.partition, self.partition.intervals()
         costs = self.costs.of_replicas(partition.replicas)
         cuts = np.array([[0, *(end for _, end in intervals)]])

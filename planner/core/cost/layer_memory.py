@@ -47,9 +47,8 @@ FORWARD, FIRST_BACKWARD, BACKWARD = 0, 1, 2
 class LayerPeaks(NamedTuple):
     """Peak memory of each layer's forward, first backward and later backwards, in whole bytes.
 
-    The last dimension of each array is the layer. With exact records, a peak is counted from the memory that earlier
-    layers have saved, and the first backward includes the layer's parameter gradients. Without exact records, all three
-    arrays are equal: the transient memory of each layer.
+    With exact records, a peak does not include what earlier layers have saved. Without exact records, all three arrays
+    are equal: the temporary memory of each layer.
     """
 
     forward: FloatArray
@@ -71,9 +70,9 @@ Bytes = TypeVar("Bytes", float, FloatArray)
 
 
 class SavedAndPeaks(NamedTuple, Generic[Bytes]):
-    """Bytes that one micro-batch saves in a stage, and peak memory of the stage's forward and backward.
+    """Bytes that one micro-batch saves in a stage, and the stage's peak memory in forward and backward.
 
-    The stage may recompute some of its layers. Without exact records, the three peaks are equal: transient memory.
+    The stage may recompute some of its layers.
     """
 
     saved: Bytes
@@ -85,11 +84,9 @@ class SavedAndPeaks(NamedTuple, Generic[Bytes]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """Memory of each layer of a stage with the layers `first` to `end - 1`, in whole bytes.
+    """Memory of each layer of one stage, with and without recomputation of the layer, in whole bytes.
 
-    If `stacked` is true, peaks are counted from the memory that earlier layers have saved, otherwise from the memory
-    that all layers have saved. Peaks of backwards include the stage's output, which the engine stores. Peaks of the
-    first backward include parameter gradients of later layers.
+    If `stacked` is true, a peak does not include what earlier layers have saved, otherwise what all layers have saved.
     """
 
     first: int
@@ -126,7 +123,7 @@ class StageLayers:
         # If the first layer is not recomputed, the stage copies its input for it.
         own_copy = np.where(np.arange(first, end) == first, copied, 0.0)
         dropped = _sum_by_maker(costs, costs.storages.kept_by_readers)
-        kept = dropped + most_saved_bytes(costs)[0]
+        kept = dropped + most_bytes_freed(costs)[0]
         pending: list[list[PendingStorage]] = [[] for _ in range(first, end)]
         for n in np.flatnonzero((made >= first) & (made < end) & (by_maker + unkept > 0)):
             sizes = (float(unkept[n]), float(by_maker[n] + unkept[n]))
@@ -143,7 +140,7 @@ class StageLayers:
         )
 
     def saved_and_peaks(self, recomputed: Collection[int]) -> SavedAndPeaks[float]:
-        """Return the stage's saved bytes and peaks if it recomputes the layers `recomputed` (indices in the chain).
+        """Return the stage's saved bytes and peaks if it recomputes these layers, given by their indices in the chain.
 
         Complexity: O(end - first).
         """
@@ -152,12 +149,12 @@ class StageLayers:
         return SavedAndPeaks(*(float(each[0]) for each in self.saved_and_peaks_by_choice(is_recomputed)))
 
     def saved_and_peaks_by_choice(self, recomputed: BoolArray) -> SavedAndPeaks[FloatArray]:
-        """Return the stage's saved bytes and peaks for each of N choices of recomputed layers.
+        """Return the stage's saved bytes and peaks for each of several choices of recomputed layers.
 
         Args:
-            recomputed: True for recomputed layers, shape (N, end - first); ignored for layers without a backward.
+            recomputed: True for recomputed layers, shape (choices, layers); ignored for layers without a backward.
 
-        Complexity: O(N (end - first)).
+        Complexity: O(choices * layers).
         """
         num = len(recomputed)
         held, highest = np.zeros(num), [np.zeros(num)] * len(LayerPeaks._fields)
@@ -183,11 +180,11 @@ class StageLayers:
         return SavedAndPeaks(held + leaving + self.passed[-1], *highest)
 
 
-def most_saved_bytes(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return upper bounds of the bytes by which recomputing a layer reduces the memory of a micro-batch.
+def most_bytes_freed(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
+    """Return the largest number of bytes that recomputing each layer can free, for each micro-batch.
 
     Returns:
-        Two arrays of shape (L,), in bytes. The first one is for a layer that begins a stage. The second one is for
+        Two arrays with one entry per layer. The first one is for a layer that begins a stage. The second one is for
         other layers, whose input the stage must then store.
     """
     dropped = np.rint(costs.memory.internal) + _sum_by_maker(costs, costs.storages.kept_by_maker)
@@ -199,10 +196,10 @@ def most_saved_bytes(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 
 
 def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """Return saved bytes and peaks of stages, from which lower bounds for any choice of recomputed layers follow.
+    """Return saved bytes and peaks of stages, to compute lower bounds for any choice of recomputed layers.
 
-    To get a lower bound of the saved bytes, subtract the `most_saved_bytes` of all recomputed layers. To get a lower
-    bound of a peak, subtract only the `most_saved_bytes` of recomputed layers before the layer that runs at the peak.
+    For a lower bound of the saved bytes, subtract `most_bytes_freed` of all recomputed layers. For a lower bound of a
+    peak, subtract `most_bytes_freed` of the recomputed layers before the layer that runs at the peak.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -213,7 +210,7 @@ def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> t
         Saved bytes, and peaks: arrays with one row per first layer and one column per last layer. Entries whose last
         layer is before the first layer are meaningless.
     """
-    kept = most_saved_bytes(costs)[0] + _sum_by_maker(costs, costs.storages.kept_by_readers)
+    kept = most_bytes_freed(costs)[0] + _sum_by_maker(costs, costs.storages.kept_by_readers)
     unkept, into = np.rint(costs.storages.kept_by_nobody), np.zeros(costs.num_layers + 2)
     np.add.at(into, costs.storages.maker + 1, unkept)
     np.add.at(into, costs.storages.until + 1, -unkept)
@@ -290,11 +287,10 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 
 
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
-    """Return, for each layer, the memory to convert gradients of autocast copies to parameter gradients; shape (L,).
+    """Return the memory of each layer to convert gradients of autocast's weight copies to parameter gradients.
 
-    These bytes are in addition to the gradients of all copies (`casts` bytes). Autograd processes operations in reverse
-    order, and the forward of the first micro-batch made the copies. So in later backwards, gradients of all copies wait
-    until autograd has processed all other operations of the stage.
+    Later backwards need it at their end. Autograd processes operations in reverse order, and the first forward made the
+    copies. So the gradients of all copies (`casts` bytes, not included) wait for all other operations of the stage.
     """
     return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
@@ -302,12 +298,12 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
 def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     """Return the peak memory of each layer's backward, if the first micro-batch is recomputed under autocast.
 
-    The peak then includes gradients of later layers: of autocast copies, which wait until the stage's backward ends,
-    and of parameters without a copy.
+    The peak then includes gradients of later layers: of autocast's weight copies, which wait until the stage's backward
+    ends, and of parameters without a copy.
 
     Returns:
-        Two arrays of shape (L,) in bytes: the peak, counted as in `LayerMemory.backward`, for a stage that ends with
-        the last layer of the chain; and the prefix sum of these gradients, up to and including each layer.
+        The peak of each layer, as in `LayerMemory.backward`, for a stage that ends with the last layer of the chain;
+        and the prefix sums of these gradients, up to and including each layer.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
     level = costs.memory.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()

@@ -1,4 +1,4 @@
-"""Linear expressions in unknown times, which replace numbers as clocks of the simulator."""
+"""Linear expressions in unknown times. The simulator can compute with them instead of numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class LinearExpression:
-    """Linear expression: a constant plus a sum of unknowns with factors."""
+    """Linear expression: a constant plus unknowns with factors."""
 
     factors: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """Factors by the index of the unknown."""

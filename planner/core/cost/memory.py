@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import SavedAndPeaks, StageLayers
-from planner.core.cost.parts import Parts, parts_of
+from planner.core.cost.parts import Parts, stage_memory_parts
 from planner.core.cost.passing import has_no_skips_or_ties
 from planner.core.cost.peak_points import PartsAtPoint, PeakPoints
-from planner.core.cost.stages import StageTable, stage_table, with_arrays, with_recomputed_layers
+from planner.core.cost.stages import StageTable, map_arrays, stage_table, with_recomputed_layers
 from planner.core.values.plan import Recompute, StageMemory
 
 _MOST_AT_ONCE: Final = 1 << 17
@@ -104,9 +104,9 @@ def _select_stages(table: StageTable, rows: IntArray, columns: IntArray) -> Stag
         return np.broadcast_to(array, table.shape)[rows, columns][:, None]
 
     single, peaks, memory_model = (
-        with_arrays(table, of),
-        with_arrays(table.peaks, of),
-        with_arrays(table.memory_model, of),
+        map_arrays(table, of),
+        map_arrays(table.peaks, of),
+        map_arrays(table.memory_model, of),
     )
     return replace(single, shape=(len(rows), 1), peaks=peaks, memory_model=memory_model)
 
@@ -114,7 +114,7 @@ def _select_stages(table: StageTable, rows: IntArray, columns: IntArray) -> Stag
 def _memory_at_peak(
     stages: StageTable, recompute: Recompute, points: PeakPoints, reserve_bytes: int
 ) -> list[StageMemory]:
-    parts = parts_of(stages, recompute, in_flight=points.in_flight)
+    parts = stage_memory_parts(stages, recompute, in_flight=points.in_flight)
     every = [
         {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(point).items()}
         for point in parts.peak_points(points)
@@ -136,15 +136,15 @@ def table_of_stage(
     recomputed: Collection[int],
     splits_backward: bool = False,
 ) -> tuple[StageTable, Recompute]:
-    """Return a table for the stage with the layers `first` to `end - 1`, and its actual recompute choice.
+    """Return a table with the one stage of the layers `first` to `end - 1`, and the stage's actual recompute choice.
 
-    The stage is in the only row and in the last column. Its actual choice is `never` if it has no backward.
+    The stage is in the last column. Its actual choice is `never` if it has no backward.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
         first: First layer.
         end: One past the last layer.
-        micro_batches: M.
+        micro_batches: Number of micro-batches.
         recompute: Requested recompute choice.
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         splits_backward: True if the schedule splits backwards.
@@ -168,8 +168,8 @@ def peak_bytes_of_stages(
 ) -> list[FloatArray]:
     """Return the peak memory of stages in bytes: one array for each recompute choice.
 
-    Each array has one row per first layer and one column per last layer. Entries whose last layer is before the first
-    layer are meaningless. Other values equal the totals of `stage_memory`.
+    Arrays have one row per first layer and one column per last layer. Entries whose last layer is before the first
+    layer are meaningless.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -189,7 +189,7 @@ def peak_bytes_of_stages(
 
 
 def _peaks(stages: StageTable, points: PeakPoints, recompute: Recompute) -> FloatArray:
-    parts = parts_of(stages, recompute, in_flight=points.in_flight)
+    parts = stage_memory_parts(stages, recompute, in_flight=points.in_flight)
     # Components that are in no part have the same size at every point in the step.
     changing = {item for size in parts.sizes.values() for item in size.items}
     constant = sum((np.rint(size) for item, size in parts.always.items() if item not in changing), np.zeros((1, 1)))
@@ -204,9 +204,9 @@ def _peaks(stages: StageTable, points: PeakPoints, recompute: Recompute) -> Floa
 
 
 class StageMemoryFunction(NamedTuple):
-    """Memory of many stages at one point in the step, in bytes, as a function of `SavedAndPeaks`.
+    """Memory of many stages at one point in the step, in bytes, for any choice of recomputed layers.
 
-    Memory is `fixed + weight * saved`, plus the peak that `peak` selects.
+    Memory is `fixed + weight * saved`, plus the peak that `peak` selects. `saved` and the peaks are a `SavedAndPeaks`.
     """
 
     fixed: FloatArray
@@ -221,7 +221,7 @@ class StageMemoryFunction(NamedTuple):
 def stage_memory_functions(
     costs: ChainCosts, firsts: IntArray, stop: int, points: PeakPoints
 ) -> tuple[StageMemoryFunction, ...]:
-    """Return, for each point in the step, how a stage's memory depends on the layers that it recomputes.
+    """Return functions for the memory of stages, one for each point in the step, for any choice of recomputed layers.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -235,7 +235,7 @@ def stage_memory_functions(
     """
     stages = stage_table(costs, firsts, slice(int(firsts[0]), stop), micro_batches=points.micro_batches)
     empty = with_recomputed_layers(stages, SavedAndPeaks(0.0, 0.0, 0.0, 0.0))
-    parts = parts_of(empty, "layers", in_flight=points.in_flight)
+    parts = stage_memory_parts(empty, "layers", in_flight=points.in_flight)
     return tuple(_linear_memory(parts, point, stages.shape) for point in parts.peak_points(points))
 
 

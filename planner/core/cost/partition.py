@@ -1,4 +1,4 @@
-"""Decisions of a plan without predictions: cuts, micro-batches, schedule, recomputation and replicas."""
+"""Cuts, micro-batches, schedule, recomputation and replicas of a plan, without its predictions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from planner.core.values.units import pluralize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Decisions of a plan: cuts, number of micro-batches, schedule, recomputation and replicas."""
+    """Cuts, number of micro-batches, schedule, recomputation and replicas of a plan, without its predictions."""
 
     schedule: ScheduleName
     micro_batches: int
@@ -55,7 +55,7 @@ class Partition:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of one pipeline (K)."""
+        """Number of devices of one pipeline."""
         return len(self.balance) // self.chunks
 
     def intervals(self) -> tuple[tuple[int, int], ...]:
@@ -63,12 +63,12 @@ class Partition:
         return tuple(pairwise(accumulate(self.balance, initial=0)))
 
     def device_of(self, stage: int) -> int:
-        """Return the index, 0 to K-1, of the device of a pipeline that runs `stage`."""
+        """Return the index of the device, within its pipeline, that runs `stage`."""
         return device_of(stage, self.num_devices, self.placement)
 
     @property
     def schedule_object(self) -> Schedule:
-        """Schedule named `self.schedule`. It has the action orders `self.order` if a search found them."""
+        """Schedule named `self.schedule`. If a search found its action orders, it has the orders in `self.order`."""
         return schedule_of(self.schedule, self.order)
 
     @property
@@ -77,7 +77,7 @@ class Partition:
         return self.schedule_object.placement
 
     def chunks_of(self, device: int) -> tuple[int, ...]:
-        """Return the stages of `device` of a pipeline, in pipeline order."""
+        """Return the stages that `device` runs, in pipeline order."""
         return stages_on(device, self.num_devices, self.chunks, self.placement)
 
     def recomputed_in(self, stage: int) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
 
     Args:
         partition: The partition.
-        num_layers: L.
+        num_layers: Number of layers.
         num_devices: Number of devices of the cluster.
 
     Raises:

@@ -50,7 +50,7 @@ from planner.core.values.plan import ITEMS, Item, Recompute
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
-    """Size of one part of a stage's memory, for many stages at once."""
+    """Size of one part of the memory, for many stages at once."""
 
     items: Mapping[Item, FloatArray]
     """Bytes by memory component."""
@@ -68,7 +68,7 @@ class PartSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Memory of many stages: permanent bytes, and parts that exist at some points in the step."""
+    """Memory of many stages: permanent bytes, and parts that exist only at some points in the step."""
 
     always: Mapping[Item, FloatArray]
     sizes: Mapping[PartName, PartSize]
@@ -77,7 +77,7 @@ class Parts:
     """True if the last micro-batch is not recomputed like the others."""
 
     def peak_points(self, points: PeakPoints) -> Iterator[PartsAtPoint]:
-        """Return the points in a step, in order, at which these stages may have their peak memory."""
+        """Yield the points in a step, in order, at which these stages may have their peak memory."""
         for point in points.apart if self.last_differs else points.alike:
             if "message" in self.sizes or ("message", 1) not in point:
                 yield point
@@ -93,11 +93,11 @@ class Parts:
         return items
 
     def one_stage_by_component(self) -> tuple[FloatArray, FloatArray]:
-        """Return the memory of one stage by component: the stage in the first row and the last column of the arrays.
+        """Return the memory of one stage by component. It is the stage in the first row and the last column.
 
         Returns:
-            Permanent bytes, shape (items,) in the order of `ITEMS`; and bytes of each part, shape (parts, items), in
-            the order of `PARTS` and `ITEMS`.
+            Permanent bytes, in the order of `ITEMS`; and the bytes of each part, one row for each of `PARTS`, one
+            column for each of `ITEMS`.
         """
         always, sizes = np.zeros(len(ITEMS)), np.zeros((len(PARTS), len(ITEMS)))
         for item, size in self.always.items():
@@ -121,7 +121,7 @@ class Parts:
         return np.stack([np.broadcast_to(part, shape) for part in (always, *parts)])
 
 
-def parts_of(stages: StageTable, recompute: Recompute, *, in_flight: int) -> Parts:
+def stage_memory_parts(stages: StageTable, recompute: Recompute, *, in_flight: int) -> Parts:
     """Return the memory parts of stages that each have a device to themselves.
 
     Args:
@@ -131,15 +131,15 @@ def parts_of(stages: StageTable, recompute: Recompute, *, in_flight: int) -> Par
     """
     if stages.memory_model is not None:
         return stages.memory_model.parts(stages, _in_effect(stages, recompute), in_flight=in_flight)
-    parts = shared_parts_of(stages, recompute)
+    parts = memory_parts_on_shared_device(stages, recompute)
     if stages.exact or "message" not in parts.sizes:
         return parts
     # Without exact records this is an upper bound: a message may exist during every action.
     return replace(parts, sizes={**parts.sizes, **dict.fromkeys((*FORWARDS, *BACKWARDS), parts.sizes["message"])})
 
 
-def shared_parts_of(stages: StageTable, recompute: Recompute) -> Parts:
-    """Return the memory parts of stages that may share their device with other stages."""
+def memory_parts_on_shared_device(stages: StageTable, recompute: Recompute) -> Parts:
+    """Return the memory parts of stages that share their device with other stages."""
     return (_exact if stages.exact else _additive)(stages, _in_effect(stages, recompute))
 
 
@@ -274,8 +274,8 @@ def running_part(
         in_flight: Bytes of the micro-batch's activations.
         working: Bytes of temporary tensors.
         transfer: Bytes of transfer buffers, if any.
-        saved: Number of times that saved bytes are included, as in `PartSize`.
-        peak: Index of the field of `LayerPeaks` that is included, as in `PartSize`.
+        saved: How many times the saved bytes are included.
+        peak: Index of the field of `LayerPeaks` that is included, or None.
     """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
     return PartSize(items if transfer is None else {**items, "transfer": transfer}, saved, peak)
@@ -290,7 +290,7 @@ def all_parts(
     output_gradient: FloatArray,
     running: Mapping[PartName, PartSize],
 ) -> Parts:
-    """Return all memory parts of stages, from the parts that depend on the kind of memory records.
+    """Return all memory parts of stages.
 
     Args:
         s: The stages.

@@ -1,4 +1,4 @@
-"""Memory of tensors that a stage receives and sends on, and of storages that are counted twice.
+"""Memory of tensors that a stage receives and sends on unchanged, such as those of skip connections.
 
 A skip connection crosses every boundary between the layer that creates it and the last layer that reads it. On a stage
 between these layers, the tensor is input and output at the same time, in one storage. Its gradient is also input and
@@ -18,8 +18,8 @@ _BLOCK = 512
 class RelayedTensors:
     """Bytes of tensors that a stage receives and sends on unchanged, in whole bytes.
 
-    Arrays have one row per first layer and one column per last layer of a stage: shape (firsts, layers), or broadcast
-    to it. If a stage copies its input, it sends the copy instead of the received tensor, and the tensor does not count.
+    Arrays have one row per first layer and one column per last layer of a stage. If a stage copies its input, it sends
+    the copy, and the received tensor does not count.
 
     Args:
         costs: Costs of the layers.
@@ -50,22 +50,19 @@ class RelayedTensors:
         """Return the part of each layer's input that its stage received from earlier stages; shape (firsts, layers).
 
         Args:
-            sizes: `unkept` or `all` of this object, which decides which tensors count.
+            sizes: `unkept` or `all` of this object: the tensors that count.
             own_input: Input of each of `layers`, in bytes, for stages that begin with the layer.
         """
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
     def passed_gradients(self, ends: IntArray) -> FloatArray:
-        """Return the bytes of received gradients that no layer has changed or used when a layer's backward runs.
-
-        A stage receives the gradient of each of its output tensors. The layer that created the tensor uses up the
-        gradient. A layer that reads the tensor adds to the gradient.
+        """Return the bytes of received gradients that no layer has used or added to when a layer's backward runs.
 
         Args:
             ends: Last layers of the stages: consecutive and ascending.
 
         Returns:
-            Shape (layers, ends): layer whose backward runs, last layer of the stage. Zeros may have shape (1, 1).
+            One row per layer whose backward runs, one column per last layer of the stage. Zeros may have shape (1, 1).
         """
         return _spanning(*self._relays, self._layers, ends)
 
@@ -77,8 +74,7 @@ class RelayedTensors:
         Args:
             peaks: Peak memory of the backward of each of `layers`.
             end_twice: Part of `peaks` that would count twice if a stage ends with the layer (`LayerMemory.end_twice`).
-            backward: `first` or `later` micro-batch, to include waiting gradients of shared parameters; None to leave
-                these gradients out.
+            backward: `first` or `later` micro-batch, to include gradients of shared parameters; None to leave them out.
         """
         inside = self._is_first | self._after_first
         blocks = range(0, len(self._layers), _BLOCK)
@@ -92,7 +88,7 @@ class RelayedTensors:
     def peak_weight_backward(self, peaks: FloatArray, backward: Backward) -> FloatArray:
         """Return the peak memory of each stage's weight-gradient pass (W), shape (firsts, layers).
 
-        W sends no tensors. Gradients of shared parameters wait until all layers that use the parameter have run W.
+        Gradients of a shared parameter wait until all layers that use the parameter have run W.
 
         Args:
             peaks: Peak memory of W of each of `layers`.
@@ -173,7 +169,7 @@ def has_no_skips_or_ties(costs: ChainCosts) -> bool:
 def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:
     """Return the total size of the spans that contain a stage, for each first and last layer of the stage.
 
-    A span covers the layers begins[i] to ends[i]. The shape is (firsts, layers), or (1, 1) if there are no spans.
+    Span i covers the layers begins[i] to ends[i] and has sizes[i]. The result is a 1 x 1 zero if there are no spans.
     """
     some = (begins <= ends) & (begins <= firsts.max()) & (ends >= layers[0]) & (sizes > 0)
     if not some.any():

@@ -115,7 +115,7 @@ def stage_peak_points(schedule: Schedule, *, micro_batches: int, num_later: int 
 
     Args:
         schedule: GPipe or 1F1B.
-        micro_batches: M.
+        micro_batches: Number of micro-batches.
         num_later: Number of later stages in the pipeline.
     """
     return _points_with(micro_batches, schedule.in_flight(0, num_later + 1, micro_batches))
@@ -170,7 +170,7 @@ def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[Pa
 
 
 class PartCounts(NamedTuple):
-    """Number of each of `PARTS` in each of a device's V chunks, during its actions; shape (actions, V, parts)."""
+    """How many of each of `PARTS` exist in each of a device's stages; shape (actions, chunks, parts)."""
 
     during: IntArray
     """Counts while an action runs."""
@@ -181,7 +181,7 @@ class PartCounts(NamedTuple):
 
 
 class CountChanges(NamedTuple):
-    """Changes of the numbers of `PARTS` on a device by one action.
+    """Changes of the numbers of `PARTS` on a device by one action: a part is allocated or freed.
 
     Each tuple is a flat list of pairs (index, number to add); index = chunk * len(PARTS) + position in `PARTS`.
     """
@@ -196,7 +196,7 @@ class CountChanges(NamedTuple):
 
 
 def count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
-    """Return, for each device, how each action changes the numbers of `PARTS`, which are 0 at first.
+    """Return which of `PARTS` each action of each device allocates and frees.
 
     After the actions of a device, the changes by the optimizer's step of each chunk follow.
     """
@@ -212,7 +212,7 @@ def _last_micro_batch(actions: Sequence[Sequence[Action]]) -> int:
 
 
 def part_counts(actions: Sequence[Sequence[Action]]) -> tuple[PartCounts, ...]:
-    """Return, for each device, the number of each of `PARTS` during and after every action."""
+    """Return, for each device, how many of each of `PARTS` exist during and after every action."""
     chunks = len({action.stage for action in actions[0]})
     return tuple(_counts(changes[:-chunks], chunks) for changes in count_changes(actions))
 
@@ -240,7 +240,7 @@ _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_mess
 
 
 class _PartCounter:
-    """Simulation of a device's instruction list that counts parts of memory, by the table at the top of this module."""
+    """Simulation of a device's instructions that counts memory parts; the module's docstring has the rules."""
 
     def __init__(self, row: Sequence[Action], last: int) -> None:
         stages = sorted({action.stage for action in row})
@@ -362,12 +362,12 @@ class _PartCounter:
 
 @lru_cache(maxsize=1024)
 def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """Return, for each device, the number of each of `PARTS` at all points where its memory can have its peak.
+    """Return, for each device, how many of each of `PARTS` exist at all points where its memory may peak.
 
     The optimizer's steps are included. A point is left out if another point has at least as many of every part.
 
     Returns:
-        One array of shape (points, V, parts) per device with V chunks.
+        One array of shape (points, chunks, parts) per device.
     """
     last, chunks = _last_micro_batch(actions), len({action.stage for action in actions[0]})
     return tuple(
@@ -377,10 +377,10 @@ def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray,
 
 
 def optimizer_steps(chunks: int) -> IntArray:
-    """Return the number of each of `PARTS` on a device during the optimizer's step of each of its V chunks.
+    """Return how many of each of `PARTS` exist on a device during the optimizer's step of each of its chunks.
 
     Returns:
-        Array of shape (V, V, parts): chunk whose parameters are updated, chunk that has the parts, part. The autocast
+        Array with the dimensions: chunk whose parameters are updated, chunk that has the parts, part. The autocast
         cache does not count.
     """
     steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)

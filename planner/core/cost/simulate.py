@@ -113,7 +113,7 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
     Stages on one device need no transfer. In a loop placement, device K-1 also sends to device 0.
 
     Args:
-        actions: Actions of each of the K devices, in order.
+        actions: Actions of each device, in order.
         stages: Times of each stage, in pipeline order; a multiple of K.
 
     Raises:
@@ -144,15 +144,11 @@ def last_end_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes
 def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], own_us: Sequence[float]) -> float:
     """Return the time from the start of a step to the start of the next step, in microseconds.
 
-    A device starts its next step when it has finished its own actions and its optimizer's step, even if other devices
-    still run the previous step. So the period is the longest time of any device from its first action to the end of its
-    optimizer's step.
-
     Args:
-        actions: Actions of each of the K devices, in order.
+        actions: Actions of each device, in order.
         stages: Times of each stage, in pipeline order.
-        own_us: Time of all-reduces and optimizer steps (U) of each device, without all-reduces that end before the
-            device's last action.
+        own_us: Time of all-reduces and optimizer steps of each device, without all-reduces that end before the device's
+            last action.
     """
     begins, ends, _ = _compute_spans(actions, stages)
     return max(end - begin + own for begin, end, own in zip(begins, ends, own_us, strict=True))
@@ -179,23 +175,24 @@ def makespans(
     own_us: FloatArray | None = None,
     sums_us: FloatArray | None = None,
 ) -> FloatArray:
-    """Return the step time of each of N partitions of a chain into S stages, in microseconds.
+    """Return the step time of each of several partitions of a chain, in microseconds.
 
     The results are bit for bit equal to those of `period_us` if `own_us` is given, else to those of `last_end_us`.
 
     Args:
-        actions: Actions of each of the K devices, in order.
-        times: Arrays of shape (N, S), by the names of the fields of `StageTimes`. Times of split backwards may be
-            missing if the schedule does not split backwards.
-        blocking: True if a transfer keeps the receiver busy: shape (S,), or one value for all.
-        own_us: Time of all-reduces and optimizer steps (U) of each device, shape (N, K); None to leave it out.
-        sums_us: Time of each stage's all-reduce, shape (N, S). All-reduces that end early (`early_allreduces_us`) are
-            subtracted from `own_us`.
+        actions: Actions of each device, in order.
+        times: Arrays of shape (partitions, stages), by the names of the fields of `StageTimes`. Times of split
+            backwards may be missing if the schedule does not split backwards.
+        blocking: True if a transfer keeps the receiver busy: one value per stage, or one value for all.
+        own_us: Time of all-reduces and optimizer steps of each device, shape (partitions, devices); None to leave it
+            out.
+        sums_us: Time of each stage's all-reduce, shape (partitions, stages). All-reduces that end early
+            (`early_allreduces_us`) are subtracted from `own_us`.
 
     Raises:
         ValueError: As in `simulate`, or the arrays' shapes differ.
 
-    Complexity: O(K V M) numpy operations per 1024 partitions.
+    Complexity: O(K V M) numpy operations per 1024 partitions, for K devices with V stages each and M micro-batches.
     """
     num_partitions, num_stages = shape = times["forward_us"].shape
     if any(each.shape != shape for each in times.values()):
@@ -232,7 +229,7 @@ def device_spans(
     begin: Clock,
     later_of: Callable[[Clock, Clock], Clock],
 ) -> DeviceSpans[Clock]:
-    """Return when each device starts and ends its step, with times of any type, such as linear expressions.
+    """Return when each device starts and ends its step. Times may have any type, such as linear expressions.
 
     Args:
         actions: Actions of each device, in order.

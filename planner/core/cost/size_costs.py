@@ -21,7 +21,13 @@ from planner.core.cost.chain_costs import (
     prefix_sums,
     suffix_sums,
 )
-from planner.core.cost.storages import CrossingBytes, CrossingStorages, PassedTensor, additive_crossing, writes_received
+from planner.core.cost.storages import (
+    CrossingBytes,
+    CrossingStorages,
+    PassedTensor,
+    crossing_storages_without_records,
+    writes_received,
+)
 from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
 
 
@@ -44,7 +50,7 @@ class SizeCosts:
 def costs_without_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     """Return upper bounds of the costs, for layers without exact memory records.
 
-    `n` is the index of the micro-batch size in the profile.
+    `n` is the index of a micro-batch size in the profile.
     """
     output = _per_layer(layers, lambda layer: layer.output_bytes[n])
     saved = _per_layer(layers, lambda layer: layer.saved_bytes[n])
@@ -81,7 +87,7 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         split_backward=cache(
             partial(_additive_split_backward, layers, n, saved=saved, transient=backward, gradients=gradients)
         ),
-        crossing=additive_crossing(layers, n),
+        crossing=crossing_storages_without_records(layers, n),
         relays={},
     )
 
@@ -89,7 +95,7 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
 def costs_from_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     """Return the costs of layers that all have exact memory records (`MemoryDetail`).
 
-    `n` is the index of the micro-batch size in the profile.
+    `n` is the index of a micro-batch size in the profile.
     """
     details = [layer.detail[n] for layer in layers]
     storages = CrossingStorages(details)

@@ -110,41 +110,40 @@ def split_backward_times(
 
 
 def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return how much longer the next stage's optimizer step may take than this stage's: F + B - R + 2 C.
+    """Return by how much the next stage's optimizer step may exceed this stage's, without a longer step.
 
-    F, B, R and C are this stage's forward, backward, recomputation and transfer. The next stage ends its last backward
-    earlier, by B - R + C, and begins its next forward later, by F + C. R does not count, because this stage may
-    recompute while a slower next stage still computes.
+    The result is F + B - R + 2 C, with this stage's forward F, backward B, recomputation R and transfer C. The next
+    stage ends its last backward earlier, by B - R + C, and begins its next forward later, by F + C.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
 
 
-def extended_tail_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> FloatArray:
-    """Return the delay of the next step by all-reduces and optimizer steps, after a stage is added before all others.
+def delay_with_added_stage_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> FloatArray:
+    """Return the delay of the next step by all-reduces and optimizer steps, after adding a stage before all others.
 
     Args:
         tail_us: Delay for the pipeline without the added stage.
-        own_us: Time of the added stage's all-reduce and optimizer step (U).
+        own_us: Time of the added stage's all-reduce and optimizer step.
         hidden_us: Result of the function `hidden_us` for the added stage.
     """
     tail: FloatArray = np.maximum(own_us, np.subtract(tail_us, hidden_us))
     return tail
 
 
-def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
+def optimizer_delay_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
     """Return the delay of the next step by all-reduces and optimizer steps.
 
-    Device k ends its last backward before device 0, and begins the next step after it. It therefore has additional time
-    for U_k: the sum of hidden_j over all earlier devices j. The delay is the largest rest of any U_k, and at least U_0.
+    A later device ends its last backward earlier and begins the next step later than device 0. So part of its optimizer
+    step, the sum of `hidden_us` over all earlier devices, does not delay the next step.
 
     Args:
-        own_us: Time of all-reduces and optimizer steps (U) of each device; shape (..., K).
-        hidden_us: Result of the function `hidden_us` for each device's first stage; shape (..., K).
+        own_us: Time of all-reduces and optimizer steps of each device, in the last dimension.
+        hidden_us: Result of the function `hidden_us` for each device's first stage, in the last dimension.
     """
     tail: FloatArray = np.zeros(own_us.shape[:-1])
     for k in reversed(range(own_us.shape[-1])):
-        tail = extended_tail_us(tail, own_us[..., k], hidden_us[..., k])
+        tail = delay_with_added_stage_us(tail, own_us[..., k], hidden_us[..., k])
     return tail
 
 
@@ -164,7 +163,7 @@ def shared_gradient_bytes(ties: Sequence[TiedParameters], first: IntArray | int,
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSums:
-    """Prefix sums of layer costs, shape (L+1,): entry i is the sum over the layers 0 to i - 1.
+    """Prefix sums of layer costs: entry i is the sum over the layers before layer i.
 
     The sum over a stage is the difference of two entries.
     """
@@ -188,7 +187,7 @@ class ChainSums:
         Args:
             costs: Costs of the layers at the micro-batch size.
             cluster: Devices and links.
-            replicas: R.
+            replicas: Number of data-parallel pipelines.
         """
         return cls(
             costs=costs,
@@ -249,7 +248,7 @@ class ChainSums:
         return prefix_sums(self.costs.split_backward.input_us), prefix_sums(self.costs.split_backward.weight_us)
 
     def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:
-        """Return the time (U) of each stage's all-reduce and optimizer step, in microseconds.
+        """Return the time of each stage's all-reduce and optimizer step, in microseconds.
 
         Args:
             first: First layer of each stage.

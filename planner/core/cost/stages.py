@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
-from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageMemoryModel, bytes_field, prefix_sums, suffix_sums
+from planner.core.cost.chain_costs import (
+    ALWAYS,
+    ChainCosts,
+    StageMemoryModel,
+    prefix_sums,
+    profile_field_of,
+    suffix_sums,
+)
 from planner.core.cost.layer_memory import SavedAndPeaks, cast_gradient_peaks, recomputed_backward_peaks
 from planner.core.cost.passing import NoRelayedTensors, RelayedTensors
 from planner.core.cost.waiting import Backward
@@ -25,10 +32,10 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagePeaks:
-    """Peak memory of the micro-batch that runs on a stage, for many stages at once, in bytes.
+    """Peak memory of the running micro-batch, for many stages at once, in bytes.
 
-    Received input and transfer buffers are not included. Backwards include the stage's output, which the engine stores
-    until they end. Without exact records, the arrays contain transient memory, in addition to all saved memory.
+    Received input and transfer buffers are not included. Without exact records, the arrays contain temporary memory
+    only.
     """
 
     forward: FloatArray
@@ -70,8 +77,7 @@ class SplitBackwardMemory:
 class StageTable:
     """Memory of many stages, in bytes: one row per first layer, one column per last layer or length.
 
-    Some arrays have one row, one column or both, if all entries are equal. Entries whose last layer is before the first
-    layer are meaningless.
+    Arrays with equal rows or columns may have only one. Entries whose last layer is before the first are undefined.
     """
 
     micro_batches: int
@@ -125,7 +131,7 @@ def stage_table(
         firsts: First layers.
         lasts: Last layers. In a chain without skip connections and shared parameters, it may also be a number n, for
             stages of 1 to n layers; stages beyond the end of the chain are then meaningless.
-        micro_batches: M.
+        micro_batches: Number of micro-batches.
         splits_backward: True to include the memory with a split backward; only if `lasts` is a slice.
 
     Complexity: O(columns) for each of `firsts`.
@@ -136,11 +142,11 @@ def stage_table(
 
 
 def with_recomputed_layers(stages: StageTable, levels: SavedAndPeaks[Any]) -> StageTable:
-    """Return the stages in whole bytes, with `levels` as saved bytes and peaks.
+    """Return a table of the same stages if they recompute some of their layers.
 
     Args:
         stages: The stages without recomputation.
-        levels: Saved bytes and peaks of these stages if they recompute some of their layers.
+        levels: Saved bytes and peaks of these stages with the recomputation.
     """
 
     def of_all(size: FloatArray | float) -> FloatArray:
@@ -164,11 +170,11 @@ def with_recomputed_layers(stages: StageTable, levels: SavedAndPeaks[Any]) -> St
             split_backward, held=between, first_input=first_backward + between, input=backward + between
         )
     return replace(
-        with_arrays(stages, _whole),
+        map_arrays(stages, _whole),
         saved=of_all(levels.saved),
         copied_input=np.zeros((1, 1)),  # `levels` include the copy of the input
         peaks=peaks,
-        memory_model=with_arrays(stages.memory_model, _whole),
+        memory_model=map_arrays(stages.memory_model, _whole),
         split_backward=split_backward,
         recomputes_layers=True,
     )
@@ -178,7 +184,7 @@ def _whole(array: NDArray[Any]) -> NDArray[Any]:
     return np.rint(array) if array.dtype == np.float64 else array
 
 
-def with_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]]) -> _Record:
+def map_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]]) -> _Record:
     """Return a copy of a record with `change` applied to each array; None stays None."""
     if record is None:
         return record
@@ -307,7 +313,7 @@ class StageTableBuilder:
         """Return, for each stage, the maximum of `levels` over its layers.
 
         Args:
-            levels: Bytes of each layer (column), for each first layer of a stage (row), or broadcast to this shape.
+            levels: Bytes, one row per first layer of a stage, one column per layer; or fewer rows, to broadcast.
         """
         running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, levels, 0.0), axis=1)
         return running
@@ -319,7 +325,7 @@ class StageTableBuilder:
         total = self.sums(per_layer)
         for tie in self.costs.ties:
             holds_both = (self.first <= tie.first) & (self.last >= tie.second)
-            total = total - np.where(holds_both, getattr(tie, bytes_field(component), 0.0), 0.0)
+            total = total - np.where(holds_both, getattr(tie, profile_field_of(component), 0.0), 0.0)
         return total
 
     def _optimizer_peak(self) -> FloatArray:
@@ -393,7 +399,7 @@ class StageTableBuilder:
         """Return the peak memory of the first and of a later backward, while gradients are sent to other replicas.
 
         A stage whose gradients fit into one message sends them during the backward of its first trained layer. For
-        other stages, and under autocast, the peak of the whole backward is an upper bound.
+        other stages, and under autocast, the result is an upper bound: the peak of the whole backward.
         """
         costs, levels = self.costs, self.costs.memory
         if not costs.bucket_bytes or costs.state.casts.any():

@@ -15,7 +15,7 @@ from planner.core.cost.simulate import StageTimes
 
 
 def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> float:
-    """Return the makespan of `num_jobs` jobs that pass machines in order; all jobs except the last have equal times.
+    """Return the makespan of jobs that pass all machines in order; all jobs except the last have equal times.
 
     The makespan is the largest sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q over all machines k. In the code, a is
     the sum of p so far, x the largest p so far, and d the time at which the last job leaves the machine.

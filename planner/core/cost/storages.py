@@ -13,7 +13,7 @@ from planner.core.values.profile import BoundaryTensor, LayerProfile, MemoryDeta
 
 
 class PassedTensor(NamedTuple):
-    """Tensor that consecutive layers pass on unchanged. Its gradient is also passed back unchanged."""
+    """Tensor that consecutive layers pass on unchanged, as they pass back its gradient."""
 
     origin: int
     place: int
@@ -22,7 +22,7 @@ class PassedTensor(NamedTuple):
 
 
 class CrossingBytes(NamedTuple):
-    """Bytes of a storage that crosses boundaries, by the kind of layer that saves it."""
+    """Bytes of a storage that crosses boundaries, and whether its creator or a receiver saves it for backward."""
 
     until: int
     bytes: tuple[float, float, float]
@@ -30,11 +30,11 @@ class CrossingBytes(NamedTuple):
     storage, entry 1 if only the layer that creates it saves it, entry 2 if no layer saves it."""
 
 
-def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:
+def crossing_storages_without_records(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:
     """Return the storages that cross boundaries, for layers without exact memory records.
 
-    Each layer then has one output, which crosses only the next boundary. `n` is the index of the micro-batch size in
-    the profile.
+    Each layer has one output, which crosses the next boundary only. `n` is the index of a micro-batch size in the
+    profile.
     """
     outputs = {}
     for index, layer in enumerate(layers):
@@ -106,7 +106,7 @@ class CrossingStorages:
         return storage
 
     def saved(self) -> list[float]:
-        """Return the bytes that each layer saves for backward. A storage counts only at the layer that creates it."""
+        """Return the bytes that each layer saves for backward. A storage that several layers save counts once."""
         saved = [float(detail.internal_bytes) for detail in self.details]
         for storage in self.storages:
             if storage.kept and storage.origin >= 0:
@@ -114,7 +114,7 @@ class CrossingStorages:
         return saved
 
     def crossing(self) -> dict[tuple[int, int], CrossingBytes]:
-        """Return every storage, by the layer that creates it and its index among this layer's storages."""
+        """Return every storage, by the layer that creates it and its index among the storages of this layer."""
         crossing = {}
         for each in self.storages:
             own = float(each.bytes)

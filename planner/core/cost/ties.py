@@ -44,7 +44,7 @@ def _least_tied_cast_bytes(layer: LayerProfile, tied_bytes: int) -> float:
 def _sharing_layers(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
     """Return the earlier layers with which layer `second` shares parameters.
 
-    Each entry has the fields `first`, `parameter_bytes`, `these_alone` and `earlier` of a `TiedParameters`.
+    Each tuple has the fields `first`, `parameter_bytes`, `these_alone` and `earlier` of `TiedParameters`.
     """
     layer, tied_bytes = layers[second], layers[second].tied_bytes
     if layer.tied_groups:

@@ -26,7 +26,7 @@ Backward = Literal["first", "later"]
 class WaitingGradients(NamedTuple):
     """Bytes of gradients that wait until all layers that share the parameter have run their backward.
 
-    `bytes` applies to the stages that begin with the layers in `rows`.
+    `bytes` is for the stages that begin with the layers in `rows`.
     """
 
     rows: BoolArray
@@ -50,7 +50,7 @@ def waiting_gradients(
 
     Complexity: O(ties * layers * ends).
     """
-    waiting, staying = np.zeros((len(layers), len(ends))), staying_gradients(costs)
+    waiting, staying = np.zeros((len(layers), len(ends))), unfreed_gradient_bytes(costs)
     begins = sorted({tie.first for tie in costs.ties if tie.gradient_bytes > 0}, reverse=True)
     for begin, before in pairwise((*begins, -1)):
         for tie in (tie for tie in costs.ties if tie.first == begin):
@@ -68,8 +68,8 @@ def waiting_gradients(
             yield WaitingGradients(rows, waiting)
 
 
-def staying_gradients(costs: ChainCosts) -> FloatArray:
-    """Return the additional bytes of each layer's backward peak if its gradients are not freed; shape (L,)."""
+def unfreed_gradient_bytes(costs: ChainCosts) -> FloatArray:
+    """Return how many bytes higher each layer's peak in backward is if its gradients are not freed."""
     first = costs.memory.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
     later = costs.memory.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))

@@ -56,7 +56,7 @@ def weight_peaks(builder: "StageTableBuilder", passing: RelayedTensors) -> tuple
 
 
 class WeightBackwardPeaks(NamedTuple):
-    """Peak memory of each layer's weight-gradient pass (W) under autocast, in bytes; every array has shape (L,)."""
+    """Peak memory of each layer's weight-gradient pass (W) under autocast, in bytes; one array entry per layer."""
 
     first: FloatArray
     """Peak memory of the first W, including `waiting` of all later layers of the chain."""

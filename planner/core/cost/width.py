@@ -1,17 +1,17 @@
-"""Tensor parallelism and a divided optimizer: profiles for a number of GPUs per group (width) and of replicas.
+"""Tensor parallelism and sharded optimizers: profiles for one width (GPUs that share each layer) and replicas.
 
 Each device of a plan is a group of T GPUs that share every layer. For a given T, this module returns a profile in which
-the times of layers include the collectives within a group. `Inputs.cluster_of` returns a cluster whose devices are
-groups. Other modules can therefore treat a group as one device.
+the times of layers include the collectives within a group. `Inputs.cluster_of_groups` returns a cluster whose devices
+are groups. Other modules can therefore treat a group as one device.
 
 In a forward, the GPUs of a group all-reduce the results of a layer. In a backward, they all-reduce its input gradients
 (Shoeybi et al., "Megatron-LM", arXiv:1909.08053). A ring moves 2 (T-1)/T of the bytes over the link of each GPU
 (Patarasuk and Yuan, 2009). The latency of the link counts once per all-reduce, not per hop.
 
-If R replicas divide the optimizer (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 1; the "distributed optimizer"
+If R replicas shard the optimizer (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 1; the "distributed optimizer"
 of Megatron-LM), each replica has 1/R of the optimizer state and takes 1/R of the optimizer's time. The replicas sum
 gradients by a reduce-scatter, and get updated parameters by an all-gather. If parameters are not wider than gradients,
-both together move as many bytes as the all-reduce of gradients without such a division.
+both together move as many bytes as the all-reduce of gradients without sharding.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,11 +33,8 @@ def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Li
     Args:
         size_bytes: Bytes of these all-reduces, summed.
         count: Number of all-reduces.
-        tensor_parallel: Number of GPUs that share each layer (T).
+        tensor_parallel: Number of GPUs that share each layer.
         link: Link within a node.
-
-    Returns:
-        The time; 0 for T = 1.
     """
     if tensor_parallel == 1:
         return 0.0
@@ -45,8 +42,8 @@ def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Li
     return count * link.latency_us + replace(link, latency_us=0.0).transfer_us(moved_bytes)
 
 
-def widths_of(profile: Profile) -> tuple[int, ...]:
-    """Return the numbers of GPUs that share each layer (widths) for which the profile has costs, ascending."""
+def tensor_parallel_widths(profile: Profile) -> tuple[int, ...]:
+    """Return the tensor-parallel widths (GPUs that share each layer) for which the profile has costs, ascending."""
     return tuple(sorted(layers_by_width(profile)))
 
 
@@ -56,11 +53,11 @@ def has_collectives(profile: Profile, width: int) -> bool:
     return width > 1 and any(layer.collectives or layer.collective_bytes for layer in layers)
 
 
-def profile_at_width(profile: Profile, cluster: Cluster) -> Profile:
-    """Return the profile for the number of GPUs that share each layer in a cluster (its width).
+def tensor_parallel_profile(profile: Profile, cluster: Cluster) -> Profile:
+    """Return the profile for the cluster's tensor-parallel width: the number of GPUs that share each layer.
 
-    Times of the result include the all-reduces among these GPUs. If replicas divide the optimizer, each layer has the
-    optimizer costs of one replica. If experts are divided among E of R replicas, the optimizer is divided among the R/E
+    Times of the result include the all-reduces among these GPUs. If replicas shard the optimizer, each layer has the
+    optimizer costs of one replica. If experts are spread over E of R replicas, the optimizer is sharded among the R/E
     replicas with the same experts.
 
     Args:
@@ -83,17 +80,17 @@ def profile_at_width(profile: Profile, cluster: Cluster) -> Profile:
     return replace(profile, tensor_parallel=width, layers=priced, widths=())
 
 
-def profile_of_plan(plan: Plan, profile: Profile) -> Profile:
-    """Return the profile for the plan's number of GPUs that share each layer, with times that include all-reduces.
+def tensor_parallel_profile_of_plan(plan: Plan, profile: Profile) -> Profile:
+    """Return the profile at the plan's tensor-parallel width, with times that include all-reduces.
 
     Raises:
-        UsageError: The profile has no costs for this number.
+        UsageError: The profile has no costs for this width.
     """
-    return profile_at_width(profile, plan.cluster)
+    return tensor_parallel_profile(profile, plan.cluster)
 
 
-def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
-    """Return the numbers of GPUs that share each layer (widths) that a request allows, ascending; at least one.
+def usable_tensor_parallel_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
+    """Return the tensor-parallel widths (GPUs that share each layer) that a request allows, ascending; at least one.
 
     Args:
         profile: The profile.
@@ -102,11 +99,11 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
     Raises:
         UsageError: No width is possible, or the link within a node is unknown.
     """
-    widths = (inputs.tensor_parallel,) if inputs.tensor_parallel else widths_of(profile)
+    widths = (inputs.tensor_parallel,) if inputs.tensor_parallel else tensor_parallel_widths(profile)
     problems = {width: _width_problem(profile, inputs, width) for width in widths}
     usable = tuple(width for width, problem in problems.items() if not problem)
     if not usable:
-        listed = ", ".join(map(str, widths_of(profile)))
+        listed = ", ".join(map(str, tensor_parallel_widths(profile)))
         raise UsageError(next(iter(problems.values())), hint=f"the profile has costs for `--tensor-parallel` {listed}")
     unpriced = [width for width in usable if inputs.link == Link() and has_collectives(profile, width)]
     if unpriced:
@@ -118,17 +115,17 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
     return usable
 
 
-def merge_widths(profiles: Mapping[str, Profile]) -> Profile:
-    """Return one profile from several profiles of a model that differ in the number of GPUs that share each layer.
+def merge_tensor_parallel_profiles(profiles: Mapping[str, Profile]) -> Profile:
+    """Return one profile from several profiles of a model with different tensor-parallel widths.
 
     Args:
         profiles: The profiles by the names of their files.
 
     Returns:
-        The merged profile; the smallest number comes first.
+        The merged profile; the smallest width comes first.
 
     Raises:
-        UsageError: Two profiles differ in more than this number, or have the same number.
+        UsageError: Two profiles differ in more than the width, or have the same width.
     """
     ordered = sorted(profiles.items(), key=lambda item: item[1].tensor_parallel)
     (name, first), *others = ordered
@@ -164,33 +161,33 @@ _SAME: Final[Mapping[str, Callable[[Profile], object]]] = {
 """Properties in which profiles of different widths must be equal."""
 
 
-def with_layers(profile: Profile, change: Callable[[LayerProfile], LayerProfile]) -> Profile:
-    """Return the profile with `change` applied to every layer, for each number of GPUs that share the layers."""
+def map_layers(profile: Profile, change: Callable[[LayerProfile], LayerProfile]) -> Profile:
+    """Return the profile with `change` applied to every layer, for every tensor-parallel width."""
     widths = tuple(replace(width, layers=tuple(map(change, width.layers))) for width in profile.widths)
     return replace(profile, layers=tuple(map(change, profile.layers)), widths=widths)
 
 
 class WidthTables:
-    """Cost tables of a profile, one for each number of GPUs that share each layer, computed on first use."""
+    """Cost tables of a profile, one for each tensor-parallel width, computed on first use."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._tables: dict[tuple[int, int, Link, float], CostTable] = {}
 
     def at(self, cluster: Cluster) -> CostTable:
-        """Return the cost table for the number of GPUs that share each layer in `cluster`.
+        """Return the cost table for the tensor-parallel width of `cluster`.
 
         Raises:
-            UsageError: The profile has no costs for this number.
+            UsageError: The profile has no costs for this width.
         """
         key = cluster.tensor_parallel, cluster.optimizer_shards, cluster.link, cluster.speed(0)
         if key not in self._tables:
-            self._tables[key] = CostTable(profile_at_width(self._profile, cluster))
+            self._tables[key] = CostTable(tensor_parallel_profile(self._profile, cluster))
         return self._tables[key]
 
 
 def layers_by_width(profile: Profile) -> dict[int, tuple[LayerProfile, ...]]:
-    """Return the layers of the profile, by the number of GPUs that share each layer."""
+    """Return the layers of the profile, by tensor-parallel width."""
     return {profile.tensor_parallel: profile.layers, **{each.tensor_parallel: each.layers for each in profile.widths}}
 
 
@@ -237,7 +234,7 @@ def _width_problem(profile: Profile, inputs: Inputs, width: int) -> str:
         f"groups of {width} need GPUs that are all alike, got unequal limits or speeds": not inputs.are_devices_alike,
         f"`--links` has a link for every GPU, groups of {width} need `--link` and `--inter-link`": inputs.links,
     }
-    if width not in widths_of(profile):
+    if width not in tensor_parallel_widths(profile):
         return _missing(width)
     return next((problem for problem, is_true in problems.items() if is_true and width > 1), "")
 

@@ -25,7 +25,7 @@ _HOURS_PER_DAY: Final = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWork:
-    """Work of one sample, and the peak rate of a GPU."""
+    """Tokens and floating-point operations of one sample, and the peak rate of a GPU."""
 
     tokens: int = 0
     """Tokens of a sample; 0 if they are not known."""
@@ -35,7 +35,7 @@ class SampleWork:
     """Peak rate of a GPU in the profile's precision; 0 if it is not known."""
 
     def utilization(self, samples_per_s: float, devices: int) -> float:
-        """Return the model FLOPs utilization of `devices` devices; 0 if it is not known."""
+        """Return the model FLOPs utilization (MFU) of `devices` devices; 0 if it is not known."""
         able = devices * self.peak_flops_per_s
         return self.flops * samples_per_s / able if able else 0.0
 
@@ -57,17 +57,17 @@ def workload_of(profile: Profile) -> SampleWork:
 
 
 def training_run(inputs: Inputs, step_us: float, workload: SampleWork, *, devices: int = 0) -> TrainingRun | None:
-    """Return the duration and cost of the training run whose length a request gives.
+    """Return the duration and cost of a training run, or None if the request gives neither a length nor a price.
 
     Args:
         inputs: The request, with the length of the run or a price.
         step_us: Time of a step in microseconds.
         workload: Work of a sample.
-        devices: Number of devices to pay for; 0 for those of the request.
+        devices: Number of devices to pay for; 0 for all devices of the request.
 
     Returns:
-        The training run, which has one step if only the price is given. None if neither length nor price is given, or
-        if the length is in tokens and the number of tokens of a sample is not known.
+        The training run, which has one step if only the price is given. None also if the length is in tokens and the
+        number of tokens of a sample is not known.
     """
     samples = inputs.samples
     if inputs.tokens and workload.tokens:

@@ -1,1 +1,1 @@
-"""Checks of plans: memory limits, predicted against measured values, and differences between plans."""
+"""Checks of plans: memory limits, measured against predicted values, and differences between plans."""

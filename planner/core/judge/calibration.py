@@ -1,4 +1,4 @@
-"""Compute a calibration: corrections of a profile, from a run whose stages share a machine."""
+"""Corrections of a profile, computed from a measured run."""
 
 from dataclasses import replace
 from typing import Final
@@ -66,7 +66,7 @@ _LARGEST: Final = (
 
 
 def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
-    """Return the measurements of each stage: the slowest times and the highest peaks of all replicas."""
+    """Return the measurements of each stage: the slowest times and highest peaks over all replicas."""
     runs: dict[int, StageRun] = {}
     for run in report.stages:
         previous = runs.get(run.index, run)

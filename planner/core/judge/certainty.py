@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from typing import Final, Literal
 
-from planner.core.cost.width import profile_at_width
+from planner.core.cost.width import tensor_parallel_profile
 from planner.core.errors import UsageError
 from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.findings import Finding, finding
@@ -104,7 +104,7 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
         profile: Profile of the plan.
     """
     errors, step_us = _step_errors(plan, profile), plan.predicted.step_us
-    sampling = sampling_error(plan, profile_at_width(profile, plan.cluster))
+    sampling = sampling_error(plan, tensor_parallel_profile(profile, plan.cluster))
     if errors is None:
         source, step_ratio, range_us = f"{profile.device.how} for {profile.device.kind}", None, None
     else:
@@ -127,7 +127,7 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
 
 
 def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
-    """Return `fits` if each peak and its upper bound fit, `tight` if only the peaks fit, or `does not fit`."""
+    """Return `fits`, `tight` if only the upper end of the error range exceeds the memory limit, or `does not fit`."""
     limits = [chunks[0].memory_bytes for chunks in plan.by_device()]
     if any(need > limit for need, limit in zip(plan.peak_bytes_by_device(), limits, strict=True)):
         return "does not fit"
@@ -161,9 +161,8 @@ def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
 
 
 def sampling_error(plan: Plan, profile: Profile) -> float:
-    """Return the error of the step time that comes from the spread of measurements, divided by the step time.
+    """Return the relative error of the step time that comes from the spread of measurements.
 
-    A step time is a maximum over sums of stage times, so its relative error is at most the largest one of a stage time.
     Links are assumed to be exact. Layers with the same digest were measured once, and have the same error. All other
     layers have independent errors.
 
@@ -180,8 +179,6 @@ def sampling_error(plan: Plan, profile: Profile) -> float:
 
 def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
     """Return the share of memory to keep free so that peaks fit even at the upper end of the error range.
-
-    The share is rounded up to 0.1 %.
 
     Args:
         profile: Profile that plans are made from.

@@ -15,7 +15,7 @@ _SAME_SHARE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDifference:
-    """One stage in two plans; the values of a plan that lacks this stage are None."""
+    """One stage in two plans; its values are None for a plan that lacks the stage."""
 
     index: int
     layers_before: int | None
@@ -53,7 +53,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPlan:
-    """One of the compared plans."""
+    """Plan in a comparison, with its step time and memory."""
 
     path: str
     recomputed: bool
@@ -112,7 +112,7 @@ def _stage(index: int, before: Stage | None, now: Stage | None) -> StageDifferen
 
 
 def growth_findings(difference: Difference) -> Iterator[Finding]:
-    """Yield findings about growth: one for the stage whose memory grew most, and one for a slower step."""
+    """Yield findings for the stage whose memory grew most, and for a slower step."""
     against = difference.against
     grown = [(s.more_bytes, s) for s in difference.stages if s.more_bytes > 0]
     if grown:

@@ -9,8 +9,8 @@ from planner.core.judge.verification import (
     DEFAULT_TOLERANCE,
     ComparedFigure,
     compared_peaks,
-    disturbance_note,
-    unplanned_samples,
+    disturbance_reason,
+    samples_per_step_if_unplanned,
     with_verdict,
 )
 from planner.core.values.balance import Balance
@@ -29,24 +29,24 @@ def deviating_figures(balance: Balance, report: RunReport, *, are_times_judged: 
     Args:
         balance: Stages that were run, with their predicted values.
         report: Report of the run.
-        are_times_judged: False if it is known that other work disturbed the times.
+        are_times_judged: False if the times are known to be disturbed by other processes.
     """
     planned, steps_us = balance.planned, timed_steps_us(report)
     is_long = len(report.step_us) - report.warmup_steps >= ENOUGH_STEPS
-    if planned is None or not is_long or unplanned_samples(report) is not None:
+    if planned is None or not is_long or samples_per_step_if_unplanned(report) is not None:
         return ()
     if report.device.kind != (planned.device or balance.device):
         return ()
     step = ComparedFigure(what="step_us", predicted=planned.step_us, measured=median(steps_us))
     peaks = compared_peaks(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)
     # A profile written by hand may have no times.
-    are_times_judged = are_times_judged and planned.step_us > 0 and not disturbance_note(report)
+    are_times_judged = are_times_judged and planned.step_us > 0 and not disturbance_reason(report)
     rows = (with_verdict(row, DEFAULT_TOLERANCE, are_times_judged=are_times_judged) for row in (step, *peaks))
     return tuple(row for row in rows if row.agrees is False)
 
 
 def drift_text(drift: Sequence[ComparedFigure]) -> str:
-    """Return a sentence about the step time and the device peak that deviates most."""
+    """Return a sentence about the step time and about the device peak that deviates most."""
     said, tolerance = [], DEFAULT_TOLERANCE
     for row in drift:
         if row.what == "step_us":

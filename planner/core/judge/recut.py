@@ -8,7 +8,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
 from planner.core.cost.stage_time import CHOICES
-from planner.core.cost.width import profile_at_width
+from planner.core.cost.width import tensor_parallel_profile
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan, Recompute, RecomputePolicy, SolverReport
 from planner.core.values.profile import Profile
@@ -19,11 +19,11 @@ def with_cuts(
 ) -> Plan:
     """Return a plan with other cuts, and with the recomputation that the new stages need.
 
-    The schedule, micro-batches and devices remain unchanged. Each device gets the fastest recomputation of whole stages
-    that fits and that the plan's policy allows. If none fits, the device gets the one with the least memory.
+    Each device gets the fastest recomputation of whole stages that fits and that the plan's policy allows. If none
+    fits, the device gets the one with the least memory.
 
     Args:
-        plan: Plan to change.
+        plan: Plan to change; its schedule, micro-batches and devices stay.
         profile: Profile of the plan.
         balance: Layers per stage; there may be more or fewer stages than in the plan.
         memory_bytes: Memory limit of each device in bytes; None for the limits of the plan.
@@ -35,7 +35,7 @@ def with_cuts(
         UsageError: The numbers of layers or devices are wrong, or the schedule cannot run so many stages.
     """
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
-    cluster = inputs.cluster_of(plan.tensor_parallel, plan.replicas)
+    cluster = inputs.cluster_of_groups(plan.tensor_parallel, plan.replicas)
     partition = Partition(
         schedule=plan.schedule,
         micro_batches=plan.micro_batches,
@@ -46,7 +46,7 @@ def with_cuts(
         replicas=plan.replicas,
     )
     check_partition(partition, num_layers=len(profile.layers), num_devices=cluster.num_devices)
-    costs = costs_at(profile_at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
+    costs = costs_at(tensor_parallel_profile(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
     evaluation = _fastest_fitting(costs, partition, cluster, inputs.recompute)
     return evaluation.plan(inputs, SolverReport(method="given", status="given"))
 

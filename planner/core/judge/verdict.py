@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from planner.core.cost.costs import covers_size
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import check_partition
-from planner.core.cost.width import widths_of
+from planner.core.cost.width import tensor_parallel_widths
 from planner.core.errors import UsageError
 from planner.core.judge.certainty import Certainty, MemoryFit, certainty_of, memory_fit, tight_findings
 from planner.core.values.devices import Accelerator
@@ -46,7 +46,7 @@ class Verdict:
     """Result for the memory limits; None without a plan."""
 
     @property
-    def refused(self) -> tuple[Severity, ...]:
+    def failing_severities(self) -> tuple[Severity, ...]:
         """Severities that make the check fail."""
         return ("error", "warning") if self.strict else ("error",)
 
@@ -116,7 +116,9 @@ def judge(
 def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     """Return `verdict` with more findings, and with `fits` updated."""
     findings = (*verdict.findings, *findings)
-    return replace(verdict, findings=findings, fits=all(each.severity not in verdict.refused for each in findings))
+    return replace(
+        verdict, findings=findings, fits=all(each.severity not in verdict.failing_severities for each in findings)
+    )
 
 
 def with_difference(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
@@ -188,7 +190,7 @@ def _stale(plan: Plan, digest: str) -> Finding:
 
 
 def _missing_layers(plan: Plan, profile: Profile, *, stale: bool) -> Finding | None:
-    if stale and plan.tensor_parallel not in widths_of(profile):
+    if stale and plan.tensor_parallel not in tensor_parallel_widths(profile):
         message = f"in the plan, {plan.tensor_parallel} GPUs share each layer; the profile has no costs for this number"
         return finding("GP202", message, hint="profile and solve again")
     if sum(plan.balance) == len(profile.layers) and min(plan.balance, default=0) > 0:
@@ -252,7 +254,7 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
     """Return True if two values are equal within the rounding of plan files.
 
     Args:
-        name: Name of the field; times end in `_us` and are rounded to 0.1 us, others to six decimals.
+        name: Name of the field. Times end in `_us` and are rounded to 0.1 us, other values to six decimals.
         written: Value in the file.
         computed: Value from the cost model.
     """
@@ -261,7 +263,7 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
 
 
 def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
-    """Return the solver report of a plan if its lower bound and gap can be checked; else None.
+    """Return the solver report of a plan, or None if its lower bound and gap cannot be checked.
 
     Args:
         written: Plan as stored.
@@ -276,7 +278,7 @@ def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
 
 
 def differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
-    """Return the paths of predicted values in a plan that differ from those of the evaluated plan `now`."""
+    """Return the paths of predicted values in `plan` that differ from those in `now`, which was computed again."""
     places = [*_differing(plan.predicted, now.predicted, "predicted")]
     for k, (written, computed) in enumerate(zip(plan.stages, now.stages, strict=True)):
         places += _differing(written, computed, f"stages[{k}]")
@@ -284,7 +286,7 @@ def differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
 
 
 def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
-    """Return contradictions between a plan's solver report and its step time, in words."""
+    """Return contradictions between a plan's solver report and its step time, as texts."""
     step_us, bound_us = plan.predicted.step_us, solver.lower_bound_us
     problems = []
     if solver.status == "given":

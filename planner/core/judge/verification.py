@@ -23,7 +23,7 @@ Quantity = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Tolerated errors of predictions, as shares unless stated otherwise."""
+    """Allowed errors of predictions, relative unless stated otherwise."""
 
     step: float
     """Error of the step time, in either direction, as a share of the prediction."""
@@ -46,7 +46,7 @@ DEFAULT_TOLERANCE: Final = Tolerance(step=0.1, memory_below=0.01, memory_above=0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedFigure:
-    """One figure, predicted and measured."""
+    """Predicted and measured value of one figure, such as the step time."""
 
     what: Quantity
     index: int | None = None
@@ -91,7 +91,7 @@ def verification_of(
         plan: Plan with current predictions.
         profile: Profile of the plan.
         report: Report of a run of the plan.
-        tolerance: Tolerated errors.
+        tolerance: Allowed errors.
         crowded: Reason not to judge times, if one is known without the report; else empty.
         proof: Result of the equivalence check of the stages with the unpartitioned model.
         wrong: Differences that the equivalence check found.
@@ -104,7 +104,7 @@ def verification_of(
     """
     if len(report.step_us) <= report.warmup_steps:
         raise MeasurementError(f"{len(report.step_us)} steps are all warm-up steps", hint="run more: `--steps 12`")
-    crowded = crowded or disturbance_note(report)
+    crowded = crowded or disturbance_reason(report)
     compared = tuple(
         with_verdict(row, tolerance, are_times_judged=not crowded) for row in compared_figures(plan, report)
     )
@@ -122,21 +122,21 @@ def verification_of(
 def compared_figures(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...]:
     """Return predicted and measured figures without verdicts: step, bubble, stage times, device peaks.
 
-    If the pipeline ran in several replicas, the slowest times and the highest peaks are used. If the run has fewer
-    stages than the plan, only the stages of the run are compared.
+    With several replicas, the slowest times and the highest peaks are used. If the run has fewer stages than the plan,
+    only the stages of the run are compared.
     """
     stages = [[stage.index for stage in chunks] for chunks in plan.by_device()]
     peaks = compared_peaks(list(zip(stages, allocator_peaks(plan), strict=True)), report)
     return (*_times(plan, report), *peaks)
 
 
-def core_shortage(processes: int, threads: int, cores: int) -> str:
-    """Return the reason not to judge times if a machine has too few cores for its processes; else an empty text.
+def core_shortage_reason(processes: int, threads: int, cores: int) -> str:
+    """Return why times are not judged: the machine has too few CPU cores for its processes. Empty if it has enough.
 
     Args:
         processes: Number of processes on the machine.
         threads: Threads per process.
-        cores: Cores of the machine.
+        cores: CPU cores of the machine.
     """
     wanted = processes * threads
     if wanted <= cores:
@@ -144,22 +144,22 @@ def core_shortage(processes: int, threads: int, cores: int) -> str:
     return f"times are not judged: the plan's processes need {wanted} cores, and this machine has {cores}"
 
 
-def disturbance_note(report: RunReport) -> str:
-    """Return the reason not to judge times if processes of the run had to wait for cores; else an empty text."""
-    waited = lack_of_cores(report)
+def disturbance_reason(report: RunReport) -> str:
+    """Return why times are not judged: processes of the run had to wait for CPU cores. Empty if they did not."""
+    waited = cpu_time_phrase(report)
     return f"times are not judged: {waited}; end other programs, and run it again" if waited else ""
 
 
-def lack_of_cores(report: RunReport) -> str:
-    """Return a phrase with the smallest share of time in which a process had a core; empty if the share is large."""
+def cpu_time_phrase(report: RunReport) -> str:
+    """Return a phrase with the smallest share of time that a process had a CPU core; empty if it is large."""
     share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
     if share >= LEAST_CORE_SHARE:
         return ""
     return f"a process of the run had a core for only {share:.0%} of the time that it needed one"
 
 
-def unplanned_samples(report: RunReport) -> float | None:
-    """Return the number of samples per step of a run if it differs from the planned number; None otherwise."""
+def samples_per_step_if_unplanned(report: RunReport) -> float | None:
+    """Return the number of samples per step of a run, or None if it is the planned number."""
     rates = report.samples_per_s[report.warmup_steps :]
     if not report.batch or not rates:
         return None

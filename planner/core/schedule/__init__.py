@@ -100,8 +100,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
 
     Args:
         name: Name of the schedule.
-        order: Action order of each device as text, if the schedule was searched for a plan; empty for a searched
-            schedule whose orders are not known yet.
+        order: Action order of each device as text, for a schedule that the solver makes; empty if not known yet.
 
     Raises:
         UsageError: A word of `order` is not an action.
@@ -112,7 +111,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
 
 
 def schedules_for(policy: ScheduleName) -> tuple[Schedule, ...]:
-    """Return the schedules that the schedule option allows: all schedules for `auto`, else the named one."""
+    """Return all schedules if `policy` is `auto`, else the named one."""
     searched = SEARCHED, SEARCHED_IN_V
     if policy == "auto":
         return *SCHEDULES.values(), *searched

@@ -47,7 +47,7 @@ class Action(NamedTuple):
 
 
 class LoadBounds(NamedTuple):
-    """Lower bounds of the compute time of one micro-batch, in microseconds, valid for every partition."""
+    """Lower bounds of the compute time of one micro-batch, valid for every partition, in microseconds."""
 
     work_us: float
     """Forward plus backward time of all layers on the fastest device."""
@@ -93,9 +93,9 @@ class Schedule(ABC):
 
         Args:
             device: Index of the device.
-            num_devices: K.
-            micro_batches: M.
-            chunks: V. The numbers must be valid: `refuse` checks them.
+            num_devices: Number of devices.
+            micro_batches: Number of micro-batches.
+            chunks: Stages per device. The numbers must be valid: `refuse` checks them.
         """
 
     def stages_on(self, device: int, num_devices: int, chunks: int) -> tuple[int, ...]:
@@ -103,14 +103,14 @@ class Schedule(ABC):
 
         Args:
             device: Index of the device.
-            num_devices: K.
-            chunks: V.
+            num_devices: Number of devices.
+            chunks: Stages per device.
         """
         return stages_on(device, num_devices, chunks, self.placement)
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """Action order of each device as text, if the schedule was made for one pipeline; empty for other schedules."""
+    def order_texts(self) -> tuple[str, ...]:
+        """Action order of each device as text, if the solver or the user made the schedule; else empty."""
         return ()
 
     def runs_chunks(self, chunks: int) -> bool:
@@ -123,9 +123,9 @@ class Schedule(ABC):
         """Raise UsageError if the schedule cannot run with these numbers.
 
         Args:
-            num_devices: K.
-            micro_batches: M.
-            chunks: V.
+            num_devices: Number of devices.
+            micro_batches: Number of micro-batches.
+            chunks: Stages per device.
 
         Raises:
             UsageError: The schedule does not support these numbers.
@@ -146,7 +146,7 @@ class Schedule(ABC):
         return inf
 
     def round_size(self, num_devices: int) -> int:
-        """Return the number of micro-batches of a round. If M is larger, M must be a multiple of this number."""
+        """Return the number of micro-batches in a round. If there are more, their number must be a multiple of it."""
         return 1
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
@@ -154,8 +154,8 @@ class Schedule(ABC):
 
         Args:
             device: Index of the device.
-            num_devices: K.
-            micro_batches: M.
+            num_devices: Number of devices.
+            micro_batches: Number of micro-batches.
         """
         waiting = most = 0
         for action in self.order(device, num_devices, micro_batches, chunks=1):
@@ -172,8 +172,8 @@ class Schedule(ABC):
 
         Args:
             loads: Lower bounds of the compute time of one micro-batch.
-            micro_batches: M.
-            chunks: V.
+            micro_batches: Number of micro-batches.
+            chunks: Stages per device.
         """
         if self.splits_backward:
             return micro_batches * loads.pair_us
@@ -181,12 +181,12 @@ class Schedule(ABC):
         return max(micro_batches * loads.pair_us, loads.work_us + one_after_the_other)
 
     def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return the longest forward plus backward time of a stage with which a step can be shorter than `upper_us`.
+        """Return the longest forward plus backward time of any stage in a plan that is faster than `upper_us`.
 
         Args:
             upper_us: Step time to beat, in microseconds.
             work_us: Forward plus backward time of a micro-batch in all stages, in microseconds.
-            micro_batches: M.
+            micro_batches: Number of micro-batches.
 
         Returns:
             Upper bound of the time for one micro-batch, in microseconds.
@@ -197,9 +197,9 @@ class Schedule(ABC):
         """Return the actions of every device, in order.
 
         Args:
-            num_devices: K, the number of action orders.
-            micro_batches: M.
-            chunks: V.
+            num_devices: Number of devices, each with its own action order.
+            micro_batches: Number of micro-batches.
+            chunks: Stages per device.
 
         Raises:
             UsageError: The schedule cannot run with these numbers, or there are too many actions to simulate.

@@ -40,8 +40,8 @@ _Message = tuple[MessageKind | None, int, int]
 """Direction, stage and micro-batch of a message between stages."""
 
 
-class BuildingBlock(NamedTuple):
-    """Start times of the first micro-batch's passes on a device, in units of one pass."""
+class PassStartTimes(NamedTuple):
+    """Start times of the first micro-batch's passes on a device, as a multiple of the duration of a pass."""
 
     forward_down: int
     """F of the device's first stage, on the way down the V."""
@@ -54,30 +54,30 @@ class BuildingBlock(NamedTuple):
 
 
 class BuildingBlockSchedule(VSchedule):
-    """Schedule that repeats a building block. Each device has two stages, placed as a V."""
+    """Schedule that repeats one pattern of passes for each micro-batch. Each device has two stages, placed as a V."""
 
     @abstractmethod
-    def block(self, device: int, num_devices: int) -> BuildingBlock:
-        """Return the start times of the building block's passes on a device."""
+    def pass_start_times(self, device: int, num_devices: int) -> PassStartTimes:
+        """Return the start times of the first micro-batch's passes on a device."""
 
     @abstractmethod
     def most_held(self, num_devices: int) -> int:
-        """Return the largest number of forwards on a device, in both its stages together, that may wait for their W."""
+        """Return the largest number of forwards on a device that may wait for their weight-gradient pass."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the device's actions: copies of the building block, moved together as the module describes."""
-        blocks = tuple(self.block(k, num_devices) for k in range(num_devices))
+        """Return the device's actions: the pattern of passes, repeated for each micro-batch and moved together."""
+        blocks = tuple(self.pass_start_times(k, num_devices) for k in range(num_devices))
         return _squeezed_orders(blocks, micro_batches, self.most_held(num_devices))[device]
 
 
 @lru_cache(maxsize=8)
 def _squeezed_orders(
-    blocks: tuple[BuildingBlock, ...], micro_batches: int, most_held: int
+    blocks: tuple[PassStartTimes, ...], micro_batches: int, most_held: int
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of every device, in O(K^2 M) steps.
 
-    The block times of one device must differ modulo six. `most_held` is the largest number of forwards on a device that
-    may wait for their W, and at least the number in the blocks.
+    The start times of one device must differ modulo six. `most_held` is the largest number of forwards on a device that
+    may wait for their W, and at least the number in the pattern.
     """
     stages = [stages_on(device, len(blocks), 2, "v") for device in range(len(blocks))]
     rows = [_repeated(block, down, up, micro_batches) for block, (down, up) in zip(blocks, stages, strict=True)]
@@ -85,7 +85,7 @@ def _squeezed_orders(
     return _simulate([[row[unit] for unit in sorted(row)] for row in squeezed])
 
 
-def _repeated(block: BuildingBlock, down: int, up: int, micro_batches: int) -> _Slots:
+def _repeated(block: PassStartTimes, down: int, up: int, micro_batches: int) -> _Slots:
     slots: _Slots = {}
     for i in range(micro_batches):
         slots[block.forward_down + _PERIOD * i] = Action(down, "F", i)

@@ -14,33 +14,30 @@ from planner.core.schedule.split_backward import DOWN, UP, OrderBuilder, VSchedu
 
 
 class DualPipeV(VSchedule):
-    """Schedule with two stages per device, placed as a V.
-
-    A device alternates forwards of one of its stages with backwards of the other stage.
-    """
+    """Schedule with two stages per device, which alternates forwards of one stage with backwards of the other."""
 
     name = "dualpipev"
     title = "DualPipeV"
     torch_name = "DualPipeV"
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the action order of torch's schedule. Passes that torch overlaps are run one after the other."""
+        """Return the action order of torch's schedule. Passes that torch overlaps run one after the other."""
         behind = num_devices - 1 - device
         row = OrderBuilder(self.stages_on(device, num_devices, chunks), micro_batches)
         for _ in range(2 * behind):
-            row.forward(DOWN)
+            row.add_forward(DOWN)
         for _ in range(device + 1):
-            row.forward(DOWN)
-            row.forward(UP)
+            row.add_forward(DOWN)
+            row.add_forward(UP)
         for _ in range(behind):
-            row.input_backward(UP)
-            row.weight_backward()
-            row.forward(UP)
+            row.add_input_backward(UP)
+            row.add_weight_backward()
+            row.add_forward(UP)
         for _ in range(micro_batches - 2 * num_devices + device + 1):
             _pair(row, DOWN, UP)
             _pair(row, UP, DOWN)
         for _ in range(behind):
-            row.backward(UP)
+            row.add_backward(UP)
             _pair(row, UP, DOWN)
         self._drain(row, device, behind)
         return tuple(row.actions)
@@ -49,9 +46,9 @@ class DualPipeV(VSchedule):
         """Raise UsageError if there are fewer micro-batches than stages, as torch's schedule does.
 
         Args:
-            num_devices: K.
-            micro_batches: M.
-            chunks: Stages per device (V).
+            num_devices: Number of devices.
+            micro_batches: Number of micro-batches.
+            chunks: Stages per device.
         """
         super().refuse(num_devices, micro_batches, chunks)
         if micro_batches < 2 * num_devices:
@@ -62,7 +59,7 @@ class DualPipeV(VSchedule):
             )
 
     def most_devices(self, micro_batches: int) -> int:
-        """Return M // 2: there are two stages per device, and at least as many micro-batches as stages."""
+        """Return half the number of micro-batches. Two stages per device need as many micro-batches."""
         return micro_batches // 2
 
     @staticmethod
@@ -71,16 +68,16 @@ class DualPipeV(VSchedule):
         for place in range(2 * (device + 1)):
             chunk = DOWN if place % 2 else UP
             if place < whole:
-                row.backward(chunk)
+                row.add_backward(chunk)
             else:
-                row.input_backward(chunk)
+                row.add_input_backward(chunk)
         for _ in range(behind):
-            row.weight_backward()
-            row.input_backward(DOWN)
+            row.add_weight_backward()
+            row.add_input_backward(DOWN)
         for _ in range(device + 1):
-            row.weight_backward()
+            row.add_weight_backward()
 
 
 def _pair(row: OrderBuilder, forward: int, backward: int) -> None:
-    row.forward(forward)
-    row.backward(backward)
+    row.add_forward(forward)
+    row.add_backward(backward)

@@ -29,7 +29,7 @@ class GPipe(Schedule):
         return (*forwards, *(Action(device, "B", i) for i in range(micro_batches)))
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """Return M: all micro-batches are in flight after the last forward."""
+        """Return the number of micro-batches, because all of them are in flight after the last forward."""
         return micro_batches
 
     def bound_us(self, loads: LoadBounds, micro_batches: int, chunks: int) -> float:
@@ -37,5 +37,5 @@ class GPipe(Schedule):
         return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
 
     def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return an upper bound of the slowest stage's time. A step takes `work_us` plus M-1 times this time."""
+        """Return the longest forward plus backward time of any stage in a plan that is faster than `upper_us`."""
         return inf if micro_batches == 1 else max(0.0, upper_us - work_us) / (micro_batches - 1)

@@ -45,9 +45,9 @@ class Interleaved(Schedule):
         """Raise UsageError if the micro-batches cannot be divided into rounds of equal length.
 
         Args:
-            num_devices: K.
-            micro_batches: M.
-            chunks: Stages per device (V).
+            num_devices: Number of devices.
+            micro_batches: Number of micro-batches.
+            chunks: Stages per device.
         """
         super().refuse(num_devices, micro_batches, chunks)
         rounds = _num_rounds(num_devices, micro_batches)
@@ -65,7 +65,7 @@ class Interleaved(Schedule):
         return micro_batches // _num_rounds(num_devices, micro_batches)
 
     def round_size(self, num_devices: int) -> int:
-        """Return K: a round has as many micro-batches as there are devices."""
+        """Return the number of devices: a round has as many micro-batches."""
         return num_devices
 
 
@@ -79,7 +79,7 @@ def in_rounds(kind: Letter, stages: Sequence[int], micro_batches: int, per_round
     Args:
         kind: Kind of all actions.
         stages: Stages of the device, in the order of their turns.
-        micro_batches: M.
+        micro_batches: Number of micro-batches.
         per_round: Micro-batches per round.
     """
     return [

@@ -1,4 +1,4 @@
-"""Schedule that was made for one pipeline and consists of explicit action orders.
+"""Schedule with action orders that the user wrote, or that a search found for one pipeline.
 
 A plan stores action orders as text, one line per device, in the notation of torch's schedule files: `0F0 0F1 0I0`.
 """
@@ -13,7 +13,7 @@ from planner.core.values.placement import Placement, device_of
 
 
 class ListedSchedule(Schedule):
-    """Schedule of explicit action orders, which were written by the user or found by a search.
+    """Schedule with action orders that the user wrote, or that a search found for one pipeline.
 
     Args:
         rows: Actions of each device, in order; empty before the search.
@@ -45,7 +45,7 @@ class ListedSchedule(Schedule):
 
     @property
     def exact_chunks(self) -> int | None:  # type: ignore[override]
-        """Required number of stages per device: 2 if orders are still to be searched for a V; else None."""
+        """Required number of stages per device: 2 for a V whose orders are still to be searched, else None."""
         return 2 if not self.rows and self._meant_for == "v" else None
 
     @cached_property
@@ -72,8 +72,8 @@ class ListedSchedule(Schedule):
         return len({action.micro_batch for row in self.rows for action in row})
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """Action orders as text."""
+    def order_texts(self) -> tuple[str, ...]:
+        """Action order of each device as text."""
         return format_orders(self.rows)
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:

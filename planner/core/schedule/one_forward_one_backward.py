@@ -43,9 +43,9 @@ class OneForwardOneBackward(Schedule):
             )
 
     def most_devices(self, micro_batches: int) -> int:
-        """Return M: each device warms up with at least one micro-batch."""
+        """Return the number of micro-batches: each device needs at least one for its warm-up."""
         return micro_batches
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """Return the number of warm-up forwards: one for the stage itself and one for every later stage; at most M."""
+        """Return the number of warm-up forwards: one for the stage itself, and one for every later stage."""
         return min(micro_batches, num_devices - device)

@@ -1,4 +1,4 @@
-"""Instruction lists of devices, transfers included, and the dependencies between actions.
+"""Instruction lists of devices, including transfers, and the dependencies between actions.
 
 Only this module knows which stages exchange messages. A forward of stage s waits for the forward of stage s-1. A
 backward or input-gradient pass waits for the same pass of stage s+1, and on the last stage for the stage's own forward.
@@ -112,13 +112,11 @@ def devices_of(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:
     """Return the instruction lists of all devices: their actions and the transfers between them.
 
-    All devices run one action per turn, in order of device index. The message of an action is sent right after it. The
-    receive is appended to the instructions that the receiver has so far. An activation is received before the
-    receiver's own action of that turn, so that the transfer overlaps with this action. Any two devices therefore have
-    their transfers in the same order, and wait only for earlier instructions. So they cannot block each other.
+    Any two devices have their transfers in the same order, so they cannot block each other. An activation is received
+    before the receiver's own action of that turn, so that the transfer overlaps with this action.
 
     Args:
-        actions: Actions of the K devices, in order.
+        actions: Actions of each device, in order.
 
     Raises:
         DeadlockError: The action orders wait for each other in a circle, or for a missing action.
@@ -142,7 +140,7 @@ def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
     """Return all actions in an order in which each action comes after the actions that it depends on.
 
     Args:
-        actions: Actions of the K devices, in order.
+        actions: Actions of each device, in order.
 
     Raises:
         DeadlockError: The action orders wait for each other in a circle, or for a missing action.

@@ -9,7 +9,7 @@ from planner.core.schedule.kinds import Letter
 def alternating_order(
     forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up: int, lag: int
 ) -> tuple[Action, ...]:
-    """Return a device's actions: warm-up forwards, then F, I and W in turn. Each W is of an earlier micro-batch than I.
+    """Return a device's actions: warm-up forwards, then F, I and W in turn, with each W some micro-batches after its I.
 
     Args:
         forwards: All F actions of the device, in order.
@@ -50,7 +50,7 @@ class OrderBuilder:
 
     Args:
         stages: Stages of the device, by chunk.
-        micro_batches: M; actions of micro-batches beyond M are not added.
+        micro_batches: Number of micro-batches; actions of later micro-batches are not added.
     """
 
     def __init__(self, stages: Sequence[int], micro_batches: int) -> None:
@@ -61,24 +61,24 @@ class OrderBuilder:
         self._backwards = [0] * len(stages)
         self._waiting: list[tuple[int, int]] = []
 
-    def forward(self, chunk: int) -> None:
-        """Add the F of the chunk's next micro-batch."""
+    def add_forward(self, chunk: int) -> None:
+        """Add the forward of the chunk's next micro-batch."""
         self._add(chunk, "F", self._forwards[chunk])
         self._forwards[chunk] += 1
 
-    def backward(self, chunk: int) -> None:
-        """Add the B of the chunk's next micro-batch."""
+    def add_backward(self, chunk: int) -> None:
+        """Add the backward of the chunk's next micro-batch."""
         self._add(chunk, "B", self._backwards[chunk])
         self._backwards[chunk] += 1
 
-    def input_backward(self, chunk: int) -> None:
-        """Add the I of the chunk's next micro-batch, and queue its W."""
+    def add_input_backward(self, chunk: int) -> None:
+        """Add the input-gradient pass of the chunk's next micro-batch, and queue its weight-gradient pass."""
         self._waiting.append((chunk, self._backwards[chunk]))
         self._add(chunk, "I", self._backwards[chunk])
         self._backwards[chunk] += 1
 
-    def weight_backward(self, chunk: int | None = None) -> None:
-        """Add the oldest queued W, of `chunk` or of any chunk; add nothing if none is queued."""
+    def add_weight_backward(self, chunk: int | None = None) -> None:
+        """Add the oldest queued weight-gradient pass, of `chunk` or of any chunk; do nothing if none is queued."""
         place = next((i for i, (waits, _) in enumerate(self._waiting) if chunk in (None, waits)), None)
         if place is not None:
             waits, micro_batch = self._waiting.pop(place)

@@ -24,7 +24,7 @@ def orders_as_csv(actions: Sequence[Sequence[Action]]) -> str:
     """Return the CSV table of action orders: a line for each device, without idle slots.
 
     Args:
-        actions: Actions of the K devices, in order.
+        actions: Actions of each device, in order.
     """
     return "".join(",".join(map(str, row)) + "\n" for row in actions)
 

@@ -9,7 +9,7 @@ units from device 0 to device K-1, and one unit on the way back. The longer a mi
 stage, the shorter it stays with the second stage. So all devices need the same memory.
 """
 
-from planner.core.schedule.building_block import BuildingBlock, BuildingBlockSchedule
+from planner.core.schedule.building_block import BuildingBlockSchedule, PassStartTimes
 
 
 class VHalf(BuildingBlockSchedule):
@@ -18,11 +18,11 @@ class VHalf(BuildingBlockSchedule):
     name = "v-half"
     title = "V-Half"
 
-    def block(self, device: int, num_devices: int) -> BuildingBlock:
-        """Return the start times of the paper's building block on a device."""
+    def pass_start_times(self, device: int, num_devices: int) -> PassStartTimes:
+        """Return the start times of the first micro-batch's passes on a device, as in the paper."""
         # If K is even, gradients come three units later; otherwise they would collide with forwards on the device.
         late = 0 if num_devices % 2 else 3
-        return BuildingBlock(
+        return PassStartTimes(
             forward_down=2 * device,
             forward_up=3 * num_devices - device - 2,
             backward_up=3 * num_devices + late + 2 * device - 1,
@@ -30,5 +30,5 @@ class VHalf(BuildingBlockSchedule):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """Return how many forwards may wait for their W: (K+2) // 2 in each of the device's two stages."""
+        """Return how many forwards may wait for their weight-gradient pass, in both stages of the device."""
         return 2 * ((num_devices + 2) // 2)

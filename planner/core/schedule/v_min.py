@@ -9,7 +9,7 @@ Micro-batches and gradients pass down and up the V without a pause, so that devi
 If F, I and W differ in length, devices wait for each other at every micro-batch.
 """
 
-from planner.core.schedule.building_block import BuildingBlock, BuildingBlockSchedule
+from planner.core.schedule.building_block import BuildingBlockSchedule, PassStartTimes
 
 
 class VMin(BuildingBlockSchedule):
@@ -18,12 +18,12 @@ class VMin(BuildingBlockSchedule):
     name = "v-min"
     title = "V-Min"
 
-    def block(self, device: int, num_devices: int) -> BuildingBlock:
-        """Return the start times of the paper's building block on a device."""
+    def pass_start_times(self, device: int, num_devices: int) -> PassStartTimes:
+        """Return the start times of the first micro-batch's passes on a device, as in the paper."""
         # If K is a multiple of 3, gradients come two units later; otherwise they would collide with forwards of other
         # micro-batches on the device.
         late = 0 if num_devices % 3 else 2
-        return BuildingBlock(
+        return PassStartTimes(
             forward_down=device,
             forward_up=2 * num_devices - device - 1,
             backward_up=2 * num_devices + late + device,
@@ -31,5 +31,5 @@ class VMin(BuildingBlockSchedule):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """Return how many forwards may wait for their W: (K+4) // 3 in each of the device's two stages."""
+        """Return how many forwards may wait for their weight-gradient pass, in both stages of the device."""
         return 2 * ((num_devices + 4) // 3)

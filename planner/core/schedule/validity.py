@@ -27,8 +27,8 @@ def check_orders(actions: Sequence[Sequence[Action]], num_micro_batches: int) ->
     """Raise UsageError if the action orders do not form a valid step.
 
     Args:
-        actions: Actions of the K devices, in order.
-        num_micro_batches: M.
+        actions: Actions of each device, in order.
+        num_micro_batches: Number of micro-batches.
 
     Raises:
         UsageError: The action orders are invalid; the message names the device, the action and the problem.

@@ -21,35 +21,32 @@ class ZBV(VSchedule):
     torch_name = "ZBVZeroBubble"
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return warm-up passes of both stages, then F, I, W of each stage in turn, then the remaining I and W passes.
-
-        With fewer than 2K-1 micro-batches, this is the order for 2K-1 without the missing micro-batches.
-        """
+        """Return warm-up passes of both stages, then F, I, W of the stages in turn, then the remaining I and W."""
         behind = num_devices - device
         row = OrderBuilder(self.stages_on(device, num_devices, chunks), micro_batches)
         for _ in range(2 * behind - 1):
-            row.forward(DOWN)
+            row.add_forward(DOWN)
         for _ in range(device):
-            row.forward(UP)
-            row.forward(DOWN)
+            row.add_forward(UP)
+            row.add_forward(DOWN)
         for _ in range(behind):
             _pass(row, UP)
         for _ in range(max(num_devices - 1, micro_batches - num_devices)):
             _pass(row, DOWN)
             _pass(row, UP)
         for _ in range(device):
-            row.input_backward(DOWN)
-            row.input_backward(UP)
+            row.add_input_backward(DOWN)
+            row.add_input_backward(UP)
         for _ in range(behind):
-            row.input_backward(DOWN)
-            row.weight_backward(DOWN)
+            row.add_input_backward(DOWN)
+            row.add_weight_backward(DOWN)
         for chunk in (UP, DOWN):
             for _ in range(device):
-                row.weight_backward(chunk)
+                row.add_weight_backward(chunk)
         return tuple(row.actions)
 
 
 def _pass(row: OrderBuilder, chunk: int) -> None:
-    row.forward(chunk)
-    row.input_backward(chunk)
-    row.weight_backward(chunk)
+    row.add_forward(chunk)
+    row.add_input_backward(chunk)
+    row.add_weight_backward(chunk)

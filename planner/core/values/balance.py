@@ -31,7 +31,7 @@ class StageBalance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrediction:
-    """Predictions for a run, and the files and options to plan again.
+    """Predicted step time and memory of a run, and the files and options to plan again.
 
     Paths are relative to the folder of `balance.yaml`.
     """
@@ -90,17 +90,17 @@ class Balance:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of one pipeline: devices times stages per device (K·V)."""
+        """Number of stages of one pipeline."""
         return len(self.balance)
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of one pipeline (K)."""
+        """Number of devices of one pipeline."""
         return len(self.balance) // self.chunks
 
     @property
     def num_processes(self) -> int:
-        """Number of processes (K R): one for each device of every pipeline."""
+        """Number of processes: one for each device of every pipeline."""
         return self.num_devices * self.replicas
 
     @property
@@ -142,7 +142,7 @@ def launch_command(num_processes: int, script: str, *, nodes: int = 1) -> str:
 
 
 def quote_options(options: Iterable[str]) -> str:
-    """Return options as text for a shell; their values are quoted, because they may come from a file."""
+    """Return options as text for a shell. Their values are quoted, because they may come from a file."""
     words = (option.partition(" ") for option in options)
     return " ".join(shlex.join(filter(None, (name, value))) for name, _, value in words)
 

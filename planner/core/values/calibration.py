@@ -14,7 +14,7 @@ CALIBRATION_SCHEMA: Final = "gpipe-plan/calibration/v1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Costs of a machine, measured by a run, which replace the profile's costs in predictions."""
+    """Costs of a machine, measured by a run. Predictions use them instead of the profile's costs."""
 
     schema: Literal["gpipe-plan/calibration/v1"] = CALIBRATION_SCHEMA
     generator: Generator | None = None

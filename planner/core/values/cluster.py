@@ -16,7 +16,7 @@ Size = TypeVar("Size", float, "NDArray[np.float64]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Full-duplex connection between neighboring stages, equally fast in both directions.
+    """Connection between neighboring stages, equally fast in both directions, which it can serve at the same time.
 
     A `blocking` link keeps the receiving stage busy for the whole transfer, as gloo on CPUs does. Transfers over other
     links overlap with compute. Over the default link, transfers take no time.
@@ -35,7 +35,7 @@ class Link:
 
     @classmethod
     def slowest(cls, links: Sequence["Link"]) -> "Link":
-        """Return a link that is no faster than any of `links`: their longest latency and their smallest bandwidth."""
+        """Return a link with the longest latency and the smallest bandwidth of `links`."""
         rates = [link.bytes_per_s for link in links if link.bytes_per_s]
         return cls(
             latency_us=max((link.latency_us for link in links), default=0.0),
@@ -46,7 +46,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorCost:
-    """Costs of the bundled executor on a machine."""
+    """Costs of the executor (the training engine of this package) on a machine."""
 
     overhead_us: float
     """Time of the executor itself per micro-batch, stage and direction (forward or backward)."""
@@ -92,11 +92,9 @@ class Cluster:
         return (self.speeds[device] if self.speeds else 1.0) / self.compute
 
     def link_after(self, device: int, *, num_devices: int, replicas: int = 1) -> Link:
-        """Return the link from `device` to the next device of its pipeline. The last device is followed by the first.
+        """Return the link from `device` to the next device of its pipeline; the last device is followed by the first.
 
-        Replicas occupy consecutive devices, and wait for each other, so that the slowest of their links counts. If
-        links were measured one by one, the link from the last device to the first is unknown, and the slowest link of
-        the pipeline is used.
+        Replicas use consecutive devices and wait for each other, so the slowest of their links counts.
 
         Args:
             device: Index of the device in its pipeline.
@@ -114,7 +112,7 @@ class Cluster:
         return self.inter_link if leaves else self.link
 
     def link_between(self, device: int, neighbor: int, *, num_devices: int, replicas: int = 1) -> Link:
-        """Return the link between two neighboring devices of a pipeline, or a link without cost within one device.
+        """Return the link between two neighboring devices of a pipeline. Within one device, the link takes no time.
 
         Args:
             device: Index of one device in its pipeline.

@@ -97,5 +97,5 @@ def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:
 
 
 def training_kind(profiled: str) -> str:
-    """Return the kind of device to train on: the kind `profiled`, or `cpu` if torch cannot train on that kind."""
+    """Return the kind of device to train on: `profiled`, or `cpu` if torch cannot train on this kind."""
     return profiled if profiled in TORCH_KINDS else "cpu"

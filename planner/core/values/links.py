@@ -38,10 +38,9 @@ class Links:
 
 
 def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking: bool) -> Link:
-    """Return the link whose latency and bandwidth, both at least 0, fit measured times best.
+    """Return the link whose latency and bandwidth fit measured times best.
 
-    The fit minimizes the sum of squared relative errors. With absolute errors, one percent of the largest transfer
-    would outweigh the latency of small transfers, because sizes differ by orders of magnitude.
+    The fit minimizes the sum of squared relative errors, because sizes differ by orders of magnitude.
 
     Args:
         sizes_bytes: Sizes of the transfers.

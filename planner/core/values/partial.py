@@ -29,7 +29,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialProfile:
-    """Measurements of an interrupted profile, and all conditions that must be equal to reuse them."""
+    """Measurements of an interrupted profile, with the settings that must be equal to reuse them."""
 
     schema: Literal["gpipe-plan/partial/v1"] = PARTIAL_SCHEMA
     generator: Generator
@@ -40,7 +40,7 @@ class PartialProfile:
     measurements: tuple[Measurement, ...]
 
     def differences(self, other: "PartialProfile") -> list[str]:
-        """Return the names of the conditions in which this profile and `other` differ."""
+        """Return the names of the settings in which this profile and `other` differ."""
         names = ("generator", "model", "device", "environment", "optimizer")
         # Memory that other programs hold on the device changes no measurement.
         a, b = (replace(one, device=replace(one.device, reserve_bytes=0)) for one in (self, other))

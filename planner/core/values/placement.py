@@ -20,7 +20,7 @@ def device_of(stage: int, num_devices: int, placement: Placement = "loop") -> in
 
     Args:
         stage: Index of the stage in the pipeline.
-        num_devices: K.
+        num_devices: Number of devices.
         placement: Placement of the stages.
     """
     chunk, place = divmod(stage, num_devices)
@@ -32,8 +32,8 @@ def stages_on(device: int, num_devices: int, chunks: int = 1, placement: Placeme
 
     Args:
         device: Index of the device, 0 to K-1.
-        num_devices: K.
-        chunks: V.
+        num_devices: Number of devices.
+        chunks: Stages per device.
         placement: Placement of the stages.
     """
     turned = num_devices - 1 - device
@@ -48,7 +48,7 @@ def rank_of(stage: int, replica: int, num_devices: int, placement: Placement = "
     Args:
         stage: Index of the stage in the pipeline.
         replica: Index of the replica.
-        num_devices: K.
+        num_devices: Number of devices.
         placement: Placement of the stages.
     """
     return replica * num_devices + device_of(stage, num_devices, placement)

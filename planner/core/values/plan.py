@@ -109,26 +109,26 @@ class Inputs:
     """Price of a GPU-hour, in any currency; 0 if it was not given."""
 
     def device_memory_for_limit(self, limit_bytes: int) -> int:
-        """Return the smallest device memory, in bytes, of which `limit_bytes` remain after the headroom."""
+        """Return the device memory, in bytes, that is needed for a memory limit of `limit_bytes` after the headroom."""
         size = ceil(limit_bytes / (1 - self.headroom))
         return size if memory_limit_of_device(size, self.headroom) >= limit_bytes else size + 1
 
     @property
     def are_devices_alike(self) -> bool:
-        """True if all devices have the same memory limit and the same speed."""
+        """True if all devices have the same memory limit and speed."""
         return len(set(self.memory_bytes)) <= 1 and len(set(self.speeds)) <= 1
 
     @property
     def cluster(self) -> Cluster:
-        """Cluster in which each GPU is a device of its own, without groups of GPUs that share layers."""
-        return self.cluster_of(1)
+        """Cluster in which each GPU is a device of its own."""
+        return self.cluster_of_groups(1)
 
-    def cluster_of(self, tensor_parallel: int, replicas: int = 1) -> Cluster:
-        """Return the cluster in which groups of GPUs share each layer; each group is a device.
+    def cluster_of_groups(self, tensor_parallel: int, replicas: int = 1) -> Cluster:
+        """Return the cluster in which each device is a group of GPUs that share every layer.
 
         Args:
             tensor_parallel: Number of GPUs of a group. GPUs that fill no group are left out.
-            replicas: Number of data-parallel pipelines, which may divide the optimizer.
+            replicas: Number of data-parallel pipelines, which may shard the optimizer.
         """
         count = self.devices // tensor_parallel
         groups: dict[str, Any] = {
@@ -149,7 +149,7 @@ def memory_limit_of_device(device_bytes: int, headroom: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """Quality of the plan, and the method that established it."""
+    """How good the plan is: its status, lower bound and gap, and the method of the search."""
 
     method: str
     status: Literal["optimal", "feasible", "given"]
@@ -181,7 +181,7 @@ class StageMemory:
 
     @classmethod
     def of(cls, **items: int) -> "StageMemory":
-        """Return the memory with these components; `total` is their sum."""
+        """Return the memory with these components; `total` is computed as their sum."""
         return cls(**items, total=sum(items.values()))
 
     def items(self) -> tuple[tuple[str, int], ...]:
@@ -219,7 +219,7 @@ class Stage:
 
     @property
     def backward_input_us(self) -> float:
-        """Part of `backward_us` that is not the weight-gradient pass."""
+        """Part of `backward_us` without the weight-gradient pass."""
         return self.backward_us - self.backward_weight_us
 
 
@@ -261,7 +261,7 @@ class TrainingRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """Best plan for a number of micro-batches and of replicas, or for a schedule."""
+    """Figures of the best plan for one number of micro-batches and replicas, or for one schedule."""
 
     micro_batches: int
     micro_batch_size: int
@@ -284,7 +284,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """Step time of the best plan after one change of the devices."""
+    """Step time of the best plan after one change of the devices, such as more memory."""
 
     change: str
     step_us: float
@@ -307,7 +307,7 @@ class Noise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Insight:
-    """Explanation of the plan: bottleneck, device with the least free memory, and changes that would improve it."""
+    """Explanation of a plan: its bottleneck, the device with the least free memory, and possible improvements."""
 
     pace: str
     """Bottleneck of the step: the forward and backward of a stage, or a link."""
@@ -364,7 +364,7 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of one pipeline (K)."""
+        """Number of devices of one pipeline."""
         return len(self.balance) // self.chunks
 
     @property
@@ -375,11 +375,11 @@ class Plan:
     @property
     def cluster(self) -> Cluster:
         """Devices and links that the plan is for; each device is a group of `tensor_parallel` GPUs."""
-        return self.inputs.cluster_of(self.tensor_parallel, self.replicas)
+        return self.inputs.cluster_of_groups(self.tensor_parallel, self.replicas)
 
     @property
-    def divides_optimizer(self) -> bool:
-        """True if replicas divide the optimizer's state and step among them."""
+    def shards_optimizer(self) -> bool:
+        """True if replicas shard the optimizer: each has a part of the optimizer state."""
         return self.cluster.optimizer_shards > 1
 
     def device_of(self, stage: Stage) -> int:

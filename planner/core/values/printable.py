@@ -18,12 +18,12 @@ def escape_unprintable(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line, escaped so that a CI runner never takes any part of it as a command."""
+    """Return `text` on one line, escaped so that a CI runner takes no part of it as a command."""
     return escape_unprintable(text).replace("::", r":\x3a").replace(_OLD_COMMAND, r"#\x23[")
 
 
 def printable_lines(text: str) -> str:
-    """Return a message with all lines after the first indented, so that no line looks like another message."""
+    """Return a message with all lines after the first indented, so that none looks like another message."""
     first, *rest = text.split("\n")
     return "\n".join([_line(first), *(_line(line if not line or line[0] == " " else f"  {line}") for line in rest)])
 

@@ -104,7 +104,9 @@ class BoundaryTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDetail:
-    """Exact memory record of one layer at one micro-batch size. The peak of any stage follows from these records.
+    """Exact memory record of one layer at one micro-batch size.
+
+    The peak of any stage can be computed from these records.
 
     A peak is the additional memory relative to the start of the layer's forward, when its input is already in memory.
     """
@@ -145,8 +147,8 @@ class MemoryDetail:
 class SplitMemory:
     """Exact memory record of one layer with a split backward, at one micro-batch size.
 
-    A peak is counted from the memory in use when the layer's forward starts, so it includes all that the layer has
-    stored since. The layer's input counts only if the layer keeps it for W.
+    A peak is relative to the memory at the start of the layer's forward. The layer's input counts only if the layer
+    keeps it for the weight-gradient pass.
     """
 
     held_bytes: int
@@ -175,7 +177,7 @@ class SplitMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayKind:
-    """Arrays of one type and shape in a compiled program. Stages of one program share slots for them."""
+    """Arrays of one type and shape in a compiled program."""
 
     kind: str
     """Type and shape: `float32[8,64,256]`."""
@@ -195,8 +197,8 @@ class ArrayKind:
 class ProgramMemory:
     """Memory of one layer in a compiled program, at one micro-batch size, including padding.
 
-    There are two kinds of programs. One runs the forward and the backward of one micro-batch, and releases a layer's
-    memory after its backward. The other one loops over micro-batches, and stores all saved tensors in arrays.
+    A program either runs the forward and backward of one micro-batch, or loops over micro-batches and stores all saved
+    tensors in arrays.
     """
 
     carried_bytes: int
@@ -310,7 +312,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthCosts:
-    """Costs of all layers for another number of GPUs that share each layer."""
+    """Costs of all layers for another tensor-parallel width (number of GPUs that share each layer)."""
 
     tensor_parallel: int
     """Number of GPUs that share each layer; every figure in `layers` is for one of these GPUs."""

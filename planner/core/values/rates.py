@@ -1,4 +1,4 @@
-"""Peak rates of known accelerators, for a roofline (Williams, Waterman and Patterson, 2009).
+"""Peak rates of known accelerators, for a roofline estimate (Williams, Waterman and Patterson, 2009).
 
 Names are those of `planner.core.values.devices`. Rates are dense (without sparsity), per device that runs a pipeline
 stage, at the clocks of the cited data sheet.
@@ -111,7 +111,7 @@ _OTHER_BOARDS: Final = ("pcie", "nvl")
 
 
 def peak_flops_per_s(reported: str, dtype: str) -> float:
-    """Return the peak rate of the device that reports the name `reported`, for `dtype`; 0 if the rate is not known."""
+    """Return the peak FLOP/s of a device for `dtype`, by the name that it reports; 0 if not known."""
     lower = reported.lower()
     if any(word in lower for word in _OTHER_BOARDS):
         return 0.0

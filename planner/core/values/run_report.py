@@ -18,10 +18,9 @@ they had 0.08 to 0.19.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
-    """Measurements of one stage.
+    """Measurements of one stage, per micro-batch unless stated otherwise.
 
-    Times are means over the steps after the warm-up, without the fastest and the slowest quarter of these steps. They
-    are per micro-batch unless stated otherwise.
+    Times are means over the steps after the warm-up, without the fastest and the slowest quarter of these steps.
     """
 
     index: int

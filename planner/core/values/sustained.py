@@ -1,4 +1,4 @@
-"""Rates that published runs sustained, as defaults for GPUs that this machine lacks.
+"""FLOP/s that GPUs reached in published training runs: defaults for GPUs that this machine lacks.
 
 `docs/measurements/published.md`, section "Rates that were reached", names all runs and their sources. Each rate here is
 the median of its sources' medians. `tests/unit/test_published.py` computes them from the published figures.
@@ -13,7 +13,7 @@ _CHIPS: Final = {"a100-40gb": "A100", "a100-80gb": "A100", "h100": "H100", "h200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SustainedRate:
-    """Half-precision FLOP/s of a GPU, averaged over steps without their tensor-parallel all-reduces."""
+    """Half-precision FLOP/s that a GPU reached in training, without the time of tensor-parallel all-reduces."""
 
     chip: str
     experts: bool = False
@@ -35,7 +35,7 @@ SUSTAINED: Final = (
 
 
 def sustained_rate(name: str, *, experts: bool = False) -> SustainedRate | None:
-    """Return the rate that published runs on an accelerator sustained; None if there are no such runs.
+    """Return the rate that an accelerator reached in published runs; None if there are no such runs.
 
     Args:
         name: Name of the accelerator, as in `planner.core.values.devices`.

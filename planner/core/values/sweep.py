@@ -1,4 +1,4 @@
-"""Sweep: the best plan for every number of devices and every memory limit, and the smallest cluster that trains."""
+"""Sweep: the best plan for every number of devices and every memory limit."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -110,7 +110,7 @@ def count_option(count: int) -> str:
 
 
 def bytes_option(size_bytes: int) -> str:
-    """Return a size for options, rounded up to two decimals: `8.21GB`."""
+    """Return a size as an option's value, rounded up to two decimals: `8.21GB`."""
     for unit, factor in _DECIMAL:
         if size_bytes >= factor:
             return _two_decimals(-(-size_bytes * 100 // factor), unit)
@@ -118,7 +118,7 @@ def bytes_option(size_bytes: int) -> str:
 
 
 def exact_bytes_option(size_bytes: int) -> str:
-    """Return a size for options, exact to the byte: `8GB`, `1.5GiB`, `8000000001B`."""
+    """Return a size as an option's value, exact to the byte: `8GB`, `1.5GiB`, `8000000001B`."""
     binary = tuple((f"{p}iB", 1024**n) for n, p in ((4, "T"), (3, "G"), (2, "M"), (1, "K")))
     for unit, factor in (*_DECIMAL, *binary):
         if size_bytes >= factor and size_bytes * 100 % factor == 0:
@@ -127,23 +127,23 @@ def exact_bytes_option(size_bytes: int) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return bytes for people, in binary units with three significant digits: `7.45 GiB`."""
+    """Return bytes as text in binary units with three significant digits: `7.45 GiB`."""
     return _in_units(float(size_bytes), 1024, _SIZE_UNITS)
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Return a bandwidth as text in decimal units, as in data sheets of links: `25.0 GB/s`."""
+    """Return a bandwidth as text in decimal units: `25.0 GB/s`."""
     return _in_units(float(bytes_per_s), 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def format_speed(samples_per_s: float) -> str:
-    """Return samples per second for people: `1,234 samples/s`."""
+    """Return samples per second as text: `1,234 samples/s`."""
     text = f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
     return f"{text} samples/s"
 
 
 def format_us(time_us: float) -> str:
-    """Return microseconds for people, in the most readable unit: `812 ms`."""
+    """Return microseconds as text, in the most readable unit: `812 ms`."""
     return _in_units(float(time_us), 1000, _TIME_UNITS)
 
 
@@ -223,7 +223,7 @@ def _three_digits(value: float) -> str:
 
 
 def decimals_for_three_digits(value: float) -> int:
-    """Return the number of decimals that gives `value` three significant digits; at least 0."""
+    """Return the number of decimals that gives `value` three significant digits."""
     for digits in (2, 1):
         if len(f"{value:.{digits}f}".lstrip("-").replace(".", "")) <= 3:
             return digits

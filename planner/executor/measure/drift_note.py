@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from planner.core.judge.drift import deviating_figures, drift_text
-from planner.core.judge.verification import core_shortage
+from planner.core.judge.verification import core_shortage_reason
 from planner.core.values.balance import Balance, RunPrediction
 from planner.core.values.printable import printable_lines
 from planner.core.values.run_report import RunReport
@@ -25,7 +25,7 @@ def drift_note(
         num_here: Number of the run's processes on this machine, which share its cores.
         advice: Function that returns advice and the commands to replan, one per line.
     """
-    is_crowded = report.device.kind == "cpu" and core_shortage(num_here, balance.threads, usable_cores())
+    is_crowded = report.device.kind == "cpu" and core_shortage_reason(num_here, balance.threads, usable_cores())
     drift = deviating_figures(balance, report, are_times_judged=not is_crowded)
     if not drift or balance.planned is None:
         return ""

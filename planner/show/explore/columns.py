@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import SharedBytes, bytes_by_component, subtract_shared
-from planner.core.cost.parts import Parts, parts_of, shared_parts_of
+from planner.core.cost.parts import Parts, memory_parts_on_shared_device, stage_memory_parts
 from planner.core.cost.peak_points import PARTS
 from planner.core.cost.stage_time import CHOICES, ChainSums, hidden_us
 from planner.core.cost.stages import StageTable, stage_table
@@ -119,9 +119,9 @@ def _components(block: _Block, mode: int, choice: Recompute) -> Components:
 def _chosen(block: _Block, mode: int, choice: Recompute) -> Components:
     stages = block.stages
     if mode in (SHARED, IN_PLACE):
-        components = _among_others(block, shared_parts_of(stages, choice), is_in_place=mode == IN_PLACE)
+        components = _among_others(block, memory_parts_on_shared_device(stages, choice), is_in_place=mode == IN_PLACE)
     else:
-        parts = parts_of(stages, choice, in_flight=1 if mode == ALONE_ONCE else 2)
+        parts = stage_memory_parts(stages, choice, in_flight=1 if mode == ALONE_ONCE else 2)
         sizes = {ALWAYS: parts.always} | {PARTS.index(name): size.items for name, size in parts.sizes.items()}
         components = {
             (part, ITEMS.index(item)): _at(block, size) for part, items in sizes.items() for item, size in items.items()

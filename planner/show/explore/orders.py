@@ -135,7 +135,7 @@ def _schedules(request: ExplorerRequest) -> Iterator[Schedule]:
 def _cases(request: ExplorerRequest) -> Iterator[tuple[Schedule, int, int]]:
     plan, num_layers = request.plan, len(request.profile.layers)
     for schedule in _schedules(request):
-        if schedule.texts:
+        if schedule.order_texts:
             yield schedule, plan.chunks, plan.micro_batches
             continue
         for chunks in _chunks(schedule, plan):

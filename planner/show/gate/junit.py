@@ -44,7 +44,7 @@ def _case(
     said = [f"{format_bytes(stage.memory.total)} of {format_bytes(stage.memory_bytes)}"] if stage is not None else []
     for finding in findings:
         text = full_message(finding, verdict)
-        if finding.severity in verdict.refused:
+        if finding.severity in verdict.failing_severities:
             attributes = {"type": finding.code, "message": _xml(f"{finding.code} {rule(finding.code).title}")}
             ET.SubElement(case, "failure", attributes).text = _xml(text)
         else:

@@ -45,7 +45,7 @@ def _origin(plan: Plan, profile: Profile | None) -> str:
 
 
 def _optimizer(plan: Plan) -> str:
-    divided = f", divided among {plan.replicas} replicas" if plan.divides_optimizer else ""
+    divided = f", divided among {plan.replicas} replicas" if plan.shards_optimizer else ""
     return f"{plan.inputs.optimizer}{divided}" if plan.inputs.optimizer else ""
 
 

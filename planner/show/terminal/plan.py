@@ -115,7 +115,7 @@ def _not_a_pipeline(plan: Plan) -> str:
 
 
 def _divided(plan: Plan) -> str:
-    return f"the {plan.replicas} replicas divide the optimizer (ZeRO stage 1)" if plan.divides_optimizer else ""
+    return f"the {plan.replicas} replicas divide the optimizer (ZeRO stage 1)" if plan.shards_optimizer else ""
 
 
 def _unused(plan: Plan) -> str:

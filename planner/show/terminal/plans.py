@@ -18,7 +18,7 @@ from planner.show.views.numbers import NOTHING, rate
 _LONGEST_BAR = 40
 
 
-def plans_text(comparison: Comparison, style: Style) -> str:
+def plan_comparison_text(comparison: Comparison, style: Style) -> str:
     """Return a table of plans and a chart of samples per second.
 
     For two plans, the differences of their stages follow.

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from planner.core.cost.width import widths_of
+from planner.core.cost.width import tensor_parallel_widths
 from planner.core.values.printable import printable
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.core.values.units import format_bytes, pluralize
@@ -66,7 +66,9 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
     device, environment = profile.device, profile.environment
     model = [
         pluralize(len(profile.layers), "layer"),
-        f"shared by {', '.join(map(str, widths_of(profile)))} GPUs" if max(widths_of(profile)) > 1 else "",
+        f"shared by {', '.join(map(str, tensor_parallel_widths(profile)))} GPUs"
+        if max(tensor_parallel_widths(profile)) > 1
+        else "",
         f"{profile.model.parameters:,} parameters" if profile.model.parameters else "",
         printable(f"optimizer {profile.optimizer}") if profile.optimizer else "",
         *(printable(f"{name}={value}") for name, value in profile.model.settings.items()),

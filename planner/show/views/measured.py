@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from planner.core.judge.calibration import stage_runs
-from planner.core.judge.verification import ComparedFigure, Quantity, lack_of_cores
+from planner.core.judge.verification import ComparedFigure, Quantity, cpu_time_phrase
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport, StageRun
 from planner.core.values.units import pluralize
@@ -79,7 +79,7 @@ OF_DEVICES = "peak memory is that of the whole device, equal for all stages on i
 
 def times_warning(report: RunReport) -> str:
     """Return a warning if a run's processes got too little CPU time; else an empty text."""
-    waited = lack_of_cores(report)
+    waited = cpu_time_phrase(report)
     return f"times are too long: {waited}, because there were more processes than free cores" if waited else ""
 
 

@@ -45,7 +45,7 @@ _ROUNDING = 1 + 1e-9
 
 
 class _Box(NamedTuple):
-    """Plans whose largest forward time and largest backward time are between the limits `least` and `most`."""
+    """Plans whose largest forward and backward times are between the limits `least` and `most`."""
 
     bound_us: float
     """Lower bound of the step times in the box; boxes are sorted by it."""
@@ -66,7 +66,7 @@ class BottleneckSearch:
 
     Args:
         problem: The chain and its stages.
-        micro_batches: Number of micro-batches, M.
+        micro_batches: Number of micro-batches.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
@@ -79,10 +79,7 @@ class BottleneckSearch:
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
     def find_first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """Return a good partition faster than `upper_us`; None if the search finds none.
-
-        If `upper_us` is infinite, None means that no partition fits into memory.
-        """
+        """Return a good partition faster than `upper_us`; None if the search finds none."""
         self.best_so_far = self._whole.find_first(self.bound_us, upper_us, (*SLACKS, np.inf))
         return self.best_so_far
 
@@ -91,7 +88,7 @@ class BottleneckSearch:
         # With a good plan or a limit, go to the boxes directly.
         if self.best_so_far is None and upper_us == np.inf:
             self.find_first()
-        least = self._whole.least_of_chain()
+        least = self._whole.least_values()
         boxes = [
             _Box(
                 bound_us=self.bound_us,
@@ -115,7 +112,7 @@ class BottleneckSearch:
                     deadline=self._deadline,
                 )
                 box = box._replace(
-                    bound_us=max(box.bound_us, search.root_bound_us()), passes_us=search.least_of_chain()["passes"]
+                    bound_us=max(box.bound_us, search.root_bound_us()), passes_us=search.least_values()["passes"]
                 )
             for part in self._search_box(box, search, self._upper_us(upper_us)):
                 heappush(boxes, part._replace(number=count))

@@ -57,18 +57,18 @@ class ChainCuts(NamedTuple):
 
 
 class _PartialPlans(NamedTuple):
-    """Partial plans with equal numbers of stages. The last dimension of each array is the partial plan."""
+    """Partial plans with the same number of stages. The last dimension of each array is the partial plan."""
 
     first: IntArray
     parent: IntArray
     """Index of the partial plan without the first stage, among those with one stage less."""
     choice: ChoiceArray
     numbers: FloatArray
-    """Numbers of each partial plan, shape (numbers of the recurrence, n)."""
+    """Numbers of each partial plan, one row per number (`recurrences.py`)."""
     bound: FloatArray
-    """Lower bounds of the step time of every complete plan that contains the partial plan, shape (n,)."""
+    """Lower bound of the step time of every complete plan that contains the partial plan."""
     rank: FloatArray
-    """Lower bounds of the rank of every complete plan that contains the partial plan, shape (numbers to rank by, n)."""
+    """Lower bounds of the numbers by which complete plans that contain the partial plan are ranked, one row each."""
 
     def take(self, index: IndexArray) -> "_PartialPlans":
         fields: list[Any] = [field.take(index, axis=-1) for field in self]
@@ -85,7 +85,7 @@ class CutDynamicProgram:
 
     Args:
         problem: The chain and its stages.
-        recurrence: Numbers of partial plans under the schedule, for example `GPipeRecurrence`.
+        recurrence: Rule to add a stage to partial plans under the schedule, for example `GPipeRecurrence`.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
@@ -106,8 +106,8 @@ class CutDynamicProgram:
         earlier = self._earlier_layers(empty.first, self.problem.num_stages)
         return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
 
-    def least_of_chain(self) -> dict[str, float]:
-        """Return the lower bound of each value in `Recurrence.needs` over all partitions of the chain, by name."""
+    def least_values(self) -> dict[str, float]:
+        """Return lower bounds for all partitions by name, for example of the largest forward time of a stage."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
@@ -125,8 +125,7 @@ class CutDynamicProgram:
     def find_first(self, bound_us: float, upper_us: float, slacks: Sequence[float]) -> ChainCuts | None:
         """Return a good partition faster than `upper_us`; None if there is none.
 
-        The search runs under a tight limit first, because it is then fastest. If no plan is within the limit, the limit
-        is raised.
+        The search tries tight limits of the step time first, because it is then fastest.
 
         Args:
             bound_us: Lower bound of the step time, in microseconds.
@@ -158,7 +157,8 @@ class CutDynamicProgram:
             best_rank: Rank to beat, or None.
             most_per_count: Limit on partial plans with the same number of stages. If this limit and `enough_in_all` are
                 exceeded, the search ends early and sets `is_exhaustive` to False.
-            enough_in_all: Limit on all partial plans together, see `most_per_count`.
+            enough_in_all: Number of partial plans, of all numbers of stages together, below which the search never ends
+                early.
         """
         levels = [self._root()]
         best: ChainCuts | None = None
@@ -184,9 +184,9 @@ class CutDynamicProgram:
         return best
 
     def partitions_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
-        """Return partitions whose lower bound is below `upper_us`, and True if no such partition is missing.
+        """Return partitions whose lower bound is below `upper_us`, and True if the list is complete.
 
-        At most `most` partial plans with the same number of stages are kept, those with the smallest lower bounds.
+        For each number of stages, at most `most` partial plans are kept: the ones with the smallest lower bounds.
         """
         levels = [self._root()]
         partitions: list[ChainCuts] = []
@@ -273,7 +273,7 @@ class CutDynamicProgram:
         first = at.first.take(kept)
         # Bounds use the numbers as they are. In kept plans the numbers are raised, so that more plans are dominated.
         whole = self._raise_to_chain_bounds(self._earlier_layers(first, stages_left))
-        raised = np.stack(self.recurrence.raise_to_bounds(tuple(number.take(kept) for number in numbers), whole))
+        raised = np.stack(self.recurrence.clamp_to_lower_bounds(tuple(number.take(kept) for number in numbers), whole))
         return _PartialPlans(
             first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1)
         )
@@ -310,7 +310,7 @@ class CutDynamicProgram:
 
 
 def just_below(upper_us: float) -> float:
-    """Return `upper_us` minus a tolerance for rounding errors. A step time below the result beats `upper_us`."""
+    """Return `upper_us` minus a tolerance for rounding errors."""
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 
@@ -323,14 +323,11 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
 
 
 def undominated_partial_plans(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
-    """Return the indices, ascending, of partial plans that no other partial plan of their group dominates.
-
-    A partial plan dominates another one if none of its numbers is larger.
+    """Return the indices of partial plans for which their group has no plan that is at least as good in every number.
 
     Args:
-        group: Group of each of n partial plans, ascending, shape (n,). Within a group, no partial plan may be dominated
-            by a later one, unless both are equal.
-        numbers: Numbers of the partial plans, shape (numbers, n); smaller is better.
+        group: Group of each partial plan, ascending. In a group, no plan may be worse in every number than a later one.
+        numbers: Numbers of the partial plans, one row per number; smaller is better.
         most: Number of partial plans to return from each group; None for all.
 
     Complexity: O(n) per round, and as many rounds as the largest group has undominated partial plans.

@@ -1,4 +1,7 @@
-"""Search for the optimal plan of a case under GPipe, with ties broken by peak memory."""
+"""Search for the optimal plan of a case under GPipe.
+
+Among equally fast plans, the one with the lowest peak memory wins.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,9 +35,9 @@ _FIRST_WINDOW = 1.5
 
 @dataclass(slots=True)
 class TableWidth:
-    """Number of layers of the longest stage in the stage tables of a case (their width).
+    """Number of layers of the longest stage in the stage tables of a case.
 
-    The search widens the tables until they have every stage of a plan that is faster than the best plan found.
+    The search increases this number until the tables have every stage of a plan faster than the best plan found.
     """
 
     case: Case
@@ -42,7 +45,7 @@ class TableWidth:
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Widen the tables, and return False if they already have every stage of any plan faster than `upper_us`.
+        """Increase the width; return False if the tables already have every stage of any plan faster than `upper_us`.
 
         Args:
             upper_us: Step time to beat, in microseconds. While it is infinite, each call doubles the longest time of a
@@ -113,9 +116,7 @@ def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None
 
 
 def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
-    """Yield searches that together cover every number of stages.
-
-    If all devices and links are equal, one search covers all numbers. Otherwise there is one search for each number.
+    """Yield searches that together cover every number of stages: one search if all devices and links are equal.
 
     Args:
         case: The case.
@@ -136,8 +137,7 @@ def _stage_counts(case: Case) -> Iterator[int]:
 def best_of_equally_fast(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> ChainCuts | None:
     """Return the best of all partitions with the step time `step_us`; None if there are too many partitions.
 
-    The best partition has the lowest peak memory. Among equal ones, it moves the fewest bytes, then has the most equal
-    stage times.
+    The best partition has the lowest peak memory, then the fewest transferred bytes, then the most equal stage times.
 
     Args:
         case: The case.

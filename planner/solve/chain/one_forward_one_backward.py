@@ -29,7 +29,7 @@ from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NO_CHOICE
 
 _ORDER, _FIRST_ORDER = 3, 10
-"""Effort to compute an action order, in batches of simulated partitions: if the budget is limited, and if it is not."""
+"""Time to compute an action order, in batches of simulated partitions: if the budget is limited, and if it is not."""
 
 _CELLS = 30
 """Number of table entries that take as long to compute as one simulated action."""
@@ -39,7 +39,7 @@ _ROUNDS = 200
 
 
 def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition found under 1F1B. For errors, see `planner.solve.answer.PlanSearch`.
+    """Return the fastest partition found under 1F1B.
 
     Args:
         case: Case of a request.

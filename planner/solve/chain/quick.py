@@ -1,4 +1,4 @@
-"""Quick search over widths (GPUs per layer), replicas and micro-batches, to decide where to search longer."""
+"""Quick search over tensor-parallel widths, replicas and micro-batches, to decide where to search longer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,16 +14,14 @@ _FAR: Final = 1.3
 """Ratio of a case's lower bound to the fastest step time found, from which the case is skipped."""
 
 _TABLE_ACTIONS: Final = 2_000
-"""Effort per case to compute tables, in simulated actions."""
+"""Time per case to compute tables, in simulated actions."""
 
 _SIMULATIONS: Final = 4
 """Number of simulated steps per case: enough to order the actions, and to simulate one batch of partitions."""
 
 
 def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:
-    """Return the plans that short searches under 1F1B find: one for each width, number of replicas and M.
-
-    Cases are skipped if their lower bound is far above the fastest step time found.
+    """Return the plans that short searches under 1F1B find, one for each width, replicas and micro-batches.
 
     Args:
         cases: Cases of a request, of any schedule; only those of 1F1B are searched.
@@ -51,12 +49,12 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
 
 
 def width_replicas_and_m(case: Case) -> tuple[int, int, int]:
-    """Return the number of GPUs that share each layer, the number of replicas, and M of a case."""
+    """Return the tensor-parallel width, the number of replicas, and the number of micro-batches of a case."""
     return case.cluster.tensor_parallel, case.replicas, case.micro_batches
 
 
 def without_bubble_us(answer: Answer) -> float:
-    """Return the step time of an answer without its bubble, as an estimate for schedules with a smaller bubble."""
+    """Return the step time of an answer without its idle time, as an estimate for schedules with a smaller bubble."""
     assert answer.partition is not None
     evaluation = Evaluation(answer.case.costs, answer.partition, answer.case.cluster)
     return evaluation.step_us - evaluation.predicted.bubble * evaluation.pipeline_us

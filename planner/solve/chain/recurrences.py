@@ -51,7 +51,7 @@ from typing import Protocol
 import numpy as np
 
 from planner.core.cost.arrays import BoolArray, FloatArray
-from planner.core.cost.stage_time import extended_tail_us
+from planner.core.cost.stage_time import delay_with_added_stage_us
 from planner.solve.space.prefixes import BoundKind
 from planner.solve.space.problem import Bottlenecks, StageArrays
 
@@ -64,7 +64,7 @@ _Machine = tuple[FloatArray, FloatArray, FloatArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierLayers:
-    """Lower bounds for the layers before the first layer of each partial plan, one array entry per partial plan."""
+    """Lower bounds for the layers before each partial plan, one array entry per partial plan."""
 
     work_us: FloatArray
     """Forward plus backward time of all earlier layers, in microseconds."""
@@ -90,7 +90,7 @@ def _needs(*names: str) -> dict[str, BoundKind]:
 
 
 class Recurrence(Protocol):
-    """Numbers of partial plans under one schedule, the effect of one more stage, and bounds for complete plans."""
+    """Rule of one schedule to add a stage to partial plans, and to bound the step time of complete plans."""
 
     size: int
     """Number of numbers that a partial plan has."""
@@ -103,7 +103,7 @@ class Recurrence(Protocol):
         """Return the numbers of partial plans after one more stage is added.
 
         Args:
-            numbers: Numbers of the partial plans without the stage, shape (n, 1).
+            numbers: Numbers of the partial plans without the stage, one plan per row.
             stages: Stages to add.
             num_later: Number of later stages.
 
@@ -111,14 +111,14 @@ class Recurrence(Protocol):
             Numbers of the partial plans with the stage, in the shape of `stages`.
         """
 
-    def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Return the numbers of partial plans, raised to lower bounds for the complete plans that contain them."""
+    def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
+        """Return the numbers of partial plans, but at least as large as in any complete plan that contains them."""
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of all plans that contain a partial plan; exact for complete plans."""
 
     def rank_bound(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:
-        """Return lower bounds of the numbers that rank the plans that contain a partial plan; exact for complete plans.
+        """Return lower bounds of the numbers by which complete plans are ranked; exact for complete plans.
 
         Args:
             numbers: Numbers of the partial plans.
@@ -128,10 +128,10 @@ class Recurrence(Protocol):
 
 
 class GPipeRecurrence:
-    """Recurrence of GPipe, with the numbers f, x, a, d and u; the legend is in the module's docstring.
+    """Rule of GPipe to add a stage to partial plans; the module's docstring explains the numbers f, x, a, d and u.
 
     Args:
-        micro_batches: Number of micro-batches, M.
+        micro_batches: Number of micro-batches.
         floor: Lower bounds of the bottlenecks of every plan in the search, or None. They replace the lower bounds of
             the bottlenecks of earlier layers.
     """
@@ -159,7 +159,7 @@ class GPipeRecurrence:
         F, C = stages.forward, stages.link
         x, a, d = self._add_machine((x, a, d), (C, C, C))
         x, a, d = self._add_machine((x, a, d), (F, stages.backward, stages.last_backward))
-        return np.maximum(np.maximum(f, C), F), x, a, d, extended_tail_us(u, stages.own_us, stages.hidden_us)
+        return np.maximum(np.maximum(f, C), F), x, a, d, delay_with_added_stage_us(u, stages.own_us, stages.hidden_us)
 
     def _add_machine(self, numbers: _Passed, machine: _Machine) -> _Passed:
         (x, a, d), (F, p, q) = numbers, machine
@@ -170,7 +170,7 @@ class GPipeRecurrence:
             d = np.maximum(d, a + (self._M - 2) * x)
         return x, a, d + q
 
-    def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
+    def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
         f, x, a, d, u = numbers
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
@@ -194,7 +194,7 @@ class GPipeRecurrence:
 
 
 class OneForwardOneBackwardRecurrence:
-    """Recurrence of 1F1B, with the numbers g, s, r and u; the legend is in the module's docstring."""
+    """Rule of 1F1B to add a stage to partial plans; the module's docstring explains the numbers g, s, r and u."""
 
     size = 4
     rank_is_time = True
@@ -226,9 +226,9 @@ class OneForwardOneBackwardRecurrence:
         trips = (M - 1) // w * s + r
         # The slowest later stage also bounds it, plus one forward, one backward and two transfers.
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
-        return g, s, r, extended_tail_us(u, stages.own_us, stages.hidden_us)
+        return g, s, r, delay_with_added_stage_us(u, stages.own_us, stages.hidden_us)
 
-    def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
+    def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
         # Every difference in g, s and r changes the step time, so only u is raised.
         g, s, r, u = numbers
         return g, s, r, _raised_tail(u, earlier)
@@ -257,12 +257,12 @@ def _raised_tail(tail: FloatArray, earlier: EarlierLayers) -> FloatArray:
 
 
 class TieBreakRecurrence:
-    """Recurrence with additional numbers, which break ties between partitions of equal step time.
+    """Rule that also compares memory, transferred bytes or balance, to choose among equally fast partitions.
 
     Args:
-        recurrence: Recurrence of the step time.
-        ranks: Additional numbers, the most important one first: `peak`, the highest peak memory; `moved`, bytes sent
-            across cuts; `squares`, the sum of squared stage times, which is smallest for equal stages.
+        recurrence: Rule for the step time.
+        ranks: What to compare, the most important first: `peak`, the highest peak memory; `moved`, bytes sent across
+            cuts; `squares`, the sum of squared stage times, which is smallest for equal stages.
     """
 
     rank_is_time = False
@@ -281,13 +281,13 @@ class TieBreakRecurrence:
         more = [need.combine(number, need.stage_values(stages)) for _, need, number in self._ranked(numbers)]
         return *self._recurrence.extend(numbers[: self._recurrence.size], stages, num_later), *more
 
-    def raise_to_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
+    def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
         # Only maxima are raised; sums stay as they are.
         more = [
             np.maximum(number, earlier.least[name]) if need.combine is np.maximum else number
             for name, need, number in self._ranked(numbers)
         ]
-        return *self._recurrence.raise_to_bounds(numbers[: self._recurrence.size], earlier), *more
+        return *self._recurrence.clamp_to_lower_bounds(numbers[: self._recurrence.size], earlier), *more
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         return self._recurrence.bound_us(numbers[: self._recurrence.size], earlier)

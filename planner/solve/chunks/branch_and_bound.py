@@ -1,4 +1,4 @@
-"""Lower bound of the step time of all partitions: the linear program of `linear_program.py` with branch and bound.
+"""Lower bound of the step time of all partitions, by branch and bound over a linear program.
 
 In a partition, every layer belongs to one stage, and a stage has one recomputation. The solution of the linear program
 may divide a layer between two stages, or a stage between two recomputations. Branch and bound (Land and Doig, 1960)
@@ -6,7 +6,7 @@ then replaces the linear program by one program for each possible decision. It c
 step time is lowest, and decides the cut or stage whose divided layers take most time. The lowest step time of all open
 programs is a lower bound for all partitions.
 
-The solver HiGHS solves the programs. Without HiGHS, this bound is not available.
+The solver HiGHS solves the programs (`linear_program.py`). Without HiGHS, this bound is not available.
 """
 
 import importlib
@@ -35,11 +35,11 @@ class CutBound(NamedTuple):
     bound_us: float
     """Lower bound of the step time of all partitions, in microseconds."""
     cuts: IntArray
-    """Cuts of the solution, rounded to whole layers; shape (S+1,)."""
+    """Cuts of the solution, rounded to whole layers; shape (stages + 1,)."""
 
 
 class _CutSide(NamedTuple):
-    """Decision that a cut is before or after a layer: a fixed value of one variable y of the linear program."""
+    """Decision that a cut is before or after a layer."""
 
     column: int
     """Column of the variable y of this cut and layer."""
@@ -106,9 +106,9 @@ class BranchAndBound:
         return CutBound(self._in_us(root.step), cuts)
 
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
-        """Branch until a limit, and return a lower bound of the step time of all partitions, in microseconds.
+        """Search until a limit is reached, and return a lower bound of the step time of all partitions.
 
-        The bound is at most `upper_us`. It is 0 if `solve` returned None.
+        The bound, in microseconds, is at most `upper_us`. It is 0 if `solve` returned None.
 
         Args:
             upper_us: Step time of a known plan, in microseconds. Programs with a longer step time are not branched on.

@@ -1,4 +1,4 @@
-"""Descent over cuts for several chunks per device, if stages are recomputed whole or not at all.
+"""Local search over cuts with several stages per device, where a stage is recomputed whole or not at all.
 
 All moves of a cut are first simulated with the current recomputation. For the fastest moves, the recomputation of the
 devices whose stages change is then chosen again. If any stage is recomputed, a change of the recompute choices of one
@@ -32,17 +32,17 @@ _PROMISING, _PROMISING_ALONE = 1.05, 1.25
 
 
 class CutSearch(Descent[PartitionCandidate]):
-    """Descent over cuts and the recomputation of whole stages, for one number of devices."""
+    """Local search over cuts and the recomputation of whole stages, for one number of devices."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         super().__init__(progress, evaluator)
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Search from several cuts, one after the other.
+        """Search from several partitions, given by their cuts.
 
         Args:
-            starts: Cuts to start from, each of shape (S+1,) for S stages.
+            starts: Cuts to start from, each of shape (stages + 1,).
             most_actions: Limit on simulated actions.
         """
         is_bounded = self.progress.budget.is_bounded
@@ -57,8 +57,8 @@ class CutSearch(Descent[PartitionCandidate]):
         """Search from one partition.
 
         Args:
-            cuts: Cuts of the partition, shape (S+1,).
-            choices: Recompute choice of each stage, shape (S,).
+            cuts: Cuts of the partition, shape (stages + 1,).
+            choices: Recompute choice of each stage, shape (stages,).
             most_actions: Limit on simulated actions.
         """
         is_open = np.full((1, self.evaluator.num_devices), False)
@@ -80,7 +80,7 @@ class CutSearch(Descent[PartitionCandidate]):
     def other_recomputations(self, candidate: PartitionCandidate) -> Iterator[PartitionCandidate]:
         """Yield the best partition of each batch in which the recomputation of one device differs.
 
-        Yield nothing if the candidate fits with the least recomputation that is allowed.
+        Yield nothing if the candidate fits with the least allowed recomputation.
         """
         choices = self._other_choices(candidate)
         for first in range(0, len(choices), ROWS):
@@ -103,9 +103,13 @@ class CutSearch(Descent[PartitionCandidate]):
         return self._evaluate(cuts[None], choices[None], is_open)
 
     def _evaluate(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> PartitionCandidate:
-        """Return the best of N partitions, after choosing the recomputation of the devices in `is_open`, shape (N, K).
+        """Return the best of several partitions with the same number of stages.
 
-        If `is_open` is None, the recomputation is chosen on all devices of a single partition, and on none of several.
+        Args:
+            cuts: Cuts of each partition, shape (partitions, stages + 1).
+            choices: Recompute choice of each stage, shape (partitions, stages).
+            is_open: True for devices whose recomputation is chosen again, shape (partitions, devices). None: all
+                devices if there is one partition, else no device.
         """
         if is_open is None and len(cuts) == 1:
             is_open = np.full((1, self.evaluator.num_devices), True)

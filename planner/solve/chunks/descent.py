@@ -1,4 +1,4 @@
-"""Descent over cuts: downhill from several starts, then repeatedly from the best result after random moves.
+"""Local search over cuts: improve several partitions, then repeatedly the best result after random moves.
 
 A move shifts the cuts a..b by the same number of layers. Only the stage before cut a and the stage after cut b change
 their number of layers. With a = b, one cut moves; with a < b, the stages between cut a and cut b move together.
@@ -31,7 +31,7 @@ ROWS = 128
 """Number of moves in a batch."""
 
 BATCH = 400
-"""Effort to choose a batch of moves and their recomputation, in simulated actions."""
+"""Time to choose a batch of moves and their recomputation, in simulated actions."""
 
 _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 
@@ -44,12 +44,12 @@ _PERTURBATIONS = 2, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCandidate:
-    """Partition in a descent, with its excess over the memory limits and its step time."""
+    """Partition in a local search, with the bytes over its memory limits and its step time."""
 
     cuts: IntArray
-    """Cuts from 0 to L, shape (S+1,)."""
+    """Cuts from 0 to L, shape (stages + 1,)."""
     choices: IntArray
-    """Recomputation of each stage, as an index into `CHOICES` or `LAYERS`; shape (S,)."""
+    """Recomputation of each stage, as an index into `CHOICES` or `LAYERS`; shape (stages,)."""
     over_bytes: float = 0.0
     """Bytes by which devices exceed their memory limits, summed over devices; 0 if the partition fits."""
     step_us: float = inf
@@ -69,7 +69,7 @@ CandidateT = TypeVar("CandidateT", bound=PartitionCandidate)
 
 
 class Descent(ABC, Generic[CandidateT]):
-    """Descent over cuts and recomputation for one number of devices. Subclasses choose the recomputation.
+    """Local search over cuts and recomputation for one number of devices. Subclasses choose the recomputation.
 
     Args:
         progress: State of the search over the case.
@@ -89,7 +89,7 @@ class Descent(ABC, Generic[CandidateT]):
 
         Args:
             candidate: Partition before the move.
-            cuts: Cuts after each of N moves, shape (N, S+1).
+            cuts: Cuts after each possible move, shape (moves, stages + 1).
         """
 
     @abstractmethod
@@ -108,17 +108,17 @@ class Descent(ABC, Generic[CandidateT]):
     def descend(
         self, starts: Iterable[CandidateT], most_actions: int, *, fruitless: int, promising: float = inf
     ) -> None:
-        """Improve each partition to start from, then repeatedly perturb and improve the best result.
+        """Improve each given partition, then repeatedly change the best result at random and improve it.
 
         Args:
             starts: Partitions to start from.
             most_actions: Limit on simulated actions.
-            fruitless: Number of restarts in a row without a better plan after which the descent ends.
-            promising: Largest ratio of the result's step time to the search's best step time that allows a restart.
+            fruitless: Number of restarts in a row without a better plan after which the search ends.
+            promising: Largest ratio of the result's step time to the best known step time that allows a restart.
         """
         self._ends = self.progress.budget.spent + most_actions
         best: CandidateT | None = None
-        # The best start comes first, because the effort may suffice for one descent only.
+        # The best start comes first, because the budget may suffice for one start only.
         for start in sorted(starts, key=lambda start: start.rank):
             candidate = self._downhill(start)
             best = candidate if best is None or candidate.beats(best) else best
@@ -166,12 +166,13 @@ class Descent(ABC, Generic[CandidateT]):
 
 
 def cut_moves(chunks: Sequence[Sequence[int]]) -> IntArray:
-    """Return all moves of cuts, as numbers to add to the cuts; shape (moves, S+1).
-
-    A move shifts one cut or several consecutive cuts of a pipeline with S stages.
+    """Return all moves of one cut or of several consecutive cuts, as numbers to add to the cuts.
 
     Args:
         chunks: Stages of each device.
+
+    Returns:
+        Shape (moves, stages + 1).
     """
     num_stages = sum(map(len, chunks))
     lengths, length = list(range(1, min(_ALL_LENGTHS, num_stages - 1) + 1)), _ALL_LENGTHS

@@ -25,7 +25,7 @@ _MOST_COMBINATIONS = 81
 
 
 class RecomputeFitter:
-    """Choice of the recompute choices with which partitions of a case fit into memory."""
+    """Search for the least recomputation with which given partitions fit into memory."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
@@ -37,7 +37,7 @@ class RecomputeFitter:
 
     @cached_property
     def combinations(self) -> IntArray:
-        """Combinations of recompute choices for V chunks, in lexicographic order; shape (combinations, V)."""
+        """Recompute choices for the stages of a device, in lexicographic order; shape (combinations, chunks)."""
         allowed, num_chunks = self._evaluator.allowed, self._evaluator.case.chunks
         if self.is_exhaustive:
             return np.array(list(product(allowed, repeat=num_chunks)))
@@ -46,21 +46,21 @@ class RecomputeFitter:
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
     def least_recomputation(self, num_partitions: int) -> IntArray:
-        """Return choices with the least recomputation that is allowed; shape (num_partitions, stages)."""
+        """Return the least allowed recomputation for several partitions; shape (num_partitions, stages)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
         """Return recompute choices that fit into memory with the least recomputation time.
 
-        If no choices fit, return choices with the least excess over the memory limits.
+        If no choices fit, return choices that exceed the memory limits least.
 
         Args:
-            cuts: Cuts of N partitions, shape (N, S+1).
-            choices: Choices to keep on devices that are not open, shape (N, S).
-            is_open: True for devices whose choices may change, shape (N, K).
+            cuts: Cuts of each partition, shape (partitions, stages + 1).
+            choices: Choices to keep on devices that are not open, shape (partitions, stages).
+            is_open: True for devices whose choices may change, shape (partitions, devices).
 
         Returns:
-            Choices, shape (N, S).
+            Choices, shape (partitions, stages).
         """
         evaluator = self._evaluator
         fitted = np.where(is_open[:, evaluator.device_of_stage], evaluator.allowed[0], choices)
@@ -77,8 +77,8 @@ class RecomputeFitter:
     def minimal_combinations(self, over: FloatArray) -> list[IntArray]:
         """Return the indices of the minimal combinations of recompute choices for each device.
 
-        A combination is minimal if it fits, and no combination with less recomputation fits. Less recomputation means
-        less in at least one chunk and more in none.
+        A combination is minimal if it fits, and none with less recomputation fits: with less in at least one stage, and
+        more in none.
 
         Args:
             over: Bytes by which a partition exceeds each device's memory limit, for each combination; shape
@@ -94,7 +94,14 @@ class RecomputeFitter:
         return found
 
     def over_by_combination(self, cuts: IntArray) -> FloatArray:
-        """Return the bytes by which each device exceeds its memory limit; shape (partitions, combinations, devices)."""
+        """Return the bytes by which each device exceeds its memory limit, for each combination of its stages' choices.
+
+        Args:
+            cuts: Cuts of each partition, shape (partitions, stages + 1).
+
+        Returns:
+            Shape (partitions, combinations, devices).
+        """
         return self._evaluator.over_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
 
     def _recompute_us(self, cuts: IntArray) -> FloatArray:

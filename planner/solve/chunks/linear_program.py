@@ -15,8 +15,8 @@ maximum of two clocks becomes a variable with the constraints that it is at leas
 
 Memory has a linear lower bound. At a point in the step, a stage takes at least d + sum of a_l bytes without
 recomputation, and at least d + sum of h_l bytes with an option, summed over its layers l. Here a_l and h_l are the
-average bytes that layer l adds to a stage, and d is the smallest remainder over all stages in the tables. If single
-layers may be recomputed, there is one option, and h_l is at most a_l minus the most bytes that recomputing layer l can
+average bytes that layer l adds to a stage, and d is the smallest remainder over all stages in the tables. With
+per-layer recomputation, there is one option, and h_l is at most a_l minus the most bytes that recomputing layer l can
 save at this point in the step.
 
 Complexity: O(S L + K V M) rows (constraints) and columns (variables).
@@ -53,7 +53,7 @@ class RecomputeColumns(NamedTuple):
 
 @dataclass(slots=True)
 class LinearConstraints:
-    """Constraints of a linear program in compressed rows: linear expressions that are 0, or at least 0."""
+    """Constraints of a linear program, each a linear expression that is 0 or at least 0, as a sparse matrix (CSR)."""
 
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ class LinearConstraints:
 
 
 def approximate_num_constraints(evaluator: Evaluator) -> int:
-    """Return about how many constraints (rows) the linear program for an evaluator's partitions has."""
+    """Return about how many constraints the linear program for an evaluator's partitions has."""
     return (
         3 * evaluator.num_stages * (evaluator.case.costs.num_layers - evaluator.num_stages) + 2 * evaluator.num_actions
     )
@@ -82,8 +82,7 @@ class LinearProgram:
 
     Args:
         evaluator: Evaluator for this number of devices.
-        reference_cuts: Cuts with which the program chooses the points in the step where memory is constrained; shape
-            (S+1,).
+        reference_cuts: Cuts, by which the points in the step are chosen at which memory is constrained.
         scale_us: Approximate step time in microseconds, which sets the units of the program.
     """
 
@@ -292,10 +291,7 @@ def _pairwise_sums(first: list[LinearExpression], second: list[LinearExpression]
 
 
 def _linear_lower_bound(table: FloatArray) -> tuple[FloatArray, float]:
-    """Return a weight for each layer and a constant, as a lower bound of a table of stages.
-
-    For each stage, the weights of its layers plus the constant are at most the stage's value in `table`.
-    """
+    """Return a weight for each layer and a constant, which add up to at most the value of each stage in `table`."""
     width = table.shape[1]
     num = len(table) - 1
     first = np.arange(num + 1)[:, None] - width + np.arange(width)[None]

@@ -1,8 +1,8 @@
-"""Search for schedules with several chunks per device.
+"""Search for schedules with several stages (chunks) per device.
 
 The chunks of a device share its memory, so stages cannot be chosen one by one. If there are few partitions, all are
 simulated without recomputation. If a partition would be faster than the best one but does not fit, it is simulated with
-the minimal combinations of recomputation choices (`fitting.py`). If there are many partitions, a descent
+the minimal combinations of recomputation choices (`fitting.py`). If there are many partitions, a local search
 (`cut_search.py`) starts from even cuts, from cuts that minimize the longest backward of any stage, and from the rounded
 cuts of a linear program (`linear_program.py`). The linear program and the work of all layers give the lower bound.
 
@@ -42,13 +42,13 @@ _MOST_OF_SEARCH_ALONE = 100_000
 """Largest number of actions of one descent with an unlimited budget: some tenths of a second."""
 
 _MOST_OF_BOUND_ALONE = 400_000
-"""Largest effort to solve a linear program with an unlimited budget, as the number of actions that take as long."""
+"""Longest time to solve a linear program with an unlimited budget, as the number of actions that take as long."""
 
 _MOST_FROM_BEST = 200_000
 """Largest number of actions of a descent from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
-"""Largest effort to solve a linear program with a limited budget, as the number of actions that take as long; and the
+"""Longest time to solve a linear program with a limited budget, as the number of actions that take as long; and the
 squared number of rows of a linear program that takes as long as one action."""
 
 _ITERATIONS = 20
@@ -61,7 +61,7 @@ _LEAST_S = 0.01
 """Smallest time that the lower bound gets under a time limit, in seconds."""
 
 _ORDER, _PEAK_POINTS = 2, 4
-"""Effort to compute the action order, and the points in the step, of a case, in simulated partitions."""
+"""Time to compute the action order, and the points in the step, of a case, in simulated partitions."""
 
 _CELLS = 5
 """Number of table entries that take as long to compute as one simulated action."""
@@ -71,7 +71,7 @@ _CUTS_AT_ONCE = 256
 
 
 def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the best partition found with several chunks per device. For errors, see `answer.PlanSearch`.
+    """Return the best partition found with several stages per device.
 
     Args:
         case: Case of a request.
@@ -103,8 +103,7 @@ def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
 def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
     """Yield an evaluator and a lower bound of the step time, for each number of devices that may have a better plan.
 
-    If too few actions may still be simulated for a number of devices, plans on as many or fewer devices are recorded as
-    left out.
+    Numbers of devices whose simulation would exceed the budget are skipped, and this is recorded in `progress`.
     """
     case = progress.case
     progress.deadline.check()
@@ -164,7 +163,7 @@ def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Recompu
 
 
 def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
-    """Yield all cuts without forbidden stages, in blocks of shape (N, stages + 1)."""
+    """Yield all cuts without forbidden stages, in blocks of shape (partitions, stages + 1)."""
     case, num_stages = evaluator.case, evaluator.num_stages
     num_layers, balance = case.costs.num_layers, case.rules.balance
     inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
@@ -177,7 +176,7 @@ def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
 
 
 def actions_per_descent(progress: Progress, evaluator: Evaluator) -> int:
-    """Return the number of actions that one descent may simulate."""
+    """Return the number of actions that one local search may simulate."""
     if not progress.budget.is_bounded:
         return _MOST_OF_SEARCH_ALONE
     if evaluator.num_devices == evaluator.case.num_devices:
@@ -203,7 +202,7 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
 
 
 class LinearBound(NamedTuple):
-    """Lower bound from the linear program, and the branch and bound that can raise it."""
+    """Lower bound from the linear program, with the branch and bound that can raise it."""
 
     solution: CutBound
     branch_and_bound: BranchAndBound
@@ -215,7 +214,7 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        starts: Initial cuts, each of shape (S+1,). The first cuts decide at which points in the step memory is
+        starts: Cuts to start from. By the first of them, the points in the step are chosen at which memory is
             constrained.
     """
     budget = progress.budget

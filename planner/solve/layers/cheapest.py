@@ -72,8 +72,6 @@ def cheapest_layers(
 ) -> LayerChoice | None:
     """Return the layers to recompute so that a stage fits in the least time; None if no choice fits.
 
-    With the result, `stage_memory(..., recompute="layers")` is at most the limit.
-
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
         first: First layer of the stage.
@@ -96,7 +94,8 @@ def cheapest_layers(
 class MemoryLimit(NamedTuple):
     """Memory limit of a stage at one point in the step.
 
-    The stage fits if micro-batches in flight · (saved bytes per micro-batch) + peak <= bytes.
+    The stage fits if micro-batches in flight times the bytes that each of them saves, plus the peak, is at most
+    `bytes`.
     """
 
     bytes: float
@@ -106,7 +105,7 @@ class MemoryLimit(NamedTuple):
     """Index of the peak that counts, in the order of `LayerPeaks`; negative if no layer of the stage runs."""
 
     def room(self, peak: FloatArray | float) -> FloatArray:
-        """Return how many bytes each micro-batch may save if the peak is `peak` bytes; negative if nothing fits."""
+        """Return how many bytes each micro-batch may save, for a given peak; negative if the stage cannot fit."""
         # With weight 0, for example if M = 1, no complete micro-batch is in flight: only the peak counts.
         if self.weight == 0:
             return np.where(np.less_equal(peak, self.bytes), np.inf, -np.inf)
@@ -117,12 +116,12 @@ class MemoryLimit(NamedTuple):
 def cheapest_within(
     layers: StageLayers, limits: Sequence[MemoryLimit], times_us: FloatArray, *, most_choices: int = 4096
 ) -> LayerChoice | None:
-    """Return the layers to recompute with which a stage keeps all memory limits in the least time, or None.
+    """Return the layers to recompute so that a stage keeps several memory limits in the least time; None if it cannot.
 
     Args:
         layers: Memory of the stage's layers.
         limits: Memory limits at the points in the step of the stage's device.
-        times_us: Time to recompute each layer, shape (layers,).
+        times_us: Time to recompute each layer.
         most_choices: Number of partial choices kept per layer, as for `cheapest_layers`.
     """
     with_level = [limit for limit in limits if limit.peak >= 0]
@@ -176,9 +175,9 @@ PendingStorages = tuple[tuple[int, float], ...]
 
 
 class _LayerDynamicProgram:
-    """Dynamic program over the layers of one stage of L layers.
+    """Dynamic program over the layers of one stage.
 
-    Arrays of length L + 1 have, for each n, bounds for the layers n..L-1:
+    Arrays with one entry more than there are layers have, for each n, bounds for the layers from n to the last one:
 
         kept_after               bytes that these layers save without recomputation
         least_after, most_after  fewest and most bytes that they save with any choice
@@ -221,7 +220,7 @@ class _LayerDynamicProgram:
     def run(self, upper_us: float, width: int) -> tuple[_Choice | None, float]:
         """Return the best choice faster than `upper_us`, and a lower bound of the times of dropped choices.
 
-        Partial choices are dropped if there are more than `width` after a layer.
+        At most `width` partial choices are kept after each layer.
         """
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
         groups: dict[PendingStorages, _Labels] = {(): _Labels(zero, zero, zero + self.room, zero, none, none > 0)}
@@ -330,9 +329,9 @@ def _suffix_sums(per_layer: FloatArray) -> FloatArray:
 
 
 def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return numbers of saved bytes, ascending, and the least recomputation time for each number.
+    """Return pairs of saved bytes and the least recomputation time that saves them, as two arrays in ascending order.
 
-    Layers may be recomputed in part (fractional knapsack), so the least time is linear between two numbers.
+    Layers may be recomputed in part (fractional knapsack), so the least time is linear between two entries.
     """
     # Taking the layers with most bytes per time first is optimal, because part of the last layer may be taken.
     useful = np.flatnonzero(savings > 0)
@@ -371,7 +370,7 @@ def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
-    """Return at most `width` partial choices by group, and the smallest lower bound of the dropped ones."""
+    """Return the `width` best partial choices by group, and the smallest lower bound of the other ones."""
     sizes = [len(labels.time) for labels in groups.values()]
     if sum(sizes) <= width:
         return groups, np.inf

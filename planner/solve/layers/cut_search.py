@@ -1,6 +1,6 @@
-"""Descent over cuts, in which stages may recompute some of their layers.
+"""Local search over cuts, in which stages may recompute some of their layers.
 
-The descent starts from the best plan that recomputes whole stages. All moves of a cut are first simulated with the same
+The search starts from the best plan that recomputes whole stages. All moves of a cut are first simulated with the same
 recomputed layers as before. For the fastest moves, the layers to recompute are then chosen again on the devices whose
 stages change (`devices.py`). If `devices.py` finds several good recomputations for a device, changing one into another
 is a move as well.
@@ -38,15 +38,15 @@ _SOLVED = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCandidate(PartitionCandidate):
-    """Partition in a descent, in which stages may recompute some of their layers."""
+    """Partition in a local search, in which stages may recompute some of their layers."""
 
     recomputed: tuple[tuple[int, ...], ...]
     """Layers that each stage recomputes, as indices in the chain, if its recompute choice is `LAYERS`."""
     layers_us: FloatArray
-    """Forward time of these layers of each stage on the profiled device, in microseconds; shape (S,)."""
+    """Forward time of these layers of each stage on the profiled device, in microseconds; shape (stages,)."""
 
     def partition(self, case: Case) -> Partition:
-        """Return the partition in the form that the cost model reads."""
+        """Return the candidate as a `Partition` of the cost model."""
         return case.partition(self.cuts, self.choices, recomputed=self.recomputed if any(self.recomputed) else ())
 
 
@@ -91,7 +91,7 @@ def _fits(evaluator: Evaluator, partition: Partition) -> bool:
 
 
 class CutAndLayerSearch(Descent[LayerCandidate]):
-    """Descent over cuts and recomputed layers for one number of devices.
+    """Local search over cuts and recomputed layers for one number of devices.
 
     Args:
         progress: State of the search over the case.
@@ -109,14 +109,14 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         """Search from `initial` and from each of `starts`, then repeatedly from the best result.
 
         Args:
-            starts: Cuts to start from, each of shape (S+1,).
+            starts: Cuts to start from, each of shape (stages + 1,).
             most_actions: Limit on simulated actions.
             initial: Partition that recomputes whole stages, or None.
         """
         self.descend(self._starts(starts, initial), most_actions, fruitless=_FRUITLESS if len(self.moves) else 0)
 
     def evaluate(self, every_cuts: Sequence[IntArray]) -> list[LayerCandidate]:
-        """Simulate several cuts, each of shape (S+1,), with the fastest recomputation found for each device."""
+        """Simulate partitions with these cuts, and with the fastest recomputation found for each device."""
         return self._simulate(
             [
                 self._candidate_with(cuts, [recomputations[0] for recomputations in self._recomputations(cuts)])

@@ -1,4 +1,4 @@
-"""Choice of the recomputation on one device, whose chunks share a memory limit: whole stages, or some of their layers.
+"""Search for the recomputation of one device, whose stages (chunks) share its memory: whole stages, or some layers.
 
 If all chunks are short, `subsets.py` lists the useful subsets of layers of each chunk. All combinations of them are
 compared, unless there are too many. Otherwise the layers are chosen for one chunk after the other. While the other
@@ -26,7 +26,7 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import ChunkMemoryFunction, SharedBytes, chunk_memory_function, shared_bytes
-from planner.core.cost.layer_memory import StageLayers, most_saved_bytes
+from planner.core.cost.layer_memory import StageLayers, most_bytes_freed
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.layers.cheapest import MemoryLimit, cheapest_within
 from planner.solve.layers.subsets import MOST_LAYERS, LayerSubsets
@@ -42,7 +42,7 @@ _NEARLY_CHEAPEST = 1.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """Recomputation of the chunks of one device. Times are in microseconds on the profiled device."""
+    """Recomputation of the stages of one device. Times are in microseconds on the profiled device."""
 
     choices: tuple[int, ...]
     """Index into `CHOICES`, or `LAYERS`, of each chunk."""
@@ -67,7 +67,7 @@ class _Option(NamedTuple):
 
 
 class RecomputeSearch:
-    """Search for the best recomputation of each device's chunks. Results are cached.
+    """Search for the best recomputation of each device. Results are cached.
 
     Args:
         evaluator: Evaluator for the number of devices.
@@ -78,12 +78,12 @@ class RecomputeSearch:
         self._answers: dict[tuple[int, ...], tuple[Recomputation, ...]] = {}
         self._stages: dict[tuple[int, int], _StageTables] = {}
         self.num_solved = 0
-        """Number of stages whose layers were chosen so far, as a measure of effort."""
+        """Number of stages whose layers were chosen so far, as a measure of search time."""
 
     def recomputations(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
         """Return the recomputations of a device to try, best first.
 
-        If none fits into memory, the result has the recomputations with the least excess.
+        If none fits into memory, return those that exceed the limit least.
         """
         key = device, *(int(cuts[s + more]) for s in self._evaluator.chunks[device] for more in (0, 1))
         if key not in self._answers:
@@ -91,12 +91,12 @@ class RecomputeSearch:
         return self._answers[key]
 
     def improve_from(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
-        """Improve a recomputation of whole stages on one device, one chunk after the other.
+        """Improve a recomputation of whole stages on one device, one stage after the other.
 
         Args:
             device: Index of the device.
-            cuts: Cuts of all stages, shape (S+1,).
-            choices: Recompute choice of each chunk to start from, as an index into `CHOICES`.
+            cuts: Cuts of all stages, shape (stages + 1,).
+            choices: Recompute choice of each stage of the device to start from, as an index into `CHOICES`.
         """
         chunks, limit = self._chunks(device, cuts), self._evaluator.case.limits_bytes[device]
         start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]
@@ -148,7 +148,7 @@ class RecomputeSearch:
             stage = self._stage(int(cuts[s]), int(cuts[s + 1]))
             chunk = _Chunk(stage, stage.by_layers.without(shared_here, exact=costs.exact), counts)
             for n, (always, parts, inside) in whole.items():
-                # Stages that are too long for the tables can only recompute single layers.
+                # Stages that are too long for the tables can only be recomputed layer by layer.
                 held_bytes = always[0, s] + counts @ parts[0, s] if inside[0, s] else np.full(len(counts), inf)
                 chunk.whole[n] = _Option(n, (), 0.0, stage.whole_us[n], held_bytes)
             chunks.append(chunk)
@@ -176,14 +176,14 @@ class _StageTables:
         self.micro_batches = micro_batches
         is_short = end - first <= MOST_LAYERS
         self.subsets = LayerSubsets.of(self.layers, self.times_us) if is_short else None
-        as_first, behind = most_saved_bytes(costs)
+        as_first, behind = most_bytes_freed(costs)
         saved = np.append(as_first[first], behind[first + 1 : end])
         self.most_saved = np.where(self.layers.can_recompute, saved, 0.0)
         """Upper bound of the bytes per micro-batch that recomputing each layer saves, shape (layers,)."""
 
 
 class _Chunk:
-    """Chunk of a device: its memory at each point in the step, as a function of its recomputation."""
+    """Stage of a device: its memory at each point in the step, for each choice of recomputed layers."""
 
     def __init__(self, stage: _StageTables, by_layers: ChunkMemoryFunction, counts: FloatArray) -> None:
         self.stage = stage
@@ -268,10 +268,10 @@ def _recomputation(options: Sequence[_Option], limit: float) -> Recomputation:
 
 
 def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]]:
-    """Return the fastest combination of recomputations of all chunks that fits, then other fast combinations.
+    """Return the fastest combination of recomputations of all stages of a device that fits, then other fast ones.
 
-    For each chunk, one of these spends the least time on recomputation of the chunk. The result is empty if there are
-    too many combinations, or if none fits.
+    For each stage, one of the results spends the least time on recomputation of this stage. There is no result if there
+    are too many combinations, or if none fits.
     """
     tables = [chunk.options for chunk in chunks]
     recompute_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)

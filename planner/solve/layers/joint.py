@@ -8,7 +8,7 @@ exact.
 
 Under GPipe the last solution is the optimum. Under 1F1B its time is a lower bound for all partitions. Partitions with a
 lower bound below the best step time are then simulated, with exactly chosen layers. If there are too many, a descent
-over cuts (`cut_search.py`) improves the best partition, and a gap remains.
+over cuts (`cut_search.py`) improves the best partition, and the lower bound stays below its step time.
 
 Complexity: that of `planner.solve.chain`, plus one run of `cheapest.py` for each stage whose layers are chosen exactly.
 """
@@ -40,7 +40,7 @@ _ROUNDS, _FEW_ROUNDS = 40, 4
 """Largest number of runs of the dynamic program for one lower bound: with an unlimited and with a limited budget."""
 
 _ORDER, _CELLS = 3, 5
-"""Effort to compute an action order, in simulated partitions; number of table entries that take as long as one action.
+"""Time to compute an action order, in simulated partitions; number of table entries that take as long as one action.
 """
 
 _MOST_SOLVED, _FEW_SOLVED = 400, 40
@@ -49,7 +49,7 @@ time can be simulated: with an unlimited and with a limited budget."""
 
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition under GPipe, with recomputation chosen layer by layer; see `answer.PlanSearch`.
+    """Return the fastest partition under GPipe, with recomputation chosen layer by layer.
 
     Args:
         case: Case of a request.

@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import least_saved_and_peaks, most_saved_bytes
+from planner.core.cost.layer_memory import least_saved_and_peaks, most_bytes_freed
 from planner.core.cost.memory import stage_memory_functions
 from planner.core.cost.peak_points import PeakPoints
 from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_layers
@@ -28,10 +28,9 @@ class _DeviceKey(NamedTuple):
 
 
 class RecomputeTimes:
-    """Time that each stage needs to recompute layers so that it fits, on the profiled device.
+    """Time that each stage needs to recompute layers so that it fits, if each device runs one stage.
 
-    Each device runs one stage. Tables start as lower bounds (`least_recompute_us`) and become exact stage by stage, by
-    `solve_stage`.
+    Times are lower bounds at first. `solve_stage` makes them exact, stage by stage. They are for the profiled device.
     """
 
     def __init__(self, costs: ChainCosts) -> None:
@@ -45,7 +44,9 @@ class RecomputeTimes:
         return sum(map(len, self._exact.values()))
 
     def table(self, width: int, limit_bytes: float, points: PeakPoints) -> FloatArray:
-        """Return lower bounds of the recomputation time of each stage, shape (L+1, width); infinite if it never fits.
+        """Return lower bounds of the recomputation time of each stage, in a table as in `planner.solve.space.tables`.
+
+        The time is infinite if the stage never fits.
 
         Args:
             width: Number of layers of the longest stage.
@@ -66,7 +67,7 @@ class RecomputeTimes:
         return table
 
     def solve_stage(self, first: int, end: int, limit_bytes: float, points: PeakPoints) -> LayerChoice | None:
-        """Return the layers whose recomputation makes a stage fit in the least time; None if it never fits.
+        """Return the layers to recompute so that a stage fits in the least time; None if it never fits.
 
         The time is recorded in the tables.
 
@@ -99,13 +100,13 @@ def least_recompute_us(
     Args:
         costs: Costs of the layers.
         firsts: First layers of the stages, ascending.
-        stop: One past the last layer at which a stage may end; the smallest last layer is `firsts[0]`.
+        stop: Stages end before this layer.
         points: Points in the step at which the memory of the stages' device may peak.
         limit_bytes: Memory limit without the reserve.
 
     Returns:
-        Microseconds, one row per first layer and one column per last layer; infinite if the stage never fits. Entries
-        whose last layer is before the first layer are undefined.
+        Microseconds, one row per first layer and one column per last layer from `firsts[0]`; infinite if the stage
+        never fits. Entries whose last layer is before the first layer are undefined.
 
     Complexity: O(firsts · (stop - firsts[0]) · number of different ratios of time to bytes, at most 64).
     """
@@ -120,7 +121,7 @@ def least_recompute_us(
             # With exact records, the peak includes saved bytes: saving a byte less before the peak also lowers it.
             shares += costs.exact
         must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))
-    savings = np.stack(most_saved_bytes(costs))[:, span]
+    savings = np.stack(most_bytes_freed(costs))[:, span]
     least = _knapsack_bounds(savings, costs.forward_us[span], firsts - firsts[0], must_go)
     return least * (1 - RELATIVE)
 
@@ -128,8 +129,8 @@ def least_recompute_us(
 def _knapsack_bounds(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
     """Return a lower bound of each stage's recomputation time: the optimum of a fractional knapsack.
 
-    In the dual problem, each price of a byte gives a lower bound, and the largest one is returned. `must_go` has the
-    bytes to save for each pair of first and last layer.
+    `must_go` has the bytes to save for each pair of first and last layer. In the dual problem, each price of a byte
+    gives a lower bound, and the largest one is returned.
     """
 
     def sums(per_layer: FloatArray) -> FloatArray:

@@ -1,8 +1,8 @@
-"""Subsets of the layers of a short stage that may be worth recomputing: subsets that no other subset dominates.
+"""Subsets of a short stage's layers that may be worth recomputing, because no other subset is better in every respect.
 
-A subset dominates another one if it takes no more time to recompute, keeps no more saved bytes, and has no higher peak
-in any pass. It is then at least as good at any point in the step, on any device. The subsets of a stage are therefore
-compared only once.
+A subset is better than another one in every respect (it dominates it) if it takes no more time to recompute, keeps no
+more saved bytes, and has no higher peak in any pass. It is then at least as good at any point in the step, on any
+device. The subsets of a stage are therefore compared only once.
 
 Complexity: O(2^n n) for n layers, and O(4^n) to compare the subsets.
 """
@@ -19,24 +19,24 @@ MOST_LAYERS = 9
 
 
 class LayerSubsets(NamedTuple):
-    """Undominated subsets of a stage's layers to recompute, one per row, fastest first."""
+    """Subsets of a stage's layers that may be worth recomputing, one per row, fastest first."""
 
     recomputed: BoolArray
-    """True for layers in the subset, shape (N, layers)."""
+    """True for layers in the subset, shape (subsets, layers)."""
     times_us: FloatArray
-    """Time to recompute the layers of each subset, shape (N,)."""
+    """Time to recompute the layers of each subset, shape (subsets,)."""
     saved: FloatArray
-    """Bytes that a micro-batch saves if the subset is recomputed, shape (N,)."""
+    """Bytes that a micro-batch saves if the subset is recomputed, shape (subsets,)."""
     peaks: FloatArray
-    """Peak memory in the order of `LayerPeaks`, then 0 for points in the step when no layer runs; shape (N, 4)."""
+    """Peak memory in the order of `LayerPeaks`, then 0 for points when no layer runs; shape (subsets, 4)."""
 
     @classmethod
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "LayerSubsets":
-        """Return the undominated subsets of a stage of at most `MOST_LAYERS` layers.
+        """Return the subsets worth recomputing of a stage of at most `MOST_LAYERS` layers.
 
         Args:
             layers: Memory of the stage's layers.
-            times_us: Time to recompute each layer, shape (layers,).
+            times_us: Time to recompute each layer.
         """
         trained = np.flatnonzero(layers.can_recompute)
         every = np.zeros((1 << len(trained), len(times_us)), dtype=np.bool_)

@@ -87,7 +87,7 @@ def follow_order(
     """Return an action order close to a preferred one, as far as dependencies and memory allow.
 
     A free device looks at its next `lookahead` preferred actions and runs the first one that can run. It waits instead
-    if an earlier one of these actions is known to become possible soon.
+    if an earlier one of these actions can run soon.
 
     Args:
         problem: The stages with their times and memory.
@@ -271,7 +271,7 @@ class _RuleScheduler(_ListScheduler):
                 self.weight_backward(device, *waiting.popleft(), now_us)
 
     def _next_forward(self, device: int, now_us: float) -> tuple[int, float, bool]:
-        """Return a stage, the arrival time of its next input, and True if only memory prevents a forward."""
+        """Return a stage, the arrival time of its next input, and True if only lack of memory prevents its forward."""
         best, best_us, is_full = -1, inf, False
         for stage in self.forward_order[device]:
             forwards = self.forwards[stage]

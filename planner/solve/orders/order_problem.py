@@ -23,7 +23,7 @@ class StageFootprint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderProblem:
-    """Stages for which an action order is searched, with their devices, times and memory."""
+    """Stages whose action order is searched, with their devices, times and memory."""
 
     chunks: tuple[tuple[int, ...], ...]
     """Indices of the stages of each device, ascending."""

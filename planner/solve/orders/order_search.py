@@ -40,7 +40,7 @@ _PATIENT = (0.0, 0.25)
 _EITHER = (True, False)
 
 _TRY_ACTIONS = 60
-"""Fixed effort to make one order, in actions; for small pipelines it is most of the effort."""
+"""Fixed time to make one order, as a number of simulated actions; for small pipelines it is most of the time."""
 
 _CHECK_ORDERS = 1
 """Number of orders that can be made in the time of one check by the exact memory model."""
@@ -75,8 +75,7 @@ class OrderSearch:
     Args:
         problem: The stages with their times and memory.
         fits: Function that returns True if an order fits according to the exact memory model.
-        known_orders: Orders to start from, such as those of named schedules; they may be made for other times or
-            limits.
+        known_orders: Orders to start from, such as those of named schedules; they need not fit.
     """
 
     def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], known_orders: Sequence[Rows] = ()) -> None:
@@ -121,9 +120,11 @@ class OrderSearch:
         return self.best
 
     def improve(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
-        """Return the best order found close to `rows`, which fits, by simulating at most `most_actions` actions.
+        """Return the best order found close to `rows`, by simulating at most `most_actions` actions.
 
-        If the approximate memory forbids the order, or makes it slower, the search uses only the exact memory model.
+        Args:
+            rows: Action order of each device, which fits into memory.
+            most_actions: Limit on simulated actions.
         """
         self._simulate(rows)
         act_rows = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
@@ -136,7 +137,7 @@ class OrderSearch:
         return self.best
 
     def _threshold_accepting(self, rows: _Rows, rules: DispatchRules, rules_us: float, most_actions: int) -> None:
-        """Change the order or the rules step by step; at first, also continue from slightly slower orders.
+        """Change the order or the rules step by step, and at first also accept slightly slower orders.
 
         Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
         """
@@ -212,7 +213,7 @@ class OrderSearch:
 class _Tuning(NamedTuple):
     """Parameters of dispatch rules that are equal for all devices.
 
-    `most_waiting` of a stage is waiting * n + extra, where `shape` selects the number n of each stage.
+    The rule's `most_waiting` of a stage is waiting * n + extra, where `shape` selects the number n of each stage.
     """
 
     waiting: float = 1.0
@@ -226,9 +227,9 @@ class _Tuning(NamedTuple):
 
 
 def least_period_us(problem: OrderProblem) -> float:
-    """Return an approximate lower bound of the step time of all orders, computed as in `period_bound.py`.
+    """Return an approximate lower bound of the step time of all orders.
 
-    The bound only ends a search early. It proves nothing, because the memory of the stages is approximate.
+    It only ends a search early. It proves nothing, because the memory of the stages is approximate.
     """
 
     def each(name: str) -> FloatArray:
@@ -256,10 +257,7 @@ def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:
 
 
 def _in_flight_per_round_trip(problem: OrderProblem) -> tuple[float, ...]:
-    """Return for each stage the number of micro-batches that the slowest device runs during a round trip.
-
-    A round trip leads from the stage through all later stages and back.
-    """
+    """Return how many micro-batches the slowest device runs during each stage's round trip to the last stage."""
     pace_us = max(
         sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
         for chunks in problem.chunks

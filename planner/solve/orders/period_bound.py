@@ -57,7 +57,7 @@ _ROUNDED_BYTES = 64.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimeBounds:
-    """Lower bounds of the times of S stages in N partitions, in microseconds; every array has shape (N, S)."""
+    """Lower bounds of stage times, in microseconds; every array has shape (partitions, stages)."""
 
     forward_us: FloatArray
     gradient_us: FloatArray
@@ -76,10 +76,10 @@ class StageTimeBounds:
         """Return lower bounds of the times of stages, with whole or split backwards.
 
         Args:
-            busy: Times of forwards and whole backwards, shape (N, S).
-            split_backward: Times of split backwards, shape (N, S).
-            send_us: Times of one transfer to the next stage, shape (N, S).
-            micro_batches: Number of micro-batches, M.
+            busy: Times of forwards and whole backwards, shape (partitions, stages).
+            split_backward: Times of split backwards, shape (partitions, stages).
+            send_us: Times of one transfer to the next stage, shape (partitions, stages).
+            micro_batches: Number of micro-batches.
         """
         backward = np.minimum(busy.backward_us, split_backward.input_backward_us + split_backward.weight_backward_us)
         last = np.minimum(
@@ -110,14 +110,14 @@ def least_windows_us(
     Args:
         times: Least times of the stages.
         chunks: Indices of the stages of each device, ascending.
-        micro_batches: Number of micro-batches, M.
-        most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape (N,
-            K).
+        micro_batches: Number of micro-batches.
+        most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape
+            (partitions, devices).
         passed_us: Least time of each stage to compute the gradient of its input, for the stages of other devices, shape
-            (N, S). None: as in `times`.
+            (partitions, stages). None: as in `times`.
 
     Returns:
-        Lower bounds in microseconds, shape (N, K) for N partitions on K devices.
+        Lower bounds in microseconds, shape (partitions, devices).
     """
     device_of = {stage: device for device, stages in enumerate(chunks) for stage in stages}
     crosses = [device_of[s] != device_of[s + 1] for s in range(len(device_of) - 1)]
@@ -195,11 +195,11 @@ def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StageBounds:
-    """Lower bounds of the times and memory of the stages of N partitions; memory in bytes, shape (N, S)."""
+    """Lower bounds of the times and memory of stages; memory in bytes, shape (partitions, stages)."""
 
     times: StageTimeBounds
     own_us: FloatArray
-    """Time of each device between steps, in microseconds; shape (N, K)."""
+    """Time of each device between steps, in microseconds; shape (partitions, devices)."""
     always: FloatArray
     held: FloatArray
     """Memory of a micro-batch between its forward and its backward."""

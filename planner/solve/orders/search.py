@@ -32,7 +32,7 @@ from planner.solve.space.partitions import Evaluator
 
 Rows = tuple[tuple[Action, ...], ...]
 CutsAndChoices = tuple[IntArray, IntArray]
-"""Partition: cuts of shape (S+1,), and recomputation choices of shape (S,)."""
+"""Partition: its cuts, and the recompute choice of each stage."""
 
 _ROUNDS = 6
 """Largest number of rounds from one start."""
@@ -50,7 +50,7 @@ _OF_BOUND = 4
 def search_orders(
     case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER, start: Partition | None = None
 ) -> Answer:
-    """Return the best partition found, with its action orders. For errors, see `planner.solve.answer.PlanSearch`.
+    """Return the best partition found, with its action orders.
 
     Args:
         case: The case.

@@ -1,4 +1,4 @@
-"""Check of the optimality and the frontier that a plan file states, by solving its request again within seconds."""
+"""Check of a plan's claim to be optimal, and of its frontier, by solving its request again within seconds."""
 
 from dataclasses import replace
 
@@ -20,9 +20,9 @@ _HINT = "solve again to recompute these values"
 
 
 def check_certificate(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
-    """Return the verdict with findings about the plan's certificate: its status, lower bound and frontier.
+    """Return the verdict with findings about the plan's status, lower bound and frontier.
 
-    A wrong certificate is removed from the plan in the verdict.
+    If one of them is wrong, all are removed from the plan in the verdict.
 
     Args:
         written: The plan as read from its file.

@@ -28,13 +28,13 @@ def faster_schedule(
     Args:
         profile: The profile to plan for.
         plan: The plan under the requested schedule.
-        micro_batches: M, if the request fixed it; else None.
+        micro_batches: Number of micro-batches, if the request fixed it; else None.
         time_limit_s: Time limit of the search in seconds. Its number of simulated actions is limited as well.
 
     Returns:
-        The plan; None if the search finds none. There is no search, and the result is None, if the cuts are given, the
-        schedule was not fixed, only the requested schedule supports the options, the device is a TPU, or there are too
-        many layers and devices.
+        The plan; None if the search finds none, or if there is no search: the cuts are given, the schedule was not
+        fixed, only the requested schedule supports the options, the device is a TPU, or there are too many layers and
+        devices.
     """
     inputs = plan.inputs
     if inputs.schedule == "auto" or plan.solver.status == "given":
@@ -62,11 +62,11 @@ def plan_with_replicas(profile: Profile, plan: Plan, *, micro_batches: int | Non
     Args:
         profile: The profile to plan for.
         plan: The plan with one replica.
-        micro_batches: M, if the request fixed it; else None.
+        micro_batches: Number of micro-batches, if the request fixed it; else None.
 
     Returns:
-        The plan; None if the search finds none. There is no search, and the result is None, if no device is unused,
-        replicas were requested, the cuts are given, or there are too many layers and devices.
+        The plan; None if the search finds none, or if there is no search: no device is unused, replicas were requested,
+        the cuts are given, or there are too many layers and devices.
     """
     inputs = plan.inputs
     if inputs.replicas != 1 or plan.num_gpus >= inputs.devices:

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.width import with_layers
+from planner.core.cost.width import map_layers
 from planner.core.errors import PlannerError
 from planner.core.values.cluster import Link
 from planner.core.values.plan import FrontierPoint, Inputs, Insight, Noise, Plan, WhatIf
@@ -30,8 +30,8 @@ _INTERVAL = 1.96
 def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[FrontierPoint, ...]:
     """Return the figures of the best plan for each number of replicas and micro-batches, ascending.
 
-    If the request's observer stops the searches, the points are not usable. If the schedule is `auto`, each point comes
-    from a short search, so a longer search may find a faster plan.
+    If the schedule is `auto`, the figures come from short searches, so longer searches may find faster plans. If the
+    request's observer stops the searches, the result is not usable.
 
     Args:
         profile: The profile of the plan.
@@ -53,7 +53,7 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
 
 
 def frontier_point_of(plan: Plan) -> FrontierPoint:
-    """Return the figures of a plan as a point of a trade-off."""
+    """Return the figures of a plan as a `FrontierPoint`."""
     predicted = plan.predicted
     return FrontierPoint(
         micro_batches=plan.micro_batches,
@@ -81,7 +81,7 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
         plan: The plan.
     """
     if request.actions is not None:
-        request = replace(request, actions=request.actions // _DRAWS)  # all searches share the effort
+        request = replace(request, actions=request.actions // _DRAWS)  # all searches share the budget
     free = [plan.stages[d].memory_bytes - need for d, need in enumerate(plan.peak_bytes_by_device())]
     tightest = int(np.argmin(free))
     return Insight(
@@ -146,12 +146,12 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
     spreads = [max(layer.spread) for layer in profile.layers if layer.spread]
     if not spreads or max(spreads) <= 0:
         return None
-    # The searches for drawn profiles have less effort than the plan's search, so they may find slower plans.
+    # The searches for drawn profiles are shorter than the plan's search, so they may find slower plans.
     rng = np.random.default_rng(0)
     request = replace(request, inputs=fix_widths(request.inputs, plan, profile), searches_on=False)
     regrets, same = [], 0
     for _ in range(_DRAWS):
-        drawn = with_layers(profile, partial(_drawn, rng=rng))
+        drawn = map_layers(profile, partial(_drawn, rng=rng))
         best = _solved(drawn, request)
         if best is None:
             return None

@@ -8,7 +8,7 @@ the largest to the smallest, and a search is skipped if its answer is already kn
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from planner.core.cost.width import WidthTables, widths_of
+from planner.core.cost.width import WidthTables, tensor_parallel_widths
 from planner.core.cost.workload import SampleWork, training_run, workload_of
 from planner.core.errors import InfeasibleError, SolverError
 from planner.core.values.plan import Plan, memory_limit_of_device
@@ -51,7 +51,7 @@ def sweep_of(
         for limit in reversed(limits):
             progress(f"{count} x {limit / 1e9:g} GB", len(answers), len(counts) * len(limits))
             # A pipeline has no use for more devices than layers, or groups of GPUs.
-            widest = max((width for width in widths_of(profile) if width <= count), default=1)
+            widest = max((width for width in tensor_parallel_widths(profile) if width <= count), default=1)
             most = len(profile.layers) * widest * request.inputs.replicas or count
             question = _question(request, min(count, most), limit, headroom)
             larger = _answer_of_larger(answers, question, (count, limit))

@@ -27,14 +27,12 @@ def trade_off_of(
 ) -> tuple[FrontierPoint, ...]:
     """Return the figures of a good plan under each schedule, in the usual order of schedules.
 
-    Each schedule is searched as if the request had named it. If a search finds no plan, the point's `fits` is False.
-    If the profile has several tensor-parallel widths, the plan's width and replicas are kept. Schedules with a split
-    backward are tried only if the profile has split backward times.
+    If a search finds no plan, the point's `fits` is False. The plan's width and replicas are kept.
 
     Args:
         profile: The profile to plan for.
         plan: The answer to a request with the schedule `auto`; its own schedule gets the plan's figures.
-        micro_batches: M, if the request fixed it; else None.
+        micro_batches: Number of micro-batches, if the request fixed it; else None.
         watch: Observer of the searches; if it stops them, the points are not usable.
         is_short: True to search for some tenths of a second per schedule. A schedule may then have a faster plan.
 
@@ -74,7 +72,7 @@ def _point(profile: Profile, request: Request, plan: Plan, name: ScheduleName) -
     is_short = request.actions is not None and not is_proven
     requests = [request]
     if is_short:
-        # A short search divided among all values of M would have too little effort for each, so the plan's comes first.
+        # A short search divided among all values of M would be too short for each, so the plan's M comes first.
         own_m = replace(request, micro_batches=plan.micro_batches)
         requests = [own_m] if schedule.is_to_be_made else [own_m, request]
     found = (plan_under({name}, profile, each, upper_us=inf) for each in requests)

@@ -19,7 +19,7 @@ times the memory that parameters, gradients and optimizer states leave free. Sum
     T * sum of speeds >= M * sum of (F + B + r F) + sum of optimizer steps
 
 The smallest T results if the layers with the smallest F / (a D) are recomputed first. Because r may be any share, the
-bound holds for plans that recompute whole stages, for all micro-batches or all but the last, or single layers.
+bound holds for any recomputation: of whole stages, for all micro-batches or all but the last, or of some layers.
 """
 
 from typing import TYPE_CHECKING
@@ -55,10 +55,10 @@ def _busiest_device_us(layer_us: FloatArray, num_devices: int) -> float:
 
 
 def least_saved_bytes(costs: ChainCosts) -> FloatArray:
-    """Return a lower bound of the bytes that each layer stores from its forward to the end of its backward; shape (L,).
+    """Return a lower bound of the bytes that each layer stores from its forward to the end of its backward.
 
-    The bound may be below the saved bytes. With exact memory records, the backward may occupy less memory than the
-    forward saved, and a tensor that the stage received is not counted.
+    It may be below the saved bytes. With exact memory records, the backward may occupy less memory than the forward
+    saved, and a tensor that the stage received is not counted.
     """
     saved, levels = costs.memory.saved, costs.memory
     if costs.exact:

@@ -55,17 +55,17 @@ class StageRules:
         return no
 
     def allows(self, cuts: IntArray) -> BoolArray:
-        """Return True for each of N partitions without a forbidden stage, shape (N,).
+        """Return True for each partition without a forbidden stage.
 
         Args:
-            cuts: Cuts of N partitions, shape (N, S+1).
+            cuts: Cuts of each partition, shape (partitions, stages + 1).
         """
         return ~np.asarray(self.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Case of a request: a chain to cut for one schedule, number of micro-batches, of replicas and of chunks."""
+    """Schedule and numbers of chunks, micro-batches and replicas, for which the solver searches cuts."""
 
     costs_at_size: CostsAtSize
     cluster: Cluster
@@ -78,7 +78,7 @@ class Case:
     chunks: int = 1
     least_recompute_us: Callable[[int, float, PeakPoints], FloatArray] | None = None
     """Function of a table width, a memory limit in bytes, and the points in the step at which memory may peak. It
-    returns lower bounds of the time to recompute layers of each stage, shape (L+1, width). None: stages are
+    returns lower bounds of the time to recompute layers of each stage, shape (layers + 1, width). None: stages are
     recomputed whole or not at all."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
@@ -86,8 +86,8 @@ class Case:
         """Return a partition of this case, for the cost model.
 
         Args:
-            cuts: Cuts from 0 to L, length S+1.
-            choices: Recompute choice of each stage, as an index into `CHOICES` or `LAYERS`; length S.
+            cuts: First layer of each stage, then the number of layers.
+            choices: Recompute choice of each stage, as an index into `CHOICES` or `LAYERS`.
             more: Other fields of `Partition`.
         """
         return Partition(
@@ -96,14 +96,14 @@ class Case:
             balance=tuple(np.diff(cuts).tolist()),
             recompute=tuple((*CHOICES, "layers")[choice] for choice in choices),
             chunks=self.chunks,
-            order=self.schedule.texts,
+            order=self.schedule.order_texts,
             replicas=self.replicas,
             **more,
         )
 
     @property
     def costs(self) -> ChainCosts:
-        """Costs of the layers at the micro-batch size; computed on first use, because bounds do not need them."""
+        """Costs of the layers at the case's micro-batch size, computed on first use."""
         return self.costs_at_size.costs
 
     @cached_property
@@ -138,7 +138,7 @@ class Case:
 
     @cached_property
     def least_backward_us(self) -> FloatArray:
-        """Shortest backward time of each layer, whole or, if the schedule allows, split; shape (L,)."""
+        """Shortest backward time of each layer: whole, or split if the schedule allows it."""
         if not self.schedule.splits_backward:
             return self.costs_at_size.backward_us
         return np.minimum(
@@ -147,7 +147,7 @@ class Case:
 
     @property
     def is_too_large(self) -> bool:
-        """Return True if the permanent memory of some layer exceeds the memory limit of every device."""
+        """Return True if some layer's permanent memory exceeds the memory limit of every device."""
         return float((self.costs.state.always + self.costs.gradients).max()) > max(self.limits_bytes)
 
     @cached_property
@@ -159,7 +159,7 @@ class Case:
 
     @cached_property
     def ideal_us(self) -> float:
-        """Step time of 1F1B, plain or interleaved, with stages of equal work, without recomputation and transfers.
+        """Step time without recomputation and transfers, under 1F1B with stages of equal work.
 
         For schedules with a split backward it equals `bound_us`, because these schedules may have no bubble.
         """
@@ -173,16 +173,16 @@ class Case:
         return max(float(times.max(initial=0.0)) / self.highest_speed, float(times.sum()) / speeds)
 
     def longest_us(self, upper_us: float) -> float:
-        """Return the longest forward plus backward time of a stage, at speed 1, in plans faster than `upper_us`.
+        """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.
 
-        The result is an upper bound.
+        The time is for the profiled device.
         """
         if not np.isfinite(upper_us):
             return np.inf
         return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.highest_speed
 
     def least_us(self, num_stages: int) -> float:
-        """Return a lower bound of the step time with `num_stages` stages. More stages never increase the bound."""
+        """Return a lower bound of the step time with `num_stages` stages. It never increases with more stages."""
         pair_us = self.costs.forward_us + self.least_backward_us
         speeds = sorted((self.cluster.speed(d) for d in range(self.num_devices)), reverse=True)
         share_us = max(float(pair_us.sum()) / sum(speeds[:num_stages]), float(pair_us.max()) / speeds[0])
@@ -216,7 +216,7 @@ class Case:
         every_choice: bool = False,
         exact: bool = False,
     ) -> ChainProblem:
-        """Return the input of the dynamic program.
+        """Return the input of the dynamic program: tables of all stages, with their recomputation and times.
 
         Args:
             num_stages: Largest number of stages if all devices and links are equal, else the exact number.
@@ -253,7 +253,7 @@ class Case:
             memory = hardest if easy else self.memory_table(width, num_later)
             key = (limit, self.cluster.speed(device), id(memory))
             if key not in variants:
-                # If every stage fits without recomputation, single layers need none either.
+                # If every stage fits without recomputation, no layer needs it either.
                 layers_us = (
                     None
                     if easy or not self.least_recompute_us
@@ -312,7 +312,7 @@ class Case:
 
 
 def layer_indices(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return groups of layer indices for groups of layer names.
+    """Return the index of each layer name, in the same groups.
 
     Raises:
         KeyError: A name is unknown.
@@ -322,8 +322,5 @@ def layer_indices(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tupl
 
 
 def cuts_and_choices(partition: Partition) -> tuple[IntArray, IntArray]:
-    """Return the cuts, shape (S+1,), and the recompute choices, shape (S,), of a partition.
-
-    The partition recomputes whole stages.
-    """
+    """Return the cuts of a partition that recomputes whole stages, and the recompute choice of each stage."""
     return np.cumsum([0, *partition.balance]), np.array([CHOICES.index(choice) for choice in partition.recompute])

@@ -19,10 +19,10 @@ from planner.core.cost.device_memory import (
     shared_bytes,
     subtract_shared,
 )
-from planner.core.cost.layer_memory import SavedAndPeaks, least_saved_and_peaks, most_saved_bytes
+from planner.core.cost.layer_memory import SavedAndPeaks, least_saved_and_peaks, most_bytes_freed
 from planner.core.cost.peak_points import PARTS, peak_part_counts
 from planner.core.cost.simulate import makespans
-from planner.core.cost.stage_time import CHOICES, BusyTimes, SplitBackwardTimes, hidden_us, optimizer_tail_us
+from planner.core.cost.stage_time import CHOICES, BusyTimes, SplitBackwardTimes, hidden_us, optimizer_delay_us
 from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
 from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule
@@ -38,10 +38,10 @@ _WIDEST = 6
 
 
 class Evaluator:
-    """Evaluator of step time and memory of partitions of a case, on `num_devices` devices with V chunks each.
+    """Evaluator of step time and memory for many partitions of a case at once, on `num_devices` devices.
 
-    Methods evaluate N partitions into S stages at once. Cuts have shape (N, S+1), from 0 to L. Recompute choices of the
-    stages are indices into `CHOICES` and have shape (N, S).
+    Cuts have shape (partitions, stages + 1). Recompute choices of the stages are indices into `CHOICES` and have shape
+    (partitions, stages).
     """
 
     def __init__(self, case: Case, num_devices: int, *, width: int | None = None) -> None:
@@ -71,18 +71,21 @@ class Evaluator:
 
     @property
     def num_actions(self) -> int:
-        """Number of actions in a step; one simulation counts as this number in the budget."""
+        """Number of actions in a step. One simulation costs this much of the budget."""
         return (3 if self.case.schedule.splits_backward else 2) * self.case.micro_batches * self.num_stages
 
     @property
     def has_layers(self) -> bool:
-        """Return True if there are enough layers for all stages, and fixed cuts, if any, have this number of stages."""
+        """Return True if there are enough layers for all stages.
+
+        Cuts that the request fixes must have this number of stages.
+        """
         balance = self.case.rules.balance
         return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
 
     @property
     def num_cuts(self) -> int:
-        """Number of partitions, without regard to recomputation and to rules that forbid stages."""
+        """Number of partitions, including forbidden ones, and without regard to recomputation."""
         return 1 if self.case.rules.balance is not None else comb(self.case.costs.num_layers - 1, self.num_stages - 1)
 
     @property
@@ -94,7 +97,11 @@ class Evaluator:
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Actions of each device, in order. Raises `UsageError` if the schedule cannot run with these devices and M."""
+        """Actions of each device, in order.
+
+        Raises:
+            UsageError: The schedule cannot run with this number of devices or micro-batches.
+        """
         case = self.case
         return case.schedule.actions(self.num_devices, case.micro_batches, case.chunks)
 
@@ -110,24 +117,23 @@ class Evaluator:
     def durations(
         self, cuts: IntArray, choices: IntArray
     ) -> tuple[BusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
-        """Return stage times with whole and with split backwards, transfer times, and the time U of each device.
+        """Return stage times with whole and with split backwards, transfer times, and times between steps.
 
-        U is the time of the optimizer step and the whole all-reduce of replicas, shape (N, K). All other arrays have
-        shape (N, S). Times are in microseconds.
+        Times between steps are for the optimizer step and the whole all-reduce of replicas, shape (partitions,
+        devices). All other arrays have shape (partitions, stages). Times are in microseconds.
         """
         busy, crossing, own = self._times(cuts, choices)
         return busy, self._split_backward_times(busy, cuts), crossing, own
 
     def step_us(self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None) -> FloatArray:
-        """Return simulated step times in microseconds, optimizer steps included; shape (N,).
-
-        They equal `planner.core.cost.evaluate.Evaluation.step_us`.
+        """Return simulated step times in microseconds, optimizer steps included.
 
         Args:
-            cuts: Cuts of N partitions, shape (N, S+1).
-            choices: Recompute choice of each stage, shape (N, S); may include `LAYERS` if `layers_us` is given.
-            layers_us: Forward time, at speed 1, of the layers that each stage recomputes if its choice is `LAYERS`;
-                shape (N, S).
+            cuts: Cuts of each partition, shape (partitions, stages + 1).
+            choices: Recompute choice of each stage, shape (partitions, stages); may be `LAYERS` if `layers_us` is
+                given.
+            layers_us: Forward time, on the profiled device, of the layers that each stage recomputes if its choice is
+                `LAYERS`; shape (partitions, stages).
         """
         busy, crossing, own = self._times(cuts, choices, layers_us)
         times = {**busy._asdict(), "send_us": crossing}
@@ -137,12 +143,12 @@ class Evaluator:
             return makespans(self.actions, times, blocking=self.blocking, own_us=own, sums_us=sums)
         pipeline = makespans(self.actions, times, blocking=self.blocking)
         # The drain and fill of later stages hide the optimizer step of a device.
-        return pipeline + optimizer_tail_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
+        return pipeline + optimizer_delay_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
 
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
-        """Return the bytes by which each device exceeds its memory limit, shape (N, K).
+        """Return the bytes by which each device exceeds its memory limit, shape (partitions, devices).
 
-        K is the number of devices. The value is infinite if a stage of the device has more than `width` layers.
+        The result is infinite if a stage of the device has more than `width` layers.
         """
         always, parts, inside = self.stage_bytes(cuts, choices)
         peaks = [
@@ -152,14 +158,15 @@ class Evaluator:
         return self._excess_bytes(np.stack(peaks, axis=1), inside)
 
     def over_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
-        """Return the bytes by which each device exceeds its memory limit, for each combination of its chunks' choices.
+        """Return the bytes by which each device exceeds its memory limit, for each combination of its stages' choices.
 
         Args:
-            cuts: Cuts of N partitions, shape (N, S+1).
-            combinations: Choices for the V chunks of a device, as indices into `allowed`; shape (combinations, V).
+            cuts: Cuts of each partition, shape (partitions, stages + 1).
+            combinations: Recompute choices for the stages of a device, as indices into `allowed`; shape (combinations,
+                chunks).
 
         Returns:
-            Bytes, shape (N, combinations, K); infinite if a stage of the device is longer than `width`.
+            Bytes, shape (partitions, combinations, devices); infinite if a stage of the device is longer than `width`.
         """
         every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
@@ -171,17 +178,17 @@ class Evaluator:
         return self._excess_bytes(np.stack(peaks, axis=2), inside[:, None])
 
     def stage_bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
-        """Return the memory of each stage of N partitions.
+        """Return the memory of each stage of each partition.
 
         Returns:
-            Permanent bytes, shape (N, S); bytes of each of `PARTS`, shape (N, S, parts); and True for each stage in the
-            tables, which lack stages longer than `width`.
+            Permanent bytes, shape (partitions, stages); bytes of each of `PARTS`, shape (partitions, stages, parts);
+            and True for each stage in the tables, which lack stages longer than `width`.
         """
         first, end = cuts[:, :-1], cuts[:, 1:]
         # Column of the stage in the tables: the last column has stages of one layer, column 0 the longest stages.
         column = first - end + self.width
         inside = (column >= 0) & (choices >= 0)
-        # A stage that is not in the tables counts as a single layer here; callers ignore its memory.
+        # A stage that is not in the tables counts as one layer here; callers ignore its memory.
         stages = self.parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
         always, parts = stages[..., 0], stages[..., 1:]
         if self.case.costs.ties or self.case.schedule.placement == "v":
@@ -194,31 +201,28 @@ class Evaluator:
         """Return the memory of every stage at one point in the step, for each recompute choice.
 
         Args:
-            counts: Number of each of `PARTS` that exist at this point, shape (parts,).
+            counts: How many of each of `PARTS` exist at this point.
 
         Returns:
-            Bytes, shape (choices, L+1, width); infinite for entries without a stage.
+            Bytes, shape (choices, layers + 1, width); infinite for entries without a stage.
         """
         return _sum_parts(self.parts, counts)
 
     def least_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return bounds of the memory of stages that recompute some of their layers, at one point in the step.
 
-        A stage needs at least its entry in the first result, minus the entries of its recomputed layers in the second
-        result.
-
         Args:
-            counts: Number of each of `PARTS` that exist at this point, shape (parts,).
+            counts: How many of each of `PARTS` exist at this point.
 
         Returns:
-            Bytes of every stage before recomputation, shape (L+1, width), infinite for entries without a stage; and the
-            most bytes that recomputing each layer saves, shape (L,).
+            Bytes of every stage, shape (layers + 1, width), infinite for entries without a stage; and the most bytes
+            that recomputing each layer frees. A stage needs at least its bytes minus those of its recomputed layers.
         """
         costs, every = self.case.costs, self._any_by_layers
         runs = bool((every.peak[counts > 0] >= 0).any())
         # While a layer runs, memory saved by other layers adds to its peak: saving a byte less also lowers the peak.
         times = float(counts @ every.saved) + runs * costs.exact
-        return _sum_parts(self._parts_by_layers, counts), times * most_saved_bytes(costs)[0]
+        return _sum_parts(self._parts_by_layers, counts), times * most_bytes_freed(costs)[0]
 
     def _excess_bytes(self, peaks_bytes: FloatArray, inside: BoolArray) -> FloatArray:
         known_bytes = np.where(inside[..., self.stages].all(axis=-1), peaks_bytes, np.inf)
@@ -239,12 +243,15 @@ class Evaluator:
 
     @cached_property
     def peak_counts(self) -> list[FloatArray]:
-        """Number of each of `PARTS` at the points in the step at which memory may peak, one array per device."""
+        """How many of each of `PARTS` exist at the points in the step where memory may peak, one array per device."""
         return [counts.astype(np.float64) for counts in peak_part_counts(self.actions)]
 
     @cached_property
     def parts(self) -> FloatArray:
-        """Table of permanent bytes, then bytes of each of `PARTS`; shape (choices, L+1, width, 1 + parts)."""
+        """Table of the permanent bytes of each stage, then the bytes of each of `PARTS`.
+
+        Shape (choices, layers + 1, width, 1 + parts).
+        """
         parts = np.zeros((len(CHOICES), self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)))
         parts[self.allowed] = np.inf
 
@@ -257,9 +264,9 @@ class Evaluator:
 
     @cached_property
     def _parts_by_layers(self) -> FloatArray:
-        """Table like `parts`, without its first dimension, for stages that recompute some of their layers.
+        """Table of permanent bytes, then bytes of each of `PARTS`, for stages with per-layer recomputation.
 
-        For a lower bound of a part, subtract the `most_saved_bytes` of all recomputed layers, times
+        For a lower bound of a part, subtract the `most_bytes_freed` of all recomputed layers, times
         `ChunkMemoryFunction.saved` of the part.
         """
         parts = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)), np.inf)
@@ -298,7 +305,7 @@ def _sum_parts(parts: FloatArray, counts: FloatArray) -> FloatArray:
 
 
 def move_one_cut(cuts: IntArray) -> IntArray:
-    """Return the partitions that differ from `cuts` in one cut, by 1, 2 or 4 layers; shape (partitions, S+1)."""
+    """Return the partitions in which one of the cuts is moved by 1, 2 or 4 layers."""
     places = [(k, cuts[k] + step) for k in range(1, len(cuts) - 1) for step in _STEPS]
     every = [(*cuts[:k], cut, *cuts[k + 1 :]) for k, cut in places if cuts[k - 1] < cut < cuts[k + 1]]
     return np.array(every, dtype=np.int64).reshape(len(every), len(cuts))

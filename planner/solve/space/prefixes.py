@@ -22,7 +22,7 @@ _MOST_AT_ONCE = 1 << 18
 
 
 class BoundKind(NamedTuple):
-    """Definition of a lower bound for the earlier layers: a value of each stage, and how values are combined."""
+    """Definition of a lower bound: a value of each stage, and the maximum or sum over the stages."""
 
     combine: np.ufunc
     """Function that combines the values of a partition's stages: maximum or sum."""
@@ -31,7 +31,7 @@ class BoundKind(NamedTuple):
 
 
 class PrefixBounds:
-    """Lower bounds for the first layers of a chain, by number of stages.
+    """Lower bounds for the layers before each cut, by number of stages.
 
     Args:
         problem: The chain and its stages.
@@ -49,7 +49,7 @@ class PrefixBounds:
         """Lower bounds by name; [r][i] is the bound for layers 0..i-1 in at most (or exactly) r stages."""
 
     def cuts_with_smallest_maximum(self, name: str) -> tuple[int, ...] | None:
-        """Return the cuts with which the largest value of any stage is smallest; None if no partition fits.
+        """Return the cuts for which the largest value of any stage is smallest; None if no partition fits.
 
         Args:
             name: Name of the value in `needs`, for example `backward` for the backward time.

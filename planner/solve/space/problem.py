@@ -13,10 +13,10 @@ from planner.solve.space.tables import NO_CHOICE
 
 
 class StageArrays(NamedTuple):
-    """Stages that end at each of n cuts, as arrays: one row per cut, one column per first layer.
+    """Times of stages as arrays: one row per cut at which the stages end, one column per first layer.
 
-    Times are in microseconds, for one micro-batch. They include the executor's overhead, and the time to receive over
-    blocking links. They are infinite for entries without a stage.
+    Times are in microseconds, for one micro-batch, with the executor's overhead and the time to receive over blocking
+    links. They are infinite for entries without a stage.
     """
 
     first: IntArray
@@ -41,10 +41,7 @@ class StageArrays(NamedTuple):
 
     @classmethod
     def of_variants(cls, variants: Sequence["StageArrays"]) -> "StageArrays":
-        """Stack tables of the same stages with different recomputation along a new first dimension.
-
-        Arrays of shape (n, 1), which are equal in all tables, stay unchanged.
-        """
+        """Stack tables of the same stages with different recomputation along a new first dimension."""
         shape = variants[0].first.shape
         each: list[Any] = [
             np.stack(variant) if variant[0].shape == shape else variant[0] for variant in zip(*variants, strict=True)
@@ -52,12 +49,12 @@ class StageArrays(NamedTuple):
         return cls(*each)
 
     def select(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageArrays":
-        """Return m stages of a stack from `of_variants`, by their indices in its dimensions.
+        """Return some stages of a stack from `of_variants`, by their indices in its dimensions.
 
         Args:
-            variant: Index of the table of each stage, shape (m,).
-            row: Index of the first layer of each stage, shape (m,).
-            column: Index of the length of each stage, shape (m,).
+            variant: Index of the table of each stage.
+            row: Index of the end of each stage.
+            column: Index of the first layer of each stage.
         """
         _, rows, width = self.first.shape
         place = (variant * rows + row) * width + column
@@ -77,7 +74,7 @@ NO_LIMIT: Final = Bottlenecks(np.inf, np.inf)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinkTimes:
-    """Transfer times of one link for every possible cut, in microseconds; shape (L+1,), 0 at both ends."""
+    """Transfer times of one link for every possible cut, in microseconds; 0 at both ends of the chain."""
 
     on_link_us: FloatArray
     """Transfer time of a link whose transfers overlap with compute; else 0."""
@@ -91,7 +88,7 @@ class LinkTimes:
 
     @classmethod
     def of(cls, link: Link | None, sums: ChainSums) -> "LinkTimes":
-        """Return the times to send the tensors at each cut once over `link`; zeros if `link` is None."""
+        """Return the times to send the tensors at each cut over `link`; zeros if `link` is None."""
         nothing = np.zeros(len(sums.crossing_bytes))
         if link is None:
             return cls(on_link_us=nothing, receive_us=nothing)
@@ -102,15 +99,15 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTable:
-    """Stages that one device can run. Rows and columns are as in `planner.solve.space.tables`."""
+    """Recomputation of all stages that one device can run. Rows and columns are as in `planner.solve.space.tables`."""
 
     speed: float
     choice: ChoiceArray
-    """Recomputation: index into `CHOICES`, or `LAYERS`, or `NO_CHOICE`; shape (L+1, width)."""
+    """Recomputation: index into `CHOICES`, or `LAYERS`, or `NO_CHOICE`; shape (layers + 1, width)."""
     recompute_us: FloatArray | None = None
-    """Time on the profiled device to recompute layers, where the choice is `LAYERS`; shape (L+1, width)."""
+    """Time on the profiled device to recompute layers, where the choice is `LAYERS`; shape (layers + 1, width)."""
     bytes: FloatArray | None = None
-    """Peak memory of each stage with its choice, in bytes, if requested; shape (L+1, width)."""
+    """Peak memory of each stage with its choice, in bytes, if requested; shape (layers + 1, width)."""
 
     @property
     def width(self) -> int:
@@ -126,7 +123,7 @@ class DeviceTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainProblem:
-    """Problem of cutting a chain of L layers into at most (or exactly) `num_stages` stages.
+    """Problem of cutting a chain into at most, or exactly, `num_stages` stages.
 
     Tables and links are listed by number of later stages: entry 0 is for the stage with the last layer.
     """
@@ -166,7 +163,7 @@ class ChainProblem:
         return max(table.speed for variants in self.tables for table in variants)
 
     def without_slower_stages(self, most: Bottlenecks) -> "ChainProblem":
-        """Return the problem without stages whose times exceed `most`, with tables as narrow as possible."""
+        """Return the problem without stages whose times exceed `most`."""
         ends = np.arange(1, self.num_layers + 1)
         # Rounding depends on the order of sums: the tables may be a layer too wide, never too narrow.
         limits = [limit_us * self.highest_speed * (1 + 1e-9) for limit_us in most]

@@ -1,11 +1,11 @@
-"""Tables of the stages that each device can run: for every stage the fastest recomputation that fits.
+"""Tables of the stages that each device can run, with the fastest recomputation that fits.
 
 Under GPipe a stage's memory does not depend on the other cuts. A memory limit therefore only decides which stages are
 allowed, and with which recomputation. The fastest recomputation that fits is always optimal, because nothing else in
 the plan depends on it.
 
-A table has a row per end e = 0..L and `width` columns. Entry (e, c) is the stage of layers e-width+c .. e-1: the last
-column has the stages of one layer, column 0 the stages of `width` layers. Longer stages are not in the table.
+A table has a row for each possible end of a stage (one past its last layer), and `width` columns. The last column has
+the stages of one layer, column 0 the stages of `width` layers. Longer stages are not in the table.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +31,11 @@ _MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to boun
 class MemoryTable:
     """Peak memory of every stage for each allowed recompute choice, in bytes without the reserve.
 
-    Entry (e, n) of a table, shape (L+1, width), is for the stage with the last `width - n` layers before layer e.
+    Rows and columns are explained in the module's docstring.
     """
 
     totals: dict[int, FloatArray]
-    """Tables of peak memory by index into `CHOICES`, shape (L+1, width); infinite for entries without a stage."""
+    """Tables of peak memory by index into `CHOICES`; infinite for entries without a stage."""
 
     @classmethod
     def of(cls, costs: ChainCosts, points: PeakPoints, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
@@ -69,22 +69,19 @@ class MemoryTable:
         return MemoryTable(totals={n: totals[:, self.width - width :] for n, totals in self.totals.items()})
 
     def smallest(self) -> FloatArray:
-        """Return the smallest peak memory of each stage over its recompute choices, in bytes; shape (L+1, width)."""
+        """Return the smallest peak memory of each stage over all recompute choices, in bytes."""
         smallest: FloatArray = np.minimum.reduce(list(self.totals.values()))
         return smallest
 
     def most_bytes(self) -> float:
-        """Return the largest peak memory of a stage without recomputation, in bytes.
-
-        The result is infinite if the policy requires recomputation.
-        """
+        """Return the largest peak memory of a stage without recomputation, in bytes; may be infinite."""
         if 0 not in self.totals:
             return np.inf
         fastest = self.totals[0]
         return float(fastest[np.isfinite(fastest)].max(initial=0.0))
 
     def choices(self, limit_bytes: float) -> ChoiceArray:
-        """Return the fastest recompute choice of each stage that fits into `limit_bytes`, shape (L+1, width)."""
+        """Return the fastest recompute choice of each stage that fits into `limit_bytes`; shape (layers + 1, width)."""
         table = np.full(next(iter(self.totals.values())).shape, NO_CHOICE, dtype=np.int8)
         for n in sorted(self.totals, reverse=True):
             table[self.totals[n] <= limit_bytes] = n
@@ -103,10 +100,10 @@ def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
 def fill_stage_tables(
     tables: Sequence[FloatArray], block: Callable[[IntArray, int], Sequence[FloatArray]], *, by_length: bool = False
 ) -> None:
-    """Fill tables of stages, shape (L+1, width), block by block; entries without a stage keep their value.
+    """Fill tables of stages, block by block. Entries without a stage keep their value.
 
     Args:
-        tables: The tables.
+        tables: The tables, shape (layers + 1, width).
         block: Function of ascending first layers `firsts` and a largest end `stop`. It returns for each table the
             values of the stages that end at firsts[0]+1..stop, in an array of shape (firsts, stop - firsts[0]).
         by_length: True if `block` returns the values of stages of 1..width layers instead, shape (firsts, width).
@@ -125,10 +122,10 @@ def fill_stage_tables(
 
 
 def values_at_first_layer(values: FloatArray, width: int) -> FloatArray:
-    """Return the value at the first layer of every stage in a table, shape (L+1, width); infinite without a stage.
+    """Return the value at the first layer of every stage in a table; infinite for entries without a stage.
 
     Args:
-        values: Value for each first layer 0..L, shape (L+1,).
+        values: Value for each first layer, one more than there are layers.
         width: Number of layers of the longest stage.
     """
     padded = np.concatenate([np.full(width, np.inf), values[:-1]])

@@ -10,7 +10,7 @@ import planner
 from planner import files
 from planner.cli.main import run
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.width import profile_at_width
+from planner.core.cost.width import tensor_parallel_profile
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import judge
@@ -49,20 +49,20 @@ def test_optimizer_memory_and_time_are_divided() -> None:
     """Parameters, gradients and the all-reduce are not."""
     whole = solve(profile(), request(4, 2, divides=False))
     divided = solve(profile(), request(4, 2, divides=True))
-    assert divided.divides_optimizer
-    assert not whole.divides_optimizer
+    assert divided.shards_optimizer
+    assert not whole.shards_optimizer
     for one, other in zip(divided.stages, whole.stages, strict=True):
         assert 2 * one.memory.optimizer == other.memory.optimizer
         assert (one.memory.parameters, one.memory.gradients) == (other.memory.parameters, other.memory.gradients)
     update, longer = (Evaluation.of(plan, profile()).between_steps_us for plan in (divided, whole))
     assert (longer - update).tolist() == [30.0, 30.0]
-    layer = profile_at_width(profile(), divided.cluster).layers[0]
+    layer = tensor_parallel_profile(profile(), divided.cluster).layers[0]
     assert (layer.optimizer_peak_bytes, layer.optimizer_boundary_peak_bytes) == (5, 4)
 
 
 def test_divided_optimizer_has_no_effect_with_one_replica() -> None:
     whole, divided = (solve(profile(), request(2, 1, divides=divides)) for divides in (False, True))
-    assert not divided.divides_optimizer
+    assert not divided.shards_optimizer
     assert divided.stages == whole.stages
     assert divided.predicted == whole.predicted
 
@@ -70,8 +70,8 @@ def test_divided_optimizer_has_no_effect_with_one_replica() -> None:
 def test_optimizer_of_divided_experts_is_shared_by_fewer_replicas() -> None:
     experts = replace(profile(), expert_parallel=2)
     plan = solve(experts, request(8, 4, divides=True))
-    assert profile_at_width(experts, plan.cluster).layers[0].optimizer_bytes == 40
-    assert profile_at_width(profile(), plan.cluster).layers[0].optimizer_bytes == 20
+    assert tensor_parallel_profile(experts, plan.cluster).layers[0].optimizer_bytes == 40
+    assert tensor_parallel_profile(profile(), plan.cluster).layers[0].optimizer_bytes == 20
 
 
 def test_best_number_of_replicas_is_chosen_with_divided_optimizer() -> None:

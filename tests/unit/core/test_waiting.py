@@ -8,7 +8,7 @@ import pytest
 from planner.core.cost.chain_costs import ChainCosts, TiedParameters
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory, table_of_stage
-from planner.core.cost.parts import parts_of
+from planner.core.cost.parts import stage_memory_parts
 from planner.core.cost.waiting import waiting_gradients, waiting_gradients_in_stage
 from planner.core.values.plan import Recompute
 from tests.support.chains import even_chain
@@ -67,7 +67,7 @@ def test_backward_levels_include_waiting_gradients() -> None:
 
     def moments(*, tied: bool, recompute: Recompute) -> tuple[float, float]:
         stages, _ = table_of_stage(costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=())
-        parts = parts_of(stages, recompute, in_flight=3)
+        parts = stage_memory_parts(stages, recompute, in_flight=3)
         sums = {
             moment[-1][0]: sum(float(size[0, -1]) for size in parts.at(moment).values())
             for moment in peak_points_with(3).alike

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.width import collectives_us, profile_at_width, usable_widths
+from planner.core.cost.width import collectives_us, tensor_parallel_profile, usable_tensor_parallel_widths
 from planner.core.errors import UsageError
 from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import judge
@@ -49,14 +49,14 @@ def test_layer_times_include_collectives_once() -> None:
         replace(layer, backward_input_us=(20.0,), backward_weight_us=(20.0,)) for layer in wide.widths[0].layers
     )
     wide = replace(wide, widths=(replace(wide.widths[0], layers=split),))
-    cluster = inputs_of(8, 4, link=LINK).cluster_of(4)
-    plain = profile_at_width(wide, cluster)
+    cluster = inputs_of(8, 4, link=LINK).cluster_of_groups(4)
+    plain = tensor_parallel_profile(wide, cluster)
     assert plain.layers[0].forward_us == (20 + 6 + 6,)
     assert plain.layers[0].backward_us == (40 + 6 + 6,)
     assert plain.layers[0].backward_input_us == (20 + 6 + 6,)
     assert plain.layers[0].backward_weight_us == (20,)
-    assert profile_at_width(plain, cluster) is plain
-    assert profile_at_width(profile(1), inputs_of(2, 4).cluster) == profile(1)
+    assert tensor_parallel_profile(plain, cluster) is plain
+    assert tensor_parallel_profile(profile(1), inputs_of(2, 4).cluster) == profile(1)
 
 
 def test_device_speed_does_not_change_collective_times() -> None:
@@ -81,7 +81,7 @@ def test_device_speed_does_not_change_collective_times() -> None:
     ],
 )
 def test_usable_widths_are_within_nodes_of_equal_devices(asked, widths, usable):
-    assert usable_widths(profile(*widths), replace(inputs_of(8, 4, link=LINK), **asked)) == usable
+    assert usable_tensor_parallel_widths(profile(*widths), replace(inputs_of(8, 4, link=LINK), **asked)) == usable
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_impossible_widths_are_refused(asked: dict[str, Any], said: str) -> None
 
 def test_widths_without_collectives_need_no_link() -> None:
     """Measured times include their collectives."""
-    assert usable_widths(profile(1, 2, collective_bytes=0), inputs_of(8, 4)) == (1, 2)
+    assert usable_tensor_parallel_widths(profile(1, 2, collective_bytes=0), inputs_of(8, 4)) == (1, 2)
 
 
 def test_check_uses_the_width_of_the_plan() -> None:

@@ -20,7 +20,7 @@ from planner.show.gate import (
     sweep_markdown,
     verdict_markdown,
 )
-from planner.show.terminal.plans import plans_text, sweep_text
+from planner.show.terminal.plans import plan_comparison_text, sweep_text
 from planner.show.terminal.verdict import verdict_text
 from tests.support import gate
 from tests.support.golden import assert_golden
@@ -168,7 +168,7 @@ def test_markdown_escapes_names() -> None:
 
 def test_comparisons_and_sweeps_equal_their_golden_texts() -> None:
     comparison = api.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
-    assert_golden(GOLDEN / "compare.txt", plans_text(comparison, WIDE) + "\n")
+    assert_golden(GOLDEN / "compare.txt", plan_comparison_text(comparison, WIDE) + "\n")
     assert_golden(GOLDEN / "compare.md", comparison_markdown(comparison))
     found = api.sweep(gate.profile(), devices=(1, 2, 3, 8), mem="500kB,900kB,2MB", batch=4)
     assert_golden(GOLDEN / "sweep.txt", sweep_text(found, WIDE) + "\n")
@@ -181,7 +181,7 @@ def test_comparisons_and_sweeps_fit_the_terminal(width: int) -> None:
     comparison = api.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
     found = api.sweep(gate.profile(), devices=(1, 2, 3), mem="500kB,2MB", batch=4)
     for text in (
-        plans_text(comparison, narrow),
+        plan_comparison_text(comparison, narrow),
         sweep_text(found, narrow),
         verdict_text(gate.over_the_cap(), narrow),
     ):
@@ -197,6 +197,6 @@ def test_narrow_tables_drop_columns_instead_of_cutting_numbers(width: int) -> No
     assert lines[-3] == "smallest that trains: 1 device with 2MB, 44.4 samples/s"
     assert any(line.split()[:2] == ["3", "2MB"] and "111.1" in line for line in lines)
     assert any("does not fit" in line for line in lines)
-    text = plans_text(comparison, narrow)
+    text = plan_comparison_text(comparison, narrow)
     assert re.search(r"^plan 2 .*111\.1", text, re.MULTILINE)
     assert "+781 KiB" in text
