@@ -8,6 +8,8 @@ TORCH ?= 2.15.0
 MATRIX ?=
 READY := $(VENV)/.ready
 DOCS := .venv-docs
+# Bytecode is cached, whatever the environment says: the tests start over a hundred processes that import the package.
+export PYTHONDONTWRITEBYTECODE :=
 # What builds the package has pins, too: the first is read by pip up to 25.2, the second by later ones.
 PINNED := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,8 @@ from planner.cli.main import run
 from planner.executor.run.loader import seeded_batches
 from planner.model.load import load_model
 from tests.support.clocks import is_within, seconds_since
-from tests.support.ranks import run_ranks
+from tests.support.processes import Job
+from tests.support.ranks import ForkedProcess, run_ranks
 from tests.support.training import ROOT, Case, write_balance
 
 pytestmark = pytest.mark.slow
@@ -70,27 +72,42 @@ def undisturbed(here: Path) -> list[float]:
     return losses
 
 
-def train(here: Path, name: str, *arguments: str, mischief: str = "", restarts: int = 0, dropout: float = 0.1) -> Ran:
-    """Train ten steps of folder `name` under torchrun, with a checkpoint every four steps and one `mischief`."""
+def train(
+    here: Path, name: str, *arguments: str, mischief: str = "", restarts: int | None = None, dropout: float = 0.1
+) -> Ran:
+    """Train ten steps of folder `name`, with a checkpoint every four steps and one `mischief`.
+
+    The ranks are started by torchrun if it has a number of `restarts`.
+    """
     arguments = (f"{name}/train.py", "--steps", "10", "--checkpoint-every", "4", *arguments)
     count = len(CUTS[name])
-    if count > 1 and not mischief:
-        return Ran(0, run_ranks(count, arguments, here, DROPOUT=str(dropout)), "", 0.0)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    command = [sys.executable, *([*launcher, "--max-restarts", str(restarts)] if count > 1 else ())]
-    words = mischief.split()
-    env = {"MISCHIEF": f"{mischief} {'-'.join(words)}"} if mischief else {}
+    mark = here / "-".join(mischief.split())
+    env = {"DROPOUT": str(dropout), **({"MISCHIEF": f"{mischief} {mark.name}"} if mischief else {})}
+    if restarts is not None:
+        launcher = ("--standalone", "--nproc-per-node", str(count), "--max-restarts", str(restarts))
+        return _torchrun((*launcher, *arguments), here, env, mark)
+    if mischief:
+        with Job(count, arguments, here, **env) as job:
+            done = job.ended()
+        return Ran(max(done.codes), done.out, done.err, done.seconds)
+    if count > 1:
+        return Ran(0, run_ranks(count, arguments, here, **env), "", 0.0)
+    out, err = here / "one.out", here / "one.err"
+    code = ForkedProcess(arguments, here, out=out, err=err, **env).wait()
+    return Ran(code, out.read_text(), err.read_text(), 0.0)
+
+
+def _torchrun(arguments: Sequence[str], here: Path, environment: dict[str, str], mark: Path) -> Ran:
     done = subprocess.run(
-        [*command, *arguments],
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
         cwd=here,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DROPOUT": str(dropout), **env},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    mark = here / "-".join(words)
-    return Ran(done.returncode, done.stdout, done.stderr, seconds_since(mark) if words else 0.0)
+    return Ran(done.returncode, done.stdout, done.stderr, seconds_since(mark))
 
 
 def weights(here: Path, checkpoint: str) -> dict[str, Tensor]:
@@ -135,7 +152,7 @@ def test_the_killed_stage_of_three_is_named(here: Path) -> None:
 
 def test_sigterm_saves_a_checkpoint_to_resume_from(here: Path, undisturbed: list[float]) -> None:
     """SIGTERM goes to torchrun, in a step without a checkpoint. Partly written folders of a crash are removed."""
-    done = train(here, "two", "--checkpoint", "stopped", mischief="term 22 1")
+    done = train(here, "two", "--checkpoint", "stopped", mischief="term 22 1", restarts=0)
     assert done.code != 0
     assert "stopped by SIGTERM after" in done.out
     assert "error" not in done.ours

@@ -1,11 +1,8 @@
 """Ranks of a job as processes, without a launcher that ends all ranks if one fails."""
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Self
 
-from tests.support.training import ROOT, Case, write_balance
+from tests.support.ranks import ForkedProcess
+from tests.support.training import Case, write_balance
 
 __all__ = ["Ended", "Job", "wait_for", "write_script"]
 
@@ -51,15 +49,13 @@ class Job:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-        common |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
         self._folder, self._name = folder, f"job-{port}"
         self.processes = []
         for rank in range(count):
-            with self._log(rank, "out").open("w") as out, self._log(rank, "err").open("w") as err:
-                env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                command = [sys.executable, *arguments]
-                self.processes.append(subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=err))
+            out, err, index = self._log(rank, "out"), self._log(rank, "err"), str(rank)
+            env = {**common, "RANK": index, "LOCAL_RANK": index}
+            self.processes.append(ForkedProcess(arguments, folder, out=out, err=err, **env))
 
     def __enter__(self) -> Self:
         """Return the job, which already runs."""

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-__all__ = ["EndedRanks", "end_ranks", "run_ranks"]
+__all__ = ["EndedRanks", "ForkedProcess", "end_ranks", "run_ranks"]
 
 ROOT = Path(__file__).parents[2]
 _LONGEST_S = 300
@@ -61,17 +61,64 @@ def end_ranks(count: int, arguments: Sequence[str], folder: Path, **environment:
     return _ended(count, arguments, folder, environment, kills=False)[0]
 
 
+class ForkedProcess:
+    """Process that runs a script as `python script …` does, and ends as an interpreter does.
+
+    Args:
+        arguments: Script and its arguments.
+        folder: Working folder.
+        out: File of the standard output.
+        err: File of the standard error.
+        environment: Added to the environment of the tests.
+    """
+
+    def __init__(self, arguments: Sequence[str], folder: Path, *, out: Path, err: Path, **environment: str) -> None:
+        words = {"arguments": list(arguments), "folder": str(folder), "environment": environment}
+        self.pid = int(_answer({**words, "out": str(out), "err": str(err)}))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        if self.returncode is None:
+            self.returncode = _answer({"pid": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float = _LONGEST_S) -> int:
+        """Return the exit code; raise `TimeoutError` if the process does not end in time."""
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise TimeoutError
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process if it still runs."""
+        self.send_signal(signal.SIGKILL)
+
+
 def _ended(
     count: int, arguments: Sequence[str], folder: Path, environment: dict[str, str], *, kills: bool
 ) -> tuple[EndedRanks, list[int]]:
-    origin = _origin()
-    assert origin.stdout is not None
     words = {"count": count, "arguments": list(arguments), "folder": str(folder), "environment": environment}
-    origin.stdin.write(json.dumps({**words, "kills": kills}) + "\n")
-    origin.stdin.flush()
-    found = json.loads(origin.stdout.readline())
+    found = _answer({**words, "kills": kills})
     output = "".join((folder / _log_of(rank)).read_text() for rank in range(count))
     return EndedRanks(codes=tuple(found["codes"]), output=output, seconds=found["seconds"]), found["failed"]
+
+
+def _answer(words: dict[str, object]) -> Any:
+    """Return the answer of the process from which all ranks are forked."""
+    origin = _origin()
+    assert origin.stdin is not None
+    assert origin.stdout is not None
+    origin.stdin.write(json.dumps(words) + "\n")
+    origin.stdin.flush()
+    return json.loads(origin.stdout.readline())
 
 
 def _log_of(rank: int) -> str:
@@ -92,7 +139,8 @@ def _origin() -> "subprocess.Popen[str]":
 # The process that is forked
 
 
-def _serve() -> None:
+def _serve() -> str:
+    """Answer requests until the standard input ends; return the script to run in a process that was forked."""
     for name in _USED:
         try:
             importlib.import_module(name)
@@ -102,8 +150,36 @@ def _serve() -> None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(_run(**json.loads(line))) + "\n")
+        words = json.loads(line)
+        if "out" in words:
+            answer: object = os.fork()
+            if answer == 0:
+                return _become(**words)
+        elif "pid" in words:
+            pid, status = os.waitpid(words["pid"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = _run(**words)
+        sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+    return ""
+
+
+def _become(arguments: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> str:
+    """Take on what a process has that runs a script, and return the script."""
+    os.chdir(folder)
+    _redirect(out, err)
+    os.environ |= environment
+    sys.argv = arguments
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    return arguments[0]
+
+
+def _redirect(out: str, err: str) -> None:
+    """Write to these files, and read nothing."""
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
 
 def _run(
@@ -139,10 +215,7 @@ def _be(environment: dict[str, str | int], arguments: list[str], output: str) ->
     code = 1
     signal.alarm(_LONGEST_S)
     try:
-        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        _redirect(output, output)
         os.environ |= {name: str(value) for name, value in environment.items()}
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
@@ -158,5 +231,5 @@ def _be(environment: dict[str, str | int], arguments: list[str], output: str) ->
         os._exit(code)
 
 
-if __name__ == "__main__":
-    _serve()
+if __name__ == "__main__" and (script := _serve()):
+    runpy.run_path(script, run_name="__main__")
