@@ -79,8 +79,10 @@ def prepare(page: str, folder: Path) -> None:
             source.replace("tokens: int = 128", "tokens: int = 8")
         )
     if page in {"README", "guide"}:
-        (folder / "model.py").write_text(next(b for b in blocks(PAGES[page], "python") if "def build_model" in b))
-        shutil.copy(ROOT / "sample_models" / "configurations" / "llama-3-70b" / "config.json", folder)
+        model = next(b for b in blocks(PAGES[page], "python") if "def build_model" in b)
+        (folder / "model.py").write_text(model.replace("depth: int = 12", "depth: int = 6"))
+        config = (ROOT / "sample_models" / "configurations" / "llama-3-70b" / "config.json").read_text()
+        (folder / "config.json").write_text(config.replace('"num_hidden_layers": 80', '"num_hidden_layers": 16'))
     if page == "training":
         (folder / "model.py").write_text(BLOCKS)
         run("gpipe-plan profile model.py --batch-sizes 2", folder)
@@ -106,12 +108,8 @@ def prepare(page: str, folder: Path) -> None:
 
 
 def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """One command, as a shell would run it if it is the README's; of other pages in less time.
-
-    What `gpipe-plan` does is done in this process then, but for `verify`, and ranks start without torchrun.
-    """
-    is_whole = folder.parent.name == "README"
-    if not is_whole and re.match("gpipe-plan (?!verify)", line) and not SHELL.search(line):
+    """Run one command: `gpipe-plan` in this process, except for `verify`, and ranks without torchrun."""
+    if re.match("gpipe-plan (?!verify)", line) and not SHELL.search(line):
         with contextlib.chdir(folder):
             return subprocess.CompletedProcess(line, main.run(shlex.split(quick(line), comments=True)[1:]), "", "")
     env = environment(
@@ -121,7 +119,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
     line = quick(re.sub(r"^gpipe-plan\b", "python -m planner", line))
     launched = re.fullmatch(r"torchrun --nproc-per-node (\d+) (.*)", line)
-    if launched and not is_whole:
+    if launched:
         said = run_ranks(int(launched[1]), shlex.split(launched[2]), folder, PYTHONPATH=env["PYTHONPATH"])
         return subprocess.CompletedProcess(line, 0, said, "")
     return subprocess.run(

@@ -103,8 +103,13 @@ class _Trained:
     """First name of every tensor that has several."""
 
 
-def try_model(model: UnpreparedModel) -> Outcome:
-    """Profile a model, train it as pipelines of two and three stages, and compare them with a plain loop."""
+def try_model(model: UnpreparedModel, *, num_pipelines: int | None = None) -> Outcome:
+    """Profile a model, train it as pipelines of two and three stages, and compare them with a plain loop.
+
+    Args:
+        model: Model to try.
+        num_pipelines: Number of pipelines to train, which are the last and hardest of all; default: all.
+    """
     folder = Path(tempfile.mkdtemp(prefix="unprepared-"))
     try:
         path = model.write(folder)
@@ -116,17 +121,20 @@ def try_model(model: UnpreparedModel) -> Outcome:
             hint = f" ({profiled.hint})" if profiled.hint else ""
             message = profiled.message.replace(f"{folder}/", "")
             return Outcome(verdict=verdict, profiled=f"refused: {message}{hint}")
-        return _trained_outcome(model, path, profiled)
+        balances = list(_balances(profiled.profile, path))
+        return _trained_outcome(model, path, profiled, balances[-num_pipelines:] if num_pipelines else balances)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _trained_outcome(model: UnpreparedModel, path: Path, profiled: _Profiled) -> Outcome:
+def _trained_outcome(
+    model: UnpreparedModel, path: Path, profiled: _Profiled, balances: Sequence[tuple[str, Balance]]
+) -> Outcome:
     assert profiled.profile is not None
     said = _described(profiled.profile, profiled.warnings)
     worst, names = 0.0, []
     plain: _Trained | None = None
-    for name, balance in _balances(profiled.profile, path):
+    for name, balance in balances:
         names.append(name)
         outcome = Outcome(verdict="died late", profiled=said, runs=tuple(names))
         try:
