@@ -40,7 +40,7 @@ def compare(*plans: File | Plan) -> Comparison:
 
 
 def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
-    """Return the plan for `--against`, True if it was recomputed from its profile, and its name.
+    """Return the plan that `--against` names, True if it was recomputed from its profile, and its name for messages.
 
     Args:
         against: A plan, its file, or `git:REVISION` for a revision of the file `place`.

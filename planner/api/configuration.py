@@ -67,13 +67,10 @@ def configuration_of(model: Any, options: ProfileOptions) -> Configuration | Non
 
 
 def is_for_formula(configuration: Configuration, options: ProfileOptions) -> bool:
-    """Return True if a formula gives the configuration's profile, False if its model is profiled.
-
-    The formula is used on request, for estimated devices, and for presets. It is also used if torch or transformers is
-    not installed.
+    """Return True if a formula gives the configuration's profile, False if its model is built and profiled.
 
     Raises:
-        UsageError: The real model of a preset is requested, which has none.
+        UsageError: The real model of a preset is requested, but a preset has none.
         MissingPackageError: The real model is requested, and a package that builds it is not installed.
     """
     if options.from_formula != "never":
@@ -87,7 +84,7 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
 
 
 def note_language_model_only(configuration: Configuration, options: ProfileOptions) -> None:
-    """Call `options.note` if the model has more parts than its language model."""
+    """Call `options.note` if the profile leaves out parts of the model, such as an image encoder."""
     if configuration.part:
         options.note(f"only the language model (`{configuration.part}`) is planned, without vision or audio parts")
 

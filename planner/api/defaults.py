@@ -10,7 +10,7 @@ AUTO = "auto"
 
 
 def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence[int]) -> float:
-    """Return the headroom as a fraction, from 0 to below 1.
+    """Return the headroom (share of memory to keep free) as a fraction, from 0 to below 1.
 
     Args:
         headroom: `5%`, 0.05, or `auto`, which is the largest error of earlier memory predictions of the profile's kind.

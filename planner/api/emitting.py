@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
     """Write the files that run a plan, by default `balance.yaml` and the script `train.py`.
 
-    An edited `train.py` is not overwritten: it runs any `balance.yaml`.
+    An edited `train.py` is not overwritten, because it can run the new `balance.yaml`.
 
     Args:
         plan: A plan, or its file.

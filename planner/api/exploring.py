@@ -1,4 +1,4 @@
-"""`explore`: write an interactive report with adjustable cuts, M, schedule and memory limits."""
+"""`explore`: write an interactive report with adjustable cuts, micro-batches, schedule and memory limits."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ _ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute
 
 @on_plan(ExploreOptions)
 def explore(plan: File | Plan, options: ExploreOptions) -> str:
-    """Return an interactive HTML report, in which cuts, M, schedule and memory limits can change.
+    """Return an interactive HTML report, in which cuts, micro-batches, schedule and memory limits can be changed.
 
     Args:
         plan: A plan, or its file.
@@ -73,11 +73,11 @@ def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def caveats(plan: Plan) -> Iterator[str]:
-    """Yield a sentence about each part of a request that the page's `solve` command lacks."""
+    """Yield a sentence about each part of the plan's request that the page's `solve` command lacks."""
     inputs = plan.inputs
     if inputs.links:
         yield "The plan uses links that were measured one by one: add their file with `--links`."
     if inputs.recompute == "layers":
-        yield "The plan was made with `--recompute layers`, which can recompute single layers and may be faster."
+        yield "The plan was made with `--recompute layers`, which can recompute some layers of a stage and may be faster."
     if inputs.compute != 1.0:
         yield "The plan was made with a calibration: add its file with `--calibration`."

@@ -1,4 +1,4 @@
-"""Profiles by formula, for an estimated device, from options or a Hugging Face configuration.
+"""Profiles that a formula gives, without a model: from options or a Hugging Face configuration.
 
 torch is not imported. The formulas are in `planner.profile.formula`.
 """
@@ -80,7 +80,7 @@ _NEEDED: Final = ("layers", "hidden", "heads", "sequence", "vocabulary")
 
 
 def profile_by_formula(options: ProfileOptions, configuration: Configuration | None = None) -> Profile:
-    """Return the profile of a configuration, or of the sizes in the options.
+    """Return the profile that a formula gives for a configuration, or for the sizes in the options.
 
     Raises:
         UsageError: An option is wrong, missing, or only valid for a measured model.
@@ -106,7 +106,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     widths = _tensor_parallel(options, shape, several=configuration is not None and device.executor is not None)
     execution = replace(
         _execution(options, shape, widths),
-        # A rate that is given for a single width includes its collectives.
+        # A rate that is given for one width includes its collectives.
         counts_collectives=len(widths) > 1 or (options.rate is None and device.executor is not None),
     )
     profile = transformer_profile(
@@ -131,7 +131,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
 
 
 def refuse_shapes(options: ProfileOptions) -> None:
-    """Raise UsageError if a model's file is combined with an option for formulas."""
+    """Raise UsageError if a model's file is given together with an option for formulas."""
     _refuse(options, [name for name in _FORMULA_OPTIONS if name != "from_formula"], "`--from-formula`")
     _refuse(options, ["sequence", "task"], "a config.json or a formula")
 

@@ -1,4 +1,4 @@
-"""Decorators that give the functions of the commands a keyword argument for each option.
+"""Decorators that turn the options of a command into keyword arguments of its function.
 
 The keywords come from the dataclasses in `planner.api.options`. Type checkers and `help` see them.
 """
@@ -38,7 +38,7 @@ def on_profile(
 ) -> Callable[[Callable[[AnyProfile, Record], Result]], _OnProfile[P, Result]]:
     """Return a decorator that turns `command(profile, options)` into `command(profile="profile.yaml", *, …)`.
 
-    Each field of the dataclass `record` becomes a keyword argument.
+    The keywords are the fields of the dataclass `record`.
     """
     return lambda verb: _with_keywords(verb, record, default="profile.yaml")
 
@@ -46,7 +46,7 @@ def on_profile(
 def on_plan(record: Callable[P, Record]) -> Callable[[Callable[[File | Plan, Record], Result]], _OnPlan[P, Result]]:
     """Return a decorator that turns `command(plan, options)` into `command(plan="plan.yaml", *, …)`.
 
-    Each field of the dataclass `record` becomes a keyword argument.
+    The keywords are the fields of the dataclass `record`.
     """
     return lambda verb: _with_keywords(verb, record, default="plan.yaml")
 
@@ -56,7 +56,7 @@ def on_model(
 ) -> Callable[[Callable[[File | Any | None, Record], Result]], _OnModel[P, Result]]:
     """Return a decorator that turns `command(model, options)` into `command(model=None, *, …)`.
 
-    Each field of the dataclass `record` becomes a keyword argument.
+    The keywords are the fields of the dataclass `record`.
     """
     return lambda verb: _with_keywords(verb, record, default=None)
 

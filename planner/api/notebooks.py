@@ -1,7 +1,4 @@
-"""HTML output of results in notebooks.
-
-The core draws nothing, so modules that return a result attach the renderer.
-"""
+"""HTML output of results in notebooks."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True, slots=True)
 class OptionConversion:
-    """Conversion between a solver option and the field of `Inputs` with the same name."""
+    """How a solver option is converted to the field of `Inputs` with the same name, and back."""
 
     read: Callable[[str, Any], Any]
     """Function of the option's name and value that returns the field; raises `UsageError` for invalid values."""
@@ -37,7 +37,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionField:
-    """Field of a dataclass of options: a keyword in Python, usually an option on the command line too."""
+    """Field of a dataclass of options: a keyword in Python, and usually an option on the command line."""
 
     name: str
     annotation: Any

@@ -152,7 +152,7 @@ def profile_header(model: File | Any | None, measured: Profile) -> str:
 
 
 def partial_path(output: File | None) -> Path | None:
-    """Return the path for an unfinished profile next to `output`; None if `output` is not a file."""
+    """Return the path for an unfinished profile, next to the file `output`; None if `output` is not a file."""
     return None if output in (None, "-") else Path(f"{output}.partial")
 
 

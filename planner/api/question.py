@@ -17,10 +17,10 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 
 
 def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the options of `solve` that repeat a plan's request and are not at their default.
+    """Return the options of `solve` that repeat a plan's request and differ from their defaults.
 
-    Cuts, M and the time limit are not included, because a plan does not record them as requested. Files that a plan
-    does not record are called `links.yaml` and `FILE.csv`.
+    Cuts, micro-batches and time limit are not included, because a plan does not record them as requested. Files whose
+    names a plan does not record are called `links.yaml` and `FILE.csv`.
 
     Args:
         inputs: Request of the plan.
@@ -55,10 +55,7 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options of `solve` that repeat a request with a calibration.
-
-    Options whose values come from the calibration are left out.
-    """
+    """Return the options of `solve` that repeat a request, without options whose values come from a calibration."""
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
     return solve_options(inputs, device, without=without)

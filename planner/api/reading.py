@@ -72,10 +72,7 @@ def load_plan(plan: File = "plan.yaml") -> Plan:
 
 
 def plan_of(plan: File | Plan) -> tuple[Plan, str]:
-    """Return a plan and its path.
-
-    For a plan that is no file, the path is `NOWHERE`: paths in it are relative to the working directory.
-    """
+    """Return a plan and its path, which is `NOWHERE` for a plan that is no file."""
     if isinstance(plan, Plan):
         return plan, NOWHERE
     path = os.fspath(plan)
@@ -97,12 +94,12 @@ def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -
 
 
 def path_of(value: object) -> str | None:
-    """Return `value` as a text if it is a path or a text; else None."""
+    """Return `value` as a text if it is a path or a text, else None."""
     return os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
 
 
 def profile_reference(source: ReadProfile, plan_path: str) -> ProfileReference:
-    """Return the reference to a profile for a plan in the file `plan_path`."""
+    """Return how a plan in the file `plan_path` refers to its profile."""
     where = files.reference_path(source.path, plan_path)
     return ProfileReference(path=where, digest=files.digest_of(source.profile), how=source.profile.device.how)
 

@@ -35,7 +35,7 @@ def listed_schedule_of(schedule: File) -> ListedSchedule | None:
 
 
 def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Profile) -> SolverOptions:
-    """Return the options with devices, micro-batches and chunks of the action orders.
+    """Return the options with the numbers of devices, micro-batches and chunks of given action orders.
 
     Args:
         options: Options of `solve`.

@@ -117,7 +117,7 @@ def plan_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
 
 
 def merged_path(output: str) -> str:
-    """Return the path of a profile that is merged from several files, next to the plan `output`."""
+    """Return the path, next to the plan `output`, for a profile that was merged from several files."""
     path = Path(output)
     return str(path.with_name(f"{path.stem}-profile.yaml"))
 
@@ -235,7 +235,7 @@ def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOption
 
 
 def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
-    """Return `plan` with a list of a good plan of each schedule that `options` allow, from short searches.
+    """Return `plan` with a list of good plans, one for each schedule that `options` allow, from short searches.
 
     Args:
         profile: The profile.

@@ -227,7 +227,7 @@ def link_text(link: Link) -> str:
 
 
 def decimal_text(value: float) -> str:
-    """Return a number as text without exponent, from which the same number can be read."""
+    """Return a number as text without exponent. The text gives the same number when it is read."""
     return f"{value:.15f}".rstrip("0").rstrip(".") if value < 1e15 else f"{value:.0f}"
 
 

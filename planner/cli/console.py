@@ -83,9 +83,7 @@ class Console:
 
     @contextmanager
     def progress(self, title: str, *, announces: bool = True) -> Iterator[_Progress]:
-        """Yield a progress callback, which shows a bar on a terminal, else a line every ten seconds.
-
-        Nothing is shown before the first call.
+        """Yield a progress callback, which shows a bar on a terminal, else prints a line every ten seconds.
 
         Args:
             title: What the command does.
@@ -134,10 +132,7 @@ class Console:
 
 
 def discard_stream(stream: TextIO) -> None:
-    """Discard what is left to write to a stream whose reader has closed it.
-
-    Otherwise Python reports an error at exit.
-    """
+    """Discard the unwritten text of a stream whose reader has closed it. Otherwise Python reports an error at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

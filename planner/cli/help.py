@@ -15,7 +15,7 @@ _LONGEST = 200
 
 
 class _AsTyped:
-    """Mixin for commands that get texts and flags as typed, without conversion.
+    """Mixin for commands whose options stay texts, as the user typed them.
 
     For conversions, typer imports pydantic, which takes longer than `check` needs.
     """
@@ -76,7 +76,7 @@ class SectionedCommand(_AsTyped, TyperCommand):
 
 
 def usage_error_of(error: TyperException, arguments: Sequence[str], command: str) -> PlannerError:
-    """Return the error for an invalid command line, with similar words and the right `--help`.
+    """Return the error for an invalid command line, which suggests similar words and the right `--help`.
 
     Args:
         error: Error of typer.

@@ -9,11 +9,7 @@ from types import FrameType
 
 @contextmanager
 def stopped_by_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after the first Ctrl-C.
-
-    In this context, only the second Ctrl-C interrupts. Outside the main thread, which alone receives signals, nothing
-    changes.
-    """
+    """Yield a function that returns True after the first Ctrl-C. The second Ctrl-C interrupts as usual."""
     is_stopped = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Program `gpipe-plan`: its commands, and the exit codes of all outcomes."""
+"""Program `gpipe-plan`: its commands and exit codes."""
 
 import codecs
 import io
@@ -68,7 +68,7 @@ def _options(
 
 
 def app_for(arguments: list[str]) -> typer.Typer:
-    """Return the application with the commands that `arguments` need. Importing all commands would be slow."""
+    """Return the application with the commands that `arguments` need, because importing all commands is slow."""
     # Plain text: rich's boxes wrap messages, and color the help even in pipes on CI machines.
     app = typer.Typer(
         name="gpipe-plan",

@@ -11,10 +11,9 @@ from planner.api.option import Option, OptionField, option_fields_of
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command an option for each field of `record`.
+    """Return a decorator that gives a command an option for each field of the dataclass `record`.
 
-    These options replace the command's parameter `options`. Help lists them at its position; flags come after all
-    options with values.
+    These options replace the command's parameter `options`.
     """
     taken = [(keyword, keyword.option) for keyword in option_fields_of(record) if keyword.option is not None]
     offered = [_parameter(*one) for one in taken if one[0].typed is not bool]

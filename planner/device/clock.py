@@ -11,11 +11,7 @@ from typing import Protocol
 
 
 def typical_us(times_us: Sequence[float]) -> float:
-    """Return the median of repeated measurements, in microseconds.
-
-    The minimum would vary less, but no step reaches the minimum in all layers at once. With the minimum, steps of two
-    processes on a CPU were predicted 4 to 14 % too short.
-    """
+    """Return the median of repeated measurements, in microseconds."""
     return statistics.median(times_us)
 
 

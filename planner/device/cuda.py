@@ -4,7 +4,7 @@ Some memory of a GPU is not available for tensors: CUDA's context, loaded kernel
 allocator's statistics do not include this memory, and neither do the predictions for stages. It is therefore measured
 once and stored as the device's reserve. The measurement first runs operators that nearly every model uses, because
 libraries allocate memory on first use: matrix products (cuBLAS) and convolutions (cuDNN), forward and backward, in
-single and half precision.
+float32 and half precision.
 """
 
 import time
@@ -51,7 +51,7 @@ class CudaClock:
 
 
 class CudaMeter:
-    """Meter of a function's memory, from the statistics of torch's caching allocator."""
+    """Meter of the memory that a function uses, from the statistics of torch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,10 +107,10 @@ class Cuda(DeviceKind):
         )
 
     def reserve_bytes(self) -> int:
-        """Measure the GPU memory that is not available for tensors, including memory of other programs, in bytes.
+        """Measure the GPU memory that is not available for tensors, in bytes.
 
-        The result is the sum of memory in use outside torch's allocator, and memory that libraries keep allocated in
-        torch's allocator (the workspace of cuBLAS).
+        It is the memory in use outside torch's allocator, by any program, and the memory that libraries keep allocated
+        in torch's allocator (the workspace of cuBLAS).
         """
         before_bytes = torch.cuda.memory_allocated(self.device)
         for dtype in (torch.float32, torch.float16):

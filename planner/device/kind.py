@@ -12,13 +12,10 @@ from planner.device.meter import Meter
 
 
 class Moment(Protocol):
-    """Point in time on the device's own clock, such as a recorded CUDA event.
-
-    The host creates the object when it submits work. The device may reach this point later.
-    """
+    """Point in time on the device's own clock, such as a recorded CUDA event. The device may reach it later."""
 
     def ns_since(self, earlier: Self) -> int:
-        """Return the nanoseconds from `earlier` to this point in time. The device must have reached both points."""
+        """Return the nanoseconds since `earlier`. The device must have reached both points in time."""
         ...
 
 
@@ -31,7 +28,7 @@ class Peak(NamedTuple):
 
 
 class PeakWatch(Protocol):
-    """Interface of recorders of a process's peak memory. Recording begins when the object is created."""
+    """Interface to record a process's peak memory. Recording begins when the object is created."""
 
     def begin(self) -> None:
         """Begin the measured period. Memory that is already allocated counts towards the peak."""
@@ -105,7 +102,7 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def describe(self) -> Device:
-        """Return the device's name, its memory, and its reserve (memory that is not available for tensors)."""
+        """Return the device's name, its memory, and its reserve: memory that is not available for tensors."""
 
     @abstractmethod
     def clock(self, threads: int) -> Clock:
@@ -133,9 +130,9 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def moment_on_both_clocks(self) -> tuple[Moment, int]:
-        """Return one point in time on two clocks: the device's, and the host's `time.perf_counter_ns`.
+        """Return the current time on the device's clock and in nanoseconds of the host's `time.perf_counter_ns`.
 
-        The device is idle at this point.
+        The device must be idle.
         """
 
     @abstractmethod

@@ -38,17 +38,14 @@ def usable_cores() -> int:
 
 
 class CoreTime(NamedTuple):
-    """Run time of a thread, and time that the thread waited for a free core.
-
-    Both are 0 if unknown.
-    """
+    """Run time of a thread, and time that the thread waited for a free CPU core; both 0 if unknown."""
 
     ran_ns: int = 0
     waited_ns: int = 0
 
     @property
     def share(self) -> float:
-        """Run time divided by run time plus waiting time; 0 if unknown."""
+        """Share of the time that the thread had a CPU core; 0 if unknown."""
         wanted_ns = self.ran_ns + self.waited_ns
         return self.ran_ns / wanted_ns if wanted_ns else 0.0
 
@@ -82,9 +79,8 @@ def available_bytes() -> int:
 def keep_freed_memory(*, below: int | None = None) -> None:
     """Make the C library keep freed memory for later allocations, as the caching allocators of GPUs do.
 
-    By default, glibc returns large blocks to the system, and the system clears every page when it is used again.
-    Activations are allocated and freed with every micro-batch: without this function, the step of a Transformer with
-    recomputation took 1.4 times as long. Without glibc, this function does nothing.
+    By default, glibc returns large blocks to the system, and the system clears every page when it is used again. With
+    recomputation, the step of a Transformer took 1.4 times as long. Without glibc, this function does nothing.
 
     Args:
         below: Size in bytes, at most `LARGE_BYTES`. Freed blocks below this size are kept; larger blocks are returned
@@ -100,10 +96,7 @@ def keep_freed_memory(*, below: int | None = None) -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory to the system once, including memory that `keep_freed_memory` keeps.
-
-    Without glibc, this function does nothing.
-    """
+    """Return freed memory to the system once, including memory that `keep_freed_memory` keeps."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):

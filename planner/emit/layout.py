@@ -44,7 +44,7 @@ class EngineFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Plan, with the profile's layers of each stage."""
+    """Plan, with its layers from the profile grouped by stage."""
 
     plan: Plan
     stages: tuple[tuple[LayerProfile, ...], ...]
@@ -84,15 +84,12 @@ class Layout:
 
     @property
     def schedule_name(self) -> str:
-        """Name of the schedule in torch; in the literature, if torch lacks the schedule."""
+        """Name of the schedule in torch; if torch lacks the schedule, its usual name."""
         return self.schedule.torch_name or self.schedule.title
 
     @property
     def placement_schedule_name(self) -> str:
-        """Name of a torch schedule with the plan's placement of stages; empty if torch has none.
-
-        The plan's own schedule is preferred.
-        """
+        """Name of a torch schedule with the plan's placement of stages; empty if torch has none."""
         several = self.plan.chunks > 1
         alike = (
             schedule.torch_name
@@ -145,7 +142,7 @@ class Layout:
         return self.module_paths(engine)
 
     def tied_pairs(self) -> tuple[tuple[str, str], ...]:
-        """Return pairs of layer names: two layers that share parameters. Each pair occurs once."""
+        """Return pairs of names of layers that share parameters."""
         owner = {path: n for n, layer in enumerate(self.layers) for path in module_paths_of(layer)}
         pairs: dict[tuple[int, int], None] = {}
         for n, layer in enumerate(self.layers):
@@ -154,7 +151,7 @@ class Layout:
         return tuple((self.layers[first].name, self.layers[second].name) for first, second in pairs)
 
     def tied_pairs_across_stages(self) -> tuple[tuple[str, str], ...]:
-        """Return pairs of layer names: two layers in different stages that share parameters."""
+        """Return pairs of names of layers in different stages that share parameters."""
         stage_of = {layer.name: k for k, stage in enumerate(self.stages) for layer in stage}
         return tuple(pair for pair in self.tied_pairs() if stage_of[pair[0]] != stage_of[pair[1]])
 
@@ -219,7 +216,7 @@ class Layout:
         return ["torch splits backwards differently, and needs more memory than planned between I and W"]
 
     def recompute_notes(self, text: str) -> list[str]:
-        """Return a note made of `text` and each stage's recompute choice; no note if no stage recomputes."""
+        """Return `text` with each stage's recompute choice as a note; no note if no stage recomputes."""
         runs = [(choice, [s.index for s in run]) for choice, run in groupby(self.plan.stages, lambda s: s.recompute)]
         if [choice for choice, _ in runs] == ["never"]:
             return []
@@ -228,11 +225,11 @@ class Layout:
         return [f"{text} (planned: {planned})"]
 
     def assumption_notes(self, *, sequence: str = "", experts: str = "", attention: str = "") -> list[str]:
-        """Return a note for each assumption of the predicted memory that needs an option of the engine.
+        """Return a note for each assumption of the predicted memory that the engine must be configured for.
 
         Args:
             sequence: Option for sequence parallelism; empty if the engine needs none.
-            experts: Option for the number of replicas that divide experts; empty if the engine needs none.
+            experts: Option for the number of replicas among which experts are spread; empty if the engine needs none.
             attention: Option for recomputation of attention; empty if the engine needs none.
         """
         assumed = {
@@ -251,7 +248,7 @@ class Layout:
 
 
 def refuse_sharing(engine: str, plan: Plan) -> None:
-    """Raise UsageError if the plan has tensor parallelism or a divided optimizer, and `engine` supports neither."""
+    """Raise UsageError if the plan has tensor parallelism or a sharded optimizer, for engines that support neither."""
     shared = {
         f"in the plan, {plan.tensor_parallel} GPUs share each layer": (
             "with `--tensor-parallel 1`",

@@ -173,9 +173,9 @@ def _check_one_mtp_stage(layout: Layout, letters: Sequence[Sequence[str]]) -> No
 
 
 def _block_numbers(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the number in each layer's name, such as 3 for `h.3`; None for other stems than `h`.
+    """Return the number in each layer's name, such as 3 for `h.3`; None for names unlike the most common ones.
 
-    The most common stem is chosen. The list is empty if no two layers have the same stem.
+    The list is empty if no two layers have names that differ only in the number.
     """
     matches = [None if _MTP.search(layer.name) else _NUMBERED.fullmatch(layer.name) for layer in layers]
     stem = _most_common(match["stem"] for match in matches if match)
@@ -183,7 +183,7 @@ def _block_numbers(layers: Sequence[LayerProfile]) -> list[int | None]:
 
 
 def _indices_of_equal_layers(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return for each layer its own index if it has the most common digest, otherwise None.
+    """Return the indices of the layers that have the most common digest, with None in place of all other layers.
 
     The list is empty if no two layers have the same digest.
     """

@@ -43,7 +43,7 @@ class InputPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeFiles:
-    """Texts of the files with which the bundled executor runs a plan."""
+    """Texts of `balance.yaml`, `train.py` and other files with which the bundled executor runs a plan."""
 
     balance: str
     script: str
@@ -333,7 +333,7 @@ def _fewer_processes_paragraph(balance: Balance) -> str:
 
 
 def stage_table(plan: Plan) -> str:
-    """Return a text for a docstring with one line for each stage of the plan."""
+    """Return a text with one line for each stage of the plan, for a docstring."""
     lines = [
         f"stage {s.index}: {s.layers} layers, {escape_for_docstring(s.first)} to {escape_for_docstring(s.last)}, "
         f"recompute {_recomputed(s)}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
@@ -359,7 +359,7 @@ def _escaped(character: str) -> str:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Return environment variables with which a child process imports this copy of `planner`.
+    """Return environment variables for a child process, so that it imports this copy of `planner`.
 
     Args:
         **more: Variables to add to those of this process.

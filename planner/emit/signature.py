@@ -1,4 +1,4 @@
-"""Signatures of emitted files: digests by which `emit` finds edited files, which it does not overwrite."""
+"""Signatures of emitted files: digests that show if a user has edited a file, which `emit` then does not overwrite."""
 
 import hashlib
 from pathlib import Path
@@ -18,10 +18,7 @@ def with_signature(body: str) -> str:
 
 
 def is_edited(path: Path) -> bool:
-    """Return True if the file exists and differs from what `emit` wrote.
-
-    This includes files that `emit` did not write.
-    """
+    """Return True if the file exists and differs from what `emit` wrote, or was not written by `emit`."""
     text = _text(path)
     if text is None:
         return False
@@ -30,10 +27,7 @@ def is_edited(path: Path) -> bool:
 
 
 def names_balance_file(path: Path) -> bool:
-    """Return True if `emit` wrote the file and its text names `balance.yaml`.
-
-    Users may have edited the file since.
-    """
+    """Return True if `emit` wrote the file, and its text names `balance.yaml`."""
     text = _text(path)
     return text is not None and _SIGNATURE in text and "balance.yaml" in text
 

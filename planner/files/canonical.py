@@ -1,4 +1,4 @@
-"""Convert dataclasses to plain content (dicts, lists and scalars), and compute digests of them."""
+"""Conversion of dataclasses to plain dicts, lists and scalars, and digests of them."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ _ATOMS = frozenset({int, float, str, bool, type(None)})
 
 @cache
 def _fields_of(kind: type) -> tuple[tuple[str, Callable[[Any], bool] | None], ...]:
-    """Return a dataclass's fields as pairs: name, and a function that is True for values to leave out.
+    """Return the name of each field of a dataclass, with a function that is True for values to leave out.
 
     The result is cached, because a profile has a hundred thousand fields.
     """
@@ -56,7 +56,7 @@ def _left_out(field: "Field[Any]", kind: type) -> Callable[[Any], bool] | None:
 
 
 def digest_of(value: Any, *, leave_out: tuple[str, ...] = ("generator",)) -> str:
-    """Return a digest `sha256:…` of a dataclass, which does not depend on the formatting of its file.
+    """Return a digest `sha256:…` of a dataclass. It does not depend on the formatting of a file.
 
     Args:
         value: The dataclass.

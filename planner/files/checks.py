@@ -1,4 +1,4 @@
-"""Check conditions, other than types, that the content of a file must meet."""
+"""Checks of a file's content, other than types."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass

@@ -54,6 +54,6 @@ KINDS: Final[Mapping[str, FileKind]] = {
 
 
 def kind_in_schema_key(schema: str) -> str:
-    """Return WORD of a schema key `gpipe-plan/WORD/v1`; empty for a text of another form."""
+    """Return the word KIND of a schema key `gpipe-plan/KIND/v1`; empty for a text of another form."""
     parts = schema.split("/")
     return parts[1] if len(parts) == 3 else ""

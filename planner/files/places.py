@@ -1,4 +1,4 @@
-"""Resolve paths that are stored in files, and prevent that outputs overwrite inputs.
+"""Resolve paths that are stored in files, and refuse outputs that would overwrite inputs.
 
 A stored path is relative to the folder of the file that contains it, so that both files can move together.
 """
@@ -14,7 +14,7 @@ from planner.files.reading import is_replayable
 
 
 def reference_path(profile_path: str, plan_path: str) -> str:
-    """Return the profile's path relative to the plan's folder; `-` if it cannot be read twice."""
+    """Return the profile's path relative to the plan's folder; `-` for a pipe or standard input."""
     if not is_replayable(profile_path):
         return "-"
     if not is_replayable(plan_path):
@@ -45,21 +45,16 @@ def profile_path(plan: Plan, plan_path: str, override: str | None = None) -> str
 
 
 def model_path(profile: Profile, folder: str) -> str | None:
-    """Return the path of a profile's model file; None if the profile names none.
-
-    `folder` is the folder of the profile.
-    """
+    """Return the path of a profile's model file, or None. `folder` is the folder of the profile."""
     path = profile.model.source.rpartition(":")[0]
     return os.path.normpath(Path(folder, path)) if path else None
 
 
 def relocate_source(source: str, profile_folder: str, folder: str) -> str:
-    """Return `path:entry` of a model with its path relative to another folder.
-
-    Absolute paths are unchanged.
+    """Return the source of a model, `path:entry`, with its path relative to another folder.
 
     Args:
-        source: Path and entry of a model, `path:entry`.
+        source: Path and entry of a model. An absolute path is unchanged.
         profile_folder: Folder to which the path in `source` is relative.
         folder: Folder to which the returned path is relative.
     """

@@ -84,7 +84,7 @@ read_partial: "_Reader[PartialProfile]" = partial(_read_as, "partial")
 
 
 def stage_lines(path: str) -> tuple[int, ...]:
-    """Return the line number of each stage in a plan's file; empty if it can be read only once."""
+    """Return the line number of each stage in a plan's file; empty for a pipe."""
     if not is_replayable(path):
         return ()
     document = Document.parse(path, read_text(path, _made_by(path, "plan")))
@@ -92,7 +92,7 @@ def stage_lines(path: str) -> tuple[int, ...]:
 
 
 def is_replayable(path: str) -> bool:
-    """Return True if a file can be read twice: a regular or missing file, no pipe."""
+    """Return True if a file can be read twice, which a pipe cannot."""
     try:
         return path != "-" and (Path(path).is_file() or not Path(path).exists())
     except OSError:  # an invalid path is reported when the file is opened

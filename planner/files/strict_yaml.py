@@ -109,7 +109,7 @@ class _RefusedError(Exception):
 
 
 class _Reader:
-    """Reader that builds a document from parser events. It is several times faster than PyYAML's composer."""
+    """Reader that builds a document from parser events, several times faster than PyYAML's own."""
 
     def __init__(self, text: str, *, notes_lines: bool) -> None:
         self._events = yaml.parse(text, Loader=yaml.CBaseLoader)

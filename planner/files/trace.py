@@ -40,7 +40,7 @@ class TraceSlice:
 
 
 class TraceLevel(NamedTuple):
-    """Memory of a process in bytes, from `start_us` to the start of its next level."""
+    """Memory of a process in bytes during an interval: from `start_us` to the start of the next `TraceLevel`."""
 
     process: int
     start_us: float

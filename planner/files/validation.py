@@ -37,9 +37,7 @@ def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
 
 
 def parse_json(kind: type[_T], text: bytes) -> _T:
-    """Convert a JSON text to the dataclass `kind`.
-
-    Its errors are short, for files that people do not edit.
+    """Convert a JSON text to the dataclass `kind`. Errors are short, because people do not edit these files.
 
     Raises:
         ValueError: The text is not JSON, a key is unknown or missing, or a value has another type.

@@ -57,11 +57,9 @@ def json_text(value: Any) -> str:
 def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
     """Return a file's text for `value`: JSON, or YAML with a line per layer and per stage.
 
-    Equal values give equal texts.
-
     Args:
         value: Dataclass of a kind of file, or a plain mapping.
-        as_json: Whether to return JSON instead of YAML.
+        as_json: True to return JSON instead of YAML.
         header: Comment lines for the top of a YAML file.
     """
     plain = _rounded(to_plain(value))
@@ -216,7 +214,7 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder to disk, so that a rename in it survives a power failure."""
+    """Flush a folder to disk, so that a renamed file in it survives a power failure."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

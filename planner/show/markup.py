@@ -1,4 +1,4 @@
-"""Text for SVG and HTML: escaped, so that names from files are safe, and with short numbers."""
+"""Markup for SVG and HTML, in which names from files are escaped and numbers are short."""
 
 from html import escape
 
@@ -15,7 +15,7 @@ def escape_text(text: str) -> str:
 
 
 def number(value: float, decimals: int = 2) -> str:
-    """Return a number for an SVG attribute without trailing zeros, as `12.5` or `3`."""
+    """Return a number as text for an SVG attribute, without trailing zeros: `12.5` or `3`."""
     text = f"{value:.{decimals}f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text

@@ -59,7 +59,7 @@ class Span:
 
 
 class MemoryLevel(NamedTuple):
-    """Memory of a device from `start_us` to the start of the next level."""
+    """Memory of a device during an interval: from `start_us` to the start of the next `MemoryLevel`."""
 
     start_us: float
     bytes: int
@@ -67,7 +67,7 @@ class MemoryLevel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One training step of a pipeline, as spans and memory levels."""
+    """One training step of a pipeline: actions and transfers of every device, and its memory over time."""
 
     num_devices: int
     """Number of devices of the pipeline, K."""
@@ -82,7 +82,7 @@ class Step:
 
     @property
     def end_us(self) -> float:
-        """End of the step, with the optimizer step, in microseconds."""
+        """End of the step, including the optimizer step, in microseconds."""
         return max((span.end_us for span in self.spans), default=0.0)
 
     @property
@@ -157,7 +157,7 @@ def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Memory
 
 
 class _StageBytes(NamedTuple):
-    """Memory of a stage in bytes, in columns: one per component of the plan, or one for the total.
+    """Memory of a stage in bytes, with one column per component of the plan, or one column for the total.
 
     Each column is rounded on its own, like the plan's components.
     """
@@ -215,9 +215,9 @@ class _DeviceBytes(NamedTuple):
 
 
 def _levels(computing: Sequence[Span], device_bytes: _DeviceBytes, peak: int) -> Iterator[MemoryLevel]:
-    """Yield the memory levels of a device over the step, sorted by time.
+    """Yield the memory of a device over the step, in order of time, but at most `peak`.
 
-    No level exceeds `peak`, the exact peak: the sum of rounded chunks may be larger.
+    `peak` is the exact peak. The sum of the rounded memory of several stages may be larger.
     """
     yield MemoryLevel(0.0, device_bytes.idle)
     ends = [*(after.start_us for _, after in pairwise(computing)), float("inf")]

@@ -123,12 +123,12 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
 
 
 def has_lanes(step: Step) -> bool:
-    """Return True if rows are high enough for drawing sends at their edges."""
+    """Return True if rows are high enough to draw transfers at their edges."""
     return _row_height(step) >= 11
 
 
 def legend_entries(step: Step) -> list[tuple[str, str]]:
-    """Return the style class and label of everything in the picture."""
+    """Return style class and label of each kind of box in the picture."""
     return legend_classes(step, has_lanes=has_lanes(step))
 
 

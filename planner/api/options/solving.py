@@ -205,12 +205,12 @@ _RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is
 
 
 def recorded_values(options: SolverOptions) -> dict[str, Any]:
-    """Return the values of `Inputs` fields that options set; raise `UsageError` for invalid ones."""
+    """Return the values of `Inputs` fields that options set, by name; raise `UsageError` for invalid ones."""
     return {name: of.read(_typed(name), getattr(options, name)) for name, of in _RECORDED.items()}
 
 
 def recorded_texts(inputs: Inputs) -> tuple[tuple[str, str], ...]:
-    """Return the recorded options that differ from their defaults, such as `("--replicas", "2")`."""
+    """Return the options of a request that differ from their defaults, such as `("--replicas", "2")`."""
     defaults = {field.name: field.default for field in fields(Inputs)}
     values = {name: getattr(inputs, name) for name in _RECORDED}
     return tuple(

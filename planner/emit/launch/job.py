@@ -54,7 +54,7 @@ class LaunchJob:
 
     @property
     def largest(self) -> Nodes:
-        """Nodes and processes per node of the plan with the most processes."""
+        """Nodes and processes per node of the plan that needs most processes."""
         return self.shares[0]
 
     @property
@@ -72,7 +72,7 @@ class LaunchJob:
         return PurePath(self.script).with_name(name).as_posix()
 
     def launcher_text(self, template: str, *, scheduler: str, option: str, use: str, **values: object) -> str:
-        """Return the signed text of a launcher, made from a template of this folder.
+        """Return the text of a launcher, made from a template of this folder, with a signature to detect edits.
 
         The template's `@header` becomes a comment that describes the job.
 

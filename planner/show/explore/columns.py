@@ -60,7 +60,7 @@ def add_memory_columns(
         table: Table with a row per stage.
         costs: Costs of the chain at the micro-batch size, with its replicas.
         cells: The stages of the rows.
-        micro_batches: Number of micro-batches, M.
+        micro_batches: Number of micro-batches.
         parts: For each sharing mode (such as `ALONE`), the memory parts in the page's action orders; empty for a mode
             that no order uses.
 
@@ -160,21 +160,21 @@ def add_time_columns(
         pipeline: Devices and links of the pipeline.
 
     Returns:
-        Indices of columns by name. `durations` has two columns for each of `CHOICES` and each kind of action: the
-            duration for micro-batches 0..M-2, and for the last one. `again` has two such columns for the recomputation
-            in the action. `optimizer` is the optimizer step, `summed` the all-reduce over replicas. `hides` is the
-            time of later stages' optimizer steps that the stage hides.
+        Indices of columns by name. `durations` has two columns for each of `CHOICES` and each kind of action: for the
+            last micro-batch, and before it for all others. `again` has two such columns for the recomputation in the
+            action. `optimizer` is the optimizer step, `summed` the all-reduce over replicas, `hides` the result of
+            `hidden_us`.
     """
     sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
     durations, again = [], []
     for choice in range(len(CHOICES)):
         busy = sums.busy_times(cells.first, cells.end, choice, speed=speed)
-        halves = sums.split_backward_times(busy, cells.first, cells.end, speed=speed)
+        split = sums.split_backward_times(busy, cells.first, cells.end, speed=speed)
         by_kind = {
             "F": (busy.forward_us, busy.forward_us),
             "B": (busy.backward_us, busy.last_backward_us),
-            "I": (halves.input_backward_us, halves.last_input_backward_us),
-            "W": (halves.weight_backward_us, halves.weight_backward_us),
+            "I": (split.input_backward_us, split.last_input_backward_us),
+            "W": (split.weight_backward_us, split.weight_backward_us),
         }
         durations.append([table.add(us) for letter in KINDS for us in by_kind[letter]])
         redone = [table.add(busy.recompute_us), table.add(busy.last_recompute_us)]
@@ -201,8 +201,8 @@ def add_transfer_columns(
         pipeline: Devices and links of the pipeline.
 
     Returns:
-        Indices of columns by name: `send` is the time of one transfer, `send_hides` the time of later stages' optimizer
-            steps that transfers over the boundary hide (see `hidden_us`).
+        Indices of columns by name: `send` is the time of one transfer, `send_hides` its part of the result of
+            `hidden_us`.
     """
     sent = costs.boundaries.output[crossings.cut - 1].tolist()
     send_us = [pipeline.links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)]

@@ -83,8 +83,7 @@ class _Chain:
 def page_data(request: ExplorerRequest) -> PageData:
     """Return the data of the interactive report.
 
-    For a long chain, the data has only stages near the initial cuts. If there are too many even of these, the page does
-    not offer the largest numbers of stages per device.
+    For a long chain, the data has only stages near the initial cuts.
     """
     chain, menu = _Chain.of(request), schedule_menu(request)
     nearby = _NearbyStages.of(chain, menu)
@@ -129,10 +128,9 @@ class _NearbyStages:
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
     def widths(self, most: int) -> dict[int, int]:
-        """Return for each number of stages by how many layers a cut may move.
+        """Return by how many layers a cut may move, for each number of stages.
 
-        With these widths, the page has about `most` stages: half of them for the plan's number of stages, half for
-        other numbers.
+        The page then has about `most` stages: half of them for the plan's number of stages, half for other numbers.
         """
         num_layers, own = self.chain.one.num_layers, len(self.chain.request.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= most:
@@ -221,7 +219,7 @@ def _tie(tie: TiedParameters, *, is_exact: bool) -> list[object]:
     """Return tied parameters for the page's JSON data.
 
     The result is a layer, the earlier layers that share its parameters (nearest first), and a flat list of triples:
-    part, component and shared bytes.
+    memory part, component and shared bytes.
     """
     sizes = {
         (ALWAYS, "parameters"): tie.parameter_bytes,
@@ -256,7 +254,7 @@ def _choices(nearby: _NearbyStages) -> dict[str, object]:
 
 
 def _error_ranges(plan: Plan, profile: Profile) -> dict[str, object]:
-    """Return the ratios of the plan's error ranges; the page applies them to the figures of other cuts as well."""
+    """Return the plan's error ranges, as ratios of measured to predicted values. The page uses them for all cuts."""
     certainty, step_us = certainty_of(plan, profile), plan.predicted.step_us
     step = certainty.step_us
     bound = certainty.peak_ratio and [certainty.peak_ratio * certainty.allocator_ratio, SLACK_BYTES]

@@ -1,4 +1,4 @@
-"""Action orders for the page: a text per device for each schedule, number of stages and of micro-batches.
+"""Action orders as text, for the page: one text per device for each schedule, number of stages and of micro-batches.
 
 Each character of a text stands for a row of a table that all texts share. The row has an action of the device, and the
 memory parts that the action adds and removes. The scripts of the page can therefore replay an order without an
@@ -32,7 +32,7 @@ EncodedOrder = tuple[str] | tuple[str, list[int]]
 
 
 def _character(number: int) -> str:
-    """Return the character for a row of the table.
+    """Return the character that encodes a row of the table.
 
     It is a printable ASCII character except quotes, `<` and backslash, or a character from U+00A1 on.
     """
@@ -54,7 +54,7 @@ class DeviceOrders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedSchedule:
-    """Schedule that the page offers, with those of its action orders that fit into the page."""
+    """Schedule that the page offers, with its action orders; the longest orders may be missing."""
 
     schedule: Schedule
     orders: Mapping[int, Mapping[int, DeviceOrders]]
@@ -63,7 +63,7 @@ class OfferedSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleMenu:
-    """Schedules, numbers of stages and numbers of micro-batches that the page offers."""
+    """Schedules, numbers of stages and of micro-batches that the page offers."""
 
     schedules: tuple[OfferedSchedule, ...]
     entries: tuple[OrderEntry, ...]
@@ -88,8 +88,7 @@ class ScheduleMenu:
 def schedule_menu(request: ExplorerRequest) -> ScheduleMenu:
     """Return the schedules that can run on the plan's devices, with their action orders.
 
-    The plan's order comes first, then shorter orders before longer ones. After `MOST_ACTIONS` actions, orders are left
-    out.
+    The plan's order comes first, then short orders before long ones, with at most `MOST_ACTIONS` actions together.
     """
     plan = request.plan
     chosen = schedule_of(plan.schedule, plan.order), plan.chunks, plan.micro_batches

@@ -92,9 +92,9 @@ def _remarks(request: ExplorerRequest, data: PageData) -> list[str]:
     plan = request.plan
     remarks = []
     if any(stage.recomputed for stage in plan.stages):
-        remarks.append("The plan recomputes single layers; this page recomputes whole stages only.")
+        remarks.append("The plan recomputes some layers of a stage; this page recomputes whole stages only.")
     elif plan.inputs.recompute == "layers":
-        remarks.append("`solve` may recompute single layers; this page recomputes whole stages only.")
+        remarks.append("`solve` may recompute some layers of a stage; this page recomputes whole stages only.")
     if not request.may_recompute:
         remarks.append("Recomputed stages of this model give different results, so this page does not recompute.")
     if not data.is_complete:

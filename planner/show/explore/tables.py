@@ -25,7 +25,7 @@ class NumberTable:
     def add(self, values: FloatArray | float) -> int:
         """Add a column and return its index.
 
-        The index is that of an equal column if there is one, and `ZERO` for a column of zeros.
+        An equal column is stored once, and a column of zeros has the index `ZERO`.
         """
         column = _rounded(np.broadcast_to(np.asarray(values, float), self.num_rows))
         if not column.any():
@@ -39,8 +39,8 @@ class NumberTable:
         """Return the table for the page's JSON data.
 
         Returns:
-            `columns`: Columns of the distinct rows. `rows`: Index of each row among the distinct rows; None if all rows
-            are distinct.
+            `columns`: The columns, without repeated rows. `rows`: Index of each row in these columns; None if no row is
+            repeated.
         """
         if not self._columns:
             return {"rows": None, "columns": []}

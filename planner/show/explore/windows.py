@@ -1,4 +1,4 @@
-"""Stages that the page has numbers of: all stages of a short chain, or those near the initial cuts."""
+"""Stages whose numbers are in the page: all stages of a short chain, or stages near the initial cuts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _FLOWS = ("F", "B")
 
 
 class StageRows(NamedTuple):
-    """Stages of layers first..end-1 on devices of a speed; sorted arrays of equal length."""
+    """Stages with their first layer, end, and device speed; sorted arrays of equal length."""
 
     speed: IntArray
     """Index into `DeviceGroup.speeds`."""
@@ -60,7 +60,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """Layout of stages on a pipeline's devices, with V stages on each of K devices."""
+    """Placement of stages on a pipeline's devices, with the messages between them."""
 
     placement: Placement
     devices: tuple[int, ...]
@@ -76,7 +76,7 @@ class StageLayout:
 
         Args:
             pipeline: Devices and links of the pipeline.
-            chunks: Number of stages per device, V.
+            chunks: Number of stages per device.
             placement: Placement of the stages on the devices.
         """
         num_devices = pipeline.num_devices
@@ -90,7 +90,7 @@ class StageLayout:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, S."""
+        """Number of stages."""
         return len(self.devices)
 
     def json_data(self) -> dict[str, object]:
@@ -127,10 +127,7 @@ class StageLayout:
 
 
 def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage for stages with nearly equal times.
-
-    Each stage has at least one layer.
-    """
+    """Return the number of layers of each stage, at least 1, so that stages have nearly equal times."""
     sums, num_layers = prefix_sums(costs.forward_us + costs.backward_us), costs.num_layers
     cuts = [0]
     for stage in range(1, num_stages):
@@ -177,13 +174,13 @@ def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
 
 
 def run_length_encode(*columns: IntArray) -> list[int]:
-    """Return sorted rows as runs, in which only the last number changes, by 1 from row to row.
+    """Return sorted rows in a short form, for rows in which mostly the last number grows by 1.
 
     Args:
         columns: Columns of the rows.
 
     Returns:
-        For each run its first row and its last number, in a flat list.
+        A flat list: for each run of such rows, its first row and its last number.
     """
     rows = np.stack(columns, axis=1)
     is_next = (np.diff(rows[:, :-1], axis=0) == 0).all(axis=1) & (np.diff(rows[:, -1]) == 1)

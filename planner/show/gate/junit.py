@@ -17,7 +17,7 @@ _SUITE = "gpipe-plan check"
 
 
 def junit_xml(verdict: Verdict, plan_file: PlanFile) -> str:
-    """Return the verdict as a test suite. Findings that make `check` fail are failures. Other findings are output."""
+    """Return the verdict as a test suite, in which findings that make `check` fail are failures."""
     cases = [_case("plan", _of_stage(verdict, None), verdict, plan_file)]
     for stage in verdict.plan.stages if verdict.plan is not None else ():
         name = f"stage {stage.index}: {stage.first} to {stage.last}"

@@ -1,4 +1,4 @@
-"""Common parts of pages: style sheet, scripts, and a content security policy that allows only these."""
+"""Style sheet, scripts and content security policy of all pages."""
 
 import base64
 import hashlib

@@ -12,15 +12,12 @@ from planner.show.views.numbers import link_words, percent
 
 
 def assumptions_section(plan: Plan, profile: Profile | None, certainty: Certainty | None) -> Section:
-    """Return the section with a plan's assumptions.
+    """Return the section with the assumptions that concern a plan.
 
     Args:
         plan: The plan.
         profile: Profile of the plan; None if it is not known.
         certainty: Error ranges of the predictions; None if they are not known.
-
-    Returns:
-        A list of assumptions, without those that do not concern the plan.
     """
     inputs = plan.inputs
     least, most = (format_bytes(limit(inputs.memory_bytes)) for limit in (min, max))

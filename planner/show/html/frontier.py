@@ -30,7 +30,7 @@ class _Figure:
 
 
 def frontier_section(plan: Plan) -> Section:
-    """Return charts and a table of the best plan for each M. The plan must have a frontier."""
+    """Return charts and a table of the best plan for each number of micro-batches. The plan must have a frontier."""
     points = plan.frontier
     several = has_several_replicas(plan)
     names = [f"{p.micro_batches}, R {p.replicas}" if several else str(p.micro_batches) for p in points]

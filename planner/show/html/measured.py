@@ -1,4 +1,4 @@
-"""Sections about a run: comparison with the plan's predictions, losses, and times."""
+"""Sections about a run: losses, times, and comparison with the plan's predictions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise

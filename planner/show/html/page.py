@@ -132,7 +132,7 @@ def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
 def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
     """Add the origin of the numbers to each figure's remark, unless they were measured.
 
-    Each figure has the remark, because readers may copy a single figure.
+    Each figure has it, because readers may copy one figure.
     """
     if how == "measured":
         return list(figures)

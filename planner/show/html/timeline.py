@@ -65,7 +65,7 @@ def live_canvas(label: str, **attributes: str) -> str:
 
 
 def kinds_data() -> dict[str, object]:
-    """Return properties of the kinds of spans: colors, letters, labels, and which may recompute."""
+    """Return the colors, letters and labels of the kinds of spans, and which of them may include recomputation."""
     return {
         "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
         "labels": ["optimizer step" if kind == "optimizer" else kind for kind in _KINDS],
@@ -124,7 +124,7 @@ def timeline_data(plan: Plan, step: Step) -> str:
 def _append(row: list[int], span: Span, step: Step, before: int) -> int:
     """Append a span to the data of its row and return its start, in tenths of a microsecond.
 
-    A span is four numbers: kind and chunk as one number, micro-batch, time since `before` (the previous span's start),
+    A span is four numbers: kind and chunk as one number, micro-batch, start minus `before` (the previous span's start),
     and duration.
     """
     start, end = round(span.start_us * 10), round(span.end_us * 10)

@@ -23,10 +23,7 @@ _FARTHEST = 4.0
 
 
 def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a table of the best plan for each M and number of replicas.
-
-    Without a frontier in the plan, the list is empty.
-    """
+    """Return a table of the best plan for each number of micro-batches and replicas; empty without a frontier."""
     if not plan.frontier:
         return []
     several = has_several_replicas(plan)
@@ -42,7 +39,7 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
 
 
 def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a table of the best plan of each schedule. Without such a comparison in the plan, the list is empty."""
+    """Return a table of the best plan of each schedule; an empty list if the plan has no such comparison."""
     if not plan.schedules:
         return []
     view = fit_columns(schedules_table(plan), style)

@@ -33,7 +33,7 @@ class _Figure:
 
 
 def profile_text(profile: Profile, style: Style) -> str:
-    """Return model, device and costs of every layer at the largest micro-batch size.
+    """Return model, device and costs of every layer, at the largest micro-batch size, as text.
 
     Successive equal layers, of which one was measured, share a row, such as `block_0 … block_7 (8)`. The row has the
     costs of one layer.
@@ -163,10 +163,10 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
 
 
 def _ties(profile: Profile) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield groups of layers that share parameters, each as a title and names of layers.
+    """Yield groups of layers that share parameters, as a title and names of layers.
 
-    A group in which all layers share parameters with each other is yielded once. Otherwise each layer is yielded with
-    the layers that share its parameters.
+    If not all layers of a group share parameters with each other, each layer is yielded with the layers that share its
+    parameters.
     """
     groups: dict[frozenset[str], list[LayerProfile]] = {}
     for layer in profile.layers:

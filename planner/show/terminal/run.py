@@ -43,7 +43,7 @@ _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_by
 
 
 def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
-    """Return the measurements of a run as text, compared with its plan if that is known.
+    """Return the measurements of a run as text, compared with its plan if it is known.
 
     Args:
         report: Report of the run.

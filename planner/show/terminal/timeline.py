@@ -42,13 +42,13 @@ BUBBLE_COLUMNS = len(" 17.9 %")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisScale:
-    """Scale of a time axis: times from 0 to `total_us` on `columns` columns of text."""
+    """Scale of a time axis, which maps times from 0 to `total_us` to columns of text."""
 
     total_us: float
     columns: int
 
     def column(self, time_us: float) -> int:
-        """Return the column boundary nearest to `time_us`."""
+        """Return the column boundary nearest to a time."""
         # Half always rounds up (Python's `round` rounds to even), so equal durations differ by at most one column.
         return floor(time_us * self.columns / self.total_us + 0.5)
 
@@ -124,7 +124,7 @@ def boxes_of(events: Sequence[Event], device: int, scale: AxisScale, num_devices
         events: Simulated events of the step.
         device: Index of the device.
         scale: Scale of the time axis.
-        num_devices: Number of devices, K.
+        num_devices: Number of devices.
     """
     computed = sorted((e for e in events if e.device == device and e.kind in _BY_LETTER), key=lambda e: e.start_us)
     several = any(event.stage >= num_devices for event in events)
@@ -142,7 +142,7 @@ def boxes_of(events: Sequence[Event], device: int, scale: AxisScale, num_devices
 
 
 def idle_share(events: Sequence[Event], num_devices: int) -> float:
-    """Return the idle share of all devices' time, up to the end of the last backward."""
+    """Return the share of all devices' time that is idle, up to the end of the last backward."""
     busy_us = sum(event.end_us - event.start_us for event in events if event.kind in _BY_LETTER)
     total_us = max(event.end_us for event in events if event.kind in _BY_LETTER)
     return 1 - busy_us / (num_devices * total_us)

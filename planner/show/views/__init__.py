@@ -1,1 +1,1 @@
-"""Views: tables and texts that are computed once. Renderers print them in the terminal, as HTML or as Markdown."""
+"""Tables and texts that renderers print in the terminal, as HTML or as Markdown."""

@@ -14,7 +14,7 @@ from planner.show.views.numbers import percent, rate
 
 
 def step_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return the step time with its range, as `530 ms (500 to 590)`.
+    """Return the step time with its range, such as `530 ms (500 to 590)`.
 
     Without similar measured runs, it is `about 530 ms`. If the prediction is outside the range, the range comes first:
     `570 to 710 ms (390 predicted)`.
@@ -54,7 +54,7 @@ def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) ->
 
 
 def fit_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return in words whether the plan fits; `fits as predicted` without similar measured peaks."""
+    """Return a text that says whether the plan fits; `fits as predicted` without similar measured peaks."""
     fit = memory_fit(plan, certainty)
     unknown = certainty is not None and not certainty.device_bytes
     return "fits as predicted" if unknown and fit == "fits" else fit
@@ -90,7 +90,7 @@ def peak_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def accuracy_words(certainty: Certainty) -> str:
-    """Return a line that says from which predictions the error ranges come."""
+    """Return a line that names the earlier predictions from which the error ranges come."""
     words = [f"accuracy: {certainty.source}"]
     if certainty.step_ratio is None:
         words.append("no similar step was measured")
@@ -109,11 +109,11 @@ def accuracy_words(certainty: Certainty) -> str:
 
 
 def num_certain_decimals(low: float, high: float) -> int:
-    """Return the number of certain decimals of a number in a range.
+    """Return how many decimals to print of a number that is only known to be in a range.
 
-    The result is negative for tens, hundreds, …. The rule is from the Particle Data Group (Review of Particle Physics,
-    Introduction, 5.3). Half of the range gets two digits if its first three digits are at most 354, otherwise one
-    digit. The decimals of the number are then those of half the range.
+    The rule is from the Particle Data Group (Review of Particle Physics, Introduction, 5.3). Half of the range gets two
+    digits if its first three digits are at most 354, otherwise one digit. The number gets as many decimals: -1 means
+    tens, -2 hundreds.
 
     Args:
         low: Lower end of the range.

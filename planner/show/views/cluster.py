@@ -8,7 +8,7 @@ from planner.show.views.numbers import percent
 
 
 def throughput_words(plan: Plan, certainty: Certainty | None) -> list[str]:
-    """Return tokens per second and model FLOPs utilization; unknown figures are left out."""
+    """Return tokens per second and model FLOPs utilization as texts, if they are known."""
     predicted = plan.predicted
     words = []
     if predicted.tokens_per_s:
@@ -25,7 +25,7 @@ def tokens_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
-    """Return the figures of the requested training run with error ranges, or an empty list."""
+    """Return texts about the requested training run, with error ranges; an empty list if none was requested."""
     if plan.training is None:
         return []
     return run_words(plan.training, plan.inputs, run_ratios(plan, certainty))
@@ -46,10 +46,7 @@ def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | No
 
 
 def run_length_words(inputs: Inputs) -> str:
-    """Return the length of the training run, such as `1T tokens`.
-
-    It is `1 step` if the request has a price and no length.
-    """
+    """Return the length of the training run, such as `1T tokens`; `1 step` if the request has a price and no length."""
     if inputs.tokens:
         return f"{count_option(inputs.tokens)} tokens"
     return f"{count_option(inputs.samples)} samples" if inputs.samples else "1 step"

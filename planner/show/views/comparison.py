@@ -15,7 +15,7 @@ from planner.show.views.table import Table, Value, column, table
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return a table of plans, with their speed relative to the first plan. OVER marks exceeded memory limits."""
+    """Return a table of plans, with their speed relative to the first plan. `OVER` marks exceeded memory limits."""
     first = comparison.plans[0]
     groups = any(row.plan.tensor_parallel > 1 for row in comparison.plans)
     width = [column("tensor_parallel", "GPUs per\nstage", attrgetter("plan.tensor_parallel"), "count", drop=7)]
@@ -101,10 +101,7 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def best_cluster_lines(sweep: Sweep) -> list[str]:
-    """Return lines about the smallest, the fastest and the cheapest cluster.
-
-    The cheapest cluster has the most samples/s per device.
-    """
+    """Return lines about the smallest, the fastest and the cheapest cluster (most samples/s per device)."""
     if sweep.smallest is None:
         return ["this model fits on none of these clusters"]
     smallest = sweep.cells[sweep.smallest]

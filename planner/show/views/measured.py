@@ -41,12 +41,12 @@ def figure_label(row: ComparedFigure, place: str) -> str:
 
 
 def difference_words(row: ComparedFigure) -> str:
-    """Return the difference of measured from predicted value in percent; `-` without measurement."""
+    """Return the relative difference between measured and predicted value in percent; `-` if nothing was measured."""
     return difference(row.predicted, row.measured) if row.measured else NOTHING
 
 
 def is_over(row: ComparedFigure, plan: Plan) -> bool:
-    """Return True for a measured peak above the device's memory limit minus its reserve."""
+    """Return True if a measured peak exceeds the device's memory limit minus its reserve."""
     if row.what != "peak_bytes" or row.index is None:
         return False
     chunks = plan.chunks_of(row.index)
@@ -61,7 +61,7 @@ def ran_other_stages(plan: Plan, report: RunReport) -> bool:
 
 
 def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
-    """Return a run's number of stages in words, with devices and replicas if they matter."""
+    """Return the number of stages of a run as text, and of devices and replicas if they differ."""
     replicas = len({stage.replica for stage in report.stages})
     stages = pluralize(len(report.stages) // max(1, replicas), "stage")
     if plan is not None and shares_peaks(plan, report):
@@ -70,7 +70,7 @@ def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
 
 
 def shares_peaks(plan: Plan, report: RunReport) -> bool:
-    """Return True if several stages shared a device, so that only their common peak was measured."""
+    """Return True if several stages shared a device, so that only the peak of the device was measured."""
     return plan.chunks > 1 and not ran_other_stages(plan, report)
 
 
@@ -88,7 +88,7 @@ def run_table(report: RunReport) -> Table:
 
     Transfer and idle times are per step, other times per micro-batch.
     """
-    halves = (
+    split_backward = (
         column("input_backward", "input\nbackward", attrgetter("backward_input_us"), "us", per="micro-batch"),
         column("weight_backward", "weight\nbackward", attrgetter("backward_weight_us"), "us", per="micro-batch"),
     )
@@ -98,7 +98,7 @@ def run_table(report: RunReport) -> Table:
         column("layers", "layers", lambda run: layer_range(run.first, run.last)),
         column("forward", "forward", attrgetter("forward_us"), "us", per="micro-batch"),
         column("backward", "backward", attrgetter("backward_us"), "us", per="micro-batch"),
-        *(halves if any(run.backward_weight_us for run in report.stages) else ()),
+        *(split_backward if any(run.backward_weight_us for run in report.stages) else ()),
         column("recompute", "recomp.", attrgetter("recompute_us"), "us", per="micro-batch"),
         column("transfer", "transfer", attrgetter("transfer_us"), "us", per="step"),
         column("idle", "idle", attrgetter("idle_us"), "us", per="step"),

@@ -22,7 +22,7 @@ class TimeScale:
 
     @classmethod
     def fitting(cls, times_us: Iterable[float]) -> "TimeScale":
-        """Return the unit and number of decimals for the largest of some times."""
+        """Return the unit and number of decimals that suit the largest of some times."""
         largest = max(times_us, default=0.0)
         unit, factor = ("us", 1.0) if largest < 1e3 else ("ms", 1e3) if largest < 1e7 else ("s", 1e6)
         decimals = next((d for d, limit in ((3, 10), (2, 100)) if largest / factor < limit), 1)
@@ -34,7 +34,7 @@ class TimeScale:
 
 
 def percent(share: float, *, decimals: int = 1) -> str:
-    """Return a fraction as a percentage, as `17.9 %` for 0.179."""
+    """Return a fraction as a percentage: `17.9 %` for 0.179."""
     # Adding 0.0 turns -0.0, which rounding may leave, into 0.0.
     return f"{round(share * 100, decimals) + 0.0:.{decimals}f} %"
 
@@ -47,7 +47,7 @@ def rate(per_s: float) -> str:
 
 
 def difference(predicted: float, measured: float) -> str:
-    """Return the signed difference of `measured` from `predicted`, in percent of `predicted`."""
+    """Return the difference of `measured` from `predicted`, with sign, in percent of `predicted`."""
     if not predicted:
         return NOTHING
     return f"{(measured - predicted) / predicted * 100:+.1f} %"
@@ -116,7 +116,7 @@ def method_name(method: str) -> str:
 
 
 def row_noun(chunks: int) -> str:
-    """Return the noun for a table row: `stage` if every device has one stage, else `device`."""
+    """Return the word for a table row: `stage` if every device has one stage, else `device`."""
     return "stage" if chunks == 1 else "device"
 
 
@@ -130,6 +130,6 @@ def not_measured_warning(how: str) -> str:
 
 
 def link_words(link: Link) -> str:
-    """Return bandwidth and latency of a link in words: `25.0 GB/s, 5.00 us, not overlapping with compute`."""
+    """Return bandwidth and latency of a link as text: `25.0 GB/s, 5.00 us, not overlapping with compute`."""
     rate = format_rate(link.bytes_per_s) if link.bytes_per_s else "unlimited"
     return f"{rate}, {format_us(link.latency_us)}{', not overlapping with compute' if link.blocking else ''}"

@@ -31,7 +31,7 @@ def plan_headline(plan: Plan) -> str:
 
 
 def shape_in_gpus(plan: Plan) -> str:
-    """Return the number of GPUs as a product of replicas, stages and GPUs per stage."""
+    """Return the number of GPUs as a product: replicas times stages times GPUs per stage."""
     groups = pluralize(plan.num_devices, "stage" if plan.chunks == 1 else "device")
     factors = [*([f"{plan.replicas} replicas"] if plan.replicas > 1 else []), groups, str(plan.tensor_parallel)]
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
@@ -40,7 +40,7 @@ def shape_in_gpus(plan: Plan) -> str:
 
 
 def figure_words(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, str]:
-    """Return step time, samples per second and bubble in words."""
+    """Return step time, samples per second and bubble as texts."""
     return (
         f"step {step_words(plan, certainty)}",
         f"{rate_words(plan, certainty)} samples/s",
@@ -49,17 +49,14 @@ def figure_words(plan: Plan, certainty: Certainty | None = None) -> tuple[str, s
 
 
 def ideal_bubble_words(plan: Plan) -> str:
-    """Return in words the bubble that equal stages would have.
-
-    The text is empty for schedules with a split backward, because their weight-gradient passes fill the bubble.
-    """
+    """Return a text with the bubble that stages of equal time would have; empty for schedules with a split backward."""
     if schedule_of(plan.schedule, plan.order).splits_backward:
         return ""
     return f"ideal {percent(plan.predicted.ideal_bubble)}"
 
 
 def claim_words(plan: Plan) -> str:
-    """Return what the solver proved, such as `no plan is faster`; empty for given cuts."""
+    """Return a text about what the solver proved, such as `no plan is faster`; empty for given cuts."""
     solver, schedule = plan.solver, plan.inputs.schedule
     whole = "plan" if schedule == "auto" else f"{schedule_of(schedule).title} plan"
     if schedule != "auto" and not plan.inputs.chunks and _is_open_in_chunks(schedule_of(schedule)):
@@ -78,7 +75,7 @@ def _is_open_in_chunks(schedule: Schedule) -> bool:
 
 
 def has_unlike_devices(plan: Plan) -> bool:
-    """Return True if the devices differ in memory limit or speed."""
+    """Return True if devices differ in memory limit or speed."""
     inputs = plan.inputs
     return len(set(inputs.memory_bytes)) > 1 or len({1.0, *inputs.speeds}) > 1
 
@@ -129,15 +126,12 @@ NO_PLAN = "no plan fits"
 
 
 def has_several_replicas(plan: Plan) -> bool:
-    """Return True if a point of the plan's frontier has several replicas."""
+    """Return True if the plan's frontier has a plan with several replicas."""
     return any(point.replicas != 1 for point in plan.frontier)
 
 
 def frontier_table(plan: Plan) -> Table:
-    """Return a table of the best plan for each M and number of replicas.
-
-    If no plan fits, the row has only M, the number of replicas and the micro-batch size.
-    """
+    """Return a table of the best plan for each number of micro-batches and replicas."""
     points = plan.frontier
     chosen = (plan.micro_batches, plan.replicas)
     marked = frozenset(n for n, point in enumerate(points) if (point.micro_batches, point.replicas) == chosen)
@@ -160,7 +154,7 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def schedules_table(plan: Plan) -> Table:
-    """Return a table of the best plan of each schedule, with marks for the plan's own and for short searches."""
+    """Return a table of the best plan of each schedule, with marks for the plan itself and for short searches."""
     points, limit = plan.schedules, max(plan.inputs.memory_bytes)
     short = frozenset(n for n, point in enumerate(points) if point.short_search)
     marked = frozenset(n for n, point in enumerate(points) if point.schedule == plan.schedule)
@@ -189,14 +183,14 @@ SHORT_MARK: Final = " *"
 
 
 def short_search_words(plan: Plan) -> str:
-    """Return what the mark of short searches means; an empty text if no search was short."""
+    """Return a text that explains the mark of short searches; empty if no search was short."""
     if not any(point.short_search for point in plan.schedules):
         return ""
     return "* from a short search; `solve --frontier` searches longer and may find a faster plan"
 
 
 def untried_words(plan: Plan) -> str:
-    """Return a note on schedules with a split backward that were not tried; else an empty text."""
+    """Return a note on schedules with a split backward that were not tried; empty if there are none."""
     tried = {point.schedule for point in plan.schedules}
     missing = [schedule.title for schedule in SPLITTING if schedule.name not in tried]
     if not missing:

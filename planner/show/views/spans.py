@@ -18,13 +18,10 @@ BUBBLE_WORDS: Final = "bubble, from a row's first box to its last"
 
 
 def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
-    """Return the share of a device's time, from first to last action, in which it is idle.
+    """Return the share of the time from a device's first to its last action in which the device is idle.
 
     Args:
         busy_us: Start and end of each action, in microseconds.
-
-    Returns:
-        The share, from 0 to 1.
     """
     spans = tuple(busy_us)
     if not spans:
@@ -35,7 +32,7 @@ def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
 
 
 def bubbles_of(step: Step) -> list[float]:
-    """Return the bubble of each device."""
+    """Return the bubble (idle share) of each device."""
     busy: list[list[tuple[float, float]]] = [[] for _ in range(step.num_devices)]
     for span in step.spans:
         if span.kind in BY_LABEL:
@@ -61,7 +58,7 @@ def span_style_class(span: Span, num_devices: int) -> str:
 
 
 def micro_batch_text(span: Span, step: Step) -> str:
-    """Return a span's micro-batch as text: `3`, or `3.1` for chunk 1 if devices have several."""
+    """Return a span's micro-batch as text: `3`, or `3.1` for the device's stage 1 if devices have several."""
     return f"{span.micro_batch}.{span.stage // step.num_devices}" if step.chunks > 1 else str(span.micro_batch)
 
 

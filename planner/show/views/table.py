@@ -1,4 +1,4 @@
-"""Table of values with units, from which each renderer chooses columns and draws marks."""
+"""Table of values with units. Each renderer chooses columns and draws marks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ class Column:
         return self.title.replace("\n", " ")
 
     def texts(self, scale: TimeScale | None = None) -> tuple[str, ...]:
-        """Return every value as text: with its unit, or as a number in the unit `scale`."""
+        """Return every value as text: with its own unit, or as a number in the unit `scale`."""
         text = _TEXTS[self.unit] if scale is None else scale.text
         return tuple(NOTHING if v is None else v if isinstance(v, str) else text(v) for v in self.values)
 
@@ -78,7 +78,7 @@ class Table:
         return replace(self, columns=tuple(replace(c, title=titles.get(c.name, c.title)) for c in self.columns))
 
     def with_texts(self, name: str, texts: Iterable[str], unit: Unit | None = None) -> "Table":
-        """Return the table with new texts, and perhaps a new unit, in one column.
+        """Return the table with other texts in one column.
 
         Args:
             name: Name of the column.
@@ -94,7 +94,7 @@ class Table:
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
     def scales(self) -> Mapping[str, TimeScale]:
-        """Return the common unit of time for all columns with the same `per`, by `per`."""
+        """Return a common unit for all columns with the same `per` (such as `step`), by `per`."""
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
