@@ -3,7 +3,7 @@
     python benchmarks/executor.py [--peers PYTHON] > docs/measurements/executor.md
     python benchmarks/executor.py --quick
 
-A stage is one layer that sleeps in forward and in each half of its backward, so that nothing but schedule, transfers
+A stage is one layer that sleeps in forward and in each pass of its backward, so that nothing but schedule, transfers
 and bookkeeping is measured. K processes over gloo run every case with the executor and, where backwards run in one
 piece, with torch's own `ScheduleGPipe`, `Schedule1F1B` or `ScheduleInterleaved1F1B` as it is, a step of the one after a
 step of the other. The constant per micro-batch, stage and direction is what the even case with most micro-batches takes
@@ -50,7 +50,7 @@ from planner.files import write
 from planner.model.split_backward import DeferredUses, SplitBackward
 
 UNIT_US = 8_000.0
-"""Forward of a stage, and each half of its backward."""
+"""Forward of a stage, and each pass of its backward."""
 
 UNEVEN = (1.0, 2.0, 1.5, 0.5)
 """Shares of the stages where they are uneven, over and over."""

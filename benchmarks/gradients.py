@@ -5,7 +5,7 @@
 
 Five sample models and eight real ones in training mode (dropout and batch normalisation work), as the tests compare
 them: each run accumulates the same micro-batches in one process, with the same seeds. Two steps, the last one compared.
-Takes about fifteen minutes on two cores. `--halves`: three of them under every schedule whose backwards run in halves.
+Takes about fifteen minutes on two cores. `--halves`: three of them under every schedule with split backwards.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Way(NamedTuple):
 def main() -> None:
     """Print one of the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--halves", action="store_true", help="schedules whose backwards run in halves")
+    parser.add_argument("--halves", action="store_true", help="schedules with split backwards")
     given = parser.parse_args()
     torch.set_num_threads(1)
     bases = {name: _sample(name, settings) for name, settings in _SAMPLES.items()}
@@ -65,7 +65,7 @@ def main() -> None:
         names = ("transformer_lm", "resnet", "GPT-2")
         bases = {name: replace(bases.get(name) or _real(name), micro_batches=8, batch=8) for name in names}
         _head("## Split backward", micro_batches=8)
-        _print_by_schedule(_worst(bases, _in_halves(micro_batches=8)))
+        _print_by_schedule(_worst(bases, _with_split_backward(micro_batches=8)))
         return
     bases |= {name: _real(name) for name in _REAL}
     _head("# Gradients compared with the unpartitioned model", micro_batches=4)
@@ -87,7 +87,7 @@ def _whole() -> Iterator[Way]:
         yield Way(2, "interleaved", 2, recompute)
 
 
-def _in_halves(*, micro_batches: int) -> Iterator[Way]:
+def _with_split_backward(*, micro_batches: int) -> Iterator[Way]:
     for devices, (name, schedule), recompute in product((2, 3, 4), SCHEDULES.items(), ("never", "always")):
         chunks = 2 if schedule.is_chunked else 1
         with suppress(UsageError):

@@ -7,7 +7,7 @@
     python benchmarks/memory.py path/to/model.py …
 
 `--kinds` measures other models, of kinds whose memory is hard to predict, in micro-batches of 8. `--halves` measures
-schedules whose backwards run in halves.
+schedules with split backwards.
 
 Each model is profiled, planned and emitted as a user would do it, but without the equivalence check unless `--check` is
 given: then cuts that it finds wrong are removed. Three processes run two steps of every plan, one after the other, and
@@ -116,7 +116,7 @@ HARD = Table(
     schedules=("gpipe", "1f1b"),
     dtypes=("fp32",),
 )
-HALVES = Table(
+SPLIT_BACKWARD = Table(
     title="# Predicted and measured peak memory with split backward",
     subjects=tuple(subject for subject in MODELS if subject.name in {"transformer_lm", "resnet", "mlp", "gpt2"}),
     micro_batch_size=4,
@@ -158,11 +158,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", metavar="MODEL.py", help="measure these instead")
     parser.add_argument("--kinds", action="store_true", help="kinds whose memory is hard to predict")
-    parser.add_argument("--halves", action="store_true", help="schedules whose backwards run in halves")
+    parser.add_argument("--halves", action="store_true", help="schedules with split backwards")
     parser.add_argument("--model", action="append", metavar="NAME", help="only this one of the table")
     parser.add_argument("--check", action="store_true", help="remove cuts that the equivalence check finds wrong")
     options = parser.parse_args()
-    table = HARD if options.kinds else HALVES if options.halves else USUAL
+    table = HARD if options.kinds else SPLIT_BACKWARD if options.halves else USUAL
     subjects = tuple(Subject(Path(name).stem, Path(name).resolve()) for name in options.files) or table.subjects
     unknown = set(options.model or ()).difference(subject.name for subject in subjects)
     if unknown:

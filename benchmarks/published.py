@@ -36,7 +36,7 @@ def main() -> None:
         _a100,
         _forecasts,
         _gh200,
-        _halves,
+        _split_backward_runs,
         _recomputation,
         _even_stages,
         _memory,
@@ -147,7 +147,7 @@ def _gh200() -> None:
     table("plan | replicas | M | measured, s: | predicted, s: | difference:", map(cells, (fitted, *rows)))
 
 
-def _halves() -> None:
+def _split_backward_runs() -> None:
     searched = list(runs.searched_rows())
     rows = sorted([*runs.zero_bubble_rows(), *searched], key=lambda row: [_number(text) for text in row.name[:2]])
     fitted: dict[str, list[Row]] = {}

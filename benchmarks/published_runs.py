@@ -56,18 +56,18 @@ def chain(
     forward_us: Sequence[float],
     backward_us: Sequence[float],
     *,
-    halves_us: Sequence[tuple[float, float]] = (),
+    split_us: Sequence[tuple[float, float]] = (),
     update_us: float = 0.0,
 ) -> Profile:
-    """Return a chain of layers with these times, which save nothing; `halves_us` are those of I and W."""
+    """Return a chain of layers with these times, which save nothing; `split_us` are those of I and W."""
     layers = [
         LayerProfile(
             name=f"layer_{n}",
             parameter_bytes=1,
             forward_us=(forward,),
             backward_us=(backward,),
-            backward_input_us=(halves_us[n][0],) if halves_us else (),
-            backward_weight_us=(halves_us[n][1],) if halves_us else (),
+            backward_input_us=(split_us[n][0],) if split_us else (),
+            backward_weight_us=(split_us[n][1],) if split_us else (),
             optimizer_us=update_us,
             output_bytes=(0,),
             saved_bytes=(0,),
@@ -233,7 +233,7 @@ def gh200_rows() -> Iterator[Row]:
         yield Row(name=name, measured=run["measured_s"], predicted=_opt_s(run, gh200_crossing_us()))
 
 
-# ---- schedules with backwards in halves, on A100
+# ---- schedules with split backwards, on A100
 
 
 SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved", "zb1p": "zb-h1"}
@@ -276,7 +276,7 @@ def _stages_of(line: dict[str, str], chunks: int, *, saved_bytes: int = 0, weigh
     """Return a layer for each of `chunks` stages on each device."""
     f, i, w = (1e3 * float(line[f"{name}_ms"]) / chunks for name in ("forward", "input", "weight"))
     num = int(line["devices"]) * chunks
-    profile = chain([f] * num, [i + w] * num, halves_us=[(i, w)] * num)
+    profile = chain([f] * num, [i + w] * num, split_us=[(i, w)] * num)
     kept = {"saved_bytes": (saved_bytes,), "weight_held_bytes": (weight_held_bytes,)}
     return replace(profile, layers=tuple(replace(layer, **kept) for layer in profile.layers))
 

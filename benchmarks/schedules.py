@@ -1,4 +1,4 @@
-"""Schedules beside published ones, and beside what was the best before backwards came in halves.
+"""Schedules beside published ones, and beside what was the best before backwards were split.
 
     python benchmarks/schedules.py > docs/measurements/schedules.md
     python benchmarks/schedules.py --devices 4 8
@@ -26,7 +26,7 @@ from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.device.machine import cpu_name
 from planner.solve import Request, solve
-from planner.solve.orders.order_problem import OrderProblem, StageFootprint
+from planner.solve.orders.order_problem import ApproximateStageMemory, OrderProblem
 from planner.solve.orders.order_search import OrderSearch, least_period_us
 
 # K, M; F, I, W, T in ms; M_W / M_B; 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p.
@@ -101,7 +101,7 @@ def _published_row(
             chunks=tuple((k,) for k in range(devices)),
             micro_batches=micro_batches,
             times=times,
-            footprints=(StageFootprint(always=0.0, held=1.0, between=between, above=0.0),) * devices,
+            footprints=(ApproximateStageMemory(always=0.0, held=1.0, between=between, above=0.0),) * devices,
             is_whole=(False,) * devices,
             limits_bytes=(limit * devices + 1e-9,) * devices,
             own_us=own_us,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from planner.core.values.plan import Inputs, ProfileReference
 from planner.core.values.profile import Profile
-from planner.device.clock import CpuClock, typical_us
+from planner.device.clock import CpuClock, median_us
 from planner.device.machine import cpu_name
 from planner.model import load_model
 from planner.model.calling import arguments_of
@@ -102,7 +102,7 @@ def _sums(models: dict[str, LoadedModel]) -> None:
 def _typical(loaded: LoadedModel, size: int) -> tuple[list[float], list[float]]:
     """Return forward, backward and optimizer in microseconds, of all layers and of the whole model."""
     rounds = [(_of_layers(loaded, size), _of_model(loaded, size)) for _ in range(ROUNDS)]
-    layers, whole = ([typical_us(times) for times in zip(*side, strict=True)] for side in zip(*rounds, strict=True))
+    layers, whole = ([median_us(times) for times in zip(*side, strict=True)] for side in zip(*rounds, strict=True))
     return layers, whole
 
 
@@ -123,7 +123,7 @@ def _of_model(loaded: LoadedModel, size: int) -> tuple[float, float, float]:
         forward, backward = (sum(times) / MICRO_BATCHES for times in zip(*pairs, strict=True))
         steps.append((forward, backward, clock.time_us(_call(optimizer.step))))
     gc.enable()
-    forward, backward, step = (typical_us(times) for times in zip(*steps[2:], strict=True))
+    forward, backward, step = (median_us(times) for times in zip(*steps[2:], strict=True))
     return forward, backward, step
 
 

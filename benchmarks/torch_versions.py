@@ -243,7 +243,7 @@ def cases_of(column: str) -> Iterator[Any]:
 def memory() -> str:
     """Return the errors of predicted peaks of every device and plan.
 
-    For recomputation of single layers with split backward, the law is an upper bound.
+    For per-layer recomputation with split backward, the cost model is an upper bound.
     """
     from planner.core.cost.costs import costs_at  # noqa: PLC0415
     from planner.core.schedule import SCHEDULES  # noqa: PLC0415

@@ -88,7 +88,7 @@ def _row(case: Case, schedule: str) -> list[str]:
     _quietly("solve", *options)
     plan = read_plan("plan.yaml")
     if plan.num_devices == 1:  # a pipeline is what is to be looked at
-        _quietly("solve", *options, "--balance", _halves(plan))
+        _quietly("solve", *options, "--balance", _two_stages(plan))
         plan = read_plan("plan.yaml")
     cuts = ",".join(map(str, plan.balance))
     first, first_us = _in_the_middle(case.steps)
@@ -107,7 +107,7 @@ def _row(case: Case, schedule: str) -> list[str]:
     ]
 
 
-def _halves(plan: Plan) -> str:
+def _two_stages(plan: Plan) -> str:
     layers = sum(plan.balance)
     return f"{layers // 2},{layers - layers // 2}"
 

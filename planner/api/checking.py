@@ -66,12 +66,12 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     if verdict.is_over and verdict.plan is not None:
         from planner.api.question import solve_options  # noqa: PLC0415 - as below
         from planner.core.values.balance import replan_command  # noqa: PLC0415 - as below
-        from planner.solve.questions.remedy import what_would_fit  # noqa: PLC0415 - a plan that fits needs no solver
+        from planner.solve.questions.remedy import changes_that_fit  # noqa: PLC0415 - a plan that fits needs no solver
 
         def command(inputs: Inputs) -> str:
             return replan_command(inputs.profile.path, solve_options(inputs, profile.device))
 
-        verdict = replace(verdict, would_fit=what_would_fit(verdict.plan, profile, command))
+        verdict = replace(verdict, would_fit=changes_that_fit(verdict.plan, profile, command))
     if options.against is not None:
         from planner.api.comparing import earlier_plan  # noqa: PLC0415 - seldom asked for
 

@@ -14,7 +14,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
 _ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute", "--links", "--together", "--apart"})
-"""Options of `solve` that a user can change on the page, or that `caveats` describes."""
+"""Options of `solve` that a user can change on the page, or that `parts_missing_from_command` describes."""
 
 
 @on_plan(ExploreOptions)
@@ -52,7 +52,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
             micro_batches=tuple(sorted({*counts, now.micro_batches})),
             command=tuple(solve_command_parts(now, profile)),
             place="plan.yaml" if place == NOWHERE else place,
-            caveats=tuple(caveats(now)),
+            caveats=tuple(parts_missing_from_command(now)),
             may_recompute=profile.proof is None or not profile.proof.differs_recomputed,
         )
     )
@@ -72,12 +72,12 @@ def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
     yield from solve_options(inputs, profile.device, without=_ON_THE_PAGE)
 
 
-def caveats(plan: Plan) -> Iterator[str]:
+def parts_missing_from_command(plan: Plan) -> Iterator[str]:
     """Yield a sentence about each part of the plan's request that the page's `solve` command lacks."""
     inputs = plan.inputs
     if inputs.links:
         yield "The plan uses links that were measured one by one: add their file with `--links`."
     if inputs.recompute == "layers":
-        yield "The plan was made with `--recompute layers`, which can recompute some layers of a stage and may be faster."
+        yield "The plan was made with `--recompute layers`, which can recompute some layers and may be faster."
     if inputs.compute != 1.0:
         yield "The plan was made with a calibration: add its file with `--calibration`."

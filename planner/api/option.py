@@ -66,7 +66,7 @@ def option_fields_of(record: type[Any]) -> tuple[OptionField, ...]:
     return tuple(keywords)
 
 
-def values_of(options: Any) -> dict[str, Any]:
+def option_values(options: Any) -> dict[str, Any]:
     """Return the fields of a dataclass of options as keyword arguments."""
     return {of.name: getattr(options, of.name) for of in fields(options)}
 

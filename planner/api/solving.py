@@ -10,7 +10,7 @@ from planner.api import texts
 from planner.api.defaults import AUTO, default_batch_note, headroom_of
 from planner.api.keywords import on_profile
 from planner.api.notebooks import enable_notebook_display
-from planner.api.option import values_of
+from planner.api.option import option_values
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
 from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, profile_reference
 from planner.api.schedule_file import refuse_schedule_file, schedule_file_path
@@ -51,7 +51,7 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
     """
     if options.devices is not None:
         texts.parse_device_count(options.devices)  # refuses several numbers
-    (plan,) = solve_family(profile, **values_of(options))
+    (plan,) = solve_family(profile, **option_values(options))
     return plan
 
 

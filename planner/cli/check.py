@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.api.option import values_of
+from planner.api.option import option_values
 from planner.api.options.checking import CheckOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import PlanFile, Quiet, check_format
@@ -34,7 +34,7 @@ def check(
     from planner import api
 
     check_format(format_, _FORMATS)
-    verdict = api.check(plan, **values_of(options))
+    verdict = api.check(plan, **option_values(options))
     Console(quiet=quiet).result(_text(verdict, plan, format_))
     raise typer.Exit(ExitCode.OK if verdict.fits else ExitCode.NO)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from planner.api.option import values_of
+from planner.api.option import option_values
 from planner.api.options.exploring import ExploreOptions
 from planner.cli.console import Console
 from planner.cli.options import Format, Output, PlanFile, Quiet, check_format
@@ -23,7 +23,7 @@ def explore(
 
     as_json = check_format(format_)
     console = Console(quiet=quiet)
-    page = api.explore(plan, **values_of(replace(options, output=None if output == "-" else output)))
+    page = api.explore(plan, **option_values(replace(options, output=None if output == "-" else output)))
     if output == "-":
         console.result(page)
     else:

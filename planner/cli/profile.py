@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.api.option import values_of
+from planner.api.option import option_values
 from planner.api.options.profiling import ProfileOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Format, Output, Quiet, check_format
@@ -63,7 +63,7 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
             reporting = replace(
                 options, progress=progress, note=lambda text: console.note(f"note: {text}"), warn=console.warning
             )
-            return api.profile(model, **values_of(reporting))
+            return api.profile(model, **option_values(reporting))
     except KeyboardInterrupt as interrupt:
         unfinished = partial_path(options.output)
         partial = getattr(interrupt, "partial", None)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from planner.api.option import values_of
+from planner.api.option import option_values
 from planner.api.options.solving import SolveOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.interrupt import stopped_by_interrupt
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from planner.core.values.profile import Profile
 
 _MUCH_RECOMPUTED = 0.02
-"""Share of the compute time from which recomputation of single layers is worth a note."""
+"""Share of the compute time from which per-layer recomputation is worth a note."""
 
 _LITTLE_SLOWER = 0.02
 """Largest share of the step time by which a plan with a simpler schedule may be slower to be worth a note."""
@@ -105,7 +105,7 @@ def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":
     from planner.core.errors import SolverError
 
     try:
-        return api.solve_family(source, **values_of(options))
+        return api.solve_family(source, **option_values(options))
     except SolverError:
         if options.watch.is_stopped():
             raise KeyboardInterrupt from None
@@ -177,8 +177,8 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
     share = plan.predicted.recompute_share
     if inputs.recompute == "auto" and share >= _MUCH_RECOMPUTED and profile.device.how != "compiled":
         console.note(
-            f"note: {percent(share)} of the compute time recomputes whole stages; `--recompute layers` chooses single "
-            "layers, which may be faster, and takes longer to solve"
+            f"note: {percent(share)} of the compute time recomputes whole stages; `--recompute layers` recomputes only "
+            "some layers, which may be faster, but takes longer to solve"
         )
     if extrapolated:
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be underestimated")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import typer
 
-from planner.api.option import values_of
+from planner.api.option import option_values
 from planner.api.options.solving import SweepOptions
 from planner.cli.console import Console
 from planner.cli.options import MARKDOWN, OrMarkdown, ProfileFile, Quiet, check_format, formatted
@@ -28,7 +28,7 @@ def sweep(
     console, notes = Console(quiet=quiet), list[str]()
     check_format(format_, MARKDOWN)
     with console.progress("solving every cell") as progress:
-        answers = api.sweep(profile, **values_of(replace(options, progress=progress, note=notes.append)))
+        answers = api.sweep(profile, **option_values(replace(options, progress=progress, note=notes.append)))
     for note in notes:
         console.note(f"note: {note}")
     console.result(formatted(answers, format_, text=sweep_text, markdown=sweep_markdown))

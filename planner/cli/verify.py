@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from planner.api.option import values_of
+from planner.api.option import option_values
 from planner.api.options.verifying import VerifyOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Format, PlanFile, Quiet, check_format
@@ -35,7 +35,7 @@ def verify(
     console = Console(quiet=quiet)
     as_json = check_format(format_)
     with console.progress(f"{'running' if options.run is None else 'judging'} {plan}") as progress:
-        verification = api.verify(plan, **values_of(replace(options, calibration=calibration, progress=progress)))
+        verification = api.verify(plan, **option_values(replace(options, calibration=calibration, progress=progress)))
     console.result(files.json_text(verification) if as_json else verification_text(verification, style_for_stdout()))
     console.note(f"wrote {calibration}")
     if not verification.agrees:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
-def typical_us(times_us: Sequence[float]) -> float:
+def median_us(times_us: Sequence[float]) -> float:
     """Return the median of repeated measurements, in microseconds."""
     return statistics.median(times_us)
 

@@ -29,7 +29,7 @@ class Cpu(DeviceKind):
         return sys.maxsize
 
     @classmethod
-    def of_rank(cls, local_rank: int) -> torch.device:  # noqa: ARG003
+    def select_device_of_rank(cls, local_rank: int) -> torch.device:  # noqa: ARG003
         return torch.device("cpu")
 
     @classmethod
@@ -61,7 +61,7 @@ class Cpu(DeviceKind):
     def synchronize(self) -> None:
         return
 
-    def moment_on_both_clocks(self) -> "tuple[_HostMoment, int]":
+    def moment_with_host_time(self) -> "tuple[_HostMoment, int]":
         moment = self.current_moment()
         return moment, moment.ns
 

@@ -78,7 +78,7 @@ class Cuda(DeviceKind):
         return torch.cuda.device_count()
 
     @classmethod
-    def of_rank(cls, local_rank: int) -> torch.device:
+    def select_device_of_rank(cls, local_rank: int) -> torch.device:
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
 
@@ -141,7 +141,7 @@ class Cuda(DeviceKind):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def moment_on_both_clocks(self) -> "tuple[_EventMoment, int]":
+    def moment_with_host_time(self) -> "tuple[_EventMoment, int]":
         self.synchronize()
         tries = []
         for _ in range(_CLOCK_TRIES):

@@ -82,7 +82,7 @@ class DeviceKind(ABC):
 
     @classmethod
     @abstractmethod
-    def of_rank(cls, local_rank: int) -> torch.device:
+    def select_device_of_rank(cls, local_rank: int) -> torch.device:
         """Return the device for a process's rank on this machine, and make it torch's current device."""
 
     @classmethod
@@ -129,7 +129,7 @@ class DeviceKind(ABC):
         """Wait until the device has completed all submitted work."""
 
     @abstractmethod
-    def moment_on_both_clocks(self) -> tuple[Moment, int]:
+    def moment_with_host_time(self) -> tuple[Moment, int]:
         """Return the current time on the device's clock and in nanoseconds of the host's `time.perf_counter_ns`.
 
         The device must be idle.

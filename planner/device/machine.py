@@ -37,7 +37,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class CoreTime(NamedTuple):
+class ThreadTime(NamedTuple):
     """Run time of a thread, and time that the thread waited for a free CPU core; both 0 if unknown."""
 
     ran_ns: int = 0
@@ -49,18 +49,18 @@ class CoreTime(NamedTuple):
         wanted_ns = self.ran_ns + self.waited_ns
         return self.ran_ns / wanted_ns if wanted_ns else 0.0
 
-    def since(self, earlier: "CoreTime") -> "CoreTime":
+    def since(self, earlier: "ThreadTime") -> "ThreadTime":
         """Return the increase of run time and waiting time since `earlier`."""
-        return CoreTime(self.ran_ns - earlier.ran_ns, self.waited_ns - earlier.waited_ns)
+        return ThreadTime(self.ran_ns - earlier.ran_ns, self.waited_ns - earlier.waited_ns)
 
 
-def core_time() -> CoreTime:
+def thread_time() -> ThreadTime:
     """Return this thread's run time and waiting time, from the statistics of Linux's scheduler."""
     try:
         ran, waited, _ = Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()
-        return CoreTime(int(ran), int(waited))
+        return ThreadTime(int(ran), int(waited))
     except (OSError, ValueError):
-        return CoreTime()
+        return ThreadTime()
 
 
 def available_bytes() -> int:

@@ -15,7 +15,7 @@ from planner.emit.automodel import emit_automodel
 from planner.emit.deepspeed import emit_deepspeed
 from planner.emit.device_map import emit_device_map
 from planner.emit.launch import LAUNCHERS, launch_job
-from planner.emit.layout import EngineFile, Layout, refuse_sharing
+from planner.emit.layout import EngineFile, Layout, refuse_tensor_parallel_or_sharded
 from planner.emit.megatron import emit_megatron
 from planner.emit.native import InputPaths, RepeatOptions, emit_native
 from planner.emit.schedule_csv import emit_schedule_csv
@@ -115,7 +115,7 @@ def write_engine_files(
         FileError: A file cannot be written, or was edited.
     """
     check_engine(engine, launch=launch, has_smaller=bool(smaller))
-    refuse_sharing(engine, plan)
+    refuse_tensor_parallel_or_sharded(engine, plan)
     profile_folder = str(Path(input_paths.profile).parent)
     read = (input_paths.plan, input_paths.profile, files.model_path(profile, profile_folder), *input_paths.smaller)
     if engine in FORMATS:
@@ -153,7 +153,7 @@ def engine_file(name: str, plan: Plan, profile: Profile) -> EngineFile:
     Raises:
         UsageError: The format cannot express the plan, or the plan does not match the profile.
     """
-    refuse_sharing(name, plan)
+    refuse_tensor_parallel_or_sharded(name, plan)
     return FORMATS[name](Layout.of(plan, profile))
 
 

@@ -247,7 +247,7 @@ class Layout:
         return [f"{engine}'s format has one pipeline: start {count} of them and sum their gradients yourself"]
 
 
-def refuse_sharing(engine: str, plan: Plan) -> None:
+def refuse_tensor_parallel_or_sharded(engine: str, plan: Plan) -> None:
     """Raise UsageError if the plan has tensor parallelism or a sharded optimizer, for engines that support neither."""
     shared = {
         f"in the plan, {plan.tensor_parallel} GPUs share each layer": (

@@ -15,7 +15,7 @@ from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import GENERATOR, Device, Profile
 from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
-from planner.emit.layout import EngineFile, Layout, refuse_sharing
+from planner.emit.layout import EngineFile, Layout, refuse_tensor_parallel_or_sharded
 from planner.emit.signature import is_edited, names_balance_file, refuse_edited, with_signature
 from planner.files import digest_of, dump, reference_path, relocate_source, write_text
 
@@ -124,7 +124,7 @@ def emit_native(
         UsageError: A plan does not match the profile or has groups of GPUs, the profile names no model, or a plan in
             `smaller` trains something else or is not smaller.
     """
-    refuse_sharing("native", plan)
+    refuse_tensor_parallel_or_sharded("native", plan)
     layout = Layout.of(plan, profile)
     source = relocate_source(profile.model.source, profile_folder, folder)
     from_here = str(Path(folder, "balance.yaml"))

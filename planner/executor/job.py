@@ -145,7 +145,7 @@ def _device_of_rank(name: str) -> torch.device:
             f"the plan is for {kind.title}, but this machine has {kind.count()} {kind.title} devices for rank {local}",
             hint="run on the machine for which the plan was made, or pass `--device cpu` to try the script",
         )
-    return kind.of_rank(local)
+    return kind.select_device_of_rank(local)
 
 
 def _first_disagreement(must_agree: Mapping[str, Any]) -> UsageError | None:

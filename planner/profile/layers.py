@@ -65,7 +65,8 @@ def _layer_profile(
     layer, digest, sizes = task.chain.layers[n], costs.records.units[n].digest, costs.records.sizes
     times = [costs.times[digest, size] for size in sizes]
     half_times = [costs.half_times_us[digest, size] for size in sizes if (digest, size) in costs.half_times_us]
-    halves = tuple(costs.records.halves[digest, size] for size in sizes if (digest, size) in costs.records.halves)
+    split_memory = costs.records.split_memory
+    split = tuple(split_memory[digest, size] for size in sizes if (digest, size) in split_memory)
     details = tuple(costs.records.memory[digest, size] for size in sizes)
     optimizer = costs.optimizer[n]
     sharers, tied_bytes = _ties(layer, tied)
@@ -95,12 +96,12 @@ def _layer_profile(
         spread=tuple(round(t.spread, 4) for t in times),
         output_bytes=tuple(sum(t.bytes for t in d.outputs) for d in details),
         saved_bytes=saved,
-        weight_held_bytes=tuple(half.held_bytes for half in halves),
+        weight_held_bytes=tuple(one.held_bytes for one in split),
         forward_peak_bytes=tuple(max(0, d.forward_peak_bytes - d.internal_bytes - _created_bytes(d)) for d in details),
         backward_peak_bytes=tuple(max(0, d.backward_peak_bytes - d.internal_bytes) for d in details),
         forward_flops=tuple(costs.flops[digest] * size // sizes[0] for size in sizes),
         detail=details,
-        split=halves,
+        split=split,
     )
 
 

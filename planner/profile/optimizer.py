@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from planner.device.clock import Clock, typical_us
+from planner.device.clock import Clock, median_us
 from planner.device.machine import CACHE_BYTES
 from planner.device.meter import Meter
 from planner.model.ghosts import storage_of
@@ -87,7 +87,7 @@ def measure_optimizer(
     return OptimizerCost(
         state_bytes=state_bytes,
         peak_bytes=round(peak_bytes * share),
-        step_us=typical_us([timed_us() for _ in range(repeats)]) * share,
+        step_us=median_us([timed_us() for _ in range(repeats)]) * share,
     )
 
 

@@ -61,7 +61,7 @@ class UnitRecords:
     sizes: tuple[int, ...]
     inputs: Mapping[Key, UnitInput]
     memory: Mapping[Key, MemoryDetail]
-    halves: Mapping[Key, SplitMemory]
+    split_memory: Mapping[Key, SplitMemory]
     """Memory with a split backward; empty if it was not measured."""
 
     @cached_property
@@ -126,21 +126,25 @@ def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> UnitRecords:
         sizes=tuple(sizes),
         inputs=inputs,
         memory=measurements.memory,
-        halves=measurements.halves,
+        split_memory=measurements.split_memory,
     )
 
 
-def record_memory(sized_units: Sequence[SizedUnit], task: ProfilingTask, meter: Meter, *, in_halves: bool) -> None:
+def record_memory(
+    sized_units: Sequence[SizedUnit], task: ProfilingTask, meter: Meter, *, splits_backward: bool
+) -> None:
     """Measure the memory of each layer that has no measurement yet.
 
     Args:
         sized_units: Distinct layers at one micro-batch size.
         task: Profiling task, whose `measurements` receive the results.
         meter: Meter of the device.
-        in_halves: Whether to measure a split backward as well.
+        splits_backward: True to measure a split backward as well.
     """
     measurements = task.measurements
-    done = measurements.memory.keys() & measurements.halves.keys() if in_halves else measurements.memory.keys()
+    done = (
+        measurements.memory.keys() & measurements.split_memory.keys() if splits_backward else measurements.memory.keys()
+    )
     missing = {sized.key: sized for sized in sized_units if sized.key not in done}
     names = {digest: sized.unit.name for (digest, _), sized in missing.items()}
     for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
@@ -149,8 +153,8 @@ def record_memory(sized_units: Sequence[SizedUnit], task: ProfilingTask, meter: 
             measurements.memory[key] = measure_memory(
                 sized.unit, sized.received, meter, task.buffer_bytes[sized.unit.name]
             )
-            if in_halves:
-                measurements.halves[key] = measure_split_memory(sized.unit, sized.received, meter)
+            if splits_backward:
+                measurements.split_memory[key] = measure_split_memory(sized.unit, sized.received, meter)
         # Layers of different sizes leave holes in the allocator's memory.
         release_freed_memory()
 

@@ -79,10 +79,10 @@ class Measurements:
     header: PartialProfile
     """Conditions under which the measurements are valid (model, device, versions): their file without measurements."""
     memory: dict[Key, MemoryDetail] = field(default_factory=dict)
-    halves: dict[Key, SplitMemory] = field(default_factory=dict)
+    split_memory: dict[Key, SplitMemory] = field(default_factory=dict)
     """Memory of units with a split backward."""
     samples: Samples = field(default_factory=dict)
-    half_samples: Samples = field(default_factory=dict)
+    split_samples: Samples = field(default_factory=dict)
 
     def add_earlier(self, earlier: PartialProfile, warn: Callable[[str], None]) -> None:
         """Add measurements of an earlier run if its model and environment are equal; otherwise warn."""
@@ -95,24 +95,24 @@ class Measurements:
             self.memory[key] = one.memory
             self.samples[key] = list(zip(one.forward_us, one.backward_us, strict=True))
             if one.split is not None:
-                self.halves[key] = one.split
-            self.half_samples[key] = list(zip(one.backward_input_us, one.backward_weight_us, strict=True))
+                self.split_memory[key] = one.split
+            self.split_samples[key] = list(zip(one.backward_input_us, one.backward_weight_us, strict=True))
 
     def as_partial_profile(self) -> PartialProfile:
         """Return all measurements so far, as content of a file."""
         return replace(self.header, measurements=tuple(map(self._measurement, self.memory)))
 
     def _measurement(self, key: Key) -> Measurement:
-        whole, halves = self.samples.get(key, ()), self.half_samples.get(key, ())
+        whole, split = self.samples.get(key, ()), self.split_samples.get(key, ())
         return Measurement(
             digest=key[0],
             micro_batch_size=key[1],
             memory=self.memory[key],
-            split=self.halves.get(key),
+            split=self.split_memory.get(key),
             forward_us=tuple(forward for forward, _ in whole),
             backward_us=tuple(backward for _, backward in whole),
-            backward_input_us=tuple(first for first, _ in halves),
-            backward_weight_us=tuple(second for _, second in halves),
+            backward_input_us=tuple(first for first, _ in split),
+            backward_weight_us=tuple(second for _, second in split),
         )
 
 

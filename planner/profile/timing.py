@@ -17,7 +17,7 @@ from itertools import chain, cycle, islice
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from planner.device.clock import Clock, typical_us
+from planner.device.clock import Clock, median_us
 from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics, deferred_batch_norms
 from planner.model.split_backward import SplitBackward
@@ -62,7 +62,7 @@ def measure_times(
     units: Sequence[Unit],
     inputs: Mapping[Key, UnitInput],
     samples: Samples,
-    halves: Samples,
+    split_samples: Samples,
     *,
     statistics: BatchStatistics,
     clock: Clock,
@@ -71,13 +71,13 @@ def measure_times(
     progress: Callable[[Sequence[Key]], Iterator[Key]],
     kept_bytes: Mapping[Key, int],
 ) -> None:
-    """Time all layers repeatedly, and add the times to `samples` and `halves`.
+    """Time all layers repeatedly, and add the times to `samples` and `split_samples`.
 
     Args:
         units: Layers to time.
         inputs: Inputs, one for each digest and micro-batch size.
         samples: Earlier pairs (forward, backward), with an entry for every key of `inputs`; new pairs are appended.
-        halves: Earlier pairs (forward plus I, W), with an entry for every key of `inputs`; new pairs are appended.
+        split_samples: Earlier pairs (forward plus I, W), like `samples`, for split backwards.
         statistics: Collector of the layers' batch normalization statistics, which works as in training.
         clock: Clock of the device.
         repeats: Minimum number of timed passes over all layers, at least 2.
@@ -109,13 +109,13 @@ def measure_times(
             for stretch in split_into_passes(list(inputs) * _WARM_UPS, kept_bytes):
                 time_neighbors(timer, [(next(kinds[key[0]]), inputs[key]) for key in stretch], idle)
         # Whole and split backwards take turns, so that a slowdown of the machine affects both alike.
-        while short := [key for key in inputs if min(len(samples[key]), len(halves[key])) < repeats]:
+        while short := [key for key in inputs if min(len(samples[key]), len(split_samples[key])) < repeats]:
             add_to(samples, whole_timer, short)
-            add_to(halves, split_timer, short)
+            add_to(split_samples, split_timer, short)
         while doubtful():
             gc.collect()
             add_to(samples, whole_timer, list(inputs) * _BLOCK)
-            add_to(halves, split_timer, list(inputs) * _BLOCK)
+            add_to(split_samples, split_timer, list(inputs) * _BLOCK)
 
 
 def split_into_passes(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
@@ -140,7 +140,7 @@ def median_times(samples: Sequence[tuple[float, float]]) -> LayerTimes:
     both = [sum(sample) for sample in samples]
     mean = statistics.fmean(both)
     half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
-    forward_us, backward_us = (typical_us(times) for times in zip(*samples, strict=True))
+    forward_us, backward_us = (median_us(times) for times in zip(*samples, strict=True))
     return LayerTimes(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
 
 
@@ -174,7 +174,7 @@ def split_backward_times(samples: Sequence[tuple[float, float]], whole: LayerTim
     """
     if not whole.backward_us:
         return 0.0, 0.0
-    with_forward_us, weight_us = (typical_us(each) for each in zip(*samples, strict=True))
+    with_forward_us, weight_us = (median_us(each) for each in zip(*samples, strict=True))
     return max(0.0, with_forward_us - whole.forward_us), weight_us
 
 
@@ -207,7 +207,7 @@ def statistics_us(unit: Unit, received: UnitInput, *, clock: Clock, repeats: int
         for _ in range(repeats):
             forward_function(unit, received.non_leaf_copies(), received, outputs=[], statistics=statistics)()
             times.append(clock.time_us(statistics.commit))
-    return typical_us(times)
+    return median_us(times)
 
 
 @contextmanager

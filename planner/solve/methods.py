@@ -13,7 +13,7 @@ from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
 from planner.core.values.plan import ScheduleName
 from planner.solve.answer import Answer, PlanSearch
 from planner.solve.chain.gpipe import search_gpipe
-from planner.solve.chain.quick import width_replicas_and_m
+from planner.solve.chain.quick import width_replicas_and_micro_batches
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.request import Request
 from planner.solve.space.any_order import least_us_in_any_order
@@ -33,7 +33,7 @@ _CLEARLY: Final = 1.01
 """Ratio of step times above which a plan with more chunks per device counts as slower."""
 
 _NEAREST_CASES: Final = 3
-"""Largest number of plans that `improve_nearest` improves."""
+"""Largest number of plans that `improve_fastest_answers` improves."""
 
 
 def search_function_for(case: Case, request: Request, start: Answer | None) -> PlanSearch:
@@ -209,7 +209,9 @@ def search_cases(
     # If the schedule is `auto`, GPipe comes before all others, because its best plan is found and proven quickly.
     ordered = sorted(cases, key=sort_key_by_estimate if is_open else sort_key_by_bound)
     if ranks:
-        ordered.sort(key=lambda case: (sort_key_by_estimate(case)[0], ranks.get(width_replicas_and_m(case), inf)))
+        ordered.sort(
+            key=lambda case: (sort_key_by_estimate(case)[0], ranks.get(width_replicas_and_micro_batches(case), inf))
+        )
     for n, case in enumerate(ordered):
         upper_us = results.upper_us
         least_us = least_case_us(case, upper_us)
@@ -227,7 +229,7 @@ def search_cases(
         if results.record(case, answer, least_us):
             deadline.note(results.upper_us, case.schedule.name)
     searched = SearchedCases(results.best, results.bounds_us, results.complete, results.answers)
-    return improve_nearest(searched, deadline) if request.searches_on and not results.left else searched
+    return improve_fastest_answers(searched, deadline) if request.searches_on and not results.left else searched
 
 
 def _answer(search: PlanSearch, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
@@ -259,7 +261,7 @@ def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:
     return upper_us * _NEAR if request.searches_on and gains_from_longer_search(case.schedule) else upper_us
 
 
-def improve_nearest(searched: SearchedCases, deadline: Deadline) -> SearchedCases:
+def improve_fastest_answers(searched: SearchedCases, deadline: Deadline) -> SearchedCases:
     """Return the result after longer searches from the fastest plans, unless the best plan is proven optimal."""
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:

@@ -14,7 +14,7 @@ MOST_ACTIONS_OF_AUTO: Final = 400_000
 Solver = Literal["auto", "dp", "milp"]
 
 
-def fix_widths(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
+def with_width_and_replicas_of_plan(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
     """Return `inputs` with the plan's tensor-parallel width and replicas, if the profile has several widths.
 
     Args:

@@ -14,7 +14,7 @@ from planner.core.values.profile import Profile
 from planner.solve.answer import SAME, Answer
 from planner.solve.cases import cases_of, check_request
 from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, best_of_equally_fast
-from planner.solve.chain.quick import quick_answers, width_replicas_and_m, without_bubble_us
+from planner.solve.chain.quick import quick_answers, step_us_without_bubble, width_replicas_and_micro_batches
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.methods import (
     MOST_ACTIONS_OF_SEARCH,
@@ -23,7 +23,7 @@ from planner.solve.methods import (
     SearchedCases,
     gains_from_longer_search,
     has_linear_program,
-    improve_nearest,
+    improve_fastest_answers,
     least_case_us,
     search_cases,
 )
@@ -40,13 +40,13 @@ _MOST_ACTIONS_OF_CASE: Final = 200_000
 _NEAREST_SCHEDULES: Final = 2
 """Number of schedules in the second pass over several widths."""
 
-_FIRST_EFFORT: Final = 5
+_FIRST_BUDGET: Final = 5
 """Divisor of each schedule's number of simulated actions, in the first pass over widths."""
 
-_SHORT_EFFORT: Final = 6
+_SHORT_BUDGET: Final = 6
 """Divisor of each schedule's number of simulated actions, with the width, replicas and M of the first pass's plan."""
 
-_ORDERS_EFFORT: Final = 3
+_ORDERS_BUDGET: Final = 3
 """Divisor of the number of simulated actions of searched schedules, in the last pass over widths."""
 
 MOST_WORK: Final = 20_000
@@ -154,7 +154,9 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
         return search_cases(cases, request, deadline, upper_us=upper_us)
     # Named schedules come first, because the search for action orders starts from their plans.
     named = [case for case in cases if not case.schedule.is_to_be_made]
-    first = improve_nearest(search_cases(named, request, deadline.share(0.5), upper_us=upper_us), deadline.share(0.5))
+    first = improve_fastest_answers(
+        search_cases(named, request, deadline.share(0.5), upper_us=upper_us), deadline.share(0.5)
+    )
     upper_us = upper_us if first.best is None else first.best.step_us
     own = [case for case in cases if case.schedule.is_to_be_made]
     found_us = _fastest_us_without_schedule(first.answers.values())
@@ -228,10 +230,10 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     is_open = request.inputs.schedule == "auto" and request.actions is not None
     quick = quick_answers(cases, deadline, upper_us=upper_us) if is_open else []
     found = min(quick, key=lambda answer: answer.step_us, default=None)
-    ranks = {width_replicas_and_m(answer.case): without_bubble_us(answer) for answer in quick}
+    ranks = {width_replicas_and_micro_batches(answer.case): step_us_without_bubble(answer) for answer in quick}
     upper_us = upper_us if found is None else min(upper_us, found.step_us)
-    effort = request.actions // _FIRST_EFFORT if is_open and request.actions else request.actions
-    cheaper = replace(request, actions=effort)
+    num_actions = request.actions // _FIRST_BUDGET if is_open and request.actions else request.actions
+    cheaper = replace(request, actions=num_actions)
     first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
     quickly = {CaseKey.of(answer.case): answer for answer in quick}
     first = first._replace(best=first.best or found, answers=_faster_answers(quickly, first.answers))
@@ -256,22 +258,28 @@ def _improved_schedules(
     best, answers, actions = first.best, first.answers, request.actions or 0
     assert best is not None
 
-    def search(name: ScheduleName, own: Sequence[Case], upper_us: float, effort: int) -> SearchedCases:
+    def search(name: ScheduleName, own: Sequence[Case], upper_us: float, num_actions: int) -> SearchedCases:
         named = replace(request, inputs=replace(request.inputs, schedule=name), searches_on=False)
         own_first = {**ranks, shape: 0.0}
-        return search_cases(own, named, deadline, upper_us=upper_us, ranks=own_first, budget={name: effort})
+        return search_cases(own, named, deadline, upper_us=upper_us, ranks=own_first, budget={name: num_actions})
 
-    shape = width_replicas_and_m(best.case)
-    alike = [case for case in cases if width_replicas_and_m(case) == shape and has_linear_program(case.schedule)]
+    shape = width_replicas_and_micro_batches(best.case)
+    alike = [
+        case for case in cases if width_replicas_and_micro_batches(case) == shape and has_linear_program(case.schedule)
+    ]
     for name in dict.fromkeys(case.schedule.name for case in alike):
         own = [case for case in alike if case.schedule.name == name]
-        again = search(name, own, best.step_us * NEARBY, actions // _SHORT_EFFORT)
+        again = search(name, own, best.step_us * NEARBY, actions // _SHORT_BUDGET)
         answers = _faster_answers(answers, again.answers)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
     for name in dict.fromkeys([*_nearest_schedules(answers.values()), SEARCHED.name]):
-        own = [case for case in cases if case.schedule.name == name and width_replicas_and_m(case)[:2] == shape[:2]]
-        effort = actions // _ORDERS_EFFORT if name == SEARCHED.name else actions
-        again = search(name, own, best.step_us, effort)
+        own = [
+            case
+            for case in cases
+            if case.schedule.name == name and width_replicas_and_micro_batches(case)[:2] == shape[:2]
+        ]
+        num_actions = actions // _ORDERS_BUDGET if name == SEARCHED.name else actions
+        again = search(name, own, best.step_us, num_actions)
         best, answers = again.best or best, _faster_answers(answers, again.answers)
     return first._replace(best=best, answers=answers)
 

@@ -62,28 +62,28 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
         LacksOperatorError: torchax cannot translate the layer.
         OutOfMemoryError: The layer alone needs more memory than the device has.
     """
-    halves = split_layer(function)
+    split = split_layer(function)
     state = (function.trained, function.fixed, list(function.inputs), random_key_shape())
-    pulled = [halves.outputs[n] for n in halves.differentiable]
+    pulled = [split.outputs[n] for n in split.differentiable]
 
     def backward(gradients: Any, pulled: Any, *arguments: Any) -> Any:
-        of_trained, of_inputs = halves.backward(arguments[:4], *arguments[4:], pulled)
+        of_trained, of_inputs = split.backward(arguments[:4], *arguments[4:], pulled)
         return jax.tree.map(jnp.add, gradients, of_trained), of_inputs
 
     def both(gradients: Any, pulled: Any, *arguments: Any) -> Any:
-        outputs, created = halves.forward(*arguments)
+        outputs, created = split.forward(*arguments)
         # Operators that read the outputs must run before the gradients of the outputs exist.
         outputs, pulled = jax.lax.optimization_barrier((outputs, pulled))
         return backward(gradients, pulled, *arguments, outputs, created)
 
     def apart(gradients: Any, pulled: Any, *arguments: Any) -> Any:
-        outputs, created = halves.forward(*arguments)
+        outputs, created = split.forward(*arguments)
         return backward(gradients, make_depend_on_array(outputs, pulled, filling), *arguments, outputs, created)
 
-    forward = compile_program(halves.forward, state, device)
-    arguments = (function.trained, pulled, *state, halves.outputs, halves.made_shapes)
+    forward = compile_program(split.forward, state, device)
+    arguments = (function.trained, pulled, *state, split.outputs, split.made_shapes)
     if not function.trained and not any(function.needed):  # there is no backward
-        return _layer_of(function, halves, [forward], [time_us(forward, state)])
+        return _layer_of(function, split, [forward], [time_us(forward, state)])
     programs = [forward, compile_program(backward, arguments, device, donated=(0, 1))]
     times_us = [time_us(program, shapes) for program, shapes in zip(programs, (state, arguments), strict=True)]
     programs.append(compile_program(both, arguments[:-2], device, donated=(0, 1)))
@@ -92,7 +92,7 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
     with suppress(OutOfMemoryError):  # if the array does not fit, `carried_bytes` are the residuals of a loop
         full = compile_program(apart, arguments[:-2], device, donated=(0, 1))
         programs.append(replace(full, temporary_bytes=max(0, full.temporary_bytes - filling)))
-    return _layer_of(function, halves, programs, times_us)
+    return _layer_of(function, split, programs, times_us)
 
 
 def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.Device, time_us: Timer) -> CompiledStep:
@@ -124,20 +124,20 @@ def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.
 
 
 def _layer_of(
-    function: LayerFunction, halves: SplitFunction, programs: Sequence[CompiledProgram], times_us: Sequence[float]
+    function: LayerFunction, split: SplitFunction, programs: Sequence[CompiledProgram], times_us: Sequence[float]
 ) -> CompiledLayer:
-    forward, readers, trained = programs[0], matmul_operands_of(function, halves), list(function.trained.values())
+    forward, readers, trained = programs[0], matmul_operands_of(function, split), list(function.trained.values())
     inputs = tuple(map(padded_bytes, function.inputs))
     laid_out = forward.arguments[-1 - len(function.inputs) : -1]
-    read = {(residual.kind, residual.index) for residual in halves.residuals}
-    outputs, created = forward.outputs[: len(halves.outputs)], forward.outputs[len(halves.outputs) :]
+    read = {(residual.kind, residual.index) for residual in split.residuals}
+    outputs, created = forward.outputs[: len(split.outputs)], forward.outputs[len(split.outputs) :]
     read_backward = [
-        *zip(halves.made_shapes, created, strict=True),
+        *zip(split.made_shapes, created, strict=True),
         *(pair for n, pair in enumerate(zip(function.inputs, laid_out, strict=True)) if ("input", n) in read),
-        *(pair for n, pair in enumerate(zip(halves.outputs, outputs, strict=True)) if ("output", n) in read),
+        *(pair for n, pair in enumerate(zip(split.outputs, outputs, strict=True)) if ("output", n) in read),
     ]
     # Gradients have the layout of their tensors.
-    pulled = sum(outputs[n] for n in halves.differentiable)
+    pulled = sum(outputs[n] for n in split.differentiable)
     backward_bytes, peak_bytes = (
         (program.temporary_bytes + pulled + program.output_bytes - program.alias_bytes for program in programs[1:3])
         if len(programs) > 1
@@ -151,7 +151,7 @@ def _layer_of(
         kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
         outputs=outputs,
         kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),
-        aliases=tuple(halves.passed),
+        aliases=tuple(split.passed),
         reshaped_bytes=sum(size for shape, size in read_backward if shape_in_loops(shape) is not shape),
         forward_us=times_us[0],
         backward_us=times_us[1] if len(times_us) > 1 else 0.0,
@@ -165,9 +165,9 @@ def _layer_of(
         flops=forward.flops,
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
         trained_kinds=kinds_of_arrays(trained, list(map(padded_bytes, trained))),
-        made_kinds=kinds_in_loops(halves.made_shapes, created, readers.made),
+        made_kinds=kinds_in_loops(split.made_shapes, created, readers.made),
         input_kinds=kinds_in_loops(function.inputs, inputs, readers.received),
-        output_kinds=kinds_in_loops(halves.outputs, outputs, readers.outputs),
+        output_kinds=kinds_in_loops(split.outputs, outputs, readers.outputs),
         narrow_inputs=readers.inputs,
     )
 
@@ -201,18 +201,18 @@ class MatmulOperands:
     """True for other residuals that the backward reads only as matmul operands."""
 
 
-def matmul_operands_of(function: LayerFunction, halves: SplitFunction) -> MatmulOperands:
+def matmul_operands_of(function: LayerFunction, split: SplitFunction) -> MatmulOperands:
     """Return which arrays of a layer are used only as matmul operands."""
     state = (function.trained, function.fixed, list(function.inputs), random_key_shape())
-    pulled = [halves.outputs[n] for n in halves.differentiable]
-    forward = find_matmul_operands(jax.make_jaxpr(halves.forward)(*state).jaxpr)
+    pulled = [split.outputs[n] for n in split.differentiable]
+    forward = find_matmul_operands(jax.make_jaxpr(split.forward)(*state).jaxpr)
     backward = find_matmul_operands(
-        jax.make_jaxpr(halves.backward)(state, halves.outputs, halves.made_shapes, pulled).jaxpr
+        jax.make_jaxpr(split.backward)(state, split.outputs, split.made_shapes, pulled).jaxpr
     )
     first = len(function.trained) + len(function.fixed)
     inputs = slice(first, first + len(function.inputs))
-    outputs = slice(inputs.stop + 1, inputs.stop + 1 + len(halves.outputs))  # after the random key
-    made = slice(outputs.stop, outputs.stop + len(halves.made_shapes))
+    outputs = slice(inputs.stop + 1, inputs.stop + 1 + len(split.outputs))  # after the random key
+    made = slice(outputs.stop, outputs.stop + len(split.made_shapes))
     both = zip(forward[inputs], backward[inputs], strict=True)
     return MatmulOperands(
         received=tuple(a and b for a, b in both),

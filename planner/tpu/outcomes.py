@@ -107,8 +107,8 @@ def _stored_kind(array: ArrayKind, *, narrow: bool) -> ArrayKind:
 
 def _received_kind(array: ArrayKind, sizes: tuple[int, int]) -> ArrayKind:
     sent_bytes, wanted_bytes = sizes
-    halves = 2 if array.loop_bytes < array.bytes else 1
-    return replace(array, bytes=sent_bytes, loop_bytes=wanted_bytes // halves)
+    divisor = 2 if array.loop_bytes < array.bytes else 1
+    return replace(array, bytes=sent_bytes, loop_bytes=wanted_bytes // divisor)
 
 
 def merge_equal_arrays(arrays: Iterable[ArrayKind]) -> tuple[ArrayKind, ...]:

@@ -114,11 +114,11 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
             function, after = _layer_function_of(
                 loaded, layer, values, nest, targets=batch.targets if last else None, last=last
             )
-            halves = split_layer(function)
+            split = split_layer(function)
             names = _stage_names(layer, k, owners)
-            layers.append(StageLayer(number, names, function, halves, layer.name in cut.recomputed))
+            layers.append(StageLayer(number, names, function, split, layer.name in cut.recomputed))
             nest, places = after()
-            tensors = [torch_like(shape) for shape in halves.outputs]
+            tensors = [torch_like(shape) for shape in split.outputs]
             values = [tensors[n] if isinstance(n, int) else n[0] for n in places]
             number += 1
         # `except-last` would keep the last micro-batch's activations, but the program treats all micro-batches alike.

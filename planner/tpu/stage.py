@@ -37,7 +37,7 @@ class StageLayer:
     names: dict[str, str]
     """Name in the stage by name in the layer, for parameters and buffers."""
     function: LayerFunction
-    halves: SplitFunction
+    split: SplitFunction
     recomputed: bool
 
     def select_state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
@@ -65,12 +65,12 @@ class JaxStage:
     def __init__(self, layers: Sequence[StageLayer], num_inputs: int, *, recompute: bool) -> None:
         self._layers, self._recompute = layers, recompute
         self.inputs = list(layers[0].function.inputs[:num_inputs])
-        self.outputs = list(layers[-1].halves.outputs)
+        self.outputs = list(layers[-1].split.outputs)
         self.trained = {layer.names[name]: s for layer in layers for name, s in layer.function.trained.items()}
         self.fixed = {layer.names[name]: s for layer in layers for name, s in layer.function.fixed.items()}
         self._needed = [] if recompute else self._tensors_read_between_layers()
         boundaries = [self._between(boundary)[n] for boundary, n in self._needed]
-        created = [s for layer in layers if not (recompute or layer.recomputed) for s in layer.halves.made_shapes]
+        created = [s for layer in layers if not (recompute or layer.recomputed) for s in layer.split.made_shapes]
         self.kept: list[jax.ShapeDtypeStruct] = [*boundaries, *created]
         """Shapes of the arrays that the forward keeps, without the stage's inputs."""
 
@@ -110,8 +110,8 @@ class JaxStage:
             arguments = self._arguments(place, state, values[place], received)
             outputs, new = values[place + 1], created[place]
             if layer.recomputed and not self._recompute:
-                outputs, new = layer.halves.forward(*arguments)
-            pulled, flowing = layer.halves.backward(arguments, outputs, new, flowing)
+                outputs, new = layer.split.forward(*arguments)
+            pulled, flowing = layer.split.backward(arguments, outputs, new, flowing)
             for name, gradient in pulled.items():
                 earlier = of_trained.get(layer.names[name])
                 of_trained[layer.names[name]] = gradient if earlier is None else earlier + gradient
@@ -120,7 +120,7 @@ class JaxStage:
     def _run(self, state: State, received: StageInput) -> tuple[list[list[Array]], list[list[Array]]]:
         values, created = [list(received.inputs)], []
         for place, layer in enumerate(self._layers):
-            outputs, new = layer.halves.forward(*self._arguments(place, state, values[-1], received))
+            outputs, new = layer.split.forward(*self._arguments(place, state, values[-1], received))
             values.append(list(outputs))
             created.append(list(new))
         return values, created
@@ -141,19 +141,19 @@ class JaxStage:
         for place, layer in enumerate(self._layers):
             tensors = range(len(self._between(place)))
             read: list[tuple[str, int | str]] = [("input", n) for n in tensors] if layer.recomputed else []
-            read += [(r.kind, r.index) for r in layer.halves.residuals if not layer.recomputed]
+            read += [(r.kind, r.index) for r in layer.split.residuals if not layer.recomputed]
             for kind, n in read:
                 if kind in ("input", "output") and (kind == "output" or n in tensors):
                     needed[self._origin_of(place + (kind == "output"), int(n))] = None
         return [tensor for tensor in needed if tensor[0] > 0]
 
     def _origin_of(self, boundary: int, n: int) -> tuple[int, int]:
-        while boundary > 0 and self._layers[boundary - 1].halves.passed[n] >= 0:
-            boundary, n = boundary - 1, self._layers[boundary - 1].halves.passed[n]
+        while boundary > 0 and self._layers[boundary - 1].split.passed[n] >= 0:
+            boundary, n = boundary - 1, self._layers[boundary - 1].split.passed[n]
         return boundary, n
 
     def _between(self, boundary: int) -> list[jax.ShapeDtypeStruct]:
-        return self.inputs if boundary == 0 else self._layers[boundary - 1].halves.outputs
+        return self.inputs if boundary == 0 else self._layers[boundary - 1].split.outputs
 
     def _unpacked(self, inputs: Sequence[Array], saved: Sequence[Array]) -> tuple[list[list[Array]], list[list[Array]]]:
         # Placeholder for values that no backward reads.
@@ -164,5 +164,5 @@ class JaxStage:
             for b in range(len(self._layers) + 1)
         ]
         rest = iter(saved[len(self._needed) :])
-        created = [[] if layer.recomputed else [next(rest) for _ in layer.halves.made_shapes] for layer in self._layers]
+        created = [[] if layer.recomputed else [next(rest) for _ in layer.split.made_shapes] for layer in self._layers]
         return values, created

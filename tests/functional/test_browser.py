@@ -37,7 +37,7 @@ pytestmark = [
 REPORTS = {
     "plan": lambda: plan_html(explained(), profile(), step_of_sample(explained()), report(plan()), digest="sha256:1"),
     "interleaved": lambda: plan_html(interleaved(), profile(), step_of_sample(interleaved()), None, digest="sha256:1"),
-    "halves in a V": lambda: plan_html(
+    "split backward in a V": lambda: plan_html(
         compared_schedules(), profile(), step_of_sample(in_a_v()), report(in_a_v()), digest="sha256:1"
     ),
     "profile": lambda: profile_html(profile()),
@@ -175,7 +175,7 @@ def test_the_report_works_in_a_browser(name, width, theme, tmp_path):
         assert first.startswith("forward, micro-batch 0 · stage 0")
         assert second.startswith("forward, micro-batch 1 · stage 0")
         assert below.startswith("forward, micro-batch 1 · stage 1")
-        assert last.startswith("weight backward" if "halves" in name else "backward, micro-batch ")
+        assert last.startswith("weight backward" if "split" in name else "backward, micro-batch ")
     if folder := os.environ.get("SCREENSHOTS"):
         picture = Path(folder, f"{name}-{theme}-{width}.png").resolve()
         browse(tmp_path, "probe.html", f"--screenshot={picture}", f"--window-size={max(width, 500)},4200")

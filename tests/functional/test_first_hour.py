@@ -121,10 +121,10 @@ def test_columns_sets_the_width_of_piped_output(here: Path, capsys: Capsys) -> N
 @pytest.mark.parametrize(
     ("mem", "policy", "is_told"), [("25kB", "auto", True), ("25kB", "always", False), ("1MB", "auto", False)]
 )
-def test_a_hint_suggests_recomputation_of_single_layers(here, capsys, mem, policy, *, is_told):
+def test_a_hint_suggests_recomputation_of_some_layers(here, capsys, mem, policy, *, is_told):
     files.write("profile.yaml", profile_of([100.0] * 6, [200.0] * 6, saved_bytes=4_000))
     done = call(
         capsys, "solve", "--devices", "2", "--mem", mem, "--batch", "4", "--schedule", "gpipe", "--recompute", policy
     )
     assert done.code == 0, done.err
-    assert ("`--recompute layers` chooses single layers" in done.err) == is_told
+    assert ("`--recompute layers` recomputes only some layers" in done.err) == is_told

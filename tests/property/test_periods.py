@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Schedule
-from tests.support.in_halves import in_halves
+from tests.support.split_backwards import split_backwards
 from tests.support.steps_in_a_row import mean_period_us
 
 TIMES = st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, 8.0])
@@ -49,7 +49,7 @@ def test_simulated_period_is_at_most_the_predicted_one(schedule: Schedule, block
         except UsageError:
             return
         if not schedule.splits_backward:
-            actions = in_halves(actions, data.draw(st.integers(0, 3)))
+            actions = split_backwards(actions, data.draw(st.integers(0, 3)))
         times = data.draw(stages(num_devices * chunks, blocking=blocking))
         own_us = [data.draw(TIMES) for _ in range(num_devices)]
         assert mean_period_us(actions, times, own_us) <= period_us(actions, times, own_us) * (1 + 1e-9)

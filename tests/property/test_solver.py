@@ -137,7 +137,7 @@ def test_different_links_equal_brute_force(features: Features) -> None:
     ],
 )
 def test_simulated_schedules_equal_brute_force(features: Features, count: int) -> None:
-    """Schedule `auto` has bounded effort by default, so only nearly all of its plans are proven optimal."""
+    """Schedule `auto` has a bounded budget by default, so only nearly all of its plans are proven optimal."""
     statuses: Counter[str] = Counter()
 
     @examples(count)
@@ -161,7 +161,7 @@ def test_simulated_schedules_equal_brute_force(features: Features, count: int) -
         pytest.param(LAYERS_1F1B, 30, id="1f1b"),
     ],
 )
-def test_recomputation_of_single_layers_equals_brute_force(features: Features, count: int) -> None:
+def test_per_layer_recomputation_equals_brute_force(features: Features, count: int) -> None:
     """Brute force tries every subset of each stage's layers. Plans that are not proven optimal have a true gap."""
 
     @examples(count)

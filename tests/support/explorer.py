@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from planner.api.exploring import caveats, solve_command_parts
+from planner.api.exploring import parts_missing_from_command, solve_command_parts
 from planner.core.cost.costs import costs_at, covers_size
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
@@ -146,7 +146,7 @@ def question(seed: int) -> Case:
     replicas = rng.choice([1, 1, 2])
     layers = [_frozen(layer, rng) if n == 0 else layer for n, layer in enumerate(profile.layers)]
     if kind == 0:
-        layers = [_in_halves(layer, rng, sizes) for layer in layers]
+        layers = [_with_split_backward(layer, rng, sizes) for layer in layers]
         layers = [_with_attributes(layer, rng) for layer in layers]
     if is_tied:
         _tie(layers, rng)
@@ -182,7 +182,7 @@ def question(seed: int) -> Case:
         profile=profile,
         micro_batches=counts,
         command=tuple(solve_command_parts(plan, profile)),
-        caveats=tuple(caveats(plan)),
+        caveats=tuple(parts_missing_from_command(plan)),
     )
     return Case(asked)
 
@@ -294,7 +294,7 @@ def _with_attributes(layer: LayerProfile, rng: random.Random) -> LayerProfile:
     return replace(layer, detail=details)
 
 
-def _in_halves(layer: LayerProfile, rng: random.Random, sizes: Sequence[int]) -> LayerProfile:
+def _with_split_backward(layer: LayerProfile, rng: random.Random, sizes: Sequence[int]) -> LayerProfile:
     """Return the layer with times and memory of a split backward."""
     made, held = rng.randint(0, layer.parameter_bytes), rng.randint(0, 40)
     return replace(

@@ -9,7 +9,7 @@ from planner.core.judge.verdict import Verdict, judge, with_difference
 from planner.core.values.plan import Inputs, Plan, ProfileReference
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
-from planner.solve.questions.remedy import what_would_fit
+from planner.solve.questions.remedy import changes_that_fit
 from tests.support.chains import chain, layer
 
 
@@ -58,7 +58,7 @@ def over_the_cap() -> Verdict:
         fits=verdict.fits,
         findings=verdict.findings,
         plan=verdict.plan,
-        would_fit=what_would_fit(verdict.plan, now, lambda _: "gpipe-plan solve …"),
+        would_fit=changes_that_fit(verdict.plan, now, lambda _: "gpipe-plan solve …"),
     )
     return with_difference(with_advice, plan(), against="git:main", recomputed=True)
 

@@ -8,7 +8,7 @@ from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Device
 from planner.core.values.run_report import RunReport, StageRun
-from planner.executor.measure.run_times import ProcessRun, RunSpan, RunStep, add_waits, typical_us
+from planner.executor.measure.run_times import ProcessRun, RunSpan, RunStep, add_waits, typical_action_us
 
 STEPS = 5
 _WARM_UP = 2
@@ -42,8 +42,8 @@ def report_of(plan: Plan, evaluation: Evaluation, *, peak_factor: float = 1.0) -
             index=stage.index,
             first=stage.first,
             last=stage.last,
-            forward_us=typical_us(steps, "forward", stage.index),
-            backward_us=typical_us(steps, "backward", stage.index),
+            forward_us=typical_action_us(steps, "forward", stage.index),
+            backward_us=typical_action_us(steps, "backward", stage.index),
             parameter_bytes=stage.memory.parameters,
             peak_bytes=round((stage.memory.total - stage.memory.reserve) * peak_factor),
         )

@@ -22,8 +22,8 @@ from planner.core.values.profile import Model, Setting
 from planner.executor.build.building import build_structure
 from planner.files import write
 from planner.model.load import load_model
-from tests.support.in_halves import in_halves
 from tests.support.ranks import run_ranks
+from tests.support.split_backwards import split_backwards
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ class Case:
     batch: int = 8
     schedule: ScheduleName = "gpipe"
     later: int | None = None
-    """Backwards run in halves, and the gradients of weights so many actions later."""
+    """Backwards are split, and weight gradients run so many actions later."""
     chunks: int = 1
     replicas: int = 1
     recomputes: tuple[Recompute, ...] = ()
@@ -75,7 +75,7 @@ def write_balance(case: Case, path: Path) -> None:
     if case.later is not None:
         num_devices = len(case.balance) // case.chunks
         whole = schedule.actions(num_devices, case.micro_batches, case.chunks)
-        schedule = ListedSchedule(in_halves(whole, case.later))
+        schedule = ListedSchedule(split_backwards(whole, case.later))
     stages = enumerate(pairwise(accumulate(case.balance, initial=0)))
     balance = Balance(
         plan_digest="sha256:test",

@@ -32,7 +32,7 @@ CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
 tuple."""
 
 LAYERS = len(CHOICES)
-"""Value in place of an index into `CHOICES`: single layers are recomputed."""
+"""Value in place of an index into `CHOICES`: the recomputed layers are listed."""
 
 _EXCEPT_LAST = CHOICES.index("except-last")
 

@@ -97,15 +97,15 @@ def _refuse_incomplete(stage: int, device: int, micro_batch: int, positions: dic
     if have in ("FB", "FIW"):
         return
     forward = str(Action(stage, "F", micro_batch))
-    whole, half, weights = (str(Action(stage, letter, micro_batch)) for letter in ("B", "I", "W"))
+    whole, inputs, weights = (str(Action(stage, letter, micro_batch)) for letter in ("B", "I", "W"))
     if "F" not in have:
         text = f"{forward} is missing"
     elif "B" in have:
-        text = f"{whole} is the whole backward, {half if 'I' in have else weights} is part of the same backward"
+        text = f"{whole} is the whole backward, {inputs if 'I' in have else weights} is part of the same backward"
     elif "I" in have:
-        text = f"{half} is an input-gradient pass, its weight-gradient pass {weights} is missing"
+        text = f"{inputs} is an input-gradient pass, its weight-gradient pass {weights} is missing"
     elif "W" in have:
-        text = f"{weights} is a weight-gradient pass, its input-gradient pass {half} is missing"
+        text = f"{weights} is a weight-gradient pass, its input-gradient pass {inputs} is missing"
     else:
         text = f"{forward} has no backward, {whole} is missing"
     raise UsageError(

@@ -6,7 +6,7 @@ model's `forward` detect another path, and raise an error. Three other kinds of 
 later forwards train other parameters, return other shapes, or change a module-level value that another layer reads.
 
 Code that does something else without gradients must not be recomputed. The comparison may not show this, because its
-stages are single layers.
+stages have one layer each.
 """
 
 import time

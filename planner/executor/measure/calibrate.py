@@ -37,7 +37,7 @@ from planner.core.schedule import GPIPE, Label
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import fit_link
 from planner.core.values.run_report import LEAST_CORE_SHARE
-from planner.device.machine import CACHE_BYTES, core_time, cpu_name
+from planner.device.machine import CACHE_BYTES, cpu_name, thread_time
 from planner.executor.measure.run_times import RunSpan, RunStep, mean_waits
 from planner.executor.run.engine import ActionTimer, Engine, EngineStage
 from planner.executor.run.shapes import Boundary
@@ -134,11 +134,11 @@ def _worker(rank: int, folder: str) -> None:
         steps = []
         for number in range(_WARM_UPS + _STEPS):
             if number == _WARM_UPS:
-                warm = core_time()
+                warm = thread_time()
             step()
             steps.append(RunStep(number, tuple(spans)))
             spans.clear()
-        run = _Run(tuple(steps[_WARM_UPS:]), core_time().since(warm).share)
+        run = _Run(tuple(steps[_WARM_UPS:]), thread_time().since(warm).share)
         _run_path(folder, rank, size).write_text(json.dumps(run), encoding="utf-8")
         dist.destroy_process_group()
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from planner.core.errors import MeasurementError, UsageError
 from planner.core.values.links import Links, MeasuredLink, fit_link
 from planner.core.values.profile import GENERATOR, Device, Environment
-from planner.device.clock import typical_us
+from planner.device.clock import median_us
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.measure.calibrate import MICRO_BATCHES, make_empty_step
 
@@ -117,7 +117,7 @@ def _empty_step_us(index: int, num_stages: int, size: int, group: Group) -> floa
         begin = time.perf_counter_ns()
         step()
         times.append((time.perf_counter_ns() - begin) / 1e3)
-    return typical_us(times[_WARM_UPS:])
+    return median_us(times[_WARM_UPS:])
 
 
 def _round_trip_us(rank: int, sender: int, size_bytes: int, *, group: Group, device: torch.device) -> float:
@@ -132,7 +132,7 @@ def _round_trip_us(rank: int, sender: int, size_bytes: int, *, group: Group, dev
             move(tensor, peer, group=group)
         kind.synchronize()
         times.append((time.perf_counter_ns() - begin) / 1e3)
-    return typical_us(times[_WARM_UPS:])
+    return median_us(times[_WARM_UPS:])
 
 
 def _device(name: str) -> torch.device:
@@ -146,4 +146,4 @@ def _device(name: str) -> torch.device:
             f"this machine has {kind.count()} {kind.title} devices for {processes} processes",
             hint="start as many processes as there are devices, or use `--device cpu`",
         )
-    return kind.of_rank(int(os.environ.get("LOCAL_RANK", "0")))
+    return kind.select_device_of_rank(int(os.environ.get("LOCAL_RANK", "0")))

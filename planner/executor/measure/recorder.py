@@ -17,8 +17,8 @@ import torch
 from planner.core.schedule import KINDS
 from planner.device.kind import Moment, Peak
 from planner.device.kinds import kind_of
-from planner.device.machine import CoreTime, core_time
-from planner.executor.measure.run_times import RunSpan, RunSpanKind, RunStep, typical_us
+from planner.device.machine import ThreadTime, thread_time
+from planner.executor.measure.run_times import RunSpan, RunSpanKind, RunStep, typical_action_us
 
 WARM_UP_STEPS = 2
 
@@ -53,7 +53,7 @@ class Recorder:
         """Peak memory of this rank; known after the second step."""
         gc.collect()  # otherwise garbage that is collected later would reduce the measured memory
         self._memory = self._device.peak_watch()
-        self._warm = CoreTime()
+        self._warm = ThreadTime()
         """CPU time of this thread at the end of the warm-up."""
         self.core_share = 0.0
         """CPU time of this thread since the warm-up, divided by the time in which it could run; 0 if unknown."""
@@ -87,7 +87,7 @@ class Recorder:
         """Record the block as one training step, from the first forward to the optimizer's step."""
         if self._step == WARM_UP_STEPS - 1:
             self._memory.begin()
-        base, base_ns = self._device.moment_on_both_clocks()
+        base, base_ns = self._device.moment_with_host_time()
         begin_ns = time.perf_counter_ns()
         yield
         self._device.synchronize()
@@ -95,9 +95,9 @@ class Recorder:
         self.steps.append(RunStep(self._step, self._spans_on_host_clock(base, base_ns)))
         if self._step == WARM_UP_STEPS - 1:
             self.peak = self._memory.end()
-            self._warm = core_time()
+            self._warm = thread_time()
         elif self._step >= WARM_UP_STEPS:
-            self.core_share = core_time().since(self._warm).share
+            self.core_share = thread_time().since(self._warm).share
         self._step += 1
 
     @contextmanager
@@ -107,9 +107,9 @@ class Recorder:
         yield
         self._pending.append(_PendingSpan("optimizer", stage, 0, start, self._device.current_moment()))
 
-    def typical_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
-        """Return the typical time of an action, in microseconds (`run_times.typical_us`); 0 if none was timed."""
-        return typical_us([step.spans for step in self.steps if step.number >= WARM_UP_STEPS], kind, stage)
+    def typical_action_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
+        """Return the typical time of an action, in microseconds; 0 if none was timed."""
+        return typical_action_us([step.spans for step in self.steps if step.number >= WARM_UP_STEPS], kind, stage)
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context manager whose block's allocations are not counted. The block must release them."""

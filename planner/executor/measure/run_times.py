@@ -240,7 +240,7 @@ def add_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) 
     )
 
 
-def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
+def typical_action_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
     """Return the typical time of an action of one micro-batch on a stage, in microseconds.
 
     For each micro-batch, the mean over the middle half of the steps is computed. The result is the median of these

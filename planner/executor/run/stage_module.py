@@ -4,7 +4,7 @@ Only plain tensors without gaps in memory cross a boundary. Tuples and other nes
 boundary and rebuilt after it. The last stage computes the loss in its forward. The engine therefore keeps only the
 scalar loss of each micro-batch, and a stage that is recomputed keeps no logits.
 
-If the plan recomputes single layers, each of them is recomputed separately: the layer's input is kept, and its other
+If the plan chooses layers to recompute, each of them is recomputed separately: the layer's input is kept, and its other
 saved tensors are computed again just before its backward. The last layer of the last stage is recomputed together with
 the loss.
 

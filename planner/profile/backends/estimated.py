@@ -108,7 +108,7 @@ class EstimatedBackend:
         """Estimate every distinct layer once at each micro-batch size."""
         meter, clock = GhostMeter(), self.clock()
         hooks = RecordingHooks(
-            device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True)
+            device=self.device, record=partial(record_memory, task=task, meter=meter, splits_backward=True)
         )
         with as_ghosts_if_lean(task), GpuKernels():
             records = record_sizes(task, hooks)

@@ -68,7 +68,7 @@ class MeasuredBackend:
             device=self.device,
             prepare=partial(_fill, task, self.device),
             received=partial(with_random_values, device=self.device),
-            record=partial(record_memory, task=task, meter=meter, in_halves=True),
+            record=partial(record_memory, task=task, meter=meter, splits_backward=True),
         )
         records = record_sizes(task, hooks)
         release_freed_memory()
@@ -100,7 +100,7 @@ class MeasuredBackend:
             flops=records.measure_distinct(forward_flops),
             times=times,
             half_times_us={
-                key: split_backward_times(task.measurements.half_samples[key], times[key]) for key in records.inputs
+                key: split_backward_times(task.measurements.split_samples[key], times[key]) for key in records.inputs
             },
         )
         largest = max(records.distinct.values(), key=lambda unit: unit.parameter_bytes)
@@ -157,16 +157,16 @@ def _times(task: ProfilingTask, records: UnitRecords, clock: Clock) -> dict[Key,
             return False
         return share >= _DOUBT
 
-    samples, halves = task.measurements.samples, task.measurements.half_samples
+    samples, split_samples = task.measurements.samples, task.measurements.split_samples
     for key in records.inputs:
         samples.setdefault(key, [])
-        halves.setdefault(key, [])
+        split_samples.setdefault(key, [])
     with deferred_batch_norms(task.chain.model) as statistics:
         measure_times(
             records.units,
             records.inputs,
             samples,
-            halves,
+            split_samples,
             statistics=statistics,
             clock=clock,
             repeats=task.options.repeats,

@@ -26,7 +26,7 @@ from planner.show.views.cluster import days_words, hours_words, run_length_words
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest_device
 from planner.show.views.numbers import method_name, not_measured_warning, percent
-from planner.show.views.plan import claim_words, ideal_bubble_words, plan_headline, stage_table
+from planner.show.views.plan import ideal_bubble_words, optimality_text, plan_headline, stage_table
 
 _MANY = 24
 
@@ -141,9 +141,9 @@ def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
 
 def _certificate(plan: Plan) -> str:
     if plan.solver.status == "optimal":
-        return f"optimal: {claim_words(plan)}"
+        return f"optimal: {optimality_text(plan)}"
     if plan.solver.status == "feasible":
-        return f"{claim_words(plan)} (gap {percent(plan.solver.gap)})"
+        return f"{optimality_text(plan)} (gap {percent(plan.solver.gap)})"
     return "these cuts were given, not optimized"
 
 

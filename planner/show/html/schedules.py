@@ -7,7 +7,7 @@ from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes
 from planner.show.html.parts import Section, chart_figure, chart_line, chart_point, chart_text, note, values_table
 from planner.show.views.numbers import percent
-from planner.show.views.plan import SHORT_MARK, schedules_table, short_search_words, untried_words
+from planner.show.views.plan import SHORT_MARK, schedules_table, short_search_note, untried_schedules_note
 
 _TOP, _BOTTOM = 16.0, 210.0
 _LEFT, _RIGHT = 8.0, 78.0
@@ -23,7 +23,7 @@ def schedules_section(plan: Plan) -> Section | None:
         return None
     lead = "The best plan found under each schedule; the diamond marks this plan."
     body = _scatter(plan, points) + values_table(schedules_table(plan), marks={"schedule": " ◆", "step": SHORT_MARK})
-    words = "; ".join(filter(None, (short_search_words(plan), untried_words(plan))))
+    words = "; ".join(filter(None, (short_search_note(plan), untried_schedules_note(plan))))
     return Section(
         anchor="schedules", title="Trade-off over schedules", lead=lead, body=body + (note(words) if words else "")
     )

@@ -5,14 +5,14 @@ from rich.console import RenderableType
 from planner.core.values.plan import Plan
 from planner.show.terminal.rendering import heading, wrap_items
 from planner.show.terminal.style import Style
-from planner.show.terminal.tables import GAP, fit_columns, terminal_table, width_of
+from planner.show.terminal.tables import GAP, fit_columns, table_width, terminal_table
 from planner.show.views.plan import (
     SHORT_MARK,
     frontier_table,
     has_several_replicas,
     schedules_table,
-    short_search_words,
-    untried_words,
+    short_search_note,
+    untried_schedules_note,
 )
 from planner.show.views.table import Column, Table
 
@@ -31,7 +31,7 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
     unneeded = [] if several else ["replicas"]
     unneeded += [] if len({p.schedule for p in plan.frontier if p.fits}) > 1 else ["schedule"]
     view = fit_columns(_with_marks(view.without(*unneeded)), style)
-    room = style.columns - width_of(view) - GAP
+    room = style.columns - table_width(view) - GAP
     bars = _bars(plan, min(room, _LONGEST_BAR)) if room >= _SHORTEST_BAR else ()
     view = Table(columns=(*view.columns, *bars))
     title = f"the best plan for each number of micro-batches{' and replicas' if several else ''}"
@@ -44,7 +44,7 @@ def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
         return []
     view = fit_columns(schedules_table(plan), style)
     shown = terminal_table(view, {"schedule": (" ◀", ""), "step": (SHORT_MARK, "")})
-    remarks = filter(None, ["◀ this plan", short_search_words(plan), untried_words(plan)])
+    remarks = filter(None, ["◀ this plan", short_search_note(plan), untried_schedules_note(plan)])
     said = [wrap_items(remark.split(), style, gap=" ") for remark in remarks]
     return [heading("best plan of each schedule"), shown, *said]
 

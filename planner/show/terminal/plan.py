@@ -23,7 +23,7 @@ from planner.show.terminal.timeline import timeline_parts
 from planner.show.views.certainty import accuracy_words, fit_words, peak_words
 from planner.show.views.cluster import throughput_words, training_words
 from planner.show.views.numbers import method_name, not_measured_warning, percent, row_noun
-from planner.show.views.plan import claim_words, figure_words, has_unlike_devices, ideal_bubble_words, plan_headline
+from planner.show.views.plan import figure_words, has_unlike_devices, ideal_bubble_words, optimality_text, plan_headline
 
 _LEAST_GAP = 0.0005
 """Smallest gap that is shown as a number; smaller gaps are shown as `below 0.1 %`."""
@@ -90,10 +90,10 @@ def _status(plan: Plan) -> str:
     solver = plan.solver
     method = printable(method_name(solver.method))
     if solver.status == "optimal":
-        return f"optimal: {claim_words(plan)} ({method})"
+        return f"optimal: {optimality_text(plan)} ({method})"
     if solver.status == "feasible":
         gap = percent(solver.gap) if solver.gap >= _LEAST_GAP else "below 0.1 %"
-        return f"feasible, gap {gap}: {claim_words(plan)} ({method})"
+        return f"feasible, gap {gap}: {optimality_text(plan)} ({method})"
     return "given: these cuts were given, not optimized"
 
 

@@ -34,12 +34,12 @@ def terminal_table(view: Table, marks: Mapping[str, tuple[str, str]] | None = No
 def fit_columns(view: Table, style: Style) -> Table:
     """Return the table without the least important columns, so that it fits into the terminal."""
     shown = view
-    while not style.has_room_for(width_of(shown)) and any(column.drop for column in shown.columns):
+    while not style.has_room_for(table_width(shown)) and any(column.drop for column in shown.columns):
         shown = shown.without(max(shown.columns, key=lambda column: column.drop).name)
     return shown
 
 
-def width_of(view: Table) -> int:
+def table_width(view: Table) -> int:
     """Return the width of the table in the terminal, in characters."""
     widths = (
         max(map(cell_len, (*_header(column, view).split("\n"), *(cell.plain for cell in _cells(column, view)))))

@@ -22,7 +22,7 @@ def plan_headline(plan: Plan) -> str:
     if plan.chunks > 1:
         shape = f"{pluralize(plan.num_devices, 'device')}{by}{plan.chunks} chunks"
     if plan.tensor_parallel > 1:
-        shape, by = shape_in_gpus(plan), ", "
+        shape, by = gpu_count_text(plan), ", "
     elif plan.replicas > 1:
         shape = f"{plan.replicas} replicas of {shape}"
     micro_batches = pluralize(plan.micro_batches, "micro-batch", "es")
@@ -30,7 +30,7 @@ def plan_headline(plan: Plan) -> str:
     return f"{schedule_of(plan.schedule).title}, {shape}{by}{micro_batches} of {samples}"
 
 
-def shape_in_gpus(plan: Plan) -> str:
+def gpu_count_text(plan: Plan) -> str:
     """Return the number of GPUs as a product: replicas times stages times GPUs per stage."""
     groups = pluralize(plan.num_devices, "stage" if plan.chunks == 1 else "device")
     factors = [*([f"{plan.replicas} replicas"] if plan.replicas > 1 else []), groups, str(plan.tensor_parallel)]
@@ -55,7 +55,7 @@ def ideal_bubble_words(plan: Plan) -> str:
     return f"ideal {percent(plan.predicted.ideal_bubble)}"
 
 
-def claim_words(plan: Plan) -> str:
+def optimality_text(plan: Plan) -> str:
     """Return a text about what the solver proved, such as `no plan is faster`; empty for given cuts."""
     solver, schedule = plan.solver, plan.inputs.schedule
     whole = "plan" if schedule == "auto" else f"{schedule_of(schedule).title} plan"
@@ -182,14 +182,14 @@ SHORT_MARK: Final = " *"
 """Suffix of the step times that short searches found."""
 
 
-def short_search_words(plan: Plan) -> str:
+def short_search_note(plan: Plan) -> str:
     """Return a text that explains the mark of short searches; empty if no search was short."""
     if not any(point.short_search for point in plan.schedules):
         return ""
     return "* from a short search; `solve --frontier` searches longer and may find a faster plan"
 
 
-def untried_words(plan: Plan) -> str:
+def untried_schedules_note(plan: Plan) -> str:
     """Return a note on schedules with a split backward that were not tried; empty if there are none."""
     tried = {point.schedule for point in plan.schedules}
     missing = [schedule.title for schedule in SPLITTING if schedule.name not in tried]

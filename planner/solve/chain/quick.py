@@ -33,7 +33,7 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
     answers: list[Answer] = []
     for case in sorted(
         (case for case in cases if case.schedule.is_one_forward_one_backward),
-        key=lambda case: (case.bound_us, *width_replicas_and_m(case)),
+        key=lambda case: (case.bound_us, *width_replicas_and_micro_batches(case)),
     ):
         near_us = _FAR * min((answer.step_us for answer in answers), default=inf)
         if case.bound_us >= min(near_us, upper_us):
@@ -48,12 +48,12 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
     return answers
 
 
-def width_replicas_and_m(case: Case) -> tuple[int, int, int]:
+def width_replicas_and_micro_batches(case: Case) -> tuple[int, int, int]:
     """Return the tensor-parallel width, the number of replicas, and the number of micro-batches of a case."""
     return case.cluster.tensor_parallel, case.replicas, case.micro_batches
 
 
-def without_bubble_us(answer: Answer) -> float:
+def step_us_without_bubble(answer: Answer) -> float:
     """Return the step time of an answer without its idle time, as an estimate for schedules with a smaller bubble."""
     assert answer.partition is not None
     evaluation = Evaluation(answer.case.costs, answer.partition, answer.case.cluster)

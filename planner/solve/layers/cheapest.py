@@ -86,7 +86,7 @@ def cheapest_layers(
     limits = [
         MemoryLimit(limit_bytes - float(m.fixed[0, -1]), m.weight, -1 if m.peak is None else m.peak) for m in linear
     ]
-    return cheapest_within(
+    return cheapest_layers_within(
         StageLayers.of(costs, first, end), limits, costs.forward_us[first:end], most_choices=most_choices
     )
 
@@ -113,7 +113,7 @@ class MemoryLimit(NamedTuple):
         return room
 
 
-def cheapest_within(
+def cheapest_layers_within(
     layers: StageLayers, limits: Sequence[MemoryLimit], times_us: FloatArray, *, most_choices: int = 4096
 ) -> LayerChoice | None:
     """Return the layers to recompute so that a stage keeps several memory limits in the least time; None if it cannot.

@@ -28,7 +28,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import ChunkMemoryFunction, SharedBytes, chunk_memory_function, shared_bytes
 from planner.core.cost.layer_memory import StageLayers, most_bytes_freed
 from planner.core.cost.stage_time import LAYERS
-from planner.solve.layers.cheapest import MemoryLimit, cheapest_within
+from planner.solve.layers.cheapest import MemoryLimit, cheapest_layers_within
 from planner.solve.layers.subsets import MOST_LAYERS, LayerSubsets
 from planner.solve.space.partitions import Evaluator
 
@@ -233,7 +233,7 @@ class _Chunk:
         best = min(fitting, key=lambda option: option.recompute_us, default=None)
         if best is not None and best.recompute_us == 0:
             return best
-        choice = cheapest_within(self.stage.layers, self._limits(room), self.stage.times_us)
+        choice = cheapest_layers_within(self.stage.layers, self._limits(room), self.stage.times_us)
         if choice is None or not choice.recomputed:
             return best
         option = self.with_layers(choice.recomputed)

@@ -8,7 +8,7 @@ from planner.core.cost.peak_points import BACKWARDS, FORWARDS, INPUT_BACKWARDS, 
 from planner.core.cost.simulate import StageTimes
 
 
-class StageFootprint(NamedTuple):
+class ApproximateStageMemory(NamedTuple):
     """Approximate memory of a stage, in bytes."""
 
     always: float
@@ -31,7 +31,7 @@ class OrderProblem:
     """Number of micro-batches, M."""
     times: tuple[StageTimes, ...]
     """Times of each stage."""
-    footprints: tuple[StageFootprint, ...]
+    footprints: tuple[ApproximateStageMemory, ...]
     """Memory of each stage."""
     is_whole: tuple[bool, ...]
     """True for stages with whole backwards (B); False for stages with split backwards (I and W)."""
@@ -54,7 +54,7 @@ class OrderProblem:
         return total_us
 
 
-def footprint_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageFootprint:
+def approximate_stage_memory(always: float, parts: FloatArray, *, is_whole: bool) -> ApproximateStageMemory:
     """Return the approximate memory of a stage.
 
     Args:
@@ -69,7 +69,7 @@ def footprint_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageFo
     running = max(part[name] for name in (*FORWARDS, *backwards))
     weight = 0.0 if is_whole else max(part[name] for name in (*WEIGHT_BACKWARDS, "weight_message"))
     transfers = part["input"] + part["output_gradient"] + part["input_gradient"]
-    return StageFootprint(
+    return ApproximateStageMemory(
         always=always + part["gradients"] + part["casts"] + transfers,
         held=held,
         between=between,

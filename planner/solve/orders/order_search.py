@@ -142,7 +142,7 @@ class OrderSearch:
         Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
         """
         rng = random.Random(0)  # noqa: S311 - a fixed seed: the same plan every time
-        whole, merges = most_actions - self.spent, not split_costs_nothing(self._problem)
+        whole, merges = most_actions - self.spent, not is_split_backward_free(self._problem)
         while self.spent < most_actions and not self._is_proven():
             is_by_rules = not self._is_exact and rng.random() < _RULES_SHARE
             changed = _change_rules(rules, rng) if is_by_rules else rules
@@ -287,7 +287,7 @@ def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
     return replace(rules, most_waiting=most)
 
 
-def split_costs_nothing(problem: OrderProblem) -> bool:
+def is_split_backward_free(problem: OrderProblem) -> bool:
     """Return True if, on every stage, a split backward (I and W) takes no longer than a whole backward (B)."""
     split_backward = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
     return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in split_backward)

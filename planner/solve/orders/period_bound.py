@@ -156,7 +156,7 @@ def least_round_trip_us(case: Case) -> float:
     return float((case.costs.forward_us + gradient_us).sum()) / case.highest_speed
 
 
-def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: int) -> float:
+def lower_bound_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: int) -> float:
     """Return a lower bound of the step time of all partitions under any action order, in microseconds.
 
     The bound is at most `upper_us`. It is 0 if its computation would take too long.

@@ -23,9 +23,9 @@ from planner.solve.answer import SAME, Answer
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.orders.order_problem import OrderProblem, footprint_of
-from planner.solve.orders.order_search import OrderSearch, SimulatedOrder, split_costs_nothing
-from planner.solve.orders.period_bound import least_of_all_cuts_us, least_round_trip_us
+from planner.solve.orders.order_problem import OrderProblem, approximate_stage_memory
+from planner.solve.orders.order_search import OrderSearch, SimulatedOrder, is_split_backward_free
+from planner.solve.orders.period_bound import least_round_trip_us, lower_bound_of_all_cuts_us
 from planner.solve.progress import Progress, simulated_answer
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
@@ -78,7 +78,7 @@ def _search_all(progress: Progress, start: Partition | None) -> None:
             progress.leave_out(least_us)
         elif evaluator.has_layers:
             _JointSearch(progress, evaluator).search()
-            of_all_us = least_of_all_cuts_us(evaluator, progress.upper_us, progress.budget.spent // _OF_BOUND)
+            of_all_us = lower_bound_of_all_cuts_us(evaluator, progress.upper_us, progress.budget.spent // _OF_BOUND)
             progress.leave_out(max(least_us, of_all_us))
 
 
@@ -153,7 +153,7 @@ class _JointSearch:
         best: SimulatedOrder | None = None
         for is_whole in self._kinds:
             problem = _order_problem(evaluator, partition[0], partition[1], is_whole=is_whole)
-            if is_whole and best is not None and split_costs_nothing(problem):
+            if is_whole and best is not None and is_split_backward_free(problem):
                 break
             search = OrderSearch(problem, fits, self._known_orders)
             most = max(0, budget.left) // self._order_share
@@ -195,7 +195,8 @@ def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, i
             for s in range(evaluator.num_stages)
         ),
         footprints=tuple(
-            footprint_of(float(always[0, s]), parts[0, s], is_whole=is_whole) for s in range(evaluator.num_stages)
+            approximate_stage_memory(float(always[0, s]), parts[0, s], is_whole=is_whole)
+            for s in range(evaluator.num_stages)
         ),
         is_whole=(is_whole,) * evaluator.num_stages,
         limits_bytes=evaluator.case.limits_bytes[: evaluator.num_devices],

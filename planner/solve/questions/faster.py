@@ -7,7 +7,7 @@ from planner.core.errors import PlannerError
 from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
-from planner.solve.request import Request, fix_widths
+from planner.solve.request import Request, with_width_and_replicas_of_plan
 from planner.solve.search import MOST_WORK, plan_under, solve
 
 MOST_HINT_S: Final = 5.0
@@ -41,7 +41,7 @@ def faster_schedule(
         return None
     if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > MOST_WORK:
         return None
-    every = replace(fix_widths(inputs, plan, profile), schedule="auto", chunks=0)
+    every = replace(with_width_and_replicas_of_plan(inputs, plan, profile), schedule="auto", chunks=0)
     request = _short_request(every, micro_batches, time_limit_s)
     upper_us = plan.predicted.step_us * (1 - _LEAST_GAIN)
     try:

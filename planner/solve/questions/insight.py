@@ -17,7 +17,7 @@ from planner.core.values.plan import FrontierPoint, Inputs, Insight, Noise, Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import format_us
 from planner.solve.cases import cases_of
-from planner.solve.request import Request, fix_widths
+from planner.solve.request import Request, with_width_and_replicas_of_plan
 from planner.solve.search import solve
 
 _DRAWS = 20
@@ -148,7 +148,7 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
         return None
     # The searches for drawn profiles are shorter than the plan's search, so they may find slower plans.
     rng = np.random.default_rng(0)
-    request = replace(request, inputs=fix_widths(request.inputs, plan, profile), searches_on=False)
+    request = replace(request, inputs=with_width_and_replicas_of_plan(request.inputs, plan, profile), searches_on=False)
     regrets, same = [], 0
     for _ in range(_DRAWS):
         drawn = map_layers(profile, partial(_drawn, rng=rng))

@@ -16,7 +16,7 @@ _TIME_LIMIT_S = 2.0
 _SMALL = 10**9
 
 
-def what_would_fit(plan: Plan, profile: Profile, command: Callable[[Inputs], str]) -> tuple[str, ...]:
+def changes_that_fit(plan: Plan, profile: Profile, command: Callable[[Inputs], str]) -> tuple[str, ...]:
     """Return the smallest changes with which a plan that exceeds its memory limits would fit, in words.
 
     Args:

@@ -10,7 +10,7 @@ from planner.core.values.profile import Profile
 from planner.solve.cases import cases_of
 from planner.solve.deadline import UNWATCHED, SearchObserver
 from planner.solve.questions.insight import frontier_point_of
-from planner.solve.request import Request, fix_widths
+from planner.solve.request import Request, with_width_and_replicas_of_plan
 from planner.solve.search import MOST_WORK, plan_under
 
 _SHORT_ACTIONS: Final = 60_000
@@ -46,7 +46,7 @@ def trade_off_of(
     if len(profile.layers) * inputs.devices > MOST_WORK:
         return ()
     request = Request(
-        inputs=fix_widths(inputs, plan, profile),
+        inputs=with_width_and_replicas_of_plan(inputs, plan, profile),
         micro_batches=micro_batches,
         actions=_SHORT_ACTIONS if is_short else None,
         searches_on=False,

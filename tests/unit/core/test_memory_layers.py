@@ -1,4 +1,4 @@
-"""Peak memory of a stage that recomputes single layers: examples worked out by hand, and properties."""
+"""Peak memory of a stage that recomputes some of its layers: examples worked out by hand, and properties."""
 
 import random
 from collections.abc import Collection
@@ -267,24 +267,24 @@ def test_least_levels_are_at_most_those_of_any_choice(*, is_exact: bool) -> None
                             assert level + is_exact * spared >= least[row, end - 2]
 
 
-def test_peaks_of_many_stages_refuse_single_layers() -> None:
+def test_peaks_of_many_stages_refuse_per_layer_recomputation() -> None:
     with pytest.raises(ValueError, match="use `stage_memory`"):
         peak_bytes_of_stages(exact(), np.arange(3), slice(0, 3), peak_points_with(2), choices=["layers"])
 
 
-@pytest.mark.parametrize("in_halves", [False, True])
+@pytest.mark.parametrize("splits_backward", [False, True])
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_memory_of_a_chunk_as_function_of_recomputed_layers(*, is_exact: bool, in_halves: bool) -> None:
+def test_memory_of_a_chunk_as_function_of_recomputed_layers(*, is_exact: bool, splits_backward: bool) -> None:
     for seed in range(8):
         rng = random.Random(seed)
         costs = costs_at(random_profile(seed, 6, exact=is_exact, sizes=(1, 4)), 2).of_replicas(1 + seed % 2)
         first, end = rng.randrange(3), rng.randrange(3, 7)
-        chunk = chunk_memory_function(costs, first, end, micro_batches=3, splits_backward=in_halves)
+        chunk = chunk_memory_function(costs, first, end, micro_batches=3, splits_backward=splits_backward)
         layers = StageLayers.of(costs, first, end)
         for count in range(end - first + 1):
             some = tuple(rng.sample(range(first, end), count))
             alone = chunk_memory(
-                costs, first, end, micro_batches=3, recompute="layers", recomputed=some, splits_backward=in_halves
+                costs, first, end, micro_batches=3, recompute="layers", recomputed=some, splits_backward=splits_backward
             )
             assert chunk.always == alone.always.total
             saved, *levels = layers.saved_and_peaks(some)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.executor.measure.run_times import RunSpan, RunStep, find_waits, mean_waits, typical_us
+from planner.executor.measure.run_times import RunSpan, RunStep, find_waits, mean_waits, typical_action_us
 
 
 def f(stage, micro_batch, start, end):
@@ -77,10 +77,10 @@ def test_input_gradient_waits_for_the_backward_of_the_next_stage():
 
 def test_split_backward_counts_as_one_backward():
     spans = [f(0, 0, 0, 10), i(0, 0, 10, 14), f(0, 1, 14, 24), b(0, 1, 24, 34), w(0, 0, 34, 40)]
-    assert typical_us([spans], "backward", 0) == 10.0
-    assert typical_us([spans], "input backward", 0) == 4.0
-    assert typical_us([spans], "weight backward", 0) == 6.0
-    assert typical_us([spans], "recompute", 0) == 0.0
+    assert typical_action_us([spans], "backward", 0) == 10.0
+    assert typical_action_us([spans], "input backward", 0) == 4.0
+    assert typical_action_us([spans], "weight backward", 0) == 6.0
+    assert typical_action_us([spans], "recompute", 0) == 0.0
 
 
 def test_waits_are_averaged_over_the_middle_steps():
@@ -116,16 +116,16 @@ def test_typical_times_sum_recomputation_of_layers():
         RunSpan("recompute", 0, 1, 81_000, 84_000),
     ]
     spans = [*ONE, *again, b(0, 2, 110, 140)]
-    assert typical_us([spans], "forward", 0) == 10.0
-    assert typical_us([spans], "backward", 0) == 20.0
-    assert typical_us([spans], "recompute", 0) == 3.0
-    assert typical_us([ONE], "recompute", 0) == 0.0
-    assert typical_us([spans], "forward", 1) == 0.0
-    assert typical_us([], "forward", 0) == 0.0
+    assert typical_action_us([spans], "forward", 0) == 10.0
+    assert typical_action_us([spans], "backward", 0) == 20.0
+    assert typical_action_us([spans], "recompute", 0) == 3.0
+    assert typical_action_us([ONE], "recompute", 0) == 0.0
+    assert typical_action_us([spans], "forward", 1) == 0.0
+    assert typical_action_us([], "forward", 0) == 0.0
 
 
 def test_typical_time_averages_middle_steps_and_takes_the_median_micro_batch():
     steps = [[f(0, 0, 0, first), f(0, 1, 30, 36), f(0, 2, 60, 61 + end)]
              for first, end in ((6, 0), (6, 1), (10, 2), (10, 3), (6, -1), (6, 90))]  # fmt: skip
-    assert typical_us(steps, "forward", 0) == 6.0
-    assert typical_us([spans[:1] for spans in steps], "forward", 0) == 7.0  # one of either kind left out
+    assert typical_action_us(steps, "forward", 0) == 6.0
+    assert typical_action_us([spans[:1] for spans in steps], "forward", 0) == 7.0  # one of either kind left out

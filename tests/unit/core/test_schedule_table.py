@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, Schedule, orders_as_csv, orders_from_csv
-from tests.unit.core.test_halves_match_torch import planned, stage_of
+from tests.unit.core.test_split_backward_matches_torch import planned, stage_of
 
 actions = st.builds(Action, st.integers(0, 10**9 - 1), st.sampled_from("FBIW"), st.integers(0, 10**9 - 1))
 """Arbitrary actions, which need not be able to run."""

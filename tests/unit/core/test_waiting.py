@@ -63,7 +63,7 @@ def test_waiting_gradients_of_many_stages_equal_those_of_each() -> None:
 
 
 def test_backward_levels_include_waiting_gradients() -> None:
-    """Recomputing no single layer gives the same levels."""
+    """Recomputing no layer gives the same levels."""
 
     def moments(*, tied: bool, recompute: Recompute) -> tuple[float, float]:
         stages, _ = table_of_stage(costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=())

@@ -32,7 +32,7 @@ def test_the_cpu_takes_any_number_of_processes() -> None:
     assert isinstance(kind.meter(), CpuMeter)
     assert isinstance(kind.clock(1), CpuClock)
     assert kind.count() > 10**6
-    assert kind.of_rank(7) == CPU
+    assert kind.select_device_of_rank(7) == CPU
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -49,7 +49,7 @@ def test_moments_of_the_host_grow() -> None:
 def test_a_moment_of_the_host_is_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = kind_of(CPU)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 5000)
-    moment, at_ns = kind.moment_on_both_clocks()
+    moment, at_ns = kind.moment_with_host_time()
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 5007)
     assert (at_ns, kind.current_moment().ns_since(moment)) == (5000, 7)
 

@@ -65,10 +65,10 @@ def test_schedule_csv_of_zbv_by_hand() -> None:
 
 
 def test_schedule_csv_notes_list_missing_parts() -> None:
-    cuts, placing, halves, recompute = emitted("csv", plan_of("v-min", recompute="always")).notes
+    cuts, placing, split, recompute = emitted("csv", plan_of("v-min", recompute="always")).notes
     assert "`--format torch`" in cuts
     assert "`ZBVZeroBubble`" in placing
-    assert "torch splits backwards" in halves
+    assert "torch splits backwards" in split
     assert "planned: always on stages 0 to 3" in recompute
 
 

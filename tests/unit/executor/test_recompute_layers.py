@@ -1,4 +1,4 @@
-"""Tests of recomputing single layers: equal gradients and the predicted memory."""
+"""Tests of per-layer recomputation: equal gradients and the predicted memory."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
@@ -295,7 +295,7 @@ def test_each_recomputed_block_lowers_the_measured_peak() -> None:
     assert all(after < before for before, after in pairwise(peaks))
 
 
-# ---- single layers
+# ---- per-layer recomputation
 
 
 def layer_after_another(layer: nn.Module, value: Any) -> RecomputedLayer:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.device.machine import CoreTime
+from planner.device.machine import ThreadTime
 from planner.device.meter import CpuMeter
 from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
 
@@ -68,11 +68,11 @@ def test_warm_up_steps_are_left_out_of_stage_times(recorder: Recorder, clock: Cl
     """The list of step times has them."""
     for _ in range(WARM_UP_STEPS):
         step(recorder, clock)
-    assert recorder.typical_us("forward") == 0.0
+    assert recorder.typical_action_us("forward") == 0.0
     for _ in range(3):
         step(recorder, clock)
     assert len(recorder.step_us) == WARM_UP_STEPS + 3
-    assert [recorder.typical_us("forward"), recorder.typical_us("backward")] == [1001.0, 20_001.0]
+    assert [recorder.typical_action_us("forward"), recorder.typical_action_us("backward")] == [1001.0, 20_001.0]
     assert recorder.step_us == [21_005.0] * (WARM_UP_STEPS + 3)
 
 
@@ -90,12 +90,12 @@ def test_stage_times_are_medians(recorder: Recorder, clock: Clock) -> None:
     with recorder.step():
         for n, milliseconds in enumerate((1, 1, 200)):
             recorder.timed("forward", clock.later(milliseconds), micro_batch=n)
-    assert recorder.typical_us("forward") == 1001.0
+    assert recorder.typical_action_us("forward") == 1001.0
 
 
 def test_the_share_of_a_core_is_measured_after_the_warm_up(recorder, monkeypatch, clock):
-    times = iter([CoreTime(7, 5), CoreTime(10, 6), CoreTime(11, 9)])
-    monkeypatch.setattr("planner.executor.measure.recorder.core_time", lambda: next(times))
+    times = iter([ThreadTime(7, 5), ThreadTime(10, 6), ThreadTime(11, 9)])
+    monkeypatch.setattr("planner.executor.measure.recorder.thread_time", lambda: next(times))
     for share in (*[0.0] * WARM_UP_STEPS, 3 / 4, 4 / 8):
         step(recorder, clock)
         assert recorder.core_share == share

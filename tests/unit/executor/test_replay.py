@@ -245,11 +245,11 @@ def assigns(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("write", [writes, assigns])
-@pytest.mark.parametrize("single", [False, True], ids=["always", "layers"])
-def test_state_changed_only_by_the_recomputation_is_an_error(write, *, single):
+@pytest.mark.parametrize("per_layer", [False, True], ids=["always", "layers"])
+def test_state_changed_only_by_the_recomputation_is_an_error(write, *, per_layer):
     """Layer and buffer are named, and the state is restored."""
     model = nn.Sequential(nn.Linear(4, 4), WritesInBackward(write))
-    stage = stage_of(model, "layers" if single else "always")
+    stage = stage_of(model, "layers" if per_layer else "always")
     loss = stage(torch.randn(2, 4))
     with pytest.raises(ModelError, match='the layer "1" changed its "seen" when it was recomputed') as raised:
         loss.backward()

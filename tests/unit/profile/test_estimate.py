@@ -103,8 +103,8 @@ def test_estimated_memory_equals_measured_memory(name: str) -> None:
         for recompute in ("never", "always"):
             totals = [stage_memory(c, first, end, peak_points_with(3), recompute=recompute).total for c in costs]
             assert totals[0] / totals[1] == pytest.approx(1.0, abs=0.03)
-        halves = [split_memory(c, first, end) for c in costs]
-        assert halves[0] == pytest.approx(halves[1], rel=0.03)
+        split = [split_memory(c, first, end) for c in costs]
+        assert split[0] == pytest.approx(split[1], rel=0.03)
 
 
 def kept_bytes(work: Any) -> int:

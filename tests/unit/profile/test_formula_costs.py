@@ -45,7 +45,7 @@ def test_parameters_and_operations_equal_those_of_megatron() -> None:
     step = 72 * 4 * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     assert sum(layer.forward_us[1] + layer.backward_us[1] for layer in profile.layers) / 1e6 == pytest.approx(step)
     assert sum(layer.forward_flops[1] for layer in profile.layers) == pytest.approx(step / 3)
-    # In halves as in Qi et al. 2023, table 1: W has no attention.
+    # Split as in Qi et al. 2023, table 1: W has no attention.
     _, block, *_, head = profile.layers
     assert block.backward_weight_us[0] / 1e6 == pytest.approx(24 * s * h**2)
     assert block.backward_input_us[0] / 1e6 == pytest.approx(s * h * (24 * h + 8 * s))

@@ -79,7 +79,7 @@ def make_timers() -> list[WholeTimer]:
     ]
 
 
-@pytest.mark.parametrize("timer", make_timers(), ids=["whole", "in halves"])
+@pytest.mark.parametrize("timer", make_timers(), ids=["whole", "split"])
 def test_all_forwards_come_before_all_backwards(timer: WholeTimer) -> None:
     """The overhead of timing counts for no layer."""
     notes: list[str] = []
@@ -178,12 +178,12 @@ def test_parameters_returned_by_a_layer_are_not_overwritten() -> None:
 
 
 def test_layers_may_overwrite_their_inputs() -> None:
-    (timer, halves) = make_timers()
+    (timer, split_timer) = make_timers()
     layers = [
         (unit_of(nn.Sequential(nn.Linear(300, 300), nn.Sigmoid()), "a"), unit_input(traced(*LARGE))),
         (unit_of(nn.ReLU(inplace=True), "b"), unit_input(traced(*LARGE))),
     ]
-    for each in (timer, halves):
+    for each in (timer, split_timer):
         assert len(time_neighbors(each, layers, IdleLayer.matching(layers[0][0]))) == 2
 
 

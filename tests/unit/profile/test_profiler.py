@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.profile import Profile, TiedGroup
-from planner.device.clock import CpuClock, typical_us
+from planner.device.clock import CpuClock, median_us
 from planner.device.meter import CpuMeter
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import Batch, LoadedModel
@@ -311,7 +311,7 @@ def test_one_thread_is_timed_by_process_time(monkeypatch: pytest.MonkeyPatch) ->
     for name, step_ns in (("process_time_ns", 1000), ("perf_counter_ns", 5000)):
         monkeypatch.setattr(time, name, partial(next, count(step=step_ns)))
     assert [CpuClock(threads).time_us(lambda: None) for threads in (1, 2)] == [1.0, 5.0]
-    assert typical_us([3.0, 1.0, 2.0]) == 2.0
+    assert median_us([3.0, 1.0, 2.0]) == 2.0
 
 
 # Costs by formula

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from planner.core.errors import MeasurementError, ModelError
 from planner.core.values.partial import PartialProfile
 from planner.core.values.profile import Profile
-from planner.device.clock import CpuClock, typical_us
+from planner.device.clock import CpuClock, median_us
 from planner.model.load import LoadedModel
 from planner.profile import InterruptedProfileError, ProfilerOptions, passes, profile_model, records, timing
 from planner.profile.backends import measured
@@ -135,7 +135,7 @@ def test_large_layers_are_timed_without_gradients(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(passes, "CACHE_BYTES", 1500)
     monkeypatch.setattr(passes, "_add", added)
     profile_model(loaded_model(model), replace(OPTIONS, micro_batch_sizes=(2,)))
-    assert had == [[False, True], [False, True]] * 10  # five times whole, five times in halves
+    assert had == [[False, True], [False, True]] * 10  # five times whole, five times split
     assert pieces == [375, 137, 64] * 10  # 8 x 64 weights and 64 biases, in pieces of 1,500 bytes at most
 
 
@@ -266,7 +266,7 @@ def test_an_interrupted_profile_continues_without_measuring_again(monkeypatch: p
     recorded: list[str] = []
     measure = records.measure_memory
     monkeypatch.setattr(records, "measure_memory", lambda u, *rest: (recorded.append(u.name), measure(u, *rest))[1])
-    monkeypatch.setattr(timing, "typical_us", min)  # which shows whether a repeat was kept
+    monkeypatch.setattr(timing, "median_us", min)  # which shows whether a repeat was kept
     first = interrupt_profile(loaded, 3)
     assert len(first.measurements) == 3
     second = interrupt_profile(loaded, 10, first)
@@ -335,8 +335,8 @@ def test_times_of_layers_add_up_to_a_step_of_the_model(monkeypatch: pytest.Monke
     monkeypatch.setattr(measured, "measure_times", timed)
     profile = profile_of_model(loaded, sizes=(256,), repeats=40)
     summed_us = sum(layer.forward_us[0] + layer.backward_us[0] + layer.optimizer_us for layer in profile.layers)
-    whole_us = sum(typical_us(times_us) for times_us in zip(*steps, strict=True))
-    assert len(steps) == 80  # backwards whole, and in halves
+    whole_us = sum(median_us(times_us) for times_us in zip(*steps, strict=True))
+    assert len(steps) == 80  # whole and split backwards
     assert summed_us == pytest.approx(whole_us, rel=0.05)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import planner
-from planner.api.exploring import caveats
+from planner.api.exploring import parts_missing_from_command
 from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
 from planner.core.errors import StaleError
@@ -233,11 +233,11 @@ def test_explorer_refuses_stale_plans(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("recomputed", [(), ((0,), (2, 3), (4, 5))], ids=["none of them", "some"])
-def test_explorer_explains_that_single_layers_cannot_be_recomputed(recomputed: tuple[tuple[int, ...], ...]) -> None:
+def test_explorer_explains_that_it_recomputes_whole_stages_only(recomputed: tuple[tuple[int, ...], ...]) -> None:
     planned = plan(recomputed=recomputed)
     layered = replace(planned, inputs=replace(planned.inputs, recompute="layers"))
-    assert "single layers; this page recomputes whole stages only" in Page(explore_html(asked(layered))).words
-    assert "`--recompute layers`" in " ".join(caveats(layered))
+    assert "some layers of a stage; this page recomputes whole stages only" in Page(explore_html(asked(layered))).words
+    assert "`--recompute layers`" in " ".join(parts_missing_from_command(layered))
     plain = plan()
-    assert "single layers" not in Page(explore_html(asked(plain))).words
-    assert not [*caveats(plain)]
+    assert "some layers of a stage" not in Page(explore_html(asked(plain))).words
+    assert not [*parts_missing_from_command(plain)]

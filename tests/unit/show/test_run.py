@@ -128,8 +128,8 @@ def test_split_backwards_are_compared_if_the_plan_has_them():
     predicted = {(figure.what, figure.index): figure.predicted for figure in compared_figures(planned, run)}
     for k, stage in enumerate(planned.stages):
         assert all(row(text, f"{half} backward, stage {k} ").endswith("+10.0 %") for half in ("input", "weight"))
-        halves = (predicted[what, k] for what in ("backward_input_us", "backward_weight_us"))
-        assert sum(halves) == pytest.approx(stage.backward_us)
+        passes = (predicted[what, k] for what in ("backward_input_us", "backward_weight_us"))
+        assert sum(passes) == pytest.approx(stage.backward_us)
     assert run_text(run, None, WIDE).count("backward") == 3
     assert "weight backward" in run_html(run)
     for whole in (comparison_text(plan(), report(plan()), WIDE), run_text(report(plan()), None, WIDE)):

@@ -7,7 +7,7 @@ import pytest
 from planner.core.judge.difference import ComparedPlan, Comparison
 from planner.show.html import run_html
 from planner.show.notebook import plan_html
-from planner.show.terminal.tables import fit_columns, width_of
+from planner.show.terminal.tables import fit_columns, table_width
 from planner.show.views.comparison import comparison_table
 from planner.show.views.measured import pipeline_words, run_table
 from planner.show.views.numbers import percent
@@ -57,7 +57,7 @@ def test_less_important_columns_are_dropped_first(width, names):
     view = WORDS.with_texts("name", ["n" * 55, ""])
     kept = fit_columns(view, style(width))
     assert " ".join(c.name for c in kept.columns) == names
-    assert width_of(kept) <= width
+    assert table_width(kept) <= width
     assert fit_columns(view, style(60, wrap=False)) == view
 
 

@@ -1,4 +1,4 @@
-"""Schedule `auto`: never slower than GPipe, with bounded effort, and GPipe where other options require it."""
+"""Schedule `auto`: never slower than GPipe, with a bounded budget, and GPipe where other options require it."""
 
 import inspect
 import random
@@ -68,7 +68,7 @@ def test_simplest_selects_the_first_schedule_within_its_share() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_simplest_holds_with_replicas_and_single_layers(seed: int) -> None:
+def test_simplest_holds_with_replicas_and_per_layer_recomputation(seed: int) -> None:
     profile = random_profile(seed, 8)
     for more in ({"replicas": "auto"}, {"recompute": "layers"}, {"replicas": 2}):
         fastest = answer(profile, "auto", mem=6000, **more).predicted.step_us
@@ -90,7 +90,7 @@ def test_auto_avoids_recomputation_if_memory_is_scarce() -> None:
 @pytest.mark.parametrize("actions", [0, 20_000, MOST_ACTIONS_OF_AUTO])
 @pytest.mark.parametrize("seed", range(6))
 def test_auto_is_never_slower_than_gpipe_and_its_bound_holds_for_all(seed: int, actions: int) -> None:
-    """This holds for any effort; the bound covers schedules that were not searched."""
+    """This holds for any budget; the bound covers schedules that were not searched."""
     profile = random_profile(seed, 7, sizes=(1, 4))
     inputs = inputs_of(3, 4, memory_bytes=9000)
     found = solve(profile, Request(inputs=replace(inputs, schedule="auto", chunks=0), actions=actions))
@@ -184,9 +184,9 @@ def uneven(seed: int) -> Profile:
     rng, layers = random.Random(seed), []
     for n in range(16):
         forward_us, share = 100 * rng.lognormvariate(0, 0.5), rng.uniform(0.45, 0.6)
-        halves = {"backward_input_us": (2 * forward_us * share,), "backward_weight_us": (2 * forward_us * (1 - share),)}
+        passes = {"backward_input_us": (2 * forward_us * share,), "backward_weight_us": (2 * forward_us * (1 - share),)}
         held = {"saved_bytes": rng.randrange(50, 150), "weight_held_bytes": (30,)}
-        layers.append(layer(f"l{n}", forward_us=forward_us, backward_us=2 * forward_us, **halves, **held))
+        layers.append(layer(f"l{n}", forward_us=forward_us, backward_us=2 * forward_us, **passes, **held))
     return chain(*layers)
 
 
@@ -203,7 +203,7 @@ def narrower(inputs: Inputs) -> list[Inputs]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cap", [UNLIMITED, 2500])
 def test_auto_is_never_slower_than_a_more_restricted_request(monkeypatch, seed, cap):
-    """The first pass has little effort, so the second pass must find the plans."""
+    """The first pass has a small budget, so the second pass must find the plans."""
     for module in (search, methods):
         monkeypatch.setattr(module, "MOST_ACTIONS_OF_SEARCH", 300_000)
     profile = uneven(seed)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the 
 
 
 def split_layer(function: "LayerFunction") -> "SplitFunction":
-    """Call the function of `halves`, which imports jax late: other tests in this process start processes."""
+    """Call the function of `split_layer`, which imports jax late: other tests in this process start processes."""
     from planner.tpu import layer_functions
 
     return layer_functions.split_layer(function)
@@ -45,15 +45,15 @@ def run_split(module: nn.Module, *inputs: Tensor) -> tuple["SplitFunction", list
     import jax
 
     function = function_of(module, *inputs)
-    halves = split_layer(function)
+    split = split_layer(function)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     trained = {name: array(state[name]) for name in function.trained}
     fixed = {name: array(state[name]) for name in function.fixed}
     given = (trained, fixed, [array(tensor) for tensor in inputs], jax.random.key(0))
-    outputs, made = halves.forward(*given)
-    ones = [jax.numpy.ones_like(outputs[n]) for n in halves.differentiable]
-    of_trained, of_inputs = halves.backward(given, outputs, made, ones)
-    return halves, outputs, of_trained, of_inputs
+    outputs, made = split.forward(*given)
+    ones = [jax.numpy.ones_like(outputs[n]) for n in split.differentiable]
+    of_trained, of_inputs = split.backward(given, outputs, made, ones)
+    return split, outputs, of_trained, of_inputs
 
 
 class Block(nn.Module):
@@ -89,9 +89,9 @@ def test_split_layers_equal_torch() -> None:
 def test_cheap_results_are_recomputed() -> None:
     """Of linear, ReLU, linear, only the first product is kept."""
     layer = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
-    halves = split_layer(function_of(layer, torch.randn(5, 8, requires_grad=True)))
-    assert [tuple(shape.shape) for shape in halves.made_shapes] == [(5, 32)]
-    assert {residual.kind for residual in halves.residuals} == {"state", "input", "made"}
+    split = split_layer(function_of(layer, torch.randn(5, 8, requires_grad=True)))
+    assert [tuple(shape.shape) for shape in split.made_shapes] == [(5, 32)]
+    assert {residual.kind for residual in split.residuals} == {"state", "input", "made"}
 
 
 def test_outputs_that_are_inputs_are_recorded() -> None:
@@ -106,10 +106,10 @@ def test_outputs_that_are_inputs_are_recorded() -> None:
             return self.linear(hidden), skip
 
     tensors = (torch.randn(2, 4, requires_grad=True), torch.randn(2, 3, requires_grad=True))
-    halves, _, _, of_inputs = run_split(Passing(), *tensors)
-    assert halves.passed == (-1, 1)
+    split, _, _, of_inputs = run_split(Passing(), *tensors)
+    assert split.passed == (-1, 1)
     assert of_inputs[1].shape == (2, 3)
-    assert halves.made_shapes == []
+    assert split.made_shapes == []
 
 
 @pytest.mark.slow
@@ -118,14 +118,14 @@ def test_dropout_draws_from_the_given_key() -> None:
     import jax
 
     function = function_of(nn.Dropout(0.5), torch.ones(64, requires_grad=True))
-    halves = split_layer(function)
+    split = split_layer(function)
     ones = array(torch.ones(64))
     given = ({}, {}, [ones], jax.random.key(3))
-    outputs, made = halves.forward(*given)
-    _, of_inputs = halves.backward(given, outputs, made, [ones])
+    outputs, made = split.forward(*given)
+    _, of_inputs = split.backward(given, outputs, made, [ones])
     assert 0 < (outputs[0] == 0).sum() < 64
     assert (of_inputs[0] == outputs[0]).all()
-    assert (halves.forward({}, {}, [ones], jax.random.key(4))[0][0] != outputs[0]).any()
+    assert (split.forward({}, {}, [ones], jax.random.key(4))[0][0] != outputs[0]).any()
 
 
 @pytest.mark.slow

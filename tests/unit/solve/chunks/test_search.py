@@ -241,7 +241,9 @@ def test_fixed_cuts_get_the_best_recomputation() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-def test_least_memory_of_single_layers_is_at_most_the_memory_of_a_stage(schedule: ScheduleName, seed: int) -> None:
+def test_least_memory_of_per_layer_recomputation_is_at_most_the_memory_of_a_stage(
+    schedule: ScheduleName, seed: int
+) -> None:
     """Every moment is checked, with and without recomputed layers."""
     evaluator = evaluator_of(schedule, seed, recompute="layers")
     rng, costs = random.Random(seed), evaluator.case.costs
@@ -260,7 +262,7 @@ def test_least_memory_of_single_layers_is_at_most_the_memory_of_a_stage(schedule
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-def test_bound_with_single_layers_is_at_most_every_plan(schedule: ScheduleName, seed: int) -> None:
+def test_bound_with_per_layer_recomputation_is_at_most_every_plan(schedule: ScheduleName, seed: int) -> None:
     loose = evaluator_of(schedule, seed)
     assert loose is not None
     for cap in list(limits_of(loose))[:2]:

@@ -1,4 +1,4 @@
-"""Recomputation of single layers under schedules other than GPipe."""
+"""Per-layer recomputation under schedules other than GPipe."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -37,7 +37,7 @@ def solved(profile: Profile, inputs: Inputs, *, balance: tuple[int, ...] | None 
 
 
 @pytest.mark.parametrize(("schedule", "least"), [("1f1b", 0.05), ("interleaved", 0.02), ("zb-h1", 0.3), ("zbv", 0.02)])
-def test_recomputing_single_layers_is_at_least_as_fast_as_whole_stages(schedule: ScheduleName, least: float) -> None:
+def test_per_layer_recomputation_is_at_least_as_fast_as_whole_stages(schedule: ScheduleName, least: float) -> None:
     gains = []
     for seed, share in ((1, 0.85), (2, 0.7)):
         profile = heavy_chain(seed, 9)
@@ -56,7 +56,7 @@ def test_recomputing_single_layers_is_at_least_as_fast_as_whole_stages(schedule:
 
 
 @pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.45), ("zb-h1", 0.7), ("zbv", 0.55)])
-def test_recomputing_single_layers_fits_if_whole_stages_do_not(schedule: ScheduleName, share: float) -> None:
+def test_per_layer_recomputation_fits_if_whole_stages_do_not(schedule: ScheduleName, share: float) -> None:
     """A stage that is recomputed as a whole holds all its activations in its backward."""
     profile = heavy_chain(int(schedule != "zbv"), 9)
     cap = int(share * max(solved(profile, inputs_for(schedule, recompute="never")).peak_bytes_by_device()))
@@ -66,7 +66,7 @@ def test_recomputing_single_layers_fits_if_whole_stages_do_not(schedule: Schedul
     assert solved(profile, replace(inputs, recompute="layers")).predicted.recompute_share > 0
 
 
-def test_auto_with_single_layers_is_at_least_as_fast_as_each_schedule() -> None:
+def test_auto_with_per_layer_recomputation_is_at_least_as_fast_as_each_schedule() -> None:
     profile = heavy_chain(0, 9)
     inputs = inputs_for("auto", recompute="layers", memory_bytes=(6000, 6000))
     best = solved(profile, inputs)

@@ -12,7 +12,7 @@ from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.schedule import SCHEDULES, Action, Letter
 from planner.core.schedule.validity import check_orders
 from planner.core.values.placement import Placement, stages_on
-from planner.solve.orders.order_problem import OrderProblem, StageFootprint
+from planner.solve.orders.order_problem import ApproximateStageMemory, OrderProblem
 from planner.solve.orders.order_search import OrderSearch, least_period_us
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -55,7 +55,7 @@ def problem(
         chunks=tuple(stages_on(d, devices, len(times) // devices, placement) for d in range(devices)),
         micro_batches=micro_batches,
         times=tuple(times),
-        footprints=(StageFootprint(always=0.0, held=1.0, between=between, above=0.0),) * len(times),
+        footprints=(ApproximateStageMemory(always=0.0, held=1.0, between=between, above=0.0),) * len(times),
         is_whole=(False,) * len(times),
         limits_bytes=tuple(limit + 1e-9 for limit in limits),
         own_us=(0.0,) * devices,

@@ -16,7 +16,7 @@ from tests.support.profiles import inputs_of
 
 
 def test_search_improves_a_plan_under_1f1b() -> None:
-    """A slower plan is never returned, and little effort suffices."""
+    """A slower plan is never returned, and a small budget suffices."""
     profile = random_profile(1, 12)
     request = Request(inputs=replace(inputs_of(3, 6), schedule="1f1b"), micro_batches=6)
     (plain,) = cases_of(profile, request)

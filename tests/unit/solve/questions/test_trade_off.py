@@ -23,7 +23,7 @@ def tight() -> Profile:
 def with_split_backward() -> Profile:
     """Return the same layers with measured split backwards."""
     layers = tight().layers
-    halves = [
+    layers = [
         replace(
             layer,
             backward_input_us=tuple(time / 2 for time in layer.backward_us),
@@ -32,7 +32,7 @@ def with_split_backward() -> Profile:
         )
         for layer in layers
     ]
-    return replace(tight(), layers=tuple(halves))
+    return replace(tight(), layers=tuple(layers))
 
 
 def answer(profile: Profile, **changes: object):

@@ -61,14 +61,14 @@ def profile_of_layers(*layers: LayerProfile) -> Profile:
     return Profile(device=Device(kind="cpu"), micro_batch_sizes=(1,), layers=layers)
 
 
-def halves_of(profile: Profile, first: int, end: int) -> SplitBackwardMemory:
+def split_backward_of(profile: Profile, first: int, end: int) -> SplitBackwardMemory:
     """Return the split backward of the stage of layers `first` to `end - 1`."""
     columns = slice(first, end)
-    halves = stage_table(
+    memory = stage_table(
         costs_at(profile, 1), np.array([first]), columns, micro_batches=4, splits_backward=True
     ).split_backward
-    assert halves is not None
-    return halves
+    assert memory is not None
+    return memory
 
 
 def last(sizes: np.ndarray) -> float:
@@ -79,20 +79,20 @@ def last(sizes: np.ndarray) -> float:
 def test_weight_gradients_run_from_the_last_layer_to_the_first() -> None:
     """While W of a layer runs, earlier layers still hold tensors, and later layers already have gradients."""
     profile = profile_of_layers(*(layer(n) for n in range(4)))
-    halves = halves_of(profile, 1, 4)
-    assert last(halves.held) == 3 * 3000
-    assert last(halves.weight) == 2 * 3000 + 3600
-    assert last(halves.first_weight) == 2 * 3000 + 3500
+    memory = split_backward_of(profile, 1, 4)
+    assert last(memory.held) == 3 * 3000
+    assert last(memory.weight) == 2 * 3000 + 3600
+    assert last(memory.first_weight) == 2 * 3000 + 3500
     late = profile_of_layers(*(layer(n, first_weight_peak_bytes=9000 if n == 1 else 3500) for n in range(4)))
-    assert last(halves_of(late, 1, 4).first_weight) == 9000 + 2 * GRADIENT
+    assert last(split_backward_of(late, 1, 4).first_weight) == 9000 + 2 * GRADIENT
 
 
 def test_inputs_of_the_first_stage_are_part_of_the_mini_batch() -> None:
     """The mini-batch holds them anyway; the first layers of other stages hold their own inputs."""
     profile = profile_of_layers(*(layer(n, held_input_bytes=OUT) for n in range(3)))
-    assert last(halves_of(profile, 0, 2).held) == 2 * 3000 - OUT
-    assert last(halves_of(profile, 1, 3).held) == 2 * 3000
-    assert last(halves_of(profile, 0, 2).weight) == 3000 - OUT + 3600
+    assert last(split_backward_of(profile, 0, 2).held) == 2 * 3000 - OUT
+    assert last(split_backward_of(profile, 1, 3).held) == 2 * 3000
+    assert last(split_backward_of(profile, 0, 2).weight) == 3000 - OUT + 3600
 
 
 @pytest.mark.parametrize(("with_output", "counted"), [(8000, 8000 - OUT), (8600, 8600 - OUT), (99000, 8000)])
@@ -100,25 +100,25 @@ def test_output_saved_by_the_next_layer_counts_once(with_output: int, counted: i
     behind = layer(2, held_input_bytes=OUT, input_peak_bytes=0, first_input_peak_bytes=0)
     profile = profile_of_layers(layer(0), layer(1, output_input_peak_bytes=with_output), behind)
     # The next layer's 3000, and the stage's output, which the engine holds.
-    assert last(halves_of(profile, 1, 3).input) == counted + 3000 + OUT
+    assert last(split_backward_of(profile, 1, 3).input) == counted + 3000 + OUT
 
 
 def test_output_and_gradient_count_once_at_the_end_of_a_stage() -> None:
     """The engine holds and counts both."""
     profile = profile_of_layers(layer(0), layer(1, end_input_peak_bytes=9200), layer(2))
-    assert last(halves_of(profile, 1, 2).input) == 9200 - OUT
+    assert last(split_backward_of(profile, 1, 2).input) == 9200 - OUT
     without = profile_of_layers(layer(0), layer(1), layer(2))
-    assert last(halves_of(without, 1, 2).input) == 8000 + OUT
+    assert last(split_backward_of(without, 1, 2).input) == 8000 + OUT
 
 
 def test_gradients_of_cached_weights_wait_for_the_end_of_w() -> None:
     half = GRADIENT // 2
     profile = profile_of_layers(*(replace(layer(n, weight_peak_bytes=3600), cast_bytes=half) for n in range(3)))
-    assert last(halves_of(profile, 0, 3).weight) == 2 * 3000 + 3600
+    assert last(split_backward_of(profile, 0, 3).weight) == 2 * 3000 + 3600
     high = profile_of_layers(
         *(replace(layer(n, weight_peak_bytes=9900 if n == 0 else 3600), cast_bytes=half) for n in range(3))
     )
-    assert last(halves_of(high, 0, 3).weight) == max(9900 + 2 * half, 3 * half + 9900 - half)
+    assert last(split_backward_of(high, 0, 3).weight) == max(9900 + 2 * half, 3 * half + 9900 - half)
 
 
 def test_gradients_of_tied_weights_wait_for_each_other_in_w() -> None:
@@ -126,8 +126,8 @@ def test_gradients_of_tied_weights_wait_for_each_other_in_w() -> None:
     second = replace(layer(2), tied=("layers.0",), tied_bytes=GRADIENT)
     untied = profile_of_layers(layer(0), layer(1, weight_peak_bytes=9900), layer(2))
     tied = profile_of_layers(first, layer(1, weight_peak_bytes=9900), second)
-    assert last(halves_of(untied, 0, 3).weight) == 3000 + 9900
-    assert last(halves_of(tied, 0, 3).weight) == 3000 + 9900 + GRADIENT
+    assert last(split_backward_of(untied, 0, 3).weight) == 3000 + 9900
+    assert last(split_backward_of(tied, 0, 3).weight) == 3000 + 9900 + GRADIENT
 
 
 def test_weight_cache_counts_twice_with_whole_and_split_backwards() -> None:

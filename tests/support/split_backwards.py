@@ -2,10 +2,10 @@
 
 from planner.core.schedule import Action
 
-__all__ = ["in_halves"]
+__all__ = ["split_backwards"]
 
 
-def in_halves(actions: tuple[tuple[Action, ...], ...], later: int) -> tuple[tuple[Action, ...], ...]:
+def split_backwards(actions: tuple[tuple[Action, ...], ...], later: int) -> tuple[tuple[Action, ...], ...]:
     """Return the action order with each W `later` actions after its I, in the order of the I.
 
     The backward of every fourth micro-batch stays whole, after all deferred W, so that gradients are added in the

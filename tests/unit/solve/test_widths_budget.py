@@ -1,4 +1,4 @@
-"""Effort of searches over several widths: spent on the fastest width, replicas and M."""
+"""Budget of searches over several widths: spent on the fastest width, replicas and M."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ CONFIGURATION = Path(__file__).parents[3] / "sample_models/configurations/gemma-
 
 
 def test_no_compared_schedule_is_faster_than_the_plan() -> None:
-    """With 64 micro-batches, one simulation needs most of a schedule's effort for all M."""
+    """With 64 micro-batches, one simulation needs most of a schedule's budget for all M."""
     profile = api.profile(CONFIGURATION, device="estimate:h100", tensor_parallel="4,8")
     request = request_of(profile, ProfileReference(path="", digest=""), SolverOptions(nodes="8x8"))
     plan = solve(profile, request)
