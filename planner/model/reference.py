@@ -118,7 +118,7 @@ def train_reference(
     seed_process(options.seed)
     model = _built(loaded, options)
     losses: list[float] = []
-    names = {name for name, _ in model.named_parameters()}
+    parameters, saved = {name for name, _ in model.named_parameters()}, _saved_names(model)
     write("initial", partial(initial_state, loaded, model))
     if folder is not None and options.lean:
         ReferenceState.load(folder / "initial").lend_parameters(dict(model.named_parameters(remove_duplicate=False)))
@@ -136,7 +136,8 @@ def train_reference(
             except Exception as error:
                 _raise_unless_late(error, step, options)
                 break
-            _refuse_new_parameters(model, names)
+            _refuse_new_parameters(model, parameters)
+            _refuse_other_buffers(model, saved)
             scale = _unscale(trained, scale)
             losses.append(loss)
             write(f"gradients-{step}", partial(state_after_backward, loaded, model, loss))
@@ -250,6 +251,20 @@ def _refuse_new_parameters(model: nn.Module, names: Collection[str]) -> None:
             f'`forward` makes the parameter "{new}" after the optimizer was built, so nothing would train it',
             hint="make it in `__init__`, or run the model once in `build_model`",
         )
+
+
+def _refuse_other_buffers(model: nn.Module, names: set[str]) -> None:
+    other = min(_saved_names(model) ^ names, default="")
+    if other:
+        raise ModelError(
+            f'`forward` {"removes" if other in names else "makes"} the buffer "{other}": the state dict of a trained '
+            "model has other names than that of a new model, so a run could not be resumed",
+            hint="register it in `__init__` with a tensor, or with `persistent=False` if `forward` can make it again",
+        )
+
+
+def _saved_names(model: nn.Module) -> set[str]:
+    return {name for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def _values(model: nn.Module, loaded: LoadedModel) -> dict[str, float]:

@@ -147,6 +147,28 @@ def test_parameters_that_the_first_forward_makes_are_refused() -> None:
     assert "run the model once in `build_model`" in refused.value.hint
 
 
+class Masked(nn.Module):
+    """Makes its mask in the first forward."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", None, persistent=persistent)
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(WIDTH, WIDTH).tril()
+        return self.layer(value) @ self.mask
+
+
+def test_persistent_buffers_that_the_first_forward_makes_are_refused() -> None:
+    """A checkpoint has them, and a new model cannot load them."""
+    with pytest.raises(ModelError, match=r'`forward` makes the buffer "0.mask"') as refused:
+        checked(lambda: nn.Sequential(Masked(persistent=True), Masked(persistent=True)))
+    assert "`persistent=False`" in refused.value.hint
+    checked(lambda: nn.Sequential(Masked(persistent=False), Masked(persistent=False)))
+
+
 class Freezes(Late):
     """Stops training after ten forwards."""
 
