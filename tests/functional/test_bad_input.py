@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +20,11 @@ from tests.support.cli import (
     MODEL,
     Ran,
     call,
-    environment,
     no_calibration,
     write_model,
 )
-from tests.support.ranks import end_ranks, run_ranks
+from tests.support.processes import Job
+from tests.support.ranks import ForkedProcess, end_ranks, run_ranks
 
 SAMPLE_MODELS = Path(__file__).parents[2] / "sample_models"
 SOLVE = ("solve", "--devices", "2", "--mem", "8GB")
@@ -350,7 +349,7 @@ def test_bad_options_of_profile_are_refused_before_measuring(here, capsys, optio
 def test_boolean_settings_accept_only_true_and_false(here: Path, capsys: Capsys, *, text: str, right: bool) -> None:
     write_model(here, HEAD + BUILD.replace("width: int = 16", "width: int = 16, x: bool = True") + EXAMPLE + LOSS)
     if right:
-        assert call(capsys, "profile", "model.py", *FAST, "--set", text).code == 0
+        assert call(capsys, "profile", "model.py", *FAST, "--proof-budget", "0s", "--set", text).code == 0
     else:
         assert "true or false" in refused(capsys, here, "profile", "model.py", *FAST, "--set", text).error
 
@@ -535,19 +534,6 @@ def test_models_without_cuts_report_where_and_why(here: Path, capsys: Capsys) ->
 # The emitted script
 
 
-def _train(folder: Path, *command: str) -> Ran:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
-
-
 def _refused(folder: Path, message: str, *arguments: str) -> None:
     """Run the script as one rank, and check its exit code and message."""
     done = end_ranks(1, arguments, folder)
@@ -558,16 +544,19 @@ def _refused(folder: Path, message: str, *arguments: str) -> None:
 
 @pytest.mark.slow
 def test_the_script_refuses_a_wrong_number_of_processes(here: Path) -> None:
-    """Report the right command in one message, under torchrun and without."""
-    alone = _train(here, "train.py", "--steps", "1", "--report", "run.json")
+    """Report the right command in one message, also if several processes are started."""
+    out, err = here / "alone.out", here / "alone.err"
+    arguments = ["train.py", "--steps", "1", "--report", "run.json"]
+    code = ForkedProcess(arguments, here, out=out, err=err).wait()
+    alone = Ran(code, out.read_text(), err.read_text())
     assert (alone.code, alone.out) == (2, "")
     assert alone.error == "error: the plan needs 2 processes (2 stages), but 1 process was started"
     assert "torchrun --nproc-per-node 2 train.py" in alone.err
     assert "Traceback" not in alone.err
 
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-    three = _train(here, *launcher, "train.py", "--steps", "1", "--report", "run.json")
-    assert three.code != 0
+    with Job(3, arguments, here) as job:
+        three = job.ended()
+    assert 0 not in three.codes
     assert three.err.count("error: the plan needs 2 processes (2 stages), but 3 processes were started") == 1
     assert not (here / "run.json").exists()
 

@@ -42,6 +42,7 @@ from tests.support.cli import (
     environment,
     known_executor,
     no_calibration,
+    no_proof,
     spawn,
     write_model,
 )
@@ -65,6 +66,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.chdir(folder)
         no_calibration(patch)
+        no_proof(patch)
         assert run(["profile", "model.py", *FAST]) == 0
         assert run(list(SOLVE)) == 0
     return folder
@@ -77,6 +79,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     no_calibration(monkeypatch)
+    no_proof(monkeypatch)
     write_model(tmp_path)
     return tmp_path
 

@@ -1,7 +1,5 @@
 """Tests of links that are measured one by one, in all commands that use them."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,8 @@ from planner import files
 from planner.core.values.cluster import Link
 from planner.core.values.links import Links, MeasuredLink
 from planner.core.values.profile import Device, Environment
-from tests.support.cli import call, environment, write_model
+from tests.support.cli import call, write_model
+from tests.support.processes import Job
 from tests.support.profiles import profile_of
 
 Capsys = pytest.CaptureFixture[str]
@@ -136,14 +135,12 @@ def test_only_the_first_process_prints_the_error(here: Path, capsys: Capsys, mon
 def test_measured_links_are_blocking_and_slower_for_more_bytes(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "planner",
-         "profile-links", "-o", "measured.yaml", "--device", "cpu"],
-        env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1 link between neighbors")
-    assert "next: gpipe-plan solve --devices 2 --mem 8GB --links measured.yaml\n" in done.stderr
+    (tmp_path / "measure.py").write_text("from planner.__main__ import main\nmain()\n")
+    with Job(2, ["measure.py", "profile-links", "-o", "measured.yaml", "--device", "cpu"], tmp_path) as job:
+        done = job.ended()
+    assert done.codes == (0, 0), done.err
+    assert done.out.startswith("1 link between neighbors")
+    assert "next: gpipe-plan solve --devices 2 --mem 8GB --links measured.yaml\n" in done.err
     links = files.read_links("measured.yaml")
     assert links.backend == "gloo"
     (boundary,) = links.boundaries

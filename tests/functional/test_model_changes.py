@@ -1,6 +1,7 @@
 """Tests of `check --model`, which compares the structure of the current model with the profile."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from planner.cli.main import run
 from planner.core.errors import ModelError
 from planner.executor import Pipeline
-from tests.support.cli import write_model
+from tests.support.cli import no_proof, write_model
 
 MODEL = """
 import torch
@@ -40,13 +41,24 @@ def loss_fn(output, target):
 """
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the model, its profile and a plan."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_model(folder, MODEL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        no_proof(patch)
+        assert run(["profile", "model.py", "--batch-sizes", "2", "--time-budget", "0s", "--repeat", "2", "-q"]) == 0
+        assert run(["solve", "--devices", "2", "--mem", "1GB", "-q"]) == 0
+    return folder
+
+
 @pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change to a folder with the model, its profile and a plan."""
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> Path:
+    """Change to a copy of `finished`."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    write_model(tmp_path, MODEL)
-    assert run(["profile", "model.py", "--batch-sizes", "2", "--time-budget", "0s", "--repeat", "2", "-q"]) == 0
-    assert run(["solve", "--devices", "2", "--mem", "1GB", "-q"]) == 0
     return tmp_path
 
 

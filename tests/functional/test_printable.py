@@ -1,6 +1,9 @@
 """Tests that terminals and CI runners never execute control characters from files."""
 
+import contextlib
+import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 
 from planner import files
 from planner.cli.console import Console
+from planner.cli.main import run
 from planner.core.errors import FileError, PlannerError
 from planner.core.values.printable import escape_unprintable, printable, printable_lines
 from tests.support.cli import call
@@ -31,22 +35,32 @@ def unsafe(text: str) -> list[str]:
     ]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a profile with control characters in all free texts, and plans of it."""
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path_factory.mktemp("finished")
     measured = profile_of([float(n + 1) for n in range(len(NASTY))], parameter_bytes=10**9, output_bytes=1000)
     layers = tuple(replace(layer, name=name) for layer, name in zip(measured.layers, NASTY, strict=True))
     model = replace(measured.model, source=f"{NASTY[0]}.py:{NASTY[3]}", settings=dict.fromkeys(NASTY, NASTY[4]))
     device = replace(measured.device, name=f"{NASTY[0]}{NASTY[3]}{NASTY[4]}")
     measured = replace(measured, layers=layers, model=model, device=device, optimizer=NASTY[1])
-    files.write("p.yaml", measured)
-    assert files.read_profile("p.yaml") == measured
-    for name, devices in (("plan.yaml", "2"), ("other.yaml", "3")):
-        ran = call(
-            capsys, "solve", "p.yaml", "--devices", devices, "--mem", "80GB", "--batch", "2", "-o", name, "--quiet"
-        )
-        assert (ran.code, unsafe(ran.out + ran.err)) == (0, [])
+    common = ("--mem", "80GB", "--batch", "2")
+    with contextlib.chdir(folder):
+        files.write("p.yaml", measured)
+        assert files.read_profile("p.yaml") == measured
+        for name, devices in (("plan.yaml", "2"), ("other.yaml", "3")):
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = run(["solve", "p.yaml", "--devices", devices, *common, "-o", name, "--quiet"])
+            assert (code, unsafe(out.getvalue() + err.getvalue())) == (0, [])
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> Path:
+    """Change to a copy of `finished`."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 

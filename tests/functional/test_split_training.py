@@ -28,7 +28,7 @@ HALVES = {"forward", "input backward", "weight backward"}
 
 def results_of(cases: Sequence[Case], folder: Path) -> list[tuple[Case, dict[str, Any]]]:
     """Cases and their results; every process has run split backwards."""
-    results = run_cases(cases, folder)
+    results = run_cases(cases, folder, ("split",))
     for result in results:
         assert all(set(kinds) >= HALVES for kinds in result["kinds"])
     return list(zip(cases, results, strict=True))

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,26 +11,38 @@ import pytest
 import planner
 from planner import files
 from planner.api import trial
+from planner.cli.main import run
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import MeasurementError, UsageError
 from planner.emit import decisions_digest
-from tests.support.cli import FAST, call, no_calibration, write_model
+from tests.support.cli import FAST, call, no_calibration, no_proof, write_model
 from tests.support.runs import report_of, slower
 
 Capsys = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> Path:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a plan of two stages to a subfolder, next to its profile and model."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_model(folder)
+    (folder / "plans").mkdir()
+    cuts = ("--balance", "2,3", "--micro-batches", "2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        no_calibration(patch)
+        no_proof(patch)
+        assert run(["profile", "model.py", *FAST]) == 0
+        assert run(["solve", "--devices", "2", "--mem", "8GB", *cuts, "-o", "plans/plan.yaml"]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> Path:
+    """Change to a copy of `finished`."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     no_calibration(monkeypatch)
-    write_model(tmp_path)
-    (tmp_path / "plans").mkdir()
-    assert call(capsys, "profile", "model.py", *FAST).code == 0
-    solved = call(capsys, "solve", "--devices", "2", "--mem", "8GB", "--balance", "2,3", "--micro-batches", "2",
-                  "-o", "plans/plan.yaml")  # fmt: skip
-    assert solved.code == 0
     return tmp_path
 
 

@@ -88,16 +88,17 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
         return {}
     assert loss is not None
     got = tuple({name: t for own in gathered for name, t in own[kind].items()} for kind in range(3))
-    return {
+    result = {
         "replicas_differ": sorted(
             {name for _, own, *_ in gathered for name, p in own.items() if not torch.equal(p, got[1][name])}
         ),
         "own_bytes": [sum(p.nbytes for p in params.values()) for _, params, *_ in gathered],
         "skipped": [steps for *_, steps, _ in gathered],
         "kinds": [sorted(kinds) for *_, kinds in gathered],
-        **_compare("whole", pipeline, case, loss, norms, evaluated, got),
-        **_compare("split", pipeline, case, loss, norms, evaluated, got),
     }
+    for name in case["compared"]:
+        result |= _compare(name, pipeline, case, loss, norms, evaluated, got)
+    return result
 
 
 def _calls(case: dict[str, Any], pipeline: Pipeline) -> Calls:

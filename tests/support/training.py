@@ -122,14 +122,19 @@ def predicted_peaks(case: Case, costs: ChainCosts) -> list[int]:
     return [sum(stages[index].memory.total for index in indices) for indices in on_device]
 
 
-def run_cases(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
-    """Return the worker's results for `cases`, which all need as many processes."""
+def run_cases(
+    cases: Sequence[Case], folder: Path, compared: Sequence[str] = ("whole", "split")
+) -> list[dict[str, Any]]:
+    """Return the worker's results for `cases`, which all need as many processes.
+
+    The worker compares each with the unpipelined model: on whole mini-batches, and on the same micro-batches.
+    """
     described = []
     for n, case in enumerate(cases):
         path = folder / f"balance_{n}.yaml"
         write_balance(case, path)
         asked = ("seed", "steps", "sizes", "pieces", "calls", "clip", "decay", "evaluate")
-        described.append({"balance": str(path), **{name: getattr(case, name) for name in asked}})
+        described.append({"balance": str(path), "compared": compared, **{name: getattr(case, name) for name in asked}})
     (folder / "cases.json").write_text(json.dumps(described))
     worker = str(ROOT / "tests/support/gradient_worker.py")
     run_ranks(cases[0].num_processes, [worker, "cases.json", "results.json"], folder)
