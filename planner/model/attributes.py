@@ -62,8 +62,7 @@ class AttributeSnapshot:
 
     Args:
         modules: Pairs of a module's path and the module.
-        of_model: Snapshot of the whole model. A list, dict or object that is in both snapshots has the path from this
-            one.
+        of_model: Snapshot of the whole model, whose paths are preferred for objects in both snapshots.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "AttributeSnapshot | None" = None) -> None:
@@ -85,10 +84,7 @@ class AttributeSnapshot:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def restore(self) -> None:
-        """Undo attribute changes that involve tensors, and restore plain values.
-
-        Plain values are, for example, a counter of forwards or a flag that the first forward sets.
-        """
+        """Undo attribute changes that involve tensors, and restore plain values such as counters and flags."""
         for container in self._containers.values():
             live, before = container.live, container.before
             if isinstance(live, dict):
@@ -144,7 +140,7 @@ def repeat_change(model: nn.Module, change: AttributeChange, leaves: Sequence[An
 
 
 def stored_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
-    """Return the leaves of the value that the attribute of `change` has now.
+    """Return the leaves of the value that is now in the attribute of `change`.
 
     For a list that grows, only the newest items count, as many as in the recording.
 

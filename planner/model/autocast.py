@@ -35,7 +35,7 @@ def forward_context(precision: Precision, device: torch.device, *, keep: bool = 
     Args:
         precision: Precision of the model.
         device: Device of the layers.
-        keep: Whether autocast caches its copies of weights; otherwise each use of a weight makes a new copy.
+        keep: True to let autocast cache its copies of weights; otherwise each use of a weight makes a new copy.
     """
     dtype = _AUTOCAST.get(precision)
     if dtype is None:
@@ -47,7 +47,7 @@ def forward_context(precision: Precision, device: torch.device, *, keep: bool = 
 
 
 def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that prevents autocast from clearing its weight cache.
+    """Return a context manager in which autocast keeps its cached weight copies.
 
     Autocast clears the cache when its outermost context ends. This context is the outermost, and does not enable
     autocast.
@@ -57,16 +57,13 @@ def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractCon
 
 
 def caching_only_with_graph() -> AbstractContextManager[None]:
-    """Return a context manager in which autocast caches only weight copies that have a graph.
-
-    The first forward of recomputed layers runs in this context.
-    """
+    """Return a context manager in which autocast caches only weight copies that have a graph."""
     return nullcontext() if torch.is_grad_enabled() or _copies_have_graphs() else _without_cache()
 
 
 @cache
 def _copies_have_graphs() -> bool:
-    """Return True if a weight copy that autocast caches under `no_grad` has a graph. This is so from torch 2.11 on."""
+    """Return True if a weight copy that autocast caches under `no_grad` has a graph, as from torch 2.11 on."""
     weight = torch.ones(1, 1, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():

@@ -30,7 +30,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def uses_batch_in_evaluation(model: nn.Module) -> bool:
-    """Return True if a batch normalization has no running statistics and so uses the batch in evaluation."""
+    """Return True if a batch normalization has no running statistics, so that evaluation uses those of the batch."""
     return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
 
 
@@ -60,9 +60,7 @@ class BatchStatistics:
         self.watch(modules)
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Also collect statistics of the batch normalizations among `modules`.
-
-        Some of `modules` may run in other stages.
+        """Also collect statistics of the batch normalizations among `modules`, which may run in other stages.
 
         Raises:
             ModelError: A module is a `SyncBatchNorm` in training mode.

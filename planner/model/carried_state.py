@@ -1,4 +1,4 @@
-"""Find state that one forward changes and the next forward reads, and where a forward uses it.
+"""Find state that one forward changes and the next forward reads, and the code that uses it.
 
 Each stage has its own copy of the state, which only its own forwards change. So the code that changes a state and the
 code that reads it must be in the same stage:
@@ -97,7 +97,7 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
 
 
 def state_problem(states: Iterable[CarriedState], cut: int) -> str:
-    """Return a reason if code on both sides of the cut uses the same state; else an empty text."""
+    """Return the reason against a cut if code before and after it uses the same state; else an empty text."""
     for state in states:
         if state.first < cut <= state.last:
             return f'forward changes "{state.name}", which both sides of the cut use (use it in one block only)'

@@ -77,10 +77,7 @@ class Chain:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Names of the boundaries, as in the option `uncut`.
-
-        A boundary has the name of the layer before it, in the chain with all cuts.
-        """
+        """Names of the boundaries, as in the option `uncut`: each has the name of the layer before it."""
         return self.names[:-1] if self.outline is None else self.outline.ends
 
     def modules(self, layer: int) -> tuple[str, ...]:
@@ -197,7 +194,7 @@ def run_layers(layers: Sequence[nn.Module], value: Any) -> Any:
 def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
     """Return the parameters that several layers share: for each, pairs of layer index and name.
 
-    Parameters are shared if they cover the same memory. Views of different parts of one storage are not shared.
+    Views of different parts of one storage do not count as shared.
     """
     by_memory: dict[tuple[object, ...], list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
@@ -207,7 +204,7 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Return, for each tied parameter, the names of the same parameter in other layers.
+    """Return, for each tied parameter, its names in other layers.
 
     If a name does not show the layer, the layer's name is returned instead.
     """
@@ -260,10 +257,7 @@ def _described(layer: Layer) -> dict[str, Any]:
 
 
 def _printed(module: nn.Module) -> str:
-    """Return the printed module, or only class names if a submodule has its own `__repr__`.
-
-    Such a submodule may print values that a rank lacks.
-    """
+    """Return the printed module, or only class names if a submodule has its own `__repr__`, which may print values."""
     own = any(
         type(part).__module__.startswith("torch.ao.")
         or (type(part).__repr__ is not nn.Module.__repr__ and not type(part).__module__.startswith("torch."))
@@ -303,10 +297,7 @@ def refuse_sparse(model: nn.Module) -> None:
 
 
 def _shares_state(model: nn.Module, example_inputs: Callable[[int], Any] | None) -> bool:
-    """Return True if a forward changes a tensor that several layers of a Sequential use.
-
-    Also return True if this is unknown.
-    """
+    """Return True if a forward changes a tensor that several layers of a Sequential use, or if this is unknown."""
     layers = [layer.module for layer in _flatten(model, "")]
     owned = [
         {storage_key(t) for t in (*m.parameters(), *m.buffers(), *other_reachable_tensors([m], ()))} for m in layers

@@ -1,4 +1,4 @@
-"""Find the tensors that a model's code and hooks can read, and that are not among its parameters and buffers.
+"""Find tensors that are not parameters or buffers, but that a model's code and hooks can read.
 
     mask = torch.rand(8, 8) > 0.5
     layer.weight.register_hook(lambda gradient: gradient * mask)

@@ -64,7 +64,7 @@ def configuration_module(path: str) -> ModuleType:
 
 
 def _language_configuration(transformers: ModuleType, path: str) -> tuple[Any, bool]:
-    """Return the configuration of the language model, and True if it is part of a larger model.
+    """Return the configuration of the language model, and True if it is a part of a larger model.
 
     The cache of keys and values is disabled, because training does not use it.
     """
@@ -75,10 +75,9 @@ def _language_configuration(transformers: ModuleType, path: str) -> tuple[Any, b
 
 
 def _task(path: str, task: str, *, is_part: bool) -> str:
-    """Return the name of the task: `task` if given, else a default from the configuration.
+    """Return the name of the task: `task` if given, else a default.
 
-    The default is `causal-lm` for a language model in a larger model. For other models, it follows from
-    `architectures`.
+    The default is `causal-lm` for a language model in a larger model, else the task of the class in `architectures`.
     """
     if task in TASKS:
         return task

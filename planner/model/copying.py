@@ -12,7 +12,7 @@ _UNCOPYABLE = (TypeError, RuntimeError)
 
 
 def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({})) -> _Module:
-    """Return a deep copy of a module. The copy shares the objects that cannot be copied.
+    """Return a deep copy of a module. Objects that cannot be copied are shared with the original.
 
     Args:
         module: Module, or list of modules.

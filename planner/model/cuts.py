@@ -1,8 +1,8 @@
-"""Find where a recorded model can be cut, and what crosses each cut.
+"""Find where a recorded model can be cut, and which tensors cross each cut.
 
-A cut is a time of the recording: stages before the cut run the code before that time. Calls that ended before a cut do
-not run again after it. Later stages receive their results, if these are needed. Calls that are still open at the cut
-run their code again from its start, on the received tensors. Some results of this code are sent instead
+A cut is a point in time of the recorded forward. Calls of modules that ended before the cut do not run in later stages,
+which receive the results instead. A call that has begun but not ended at the cut, such as the model's own `forward`,
+runs again in the next stage from its start, on the received tensors. Some results of this code are sent instead
 (`planner.model.sent_results`).
 
     def forward(self, x):
@@ -55,7 +55,7 @@ class CutCrossing:
 
 
 class PossibleCuts:
-    """Possible cuts of a recorded model. Only the module structure of `model` is used."""
+    """Possible cuts of a recorded model."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self.recording = recording
@@ -89,10 +89,11 @@ class PossibleCuts:
         Args:
             cut: Time of the cut.
             used_before: Time from which uses do not count.
-            with_unread: Whether outputs that the loss does not read count as used.
+            with_unread: True if outputs that the loss does not read count as used.
 
         Returns:
-            The tensors, and the parameters and buffers that code reads which runs before and again after the cut.
+            The tensors, and the names of parameters and buffers that code reads which runs both before and after the
+            cut.
         """
         # Uses are in order, so the first one after the cut decides whether the version is used before `used_before`.
         live = [
@@ -137,9 +138,9 @@ class PossibleCuts:
         )
 
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
-        """Count tensors that are sent only as operands of repeated code, and the results of this code.
+        """Count the tensors that are sent only as operands of repeated code, and the results of this code.
 
-        Repeated code runs before the cut and again after it.
+        Repeated code runs both before and after the cut.
         """
         flow = self.recording.flow.nodes
         read_after = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
@@ -158,9 +159,7 @@ class PossibleCuts:
         return frozenset(name for names in inside for name in names) | crossing.model_tensors | returned
 
     def missing_outputs(self, cut: int, model_tensors: frozenset[str]) -> frozenset[int]:
-        """Return the unread outputs that stages after `cut` cannot compute.
-
-        An output is unread if the loss does not read it.
+        """Return the outputs that the loss does not read and that stages after `cut` cannot compute.
 
         Args:
             cut: Time of the cut.
@@ -199,9 +198,9 @@ class PossibleCuts:
     def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
         """Return the useful cuts in order, and reasons why the model is not cut after other calls.
 
-        A block is a member of a ModuleList, ModuleDict or Sequential. If possible, the model is cut after each block
-        and after other modules that contain modules with parameters. After smaller modules outside of blocks, it is cut
-        only where few bytes cross. Within blocks, it is cut only if `granularity` is `fine`.
+        If possible, the model is cut after each block (a member of a ModuleList, ModuleDict or Sequential) and after
+        other modules that contain modules with parameters. After smaller modules outside of blocks, it is cut only
+        where few bytes cross. Within blocks, it is cut only if `granularity` is `fine`.
         """
         calls = self.recording.calls
         # Boundaries between blocks are natural cuts. Any other cut is useful only if few bytes cross it.
@@ -265,10 +264,7 @@ class PossibleCuts:
         return self._cut_after_call[call.number]
 
     def _draws_after(self, result: FunctionResult) -> bool:
-        """Return True if code draws random numbers between a result and the next start or end of a call.
-
-        Each layer seeds its random generators. A plain loop can seed them only when a call starts or ends.
-        """
+        """Return True if code draws random numbers between a result and the next start or end of a call."""
         parent = self.recording.calls[result.call]
         next_enter = self.recording.calls[parent.children[result.gap]].enter
         return any(
@@ -282,7 +278,8 @@ class PossibleCuts:
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
         """Remove each cut inside a call if many more bytes cross it than the start and end of the call.
 
-        At the start and end, outputs that the loss does not read count too. So the choice does not depend on the loss.
+        Outputs that the loss does not read also count at the start and end, so that the choice does not depend on the
+        loss.
         """
         narrow = []
         for cut in cuts:
@@ -331,7 +328,7 @@ class PossibleCuts:
 class _Needs:
     """Tensors, parameters and buffers that a stage needs to run the code after a cut.
 
-    Each tensor that the code reads is traced back to tensors that can be sent. All operators on the way run again.
+    Each tensor that the code reads is traced back to tensors that can be sent. The operators in between run again.
     """
 
     def __init__(self, cuts: PossibleCuts, cut: int) -> None:

@@ -104,8 +104,8 @@ def _own_loss(output: Any) -> Tensor | None:
 def _is_scalar(tensor: Tensor, beside: Sequence[Tensor]) -> bool:
     """Return True if a tensor with one element can be a loss.
 
-    A tensor of shape (1,) or (1, 1) may also be the output for a batch of one sample. So it counts only if another
-    tensor in `beside` has several samples.
+    A tensor of shape (1,) or (1, 1) may also be the output for one sample. So it counts only if another tensor in
+    `beside` has several samples.
     """
     of_several = any(other.numel() and other.shape[:1] > (1,) for other in beside)
     return tensor.ndim == 0 or (tensor.numel() == 1 and of_several)

@@ -1,4 +1,4 @@
-"""Watch calls of torch functions by a module's own code, in the gaps between the calls of its submodules.
+"""Intercept calls of torch functions by a module's own code, in the gaps between the calls of its submodules.
 
 A function call is identified by its gap, the function's name, and the number of earlier calls of that function in the
 gap. If the code runs again, the same call has the same identification.
@@ -21,8 +21,7 @@ Run = Callable[[Called, Callable[[], Any]], Any]
 class FunctionWatch(TorchFunctionMode):
     """Torch function mode that intercepts function calls of a module's own code.
 
-    While it is active, the model's code may enter and leave other modes. So this mode is inserted below them in torch's
-    stack of modes, and removed from any position.
+    The model's code may enter and leave other modes meanwhile, so this mode is inserted below them.
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ class Ghost(Tensor):
 
     @property
     def fake_tensor(self) -> FakeTensor:
-        """Fake tensor of torch in this ghost. Ghosts share memory if their fake tensors share a storage."""
+        """Torch's fake tensor in this ghost. Ghosts share memory if their fake tensors share a storage."""
         if self._fake is None:
             with _mode(), torch._C.DisableTorchFunction():
                 self._fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
@@ -164,7 +164,7 @@ def ghost_like(tensor: Tensor, device: torch.device, origin: str = "") -> Ghost:
     """Return a ghost (tensor without values) with the shape, strides and dtype of `tensor`.
 
     Args:
-        tensor: Tensor with the shape, strides and dtype of the ghost.
+        tensor: Tensor to imitate.
         device: Device that the ghost reports.
         origin: For an absent ghost, the name of the parameter, or of the module that returned the tensor.
     """
@@ -227,10 +227,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for tensors that cover the same memory in the same order.
-
-    The key identifies memory only while the tensors exist.
-    """
+    """Return a key that is equal for tensors that cover the same memory in the same order, while they exist."""
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
@@ -275,9 +272,7 @@ def _has_values(arguments: Any) -> bool:
 
 
 def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> None:
-    """Fill ordinary tensors with NaN if `func` writes an absent ghost into them.
-
-    Existing tensors cannot become ghosts, so NaN marks wrong results.
+    """Fill ordinary tensors with NaN if `func` writes an absent ghost into them, because they cannot become ghosts.
 
     Raises:
         ModelError: The tensor cannot contain NaN, or an optimizer's step computes with an ordinary tensor and a ghost.

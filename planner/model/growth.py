@@ -39,11 +39,7 @@ def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
 
 
 def candidates_in_both(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
-    """Return function results that may be sent across cuts and occur in both recordings.
-
-    Returns:
-        Their shapes in both recordings, by function result.
-    """
+    """Return results of functions that may be sent across cuts and occur in both recordings, with both shapes."""
     other_shapes = {place: other.values[candidate.value][1].shape for place, candidate in _candidates_by_place(other)}
     pairs = {}
     for place, candidate in _candidates_by_place(recording):
@@ -64,7 +60,7 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
         cuts: Times of the cuts.
 
     Returns:
-        Shapes by index of the tensor, and the calls that call other modules for another batch size.
+        Shapes by index of the tensor, and the calls that call other submodules for another batch size.
 
     Raises:
         ModelError: The model's inputs have another structure for another batch.
@@ -95,13 +91,10 @@ def cut_errors(
 ) -> dict[int, ModelError]:
     """Return an error for each cut where the model depends on the batch size or the data.
 
-    The model depends on the batch size in a call that calls other modules for another size. It depends on the data if
-    they determine the shape of a tensor that crosses the cut.
-
     Args:
         cuts: For every cut: its time, the name of the layer before it, and the indices of the tensors that cross it.
         shapes: Shapes by index of the tensor, from `shapes_in_both`.
-        varying: Calls that call other modules for another batch size.
+        varying: Calls that call other submodules for another batch size.
     """
     refusals: dict[int, ModelError] = {}
     for cut, name, values in cuts:
@@ -121,11 +114,7 @@ def cut_errors(
 
 
 def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], FunctionResult]]:
-    """Yield function results that may be sent across cuts, each with its position.
-
-    The position is equal in every recording. Numbers of calls are not equal, because a module may call more modules for
-    another batch size.
-    """
+    """Yield results of functions that may be sent across cuts, each with its position in the model's code."""
     places: list[tuple[int, ...]] = [()] * len(recording.calls)
     # A parent precedes its children in `calls`, so the place of the parent is already known.
     for call in recording.calls:

@@ -31,7 +31,7 @@ _OBJECT_DEPTH = 3
 def object_with_samples(value: Any, num_samples: int) -> str:
     """Return the type of an object in a nested batch that holds tensors of `num_samples` samples; empty if none does.
 
-    Such an object cannot be cut into micro-batches. Each micro-batch would get the samples of all.
+    Such an object cannot be cut into micro-batches.
     """
     objects = [leaf for leaf in tree_leaves(value) if not isinstance(leaf, Tensor)]
     return next((type(each).__name__ for each in objects if _holds_samples(each, num_samples, _OBJECT_DEPTH)), "")

@@ -40,8 +40,8 @@ def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Return a contiguous view of a tensor's memory, for a transfer.
 
-    The dimensions are permuted to the order in which they are in memory. Unless `tensor` is already contiguous, the
-    result has no autograd history.
+    Dimensions are permuted to their order in memory. Unless `tensor` is already contiguous, the result has no autograd
+    history.
     """
     if tensor.is_contiguous() or (order := _order(tensor)) == tuple(range(tensor.dim())):
         return tensor

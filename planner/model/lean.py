@@ -39,13 +39,11 @@ def allocate_parameters(
 ) -> None:
     """Replace parameters on the meta device by parameters with memory; tied parameters stay tied.
 
-    Other parameters are not changed.
-
     Args:
         modules: Modules whose parameters get memory.
         model: Model that contains the modules.
         device: Device of the memory.
-        initial: Whether to set random values; otherwise the memory is not initialized.
+        initial: True to set random values; otherwise the memory is not initialized.
     """
     modules = list(modules)
     wanted = {id(p) for module in modules for p in module.parameters() if p.is_meta}

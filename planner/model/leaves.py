@@ -84,15 +84,12 @@ Leaf = TensorLeaf | ArgumentLeaf | ParameterLeaf | ConstantLeaf | SampleCount
 
 
 def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
-    """Return a `SampleCount` if a leaf of integers grows linearly with the number of samples.
+    """Return a `SampleCount` if a leaf of integers grows linearly with the number of samples, else `leaf` itself.
 
     Args:
         leaf: Leaf recorded with a batch of `sizes[0]` samples.
         other: The same leaf recorded with a batch of `sizes[1]` samples.
         sizes: Numbers of samples in the two batches.
-
-    Returns:
-        The `SampleCount`, or `leaf` itself if it does not grow linearly.
     """
     if not (isinstance(leaf, ConstantLeaf) and isinstance(other, ConstantLeaf)) or leaf == other:
         return leaf

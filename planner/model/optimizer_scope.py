@@ -89,11 +89,10 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
 def watch_optimizer(
     optimizer: torch.optim.Optimizer, build: Builder, parameters: Iterable[Tensor]
 ) -> Callable[[], None] | None:
-    """Return a function to call before each step of a run, which makes the comparison of `check_optimizer` for it.
+    """Return a function to call before each step of a run, which repeats the check of `check_optimizer` for this step.
 
-    It raises a `ModelError` before the first step that depends on other parameters or draws random numbers. It uses the
-    numbers that the run's optimizer has at that time, such as learning rates and counts of steps. Returns None for
-    optimizers of torch, whose steps are known.
+    It raises a `ModelError` before the first step that depends on other parameters or draws random numbers. Returns
+    None for optimizers of torch, whose steps are known.
 
     Args:
         optimizer: Optimizer of the run.
@@ -191,7 +190,7 @@ class _Comparison:
             parameters.take_numbers(optimizer)
 
     def differing(self, step: int, scales: tuple[float, float]) -> set[int]:
-        """Make a step; return the positions in the sample of parameters that are updated differently."""
+        """Make a step; return the positions in the sample of parameters whose updates differ."""
         together = self._together.step(step, scales)
         apart: dict[int, list[Tensor]] = {}
         for parameters in self._apart:
@@ -200,7 +199,7 @@ class _Comparison:
 
 
 class _SmallParameters:
-    """Small parameters in place of a part of the sample, and their optimizer."""
+    """Small parameters in place of some of the model's, and their optimizer."""
 
     def __init__(
         self, whole: ModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device

@@ -52,7 +52,7 @@ class ParameterGroup(NamedTuple):
 
 
 class ModelOptimizer:
-    """Optimizer of a whole model, for a process that has only some of the parameters.
+    """Optimizer of a whole model, built in a process that has only some of the parameters.
 
     The builder gets all parameters, in the order of `model.parameters()`, so that it can select them by position.
     Parameters of other processes have a shape and no memory. They are removed from their groups after the optimizer is

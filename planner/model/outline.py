@@ -1,4 +1,4 @@
-"""A model's outline: the recording of one forward, the cuts into layers, and the tensors that cross the cuts.
+"""A model's outline: one recorded forward, the cuts into layers, and the tensors that cross the cuts.
 
 An outline refers to modules and tensors by name and number only, so the outline of one instance of a model serves all
 others. Two recorded forwards, with different batch sizes, show how the shapes of all tensors grow with the batch.
@@ -44,7 +44,7 @@ _MANY_PREVENTED = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """Cuts of a model into layers, and the tensors that cross them."""
+    """Cuts of a recorded model into layers, and the tensors that cross the cuts."""
 
     recording: Recording
     shapes: Shapes
@@ -82,10 +82,7 @@ class Outline:
 
     @property
     def note_on_repeated_code(self) -> str:
-        """Note for the user if repeated code needs many extra tensors; else an empty text.
-
-        Repeated code is the model's own code that runs before a cut and again after it.
-        """
+        """Note for the user if code that runs both before and after a cut needs many extra tensors; else empty."""
         counts = self.repeated_code_counts
         layer = max(range(len(counts)), key=lambda n: counts[n][0] - counts[n][1])
         parts, results = counts[layer]
@@ -117,7 +114,7 @@ class Outline:
         return shape_at(self.shapes[index], batch_size)
 
     def batch_size_of(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> int:
-        """Return the number of samples in a batch, computed from the shapes of its tensors.
+        """Return the number of samples in a batch, computed from the shapes of some of its tensors.
 
         Args:
             indices: Indices of tensors in `Recording.values`.

@@ -19,8 +19,8 @@ _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch
 def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
     """Return `loaded` with batches and a loss for a model that runs in `precision`.
 
-    If the precision converts parameters, it converts floating-point inputs, too. The loss is always float32. The loss
-    of a converted model is computed from float32 outputs, because its gradient would be too coarse otherwise.
+    If the precision converts parameters, it converts floating-point inputs, too. The loss is always computed in
+    float32.
     """
     if not precision:
         return loaded

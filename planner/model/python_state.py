@@ -1,4 +1,4 @@
-"""Read the Python values that a model's code keeps between forwards: counters, lengths, states of generators.
+"""Read the Python numbers that a model's code keeps between forwards: counters, lengths, states of generators.
 
 These values may affect results only after many steps, more than the equivalence check runs. So the check compares the
 values themselves. Each value becomes a number, which is identified by its path:
@@ -99,10 +99,7 @@ def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str])
 
 
 def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str]:
-    """Return the module-level variables, as `file:name`, that modules and functions may read.
-
-    Functions that they call are included.
-    """
+    """Return the module-level variables, as `file:name`, that modules and functions may read, directly or in calls."""
     classes = {cls for module in modules.values() for cls in type(module).__mro__ if is_user_module(cls.__module__)}
     found = {f"{cls.__module__}:{cls.__name__}" for cls in classes}
     waiting: list[Any] = [value for cls in classes for value in vars(cls).values()]

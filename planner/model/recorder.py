@@ -38,7 +38,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         model: The model.
         inputs: Inputs of the model.
         loss_of: Function from the output to the loss, which shows the outputs that the loss reads; None: all outputs.
-        ghosts: Whether to run without the values of parameters and buffers, which takes hardly any time and memory.
+        ghosts: True to run without the values of parameters and buffers, which takes hardly any time and memory.
 
     Returns:
         The recording.
@@ -96,8 +96,8 @@ def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: An
 class _ForwardRecorder:
     """Recorder of one forward.
 
-    A version of a storage is tainted if it depends on a parameter, a floating-point input or a random number. Every
-    stage can compute untainted versions, such as a mask of positions, itself.
+    The state of a storage is tainted if it depends on a parameter, a floating-point input or a random number. Untainted
+    values, such as a mask of positions, can be computed in every stage.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -157,7 +157,7 @@ class _ForwardRecorder:
         self.recording.inputs, self.recording.input_nest = tuple(noted), nest
 
     def note_outputs(self, output: Any, read: set[int] | None) -> None:
-        """Record the outputs. Only those with an address in `read` count as used. If `read` is None, all count."""
+        """Record the outputs. Only those with an address in `read` count as used; if `read` is None, all."""
         leaves, nest = flatten(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
         used = {version for version in versions if version >= 0}

@@ -39,7 +39,7 @@ class ReferenceState:
         """Use the tensors of this state, loaded from a file, as memory of parameters.
 
         Args:
-            named: Parameters by name. Later writes into them do not change the file.
+            named: Parameters by name. Writes into them do not change the file.
         """
         for name, parameter in named.items():
             values = self.tensors[f"parameter:{name}"]
@@ -60,7 +60,7 @@ class ReferenceState:
 
 
 def wait_for_state(folder: Path, name: str) -> bool:
-    """Wait until a reference has written a state; return False if it ended without it.
+    """Wait until the reference training has written a state; return False if it ended without it.
 
     Args:
         folder: Folder of the reference's states.
@@ -75,10 +75,7 @@ def wait_for_state(folder: Path, name: str) -> bool:
 
 
 def sampled_values(tensor: Tensor) -> Tensor:
-    """Return a tensor's values in one dimension.
-
-    Of a large tensor, only one to two million evenly spaced values are returned. Sampling a sample changes nothing.
-    """
+    """Return a tensor's values in one dimension; of a large tensor, one to two million evenly spaced values."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() >> 20)].clone()
 

@@ -66,7 +66,7 @@ def sparse_gradient_error(where: str) -> ModelError:
 
 @contextmanager
 def explain_refusals(where: str) -> Iterator[None]:
-    """Convert two kinds of torch's errors in the `with` block to errors with a hint.
+    """Add a hint to two kinds of torch's errors in the `with` block.
 
     One kind is an in-place write that backward forbids. The other is a hook on a tensor without gradient.
 

@@ -52,7 +52,7 @@ class Region:
 
 
 class RegionFinder:
-    """Finder of the checkpoints and autograd functions that are running, from Python's stack frames.
+    """Finder of the checkpoints and autograd functions that are running, by Python's stack frames.
 
     Args:
         run: Code object of the recorder's function that runs every call of a module; the search stops at its frames.
@@ -65,9 +65,9 @@ class RegionFinder:
         self._levels: list[list[tuple[FrameType, int]]] = [[]]  # for each running call: the regions in its own code
 
     def regions_around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
-        """Return the numbers of the regions in which the code of a stack frame runs.
+        """Return the numbers of the regions in which the code of a stack frame runs, the outermost first.
 
-        The outermost region comes first. The end of these regions is set to `time`.
+        The end of these regions is set to `time`.
         """
         self._levels[-1] = self._in_code_at_work(frame, time)
         around = tuple(number for level in self._levels for _, number in level)

@@ -14,7 +14,7 @@ from planner.model.recording import Call, Recording
 
 
 class RepeatedCode:
-    """Rules for code that runs before a cut and runs again in the stage after it."""
+    """Rules that tell which code runs both before a cut and again in the stage after it."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -26,7 +26,7 @@ class RepeatedCode:
         return run.time < cut <= self._exit_of(self._runner_of[run.call])
 
     def exposes_results(self, call: int, cut: int) -> bool:
-        """Return True if a call ends before the cut, and code that runs again after it can read its results."""
+        """Return True if a call ends before the cut, and code that runs again after the cut can read its results."""
         if call < 0:  # all code of the model may use its inputs
             return True
         maker = self._recording.calls[call]
@@ -34,9 +34,9 @@ class RepeatedCode:
         return is_over and cut <= self._exit_of(self._runner_of[maker.parent])
 
     def exposed_tensors(self, storage: int, cut: int) -> set[int]:
-        """Return the indices of tensors in a storage that code can read which runs again after the cut.
+        """Return the tensors in a storage that are results of finished calls, and that repeated code can read.
 
-        These are results of calls that ended before the cut.
+        Tensors are given by their index in `Recording.values`. Repeated code runs both before and after the cut.
         """
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes_results(call, cut)}
@@ -44,7 +44,7 @@ class RepeatedCode:
     def _runner(self, call: Call) -> int:
         """Return the number of the call with which `call` is repeated.
 
-        That is `call` itself. A constant call is repeated with the innermost call around it that is not constant.
+        That is `call` itself, or, for a constant call, the innermost call around it that is not constant.
         """
         while call.constant and call.parent >= 0:
             call = self._recording.calls[call.parent]

@@ -28,7 +28,7 @@ def find_sent_results(recording: Recording, repeated_code: RepeatedCode) -> dict
 
 
 class _SentResultFinder:
-    """Search in execution order, because operands of a sent result may be sent results themselves."""
+    """Search for sent results, in execution order, because operands of a sent result may be sent results themselves."""
 
     def __init__(self, recording: Recording, repeated_code: RepeatedCode) -> None:
         self._recording = recording

@@ -32,8 +32,8 @@ class _MemorySpan(NamedTuple):
 def check_separate_memory(layers: Sequence[Layer]) -> None:
     """Raise an error if a trained parameter shares memory with another tensor of another layer.
 
-    In one process, an update of the parameter also changes the other tensor. In a pipeline it would not, because the
-    stages have separate memory. (One parameter that several layers use is no problem.)
+    In one process, an update of the parameter also changes the other tensor, but stages have separate memory. One
+    parameter that several layers use is no problem.
 
     Raises:
         ModelError: Two tensors overlap; the message names both.

@@ -84,7 +84,7 @@ def shorten_model(loaded: LoadedModel, skipped: Sequence[SkippedModule], *, lean
     Args:
         loaded: The model.
         skipped: Modules that are skipped.
-        lean: Whether parameters are built on the meta device (`planner.model.lean`).
+        lean: True to build parameters on the meta device (`planner.model.lean`).
     """
 
     def build() -> nn.Module:

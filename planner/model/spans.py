@@ -44,7 +44,7 @@ def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[s
 
 
 def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set[int]:
-    """Return the storages of the model's inputs, its outputs, or the tensors that cross a cut.
+    """Return the storages of the model's inputs, of its outputs, or of the tensors that cross a cut.
 
     Args:
         recording: One forward.
@@ -73,9 +73,7 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
 
 
 def repeated_reads_and_writes(cuts: PossibleCuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
-    """Return the tensors that repeated code reads and writes.
-
-    Repeated code runs before a cut and again after it.
+    """Return the tensors that code reads and writes which runs both before and after a cut.
 
     Returns:
         Names of the parameters and buffers that it reads, and numbers of the storages that it writes.
@@ -94,10 +92,10 @@ def repeated_reads_and_writes(cuts: PossibleCuts, cut: int) -> tuple[frozenset[s
 def assign_unread_tensors(
     model_tensors: Sequence[frozenset[str]], recording: Recording, model: nn.Module, spans: Sequence[Span]
 ) -> tuple[frozenset[str], ...]:
-    """Assign parameters and buffers that the recorded forward did not read to layers.
+    """Assign parameters and buffers that the recorded forward did not read to layers, for example of unused experts.
 
-    An example is the parameters of experts that no token chose. A tensor goes to the layer in which its module begins,
-    or the nearest enclosing module that was called. If no enclosing module was called, it goes to the first layer.
+    A tensor goes to the layer in which its module begins, or the nearest enclosing module that was called. If there is
+    none, it goes to the first layer.
 
     Args:
         model_tensors: For each layer, the names of the parameters and buffers that it reads.

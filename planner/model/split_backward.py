@@ -71,10 +71,7 @@ DeferredUses = list[_DeferredUse]
 
 
 def count_additions(deferred: DeferredUses) -> Counter[nn.Parameter]:
-    """Return how often the weight-gradient pass (W) adds to each parameter.
-
-    It adds once for each backward that reached the parameter.
-    """
+    """Return how often the weight-gradient pass (W) adds to the gradient of each parameter."""
     backwards = (together for _, together in groupby(deferred, key=lambda use: use.backward))
     return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())
 
@@ -83,8 +80,8 @@ class SplitBackward:
     """Backward of a stage in two passes: input gradients (I) and weight gradients (W).
 
     Args:
-        counts_only: Function that returns True for a parameter hook that does not read the gradient. Such a hook may
-            run before the gradient is complete. By default, no hook may.
+        counts_only: Function that returns True for parameter hooks that do not read the gradient, which may run before
+            the gradient is complete. By default, no hook may.
     """
 
     def __init__(self, counts_only: Callable[[Callable[..., Any]], bool] = lambda _: False) -> None:
@@ -96,10 +93,7 @@ class SplitBackward:
 
     @contextmanager
     def weight_cast_cache(self) -> Iterator[None]:
-        """Cache autocast's weight copies in the `with` block, for weights with deferred gradients.
-
-        Torch does not cache these copies.
-        """
+        """Cache autocast's weight copies in the `with` block, for weights whose gradients are computed later."""
         self._casts = {}
         try:
             yield
@@ -337,10 +331,7 @@ def _never(*_: Any) -> bool:
 
 
 def _not_intercepted(function: Any) -> Any:
-    """Return a copy of a torch function, written in Python, that is not intercepted.
-
-    Functions that it calls are intercepted.
-    """
+    """Return a copy of a torch function written in Python. Its own call is not intercepted, but calls in it are."""
     # Torch passes such a function to the mode as one call, and then does not pass the functions inside.
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     inside = {**function.__globals__, **dict.fromkeys(names, _never)}

@@ -19,7 +19,7 @@ from planner.model.stage_part import StagePart
 
 
 class ModelStage(nn.Module):
-    """Layers `first` to `end - 1` of `model`; parameters and buffers keep their names.
+    """Part of `model` that runs its layers `first` to `end - 1`; parameters and buffers keep their names.
 
     The first stage takes the model's inputs. Every other stage takes the tuple of tensors that the previous stage
     returns. The last stage returns the model's output, in which outputs that the loss does not read may be replaced by
@@ -74,7 +74,7 @@ class ModelStage(nn.Module):
         self._part.listen(listener)
 
     def keep_state(self) -> None:
-        """Leave tensors in attributes after a forward if later forwards read them."""
+        """Keep tensors in attributes after a forward if later forwards read them."""
         self._part.keep_state()
 
     @property
@@ -84,12 +84,12 @@ class ModelStage(nn.Module):
 
     @property
     def repeated_paths(self) -> list[str]:
-        """Paths of the modules whose `forward` begins before the stage, and is repeated in the stage from its start."""
+        """Paths of the modules whose `forward` begins in an earlier stage, and runs again in this stage."""
         return self._part.repeated_paths
 
     @property
     def finished_modules(self) -> dict[str, nn.Module]:
-        """Modules by path whose forward ends in this stage. Their first parts may run in earlier stages."""
+        """Modules by path whose forward ends in this stage. It may begin in an earlier stage."""
         part, calls = self._part, self._part.outline.recording.calls
         paths = {call.path for call in calls if part.begin <= call.exit and (call.exit < part.stop or part.stop == END)}
         return {path: part.model.get_submodule(path) for path in sorted(paths)}
@@ -104,7 +104,7 @@ class ModelStage(nn.Module):
 
     @property
     def tensors_of_repeated_code(self) -> list[Tensor]:
-        """Parameters and buffers of the stage that code of earlier layers reads. This code runs again in the stage."""
+        """Parameters and buffers that code of earlier layers reads which runs again in this stage."""
         return [tensor_named(self._part.model, name) for name in self._part.repeated]
 
     @property

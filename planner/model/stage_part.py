@@ -14,7 +14,7 @@ _ResultsInGap = dict[Called, FunctionResult]
 
 
 class StagePart:
-    """Layers `first` to `end - 1` of `model`. The outline may be from another instance of the model."""
+    """Part of `model` with the layers `first` to `end - 1`. The outline may be from another instance of the model."""
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
         self.outline = outline
@@ -57,7 +57,7 @@ class StagePart:
 
     @property
     def running_paths(self) -> list[str]:
-        """Paths of the modules, with submodules, whose code runs in the stage at least partly."""
+        """Paths of the modules whose code runs in the stage, at least partly, with submodules."""
         calls = self.outline.recording.calls
         whole = [path for layer in self._layers for path in self.outline.modules[layer]]
         inside = [p for path in whole for p, _ in self.model.get_submodule(path).named_modules(prefix=path)]
@@ -65,11 +65,11 @@ class StagePart:
 
     @property
     def repeated_paths(self) -> list[str]:
-        """Paths of the modules whose `forward` begins before the stage, and is repeated in the stage from its start."""
+        """Paths of the modules whose `forward` begins in an earlier stage, and runs again in this stage."""
         return sorted({call.path for call in self.outline.recording.calls if call.enter < self.begin <= call.exit})
 
     def keep_state(self) -> None:
-        """Leave tensors in attributes after a forward if later forwards read them."""
+        """Keep tensors in attributes after a forward if later forwards read them."""
         self.leftovers = [change for change in self.leftovers if attribute_key(change) not in self.kept]
 
     def listen(self, listener: Callable[[int], None]) -> None:
@@ -86,10 +86,9 @@ class StagePart:
         self._watch([*self._cuts, self.stop])
 
     def _watch(self, times: Sequence[int]) -> None:
-        """Choose the calls and results that a forward must follow to notice when it reaches `times`.
+        """Choose the calls and results to follow, so that a forward notices when it reaches `times`.
 
-        A call that contains one of the times is open: its code runs, and its calls are followed one by one. Other calls
-        run, or are skipped, as a whole.
+        A call that contains one of the times is followed call by call. Other calls run, or are skipped, as a whole.
         """
         calls = self.outline.recording.calls
         crossing = {*self.received, *self.sent}

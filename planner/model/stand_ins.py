@@ -80,10 +80,7 @@ class StandInFactory:
             return zeros_without_memory(shape, meta.dtype, self._device)
 
     def parameter(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a stand-in for a parameter or buffer of another stage.
-
-        Code of earlier layers that runs again in this stage may pass it to operators.
-        """
+        """Return a stand-in for a parameter or buffer of another stage, which repeated code may pass to operators."""
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
                 return ghost_like(tensor, self._device, name)

@@ -51,9 +51,7 @@ class StateOwner:
 
     @classmethod
     def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StateOwner":
-        """Return the owner of the state of `module`.
-
-        Attributes that are None count as state, because they may become tensors.
+        """Return the owner of the state of `module`. Attributes that are None count, because they may become tensors.
 
         Args:
             path: Path of the module.
@@ -105,7 +103,7 @@ def batch_norm_statistics_bytes(module: nn.Module) -> int:
     """Return the memory for collecting batch normalization statistics in `module`, in bytes.
 
     Each channel needs mean and variance of the current micro-batch, in the dtype of the running statistics, and two
-    sums. Layers that a forward calls several times need this memory for each call, but it is counted once.
+    sums. A layer that a forward calls several times is counted once.
     """
     means = [layer.running_mean for layer in trained_batch_norms(module) if layer.running_mean is not None]
     return sum(2 * mean.nbytes + _SUM_BYTES * mean.numel() for mean in means)
