@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from planner.device.machine import cpu_name
 from planner.executor.watch import failure
-from planner.executor.watch.failure import StoppedBySignal, Watch
+from planner.executor.watch.failure import FailureWatch, StoppedBySignal
 from planner.executor.watch.position import ANY
 
 STEP_S = 1.0
@@ -167,13 +167,13 @@ class Simulation:
             "127.0.0.1", self._port, is_master=False, wait_for_workers=False, timeout=timedelta(minutes=5)
         )
         failure._store_of_all = lambda: CountingStore(store, self._counts, rank)
-        with Watch(TIMEOUT_S.get(self._scenario, 300.0)) as watch:
+        with FailureWatch(TIMEOUT_S.get(self._scenario, 300.0)) as watch:
             watch.saves_on_stop = True
             self._counts[16 * self._ranks + rank] = 1
             self._train(watch, rank)
         return 0
 
-    def _train(self, watch: Watch, rank: int) -> NoReturn:
+    def _train(self, watch: FailureWatch, rank: int) -> NoReturn:
         watch.position.set_activity("between steps")
         if self._scenario == "waiting" and rank:
             watch.position.set_activity("a checkpoint", waits_for=ANY)

@@ -22,7 +22,7 @@ from planner.core.values.sustained import sustained_rate
 from planner.profile.formula.costs import DeviceRates, transformer_profile
 from planner.profile.formula.families import FAMILIES, shape_from_config
 from planner.profile.formula.layers import ElementBytes, Execution
-from planner.profile.formula.shapes import Experts, Transformer, gpt_shape, with_mtp
+from planner.profile.formula.shapes import Experts, Transformer, gpt_shape, with_multi_token_prediction
 
 _GPT: Final = "transformer"
 """Name of the formula for the GPT of the papers, with learned positions and biases."""
@@ -98,7 +98,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     if options.mtp_layers:
         if shape.is_encoder_decoder:
             raise UsageError("`--mtp-layers`: an encoder-decoder has no multi-token prediction", hint="leave it out")
-        shape = with_mtp(shape, texts.parse_number("--mtp-layers", options.mtp_layers, "block", 64))
+        shape = with_multi_token_prediction(shape, texts.parse_number("--mtp-layers", options.mtp_layers, "block", 64))
     precision = chosen_precision(options, default="" if configuration is None else "bf16-mixed")
     half = precision not in ("", "fp32")
     pace, device = _pace(options, half=half, experts=shape.has_experts)

@@ -19,7 +19,7 @@ from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, cuts_path
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.run.placement import ProcessPlace, process_place
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import job_store, rank_and_world_size
 from planner.files import digest_of, read_balance
@@ -37,7 +37,7 @@ class RankJob:
     device: torch.device
     position: Position
     """Record of what this process is doing and waiting for, for error messages."""
-    watch: Watch | None
+    watch: FailureWatch | None
     check_nan: bool = False
     """True if every output and gradient must be finite, not only the loss."""
 
@@ -48,7 +48,7 @@ class RankJob:
 
 
 def make_rank_job(
-    source: str | Path | Balance, *, seed: int, device: str | None, watch: Watch | None, check_nan: bool = False
+    source: str | Path | Balance, *, seed: int, device: str | None, watch: FailureWatch | None, check_nan: bool = False
 ) -> RankJob:
     """Return plan, device and place of this process.
 
@@ -58,7 +58,7 @@ def make_rank_job(
         source: Balance configuration, or its path.
         seed: Seed of the run.
         device: Name of the device to use; None for the device of the plan.
-        watch: Watch of this process; None if other ranks need not be watched.
+        watch: FailureWatch of this process; None if other ranks need not be watched.
         check_nan: If true, check that every output and gradient is finite, in addition to the loss.
 
     Raises:
@@ -84,7 +84,7 @@ def _read_balance_for(path: Path, num_processes: int) -> Balance:
     return read_balance(str(cuts_path(path, num_processes))) if num_processes in balance.smaller else balance
 
 
-def load_planned(balance: Balance, folder: Path) -> LoadedModel:
+def load_planned_model(balance: Balance, folder: Path) -> LoadedModel:
     """Load the model file that a balance configuration names, in the planned precision.
 
     Args:

@@ -43,7 +43,7 @@ class MiniBatches:
         """True if the digest of the first mini-batch was compared with those of other ranks."""
 
     def batches_of_steps(self, begin: int, end: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
-        """Yield this rank's parts of the mini-batches of steps `begin` to `end - 1`; see `Pipeline.batches`.
+        """Yield this rank's parts of the mini-batches of steps `begin` to `end - 1`.
 
         Args:
             begin: First step.
@@ -81,7 +81,7 @@ class MiniBatches:
         return example_mini_batch(self._model, self._job.balance.batch, seed=self._job.seed, step=step)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
-        """Return this process's part of a mini-batch that every process has; see `Pipeline.own_part`."""
+        """Return this process's part of a mini-batch that every process has."""
         place = self._job.place
         batch = Batch(inputs, targets)
         self._note(batch, is_whole=True)

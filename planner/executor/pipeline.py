@@ -15,8 +15,8 @@ from planner.core.values.balance import Balance
 from planner.core.values.run_report import RunReport
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory
-from planner.executor.build.assembly import Assembly
-from planner.executor.job import join_process_group, load_planned, make_rank_job
+from planner.executor.build.assembly import ProcessStages
+from planner.executor.job import join_process_group, load_planned_model, make_rank_job
 from planner.executor.measure.recorder import Recorder
 from planner.executor.measure.reporting import run_report
 from planner.executor.measure.step_record import OnStep
@@ -24,12 +24,12 @@ from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import EvaluationResult, Metrics
 from planner.executor.run.placement import ProcessGroups
 from planner.executor.trainer import Trainer
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 from planner.executor.watch.position import ANY
 from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
 from planner.model.optimizer_scope import check_optimizer, watch_optimizer
-from planner.model.optimizers import ModelOptimizer
+from planner.model.optimizers import WholeModelOptimizer
 from planner.model.process_group import hide_process_group_in_step
 from planner.model.seeding import seed_process
 
@@ -49,7 +49,7 @@ class Pipeline:
         timeout_s: Seconds after which a transfer fails.
         check_nan: If true, check that every output and gradient is finite, in addition to the loss. Each check waits
             for the device.
-        watch: Watch of this process; None if other ranks need not be watched.
+        watch: FailureWatch of this process; None if other ranks need not be watched.
         on_step: Function that is called on rank 0 after the block of every step. Its time does not count.
         built: Model and its structure, if the caller has loaded them; None to load the model that the balance
             configuration names.
@@ -67,7 +67,7 @@ class Pipeline:
         device: str | None = None,
         timeout_s: float = 300.0,
         check_nan: bool = False,
-        watch: Watch | None = None,
+        watch: FailureWatch | None = None,
         on_step: OnStep | None = None,
         built: tuple[LoadedModel, Chain] | None = None,
     ) -> None:
@@ -89,13 +89,13 @@ class Pipeline:
             seed_process(seed)  # before the model file is imported, because the import may build the model
             # The model's path in a balance configuration is relative to the configuration's folder.
             folder = Path() if isinstance(balance_path, Balance) else Path(balance_path).parent
-            self.model, structure = built or (load_planned(job.balance, folder), None)
+            self.model, structure = built or (load_planned_model(job.balance, folder), None)
             with self._recorder.paused():  # a thread of gloo may be the last to release memory of joining
                 self._is_joined = join_process_group(job, timeout_s)
             groups = ProcessGroups.of(job.place)
             job.position.set_activity("building the model")
             self._mini_batches = MiniBatches(job, self.model)
-            self._assembly = Assembly(job, self.model, groups, self._recorder, structure=structure)
+            self._assembly = ProcessStages(job, self.model, groups, self._recorder, structure=structure)
             # Errors of failed attempts to build layers may refer to the whole model in reference cycles.
             gc.collect()
             # Random numbers that the script draws later (the order of its data) are equal on every rank.
@@ -164,7 +164,7 @@ class Pipeline:
         if build is not self.model.build_optimizer and self.balance.num_stages > 1:
             check_optimizer(build, self._assembly.whole_parameters, self.device)  # the profile had another optimizer
         whole = self._assembly.whole_parameters
-        optimizer = ModelOptimizer(build, whole).build_for(self._assembly.parameter_pairs())
+        optimizer = WholeModelOptimizer(build, whole).build_for(self._assembly.parameter_pairs())
         is_divided = self.balance.num_stages > 1
         hide_process_group_in_step(optimizer, watch_optimizer(optimizer, build, whole) if is_divided else None)
         self._trainer.record_learning_rates(optimizer)

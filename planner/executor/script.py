@@ -24,7 +24,7 @@ from planner.executor.measure.drift_note import drift_note, paths_of_plan_and_pr
 from planner.executor.measure.step_record import OnStep
 from planner.executor.measure.trace import trace_json
 from planner.executor.pipeline import Pipeline
-from planner.executor.watch.failure import StoppedBySignal, Watch
+from planner.executor.watch.failure import FailureWatch, StoppedBySignal
 from planner.files import check_outputs, check_writable, write, write_text
 
 
@@ -103,7 +103,7 @@ def pipeline_script(
     """
     check_outputs({"--report": options.report, "--trace": options.trace}, (str(balance_path),))
     pipeline: Pipeline | None = None
-    with Watch(options.timeout / 1e6) as watch:
+    with FailureWatch(options.timeout / 1e6) as watch:
         try:
             pipeline = Pipeline(
                 balance_path,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.core.errors import ModelError
-from planner.executor.build.assembly import Assembly
+from planner.executor.build.assembly import ProcessStages
 from planner.executor.job import RankJob
 from planner.executor.measure.step_record import OnStep, StepCallback, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
@@ -33,7 +33,7 @@ class Trainer:
     """Training and evaluation of the stages of one process."""
 
     def __init__(
-        self, job: RankJob, assembly: Assembly, mini_batches: MiniBatches, on_step: OnStep | None = None
+        self, job: RankJob, assembly: ProcessStages, mini_batches: MiniBatches, on_step: OnStep | None = None
     ) -> None:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
@@ -180,11 +180,11 @@ class Trainer:
 
     def _forward_backward(self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]) -> list[Tensor]:
         assembly = self._assembly
-        assembly.tied.begin()
+        assembly.tied.drop_copies()
         if self._loss_scale is not None:
-            self._loss_scale.begin()
+            self._loss_scale.scale_existing_gradients()
         if assembly.replicas is not None:
-            assembly.replicas.begin()
+            assembly.replicas.drop_existing()
         losses: list[Tensor] = []
         # Micro-batches are numbered over all replicas.
         before = self._job.place.replica * sum(part.micro_batches for part, *_ in agreed)
@@ -213,7 +213,7 @@ class Trainer:
         self._assembly.statistics.commit(self._groups.replicas)
         check_gradients_have_values(self._parameters)
         if self._assembly.replicas is not None:
-            self._assembly.replicas.finish()
+            self._assembly.replicas.wait_for_sums()
         self._assembly.tied.sum()
         self.skipped = self._loss_scale is not None and not self._loss_scale.unscale()
         if self._loss_scale is None and self._job.check_nan:

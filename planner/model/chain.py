@@ -27,7 +27,7 @@ from planner.model.ghosts import memory_key, storage_key
 from planner.model.growth import SIZES
 from planner.model.module_tensors import attribute_tensors
 from planner.model.nests import tensors_in
-from planner.model.outline import Outline, outline_of
+from planner.model.outline import ModelOutline, outline_of
 from planner.model.recorder import record
 from planner.model.refusals import sparse_gradient_error
 from planner.model.stage import ModelStage, module_at_path
@@ -67,7 +67,7 @@ class Chain:
 
     layers: tuple[Layer, ...]
     model: nn.Module
-    outline: Outline | None = None
+    outline: ModelOutline | None = None
     """Outline of a model that is not a Sequential."""
 
     @property
@@ -164,7 +164,7 @@ def chain_of(
     return chain_from_outline(outline_of(model, example_inputs, granularity, loss_of, uncut=uncut), model)
 
 
-def chain_from_outline(outline: Outline, model: nn.Module) -> Chain:
+def chain_from_outline(outline: ModelOutline, model: nn.Module) -> Chain:
     """Return the chain of `model`, given the outline of this or another instance of the model."""
     stages = (ModelStage(outline, model, n, n + 1) for n in range(len(outline.names)))
     return Chain(tuple(map(Layer, outline.names, stages)), model, outline)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from planner.core.errors import ModelError
-from planner.model.optimizers import Builder, ModelOptimizer, ParameterGroup
+from planner.model.optimizers import Builder, ParameterGroup, WholeModelOptimizer
 
 _STEPS = (
     *((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0)),
@@ -71,7 +71,7 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
     parameters = list(parameters)
     if any(map(is_lazy, parameters)):
         return  # `chain_of` refuses a lazy model, with its own message
-    whole = ModelOptimizer(build, parameters)
+    whole = WholeModelOptimizer(build, parameters)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         sample = _sample(_groups(whole), _MOST_PARAMETERS)
         differing = _num_differing(whole, sample, _STEPS, device)
@@ -101,7 +101,7 @@ def watch_optimizer(
     """
     if _is_of_torch(optimizer):
         return None
-    return _Watch(optimizer, ModelOptimizer(build, parameters)).check_next_step
+    return _Watch(optimizer, WholeModelOptimizer(build, parameters)).check_next_step
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
@@ -119,13 +119,13 @@ def _refusal(name: str, tried: int, differing: int, step: str = "") -> ModelErro
 
 
 def _num_differing(
-    whole: ModelOptimizer, sample: Sequence[Tensor], steps: Sequence[tuple[float, float]], device: torch.device
+    whole: WholeModelOptimizer, sample: Sequence[Tensor], steps: Sequence[tuple[float, float]], device: torch.device
 ) -> int:
     comparison = _Comparison(whole, sample, device)
     return len(set().union(*(comparison.differing(step, scales) for step, scales in enumerate(steps))))
 
 
-def _groups(whole: ModelOptimizer) -> list[ParameterGroup]:
+def _groups(whole: WholeModelOptimizer) -> list[ParameterGroup]:
     try:
         return whole.groups()
     except (ModelError, RuntimeError, NotImplementedError) as error:
@@ -151,7 +151,7 @@ def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
 class _Watch:
     """Comparison that makes one step for each step of a run's optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, whole: ModelOptimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, whole: WholeModelOptimizer) -> None:
         self._optimizer = optimizer
         self._sample = _sample(whole.groups(), _MOST_WATCHED)
         self._comparison: _Comparison | None = _Comparison(whole, self._sample, torch.device("cpu"))
@@ -178,7 +178,7 @@ class _Watch:
 class _Comparison:
     """Small parameters that are updated together, and the same ones that are updated in two parts."""
 
-    def __init__(self, whole: ModelOptimizer, sample: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, whole: WholeModelOptimizer, sample: Sequence[Tensor], device: torch.device) -> None:
         every = range(len(sample))
         self._together, *self._apart = (
             _SmallParameters(whole, sample, part, device) for part in (every, every[::2], every[1::2])
@@ -202,7 +202,7 @@ class _SmallParameters:
     """Small parameters in place of some of the model's, and their optimizer."""
 
     def __init__(
-        self, whole: ModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
+        self, whole: WholeModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
     ) -> None:
         self._sample = sample
         self._initial = {n: _random(sample[n], n).to(device) for n in part}

@@ -51,7 +51,7 @@ class ParameterGroup(NamedTuple):
         return repr(sorted((key, value) for key, value in self.options.items() if key not in free))
 
 
-class ModelOptimizer:
+class WholeModelOptimizer:
     """Optimizer of a whole model, built in a process that has only some of the parameters.
 
     The builder gets all parameters, in the order of `model.parameters()`, so that it can select them by position.

@@ -43,7 +43,7 @@ _MANY_PREVENTED = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outline:
+class ModelOutline:
     """Cuts of a recorded model into layers, and the tensors that cross the cuts."""
 
     recording: Recording
@@ -156,7 +156,7 @@ def outline_of(
     loss_of: Callable[[int], Callable[[Any], object]] | None,
     *,
     uncut: Sequence[str] = (),
-) -> Outline:
+) -> ModelOutline:
     """Record two forwards of a model, choose the cuts, and return the outline.
 
     Args:
@@ -197,7 +197,7 @@ def outline_of(
 
 def _outline_of_cuts(
     cuts: PossibleCuts, model: nn.Module, ends: Sequence[tuple[int, str]], shapes: Shapes, *, prevented: str
-) -> Outline:
+) -> ModelOutline:
     recording, chosen = cuts.recording, tuple(cut for cut, _ in ends)
     edges = (0, *chosen, END)
     spans = list(pairwise(edges))
@@ -207,7 +207,7 @@ def _outline_of_cuts(
     modules = tuple(modules_in(recording, span) for span in spans)
     repeated = [repeated_reads_and_writes(cuts, cut) for cut in chosen]
     model_tensors = assign_unread_tensors([cuts.model_tensors(*span) for span in spans], recording, model, spans)
-    return Outline(
+    return ModelOutline(
         recording=recording,
         shapes=shapes,
         cuts=chosen,

@@ -94,7 +94,7 @@ def converted(module: nn.Module, precision: Precision) -> nn.Module:
     return convert_in_place(copy_module(module), precision)
 
 
-def dtype_of(module: nn.Module) -> str:
+def parameter_dtype_name(module: nn.Module) -> str:
     """Return the dtype of a module's first parameter, such as `float32`."""
     return str(next((p.dtype for p in module.parameters()), torch.float32)).removeprefix("torch.")
 

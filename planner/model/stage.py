@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from planner.model.outline import Outline
+from planner.model.outline import ModelOutline
 from planner.model.recording import END
 from planner.model.stage_forward import StageForward, tensor_named
 from planner.model.stage_part import StagePart
@@ -26,7 +26,7 @@ class ModelStage(nn.Module):
     stand-ins.
     """
 
-    def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
+    def __init__(self, outline: ModelOutline, model: nn.Module, first: int, end: int) -> None:
         super().__init__()
         # One attribute that is not a module leaves all other names free for the model's parameters and buffers.
         self._part = StagePart(outline, model, first, end)

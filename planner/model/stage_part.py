@@ -6,7 +6,7 @@ from torch import nn
 
 from planner.model.carried_state import attribute_key
 from planner.model.functions import Called
-from planner.model.outline import Outline
+from planner.model.outline import ModelOutline
 from planner.model.recording import END, FunctionResult
 
 _ResultsInGap = dict[Called, FunctionResult]
@@ -16,7 +16,7 @@ _ResultsInGap = dict[Called, FunctionResult]
 class StagePart:
     """Part of `model` with the layers `first` to `end - 1`. The outline may be from another instance of the model."""
 
-    def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
+    def __init__(self, outline: ModelOutline, model: nn.Module, first: int, end: int) -> None:
         self.outline = outline
         self.model = model
         self.begin, self.stop = outline.times(first, end)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from planner.model.ghosts import storage_key
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 
 _SMALL_BYTES = 2**18
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Inputs of a layer for one micro-batch, which are no leaves of the autograd graph."""
+    """Inputs of a layer for one micro-batch. They are no leaves of the autograd graph."""
 
     values: list[Any]
     carrying: list[int]
@@ -62,8 +62,8 @@ class LayerOutputs:
                 self._gradients.append(like.new_ones(shape))
 
 
-def own_storages_of(unit: Unit) -> frozenset[int]:
-    """Return the keys of the storages of a layer's parameters and buffers."""
+def own_storages_of(unit: LayerToMeasure) -> frozenset[int]:
+    """Return keys that identify the storages of a layer's parameters and buffers."""
     return frozenset(map(storage_key, (*unit.module.parameters(), *unit.module.buffers())))
 
 
@@ -73,9 +73,9 @@ def fits_in_cache(values: Iterable[Any]) -> bool:
 
 
 def make_layer_inputs(
-    received: UnitInput, before: Sequence[Any] = (), own_storages: frozenset[int] = frozenset()
+    received: MeasurementInput, before: Sequence[Any] = (), own_storages: frozenset[int] = frozenset()
 ) -> LayerInputs:
-    """Return copies of a layer's traced inputs, in memory of the previous outputs where possible.
+    """Return copies of a layer's traced inputs, if possible in the memory of the previous layer's outputs.
 
     Args:
         received: Traced input of the layer.
@@ -126,7 +126,7 @@ def _is_like(tensor: Tensor, like: Tensor, shape: torch.Size) -> bool:
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory that is no view. It therefore has its own version counter for writes."""
+    """Return a tensor in the same memory that is no view, so that it has its own version counter."""
     with torch.no_grad():
         return tensor.new_empty(0).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 
 with warnings.catch_warnings():
     # When imported, fvcore calls `torch.jit.script`, which newer releases of torch warn about.
@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from fvcore.nn import FlopCountAnalysis
 
 
-def forward_flops(unit: Unit, received: UnitInput) -> int:
+def forward_flops(unit: LayerToMeasure, received: MeasurementInput) -> int:
     """Return the number of floating-point operations of a layer's forward; 0 if it cannot be traced."""
     value = tree_unflatten([v.detach() if hasattr(v, "detach") else v for v in received.values], received.spec)
     with warnings.catch_warnings():

@@ -13,17 +13,16 @@ from planner.model.chain import tied_parameters
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, depends_on_values
 from planner.profile.optimizer import trained_parameters
-from planner.profile.records import UnitRecords
+from planner.profile.records import LayerRecords
 from planner.profile.task import ProfilingTask
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
-def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, frozenset[str]]:
+def idle_parameters(task: ProfilingTask, records: LayerRecords) -> dict[str, frozenset[str]]:
     """Return the names of trained parameters that never get a gradient, by digest of the layer.
 
-    Layers with equal operators have the same digest; the names are those in the first of them. Layers that read tensor
-    values have none, because other values may use other parameters (of experts). Parameters that any layer with this
-    digest shares with another layer are left out: they may get a gradient there.
+    Layers with equal operators have the same digest; the names are those in the first of them. Parameters that such a
+    layer shares with another layer are left out, and so are layers that read tensor values.
     """
     found = {
         digest: _without_gradient(unit, records.inputs[digest, records.sizes[0]])
@@ -38,14 +37,14 @@ def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, froz
     return found
 
 
-def parameters_with_gradients(records: UnitRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
-    """Return, for every layer, the trained parameters that get gradients. `idle` is the result of `idle_parameters`."""
+def parameters_with_gradients(records: LayerRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
+    """Return the trained parameters of every layer that get gradients. `idle` is the result of `idle_parameters`."""
     return [
         trained_parameters(unit.module, records.names_in(n, idle[unit.digest])) for n, unit in enumerate(records.units)
     ]
 
 
-def _without_gradient(unit: Unit, received: UnitInput) -> frozenset[str]:
+def _without_gradient(unit: LayerToMeasure, received: MeasurementInput) -> frozenset[str]:
     asks: list[bool] = []
 
     def ran(func: Any, args: Any, kwargs: Any) -> None:

@@ -8,17 +8,17 @@ from planner.core.values.profile import LayerProfile, MemoryDetail, TiedGroup
 from planner.model.chain import Layer, shared_parameters, tied_parameters
 from planner.model.state import batch_norm_statistics_bytes
 from planner.profile.optimizer import OptimizerCost
-from planner.profile.records import UnitRecords
+from planner.profile.records import LayerRecords
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitCosts:
+class MeasuredCosts:
     """Measurements of every distinct layer, by digest of its operators (and micro-batch size)."""
 
-    records: UnitRecords
+    records: LayerRecords
     casts_bytes: Mapping[str, int]
     """Bytes of autocast's weight cache."""
     rewritten_bytes: Mapping[str, int]
@@ -48,7 +48,7 @@ class BackendResult:
     layers: tuple[LayerProfile, ...]
 
 
-def layer_profiles(task: ProfilingTask, costs: UnitCosts) -> tuple[LayerProfile, ...]:
+def layer_profiles(task: ProfilingTask, costs: MeasuredCosts) -> tuple[LayerProfile, ...]:
     """Return the profile of every layer, in order."""
     records, chain = costs.records, task.chain
     saved = [saved_bytes([records.memory[unit.digest, size] for unit in records.units]) for size in records.sizes]
@@ -60,7 +60,7 @@ def layer_profiles(task: ProfilingTask, costs: UnitCosts) -> tuple[LayerProfile,
 
 
 def _layer_profile(
-    task: ProfilingTask, n: int, costs: UnitCosts, *, saved: tuple[int, ...], tied: Mapping[str, tuple[str, ...]]
+    task: ProfilingTask, n: int, costs: MeasuredCosts, *, saved: tuple[int, ...], tied: Mapping[str, tuple[str, ...]]
 ) -> LayerProfile:
     layer, digest, sizes = task.chain.layers[n], costs.records.units[n].digest, costs.records.sizes
     times = [costs.times[digest, size] for size in sizes]

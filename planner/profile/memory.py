@@ -1,4 +1,4 @@
-"""Measure the memory of a single layer, in a form from which the peak memory of any stage can be computed.
+"""Measure the memory of one layer, in a form from which the peak memory of any stage can be computed.
 
 `planner.core.cost.costs` does this computation. The measurement follows these rules:
 
@@ -26,10 +26,10 @@ from planner.model.attributes import AttributeSnapshot
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.refusals import sparse_gradient_error
 from planner.model.stage import ModelStage
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
-def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: int) -> MemoryDetail:
+def measure_memory(unit: LayerToMeasure, received: MeasurementInput, meter: Meter, buffer_bytes: int) -> MemoryDetail:
     """Measure the memory of a layer for one micro-batch, and delete its gradients.
 
     Args:
@@ -80,8 +80,8 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
         )
 
 
-def measure_weight_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
-    """Return the bytes of autocast's cached weight copies of a layer, between micro-batches.
+def measure_weight_casts(unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> int:
+    """Return the bytes of autocast's weight copies of a layer, which stay in its cache between micro-batches.
 
     Args:
         unit: Layer to measure.
@@ -95,10 +95,7 @@ def measure_weight_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def backward_root(outputs: Sequence[Any]) -> Tensor | None:
-    """Return a scalar whose backward gives every output a gradient of ones.
-
-    The scalar keeps no output in memory. The result is None if no output requires a gradient.
-    """
+    """Return a scalar whose backward gives every output a gradient of ones; None if no output requires a gradient."""
     carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     if not carrying:
         return None
@@ -119,7 +116,7 @@ class _GradientSource(torch.autograd.Function):
 
 
 class _WholePass:
-    def __init__(self, unit: Unit, received: UnitInput, meter: Meter) -> None:
+    def __init__(self, unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> None:
         values = received.non_leaf_copies()
         outputs: list[Any] = []
         started: list[Tensor | None] = []
@@ -143,7 +140,7 @@ class _WholePass:
             self.backward_peak_bytes += backward.peak_bytes
 
 
-def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
+def _end_backward_peak(unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> int:
     values = received.non_leaf_copies()
     outputs: list[Any] = []
     gradients: list[Tensor] = []
@@ -156,11 +153,8 @@ def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
     return held + meter.measure(lambda: torch.autograd.backward(carrying, gradients)).peak_bytes
 
 
-def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int, int]:
-    """Return the bytes of all tensors in plain attributes, and of those that a forward creates.
-
-    A forward that replaces a tensor releases the earlier one, unless the graph of an earlier forward needs it.
-    """
+def _attribute_bytes(unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> tuple[int, int]:
+    """Return the bytes of all tensors in plain attributes, and the bytes of those that a forward creates."""
     held = _storages([*unit.module.parameters(), *unit.module.buffers()])
     parts = unit.module.state_modules if isinstance(unit.module, ModelStage) else unit.module.modules()
     # Only sizes are kept, no tensors, so that the next forward can release the tensors that it replaces.
@@ -180,13 +174,15 @@ def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int
     return sum(loose.values()), max(0, beside - alone)
 
 
-def _no_grad_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
+def _no_grad_peak(unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> int:
     with torch.no_grad():
         values = received.non_leaf_copies()
         return meter.measure(lambda: unit.run(values, received)).peak_bytes
 
 
-def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
+def _boundaries(
+    unit: LayerToMeasure, received: MeasurementInput
+) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
     values = received.non_leaf_copies()
     outputs = unit.run(values, received)
     started = backward_root(outputs)
@@ -218,11 +214,10 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
     return tuple(inputs), tuple(results)
 
 
-def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bool]:
-    """Return, for each output, whether its gradient tensor is also the gradient of an input.
+def _relayed(unit: LayerToMeasure, received: MeasurementInput, sources: Sequence[int]) -> list[bool]:
+    """Return, for each output, True if its gradient tensor is also the gradient of an input.
 
-    The input has the index `sources[n]` and shares its storage with output n. Other numbers mean that there is no such
-    input.
+    `sources[n]` is the index of the input that shares its storage with output n. Other numbers mean that there is none.
     """
     leaves = received.new_leaf_copies()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

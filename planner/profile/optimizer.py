@@ -12,7 +12,7 @@ from planner.device.clock import Clock, median_us
 from planner.device.machine import CACHE_BYTES
 from planner.device.meter import Meter
 from planner.model.ghosts import storage_of
-from planner.model.optimizers import ModelOptimizer
+from planner.model.optimizers import WholeModelOptimizer
 
 _MOST_NUMBERS = 2**22
 """Number of elements up to which a parameter is measured whole; with gradient and state it may take five times as much.
@@ -35,7 +35,7 @@ Copies = Iterable[tuple[Tensor, Tensor]]
 
 def measure_optimizer(
     module: nn.Module,
-    whole: ModelOptimizer,
+    whole: WholeModelOptimizer,
     *,
     stands_for: nn.Module | None = None,
     meter: Meter,
@@ -49,8 +49,7 @@ def measure_optimizer(
     Args:
         module: The layer.
         whole: Optimizer of the whole model.
-        stands_for: Equal layer of the model, whose parameter groups and order the optimizer uses instead of those of
-            `module`.
+        stands_for: Equal layer of the model, whose parameter groups and order are used instead of those of `module`.
         meter: Meter of the device.
         clock: Clock of the device.
         repeats: Number of timed updates.
@@ -91,12 +90,8 @@ def measure_optimizer(
     )
 
 
-def has_additive_peaks(module: nn.Module, whole: ModelOptimizer, *, meter: Meter) -> bool:
-    """Return True if an update's transient memory grows with the number of parameters.
-
-    Otherwise it depends on the largest parameter only. Updates of two and of three copies of the layer's parameters are
-    compared. One copy could show too little: the update of a parameter may begin while a tensor of the previous one
-    still exists.
+def has_additive_peaks(module: nn.Module, whole: WholeModelOptimizer, *, meter: Meter) -> bool:
+    """Return True if an update's temporary memory grows with the number of parameters, not only with the largest one.
 
     Args:
         module: A layer.
@@ -112,10 +107,10 @@ def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn
     return [p for name, p in module.named_parameters() if p.requires_grad and name not in idle]
 
 
-def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], whole: ModelOptimizer) -> list[int]:
+def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], whole: WholeModelOptimizer) -> list[int]:
     """Return, for every layer, the index of the first layer whose update costs the same.
 
-    Layers with equal operators have different costs if their parameters are in groups with other options, or in none.
+    Layers with equal operators may have other costs, because their parameters are in groups with other options.
 
     Args:
         modules: Module of every layer.
@@ -131,13 +126,12 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
 
 
 def optimizer_boundary_peaks(
-    layers: Sequence[Sequence[Tensor]], whole: ModelOptimizer, *, device: torch.device, meter: Meter
+    layers: Sequence[Sequence[Tensor]], whole: WholeModelOptimizer, *, device: torch.device, meter: Meter
 ) -> list[int]:
-    """Return, for each layer, the transient bytes of updating it right after the previous layer.
+    """Return the temporary bytes of updating each layer right after the previous layer; 0 for the first layer.
 
-    An optimizer that updates parameter by parameter, such as torch's Adam, may release the last tensor of a parameter
-    only during the update of the next one. Then two large neighboring parameters need more than each layer alone. The
-    result is 0 for the first layer.
+    An optimizer that updates parameter by parameter may release the last tensor of a parameter only during the update
+    of the next one.
 
     Args:
         layers: For each layer, the trained parameters that have gradients. Their values are not read.
@@ -171,7 +165,9 @@ def _joins(
     ]
 
 
-def _peak_of_two(first: Tensor, second: Tensor, whole: ModelOptimizer, *, device: torch.device, meter: Meter) -> int:
+def _peak_of_two(
+    first: Tensor, second: Tensor, whole: WholeModelOptimizer, *, device: torch.device, meter: Meter
+) -> int:
     share = _share((first, second))
     copies = [nn.Parameter(torch.zeros_like(_part(p.detach(), share), device=device)) for p in (first, second)]
     for copy in copies:

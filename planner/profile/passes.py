@@ -23,22 +23,23 @@ from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.crossing import LayerOutputs, fits_in_cache, make_layer_inputs, own_storages_of
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTimer:
     """Timer of a layer's forward and whole (not split) backward.
 
-    As in the second and later micro-batches, the backward adds to existing gradients. The gradients of a large layer
-    are released before, and the time to add them is measured separately. Otherwise the two gradients of a vocabulary of
-    50,000 words would need most of the memory of profiling.
+    As in the second and later micro-batches, the backward adds to existing gradients. For a large layer, adding is
+    measured separately, so that only one copy of its gradients exists.
     """
 
     clock: Clock
     statistics: BatchStatistics
 
-    def forward_us(self, unit: Unit, values: Sequence[Any], received: UnitInput, outputs: list[Any]) -> float:
+    def forward_us(
+        self, unit: LayerToMeasure, values: Sequence[Any], received: MeasurementInput, outputs: list[Any]
+    ) -> float:
         """Run a forward and return its time in microseconds.
 
         Args:
@@ -55,10 +56,10 @@ class WholeTimer:
                 forward_function(unit, values, received, outputs=outputs, statistics=self.statistics)
             )
 
-    def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
+    def backward_us(self, unit: LayerToMeasure, end: Tensor) -> tuple[float, float]:
         """Run the backward from `end`; return 0 and its time in microseconds.
 
-        The 0 is the time of pass I, which exists only if the backward is split.
+        The 0 stands for the input-gradient pass, which a whole backward does not have.
         """
         backward_us = self.clock.time_us(end.backward)
         if is_large(unit):
@@ -80,7 +81,7 @@ class SplitTimer(WholeTimer):
 
     split: SplitBackward
 
-    def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
+    def backward_us(self, unit: LayerToMeasure, end: Tensor) -> tuple[float, float]:
         """Run passes I and W from `end` and return their times in microseconds."""
         one = torch.ones_like(end)
         deferred: DeferredUses = []
@@ -99,7 +100,12 @@ class SplitTimer(WholeTimer):
 
 
 def forward_function(
-    unit: Unit, values: Sequence[Any], received: UnitInput, *, outputs: list[Any], statistics: BatchStatistics
+    unit: LayerToMeasure,
+    values: Sequence[Any],
+    received: MeasurementInput,
+    *,
+    outputs: list[Any],
+    statistics: BatchStatistics,
 ) -> Callable[[], None]:
     """Return a function that runs a layer's forward as a stage does.
 
@@ -119,18 +125,18 @@ def forward_function(
 
 
 @dataclass(frozen=True)
-class IdleLayer:
+class EmptyLayer:
     """Layer that computes nothing. Its times are the overhead of timing a layer."""
 
-    unit: Unit
-    received: UnitInput
+    unit: LayerToMeasure
+    received: MeasurementInput
 
     @classmethod
-    def matching(cls, unit: Unit) -> "IdleLayer":
+    def matching(cls, unit: LayerToMeasure) -> "EmptyLayer":
         """Return a layer that computes nothing, on the device and in the precision of `unit`."""
         values, spec = tree_flatten(torch.zeros(1, device=unit.device, requires_grad=True))
         nothing = replace(unit, name="nothing", module=nn.Identity(), loss_fn=None, digest="")
-        return cls(nothing, UnitInput(tuple(values), spec, None))
+        return cls(nothing, MeasurementInput(tuple(values), spec, None))
 
 
 class _TurnTimes(NamedTuple):
@@ -141,7 +147,7 @@ class _TurnTimes(NamedTuple):
 
 
 class _Turn:
-    def __init__(self, unit: Unit, received: UnitInput) -> None:
+    def __init__(self, unit: LayerToMeasure, received: MeasurementInput) -> None:
         if not is_large(unit):
             fill_missing_gradients(unit)
         self._unit = unit
@@ -176,8 +182,8 @@ class _Turn:
         return _TurnTimes(self._forward_us, *timer.backward_us(self._unit, self._exit.end))
 
 
-def time_once(timer: WholeTimer, unit: Unit, received: UnitInput) -> tuple[float, float]:
-    """Time one micro-batch of a single layer.
+def time_once(timer: WholeTimer, unit: LayerToMeasure, received: MeasurementInput) -> tuple[float, float]:
+    """Time one micro-batch of one layer.
 
     Args:
         timer: Timer of a whole or of a split backward.
@@ -200,7 +206,7 @@ def time_once(timer: WholeTimer, unit: Unit, received: UnitInput) -> tuple[float
 
 
 def time_neighbors(
-    timer: WholeTimer, layers: Sequence[tuple[Unit, UnitInput]], idle: IdleLayer
+    timer: WholeTimer, layers: Sequence[tuple[LayerToMeasure, MeasurementInput]], idle: EmptyLayer
 ) -> list[tuple[float, float]]:
     """Time neighboring layers as in a stage: all their forwards, then all their backwards.
 
@@ -254,18 +260,18 @@ def _add(total: Tensor, gradient: Tensor) -> None:
     total.add_(gradient)
 
 
-def is_large(unit: Unit) -> bool:
-    """Return True if the layer's gradients are released after each measured run, because they need much memory."""
+def is_large(unit: LayerToMeasure) -> bool:
+    """Return True if the layer's gradients need so much memory that they are released after each measured run."""
     return unit.parameter_bytes > CACHE_BYTES
 
 
-def _take_gradients(unit: Unit) -> None:
+def _take_gradients(unit: LayerToMeasure) -> None:
     unit.module.zero_grad()
     # Garbage of the run would fragment the released memory. All of it is in the youngest generation.
     gc.collect(0)
 
 
-def fill_missing_gradients(unit: Unit) -> None:
+def fill_missing_gradients(unit: LayerToMeasure) -> None:
     """Set missing gradients to zeros, as in the second and later micro-batches."""
     for parameter in unit.module.parameters():
         if parameter.requires_grad and parameter.grad is None:

@@ -17,7 +17,7 @@ from planner.model.chain import Chain, chain_digest
 from planner.model.lean import build_lean
 from planner.model.load import LoadedModel
 from planner.model.optimizer_scope import check_optimizer
-from planner.model.precision import dtype_of
+from planner.model.precision import parameter_dtype_name
 from planner.model.shared_memory import has_hooks
 from planner.model.user_errors import error_location
 from planner.profile.backends.choice import backend_of
@@ -196,7 +196,7 @@ def _header(loaded: LoadedModel, chain: Chain, device: Device, options: Profiler
         environment=Environment(
             torch=str(torch.__version__),
             python=platform.python_version(),
-            dtype=loaded.precision or dtype_of(chain.model),
+            dtype=loaded.precision or parameter_dtype_name(chain.model),
             threads=options.threads,
         ),
         optimizer=loaded.optimizer_name,

@@ -17,7 +17,7 @@ from planner.model.refusals import TooFewSamplesError, explain_refusals
 from planner.profile.memory import measure_memory
 from planner.profile.split_memory import measure_split_memory
 from planner.profile.task import ProfilingTask
-from planner.profile.units import Key, Unit, UnitInput, trace_units
+from planner.profile.units import Key, LayerToMeasure, MeasurementInput, trace_layers
 
 _Figure = TypeVar("_Figure", int, float)
 
@@ -26,46 +26,46 @@ _MEMORY_PASSES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizedUnit:
-    """Distinct layer (unit) at one micro-batch size."""
+class SizedLayer:
+    """Layer to measure, with one micro-batch size."""
 
     key: Key
     """Digest of the layer's trace at the first micro-batch size, and this unit's size."""
-    unit: Unit
+    unit: LayerToMeasure
     """Layer as traced at this micro-batch size."""
-    received: UnitInput
+    received: MeasurementInput
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingHooks:
-    """Functions of a backend that measure the memory of layers."""
+    """Functions of a profile backend that measure the memory of layers."""
 
     device: torch.device
     """Device on which units run."""
-    record: Callable[[Sequence[SizedUnit]], None]
+    record: Callable[[Sequence[SizedLayer]], None]
     """Function that measures units and stores the results in `ProfilingTask.measurements`."""
-    prepare: Callable[[Sequence[Unit]], None] = lambda _: None
+    prepare: Callable[[Sequence[LayerToMeasure]], None] = lambda _: None
     """Function that is called with the units of all layers before the first unit runs."""
-    received: Callable[[UnitInput], UnitInput] = lambda traced: traced
+    received: Callable[[MeasurementInput], MeasurementInput] = lambda traced: traced
     """Function that converts a unit's traced input to the input on which the unit runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitRecords:
-    """Traced layers, and the memory of distinct ones at every micro-batch size that fits.
+class LayerRecords:
+    """Traced layers, and the memory of each distinct layer at every micro-batch size that fits.
 
-    Layers with equal operators have the same digest. Only the first of them is distinct.
+    Of layers with equal operators, which have the same digest, only the first one is measured.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[LayerToMeasure, ...]
     sizes: tuple[int, ...]
-    inputs: Mapping[Key, UnitInput]
+    inputs: Mapping[Key, MeasurementInput]
     memory: Mapping[Key, MemoryDetail]
     split_memory: Mapping[Key, SplitMemory]
     """Memory with a split backward; empty if it was not measured."""
 
     @cached_property
-    def distinct(self) -> dict[str, Unit]:
+    def distinct(self) -> dict[str, LayerToMeasure]:
         """Layers to measure, by digest of their operators: the first layer with each digest."""
         return {unit.digest: unit for unit in reversed(self.units)}
 
@@ -74,31 +74,31 @@ class UnitRecords:
         """Names of the layers to measure, by digest of their operators."""
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
-    def measure_distinct(self, figure: Callable[[Unit, UnitInput], _Figure]) -> dict[str, _Figure]:
-        """Return `figure(unit, input)` for every distinct layer, by digest of its operators.
+    def measure_distinct(self, figure: Callable[[LayerToMeasure, MeasurementInput], _Figure]) -> dict[str, _Figure]:
+        """Return `figure(unit, input)` for every measured layer, by digest of its operators.
 
         The input has the smallest micro-batch size.
         """
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:
-        """Translate parameter names from the first layer with equal operators to those of `layer`."""
+        """Translate parameter names from the measured layer with equal operators to those of `layer`."""
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)
         return {own for (own, _), (name, _) in pairs if name in names}
 
 
-def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> UnitRecords:
+def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> LayerRecords:
     """Trace the layers at every micro-batch size and measure their memory.
 
     Raises:
         ModelError: A layer fails on the output of the previous layer.
         MeasurementError: A requested micro-batch size, or every size, does not fit in memory.
     """
-    units: tuple[Unit, ...] = ()
+    units: tuple[LayerToMeasure, ...] = ()
     sizes: list[int] = []
-    inputs: dict[Key, UnitInput] = {}
+    inputs: dict[Key, MeasurementInput] = {}
     for size in task.options.micro_batch_sizes:
         failed = False
         try:
@@ -121,7 +121,7 @@ def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> UnitRecords:
         inputs |= {sized.key: sized.received for sized in sized_units}
         sizes.append(size)
     measurements = task.measurements
-    return UnitRecords(
+    return LayerRecords(
         units=units,
         sizes=tuple(sizes),
         inputs=inputs,
@@ -131,7 +131,7 @@ def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> UnitRecords:
 
 
 def record_memory(
-    sized_units: Sequence[SizedUnit], task: ProfilingTask, meter: Meter, *, splits_backward: bool
+    sized_units: Sequence[SizedLayer], task: ProfilingTask, meter: Meter, *, splits_backward: bool
 ) -> None:
     """Measure the memory of each layer that has no measurement yet.
 
@@ -160,19 +160,19 @@ def record_memory(
 
 
 def _traced_at(
-    task: ProfilingTask, hooks: RecordingHooks, first: tuple[Unit, ...], size: int
-) -> tuple[tuple[Unit, ...], list[SizedUnit]]:
-    units, traced = trace_units(task.chain, task.loaded, (size,), hooks.device, ghosts=task.lean)
+    task: ProfilingTask, hooks: RecordingHooks, first: tuple[LayerToMeasure, ...], size: int
+) -> tuple[tuple[LayerToMeasure, ...], list[SizedLayer]]:
+    units, traced = trace_layers(task.chain, task.loaded, (size,), hooks.device, ghosts=task.lean)
     if not first:
         for text in task.loaded.notes:  # the layers have run, so the default loss is known
             task.note(text)
         first = units
         hooks.prepare(units)
-    sized_units: dict[Key, SizedUnit] = {}
+    sized_units: dict[Key, SizedLayer] = {}
     for at_first, unit in zip(first, units, strict=True):
         key = (at_first.digest, size)
         if key not in sized_units:
-            sized_units[key] = SizedUnit(key=key, unit=unit, received=hooks.received(traced[unit.digest, size]))
+            sized_units[key] = SizedLayer(key=key, unit=unit, received=hooks.received(traced[unit.digest, size]))
     return first, list(sized_units.values())
 
 

@@ -12,15 +12,15 @@ from planner.model.ghosts import storage_key
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, written_tensors
 from planner.model.state import StateLocation, StateOwner, state_owners, trained_batch_norms
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
-def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
-    """Return the bytes of a layer's state that its forward writes or replaces.
+def rewritten_bytes(unit: LayerToMeasure, received: MeasurementInput) -> int:
+    """Return the bytes of a layer's state that each of two forwards writes or replaces.
 
     State is buffers, frozen parameters and tensors in attributes, without running statistics of batch normalization
     (`planner.model.state`). The layer must have run before, so that values that are computed only once, such as tables,
-    exist. State counts only if each of two forwards writes it. The input may have any micro-batch size.
+    exist. The input may have any micro-batch size.
     """
     once, again = _written(unit, received), _written(unit, received)
     # A tensor with several names counts once, by its storage.
@@ -28,7 +28,7 @@ def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
     return sum(sizes.values())
 
 
-def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
+def _written(unit: LayerToMeasure, received: MeasurementInput) -> dict[int, dict[int, int]]:
     deferred = set(trained_batch_norms(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
     places = [place for owner in owners for place in (*owner.locations(), *_nests(owner))]

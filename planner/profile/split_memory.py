@@ -23,13 +23,13 @@ from planner.device.meter import Meter
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.profile.memory import backward_root
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 
 _HeldElsewhere = Literal["nothing", "outputs", "gradients"]
 """Tensors that other layers or the engine hold during I; `gradients` means outputs and their gradients."""
 
 
-def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> SplitMemory:
+def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> SplitMemory:
     """Measure a layer's memory with a split backward, and delete its parameters' gradients.
 
     Args:
@@ -76,8 +76,8 @@ def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> Split
 
 @dataclass(frozen=True, kw_only=True)
 class _MeasuredUnit:
-    unit: Unit
-    received: UnitInput
+    unit: LayerToMeasure
+    received: MeasurementInput
     meter: Meter
     split: SplitBackward = field(default_factory=SplitBackward)
 
@@ -149,5 +149,5 @@ def _start(outputs: list[Any], held_elsewhere: _HeldElsewhere) -> tuple[Sequence
     return ([], []) if started is None else ([started], [torch.ones_like(started)])
 
 
-def _gradient_bytes(unit: Unit) -> int:
+def _gradient_bytes(unit: LayerToMeasure) -> int:
     return sum(parameter.grad.nbytes for parameter in unit.module.parameters() if parameter.grad is not None)

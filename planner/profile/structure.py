@@ -15,7 +15,7 @@ from planner.model.precision import converted
 from planner.model.refusals import TooFewSamplesError
 from planner.model.shared_memory import check_hooks, has_hooks
 from planner.model.stage import ModelStage
-from planner.profile.units import trace_units
+from planner.profile.units import trace_layers
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,7 @@ class ModelChange:
 
 
 def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
-    """Return the chain of a model, and True if its parameters have no values yet.
-
-    Such parameters get random values when their layers are measured.
+    """Return the chain of a model, and True if its parameters have no values yet. They then get random values.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
@@ -38,9 +36,9 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
         chain = _checked_chain(loaded, build_lean(loaded.build))
         if all(parameter.is_meta for parameter in chain.model.parameters()):
             try:
-                trace_units(chain, loaded, (1,), device, ghosts=True)
+                trace_layers(chain, loaded, (1,), device, ghosts=True)
             except TooFewSamplesError:
-                trace_units(chain, loaded, (2,), device, ghosts=True)
+                trace_layers(chain, loaded, (2,), device, ghosts=True)
             move_buffers(chain.model, device)
             return chain, True
     return _checked_chain(loaded, loaded.build(), device), False
@@ -59,7 +57,7 @@ def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device |
 
 
 def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, ...]:
-    """Return the differences between a model and its profile; no GPU and no weights are needed.
+    """Return the differences between a model and its profile. This needs no GPU and no weights.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
@@ -70,7 +68,7 @@ def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, .
     before = {layer.name: layer for layer in profile.layers}
     changes = [ModelChange(name, "was profiled, but is missing now") for name in before if name not in chain.names]
     changes += [ModelChange(name, "is new") for name in chain.names if name not in before]
-    units, _ = trace_units(chain, loaded, profile.micro_batch_sizes[:1], torch.device("cpu"), ghosts=lean)
+    units, _ = trace_layers(chain, loaded, profile.micro_batch_sizes[:1], torch.device("cpu"), ghosts=lean)
     for layer, unit in zip(chain.layers, units, strict=True):
         profiled = before.get(layer.name)
         if profiled is None:

@@ -7,7 +7,7 @@ from planner.core.values.partial import Measurement, PartialProfile
 from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
-from planner.model.optimizers import ModelOptimizer
+from planner.model.optimizers import WholeModelOptimizer
 from planner.profile.timing import Samples
 from planner.profile.units import Key
 
@@ -135,6 +135,6 @@ class ProfilingTask:
     note: Callable[[str], None]
     """Function that is called with notes about defaults."""
 
-    def whole_optimizer(self) -> ModelOptimizer:
+    def whole_optimizer(self) -> WholeModelOptimizer:
         """Return the optimizer of the whole model."""
-        return ModelOptimizer(self.loaded.build_optimizer, self.chain.model.parameters())
+        return WholeModelOptimizer(self.loaded.build_optimizer, self.chain.model.parameters())

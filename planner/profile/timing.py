@@ -2,7 +2,7 @@
 
 All layers are timed once, then all a second time, and so on. If the machine slows down for a while, this affects all
 layers alike. This order also prevents that a layer finds data in a cache that would not be there in training. For the
-same reason, equal layers of a model take turns: a single one would keep its parameters in the cache.
+same reason, equal layers of a model take turns: one alone would keep its parameters in the cache.
 """
 
 import gc
@@ -22,7 +22,7 @@ from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics, deferred_batch_norms
 from planner.model.split_backward import SplitBackward
 from planner.profile.passes import (
-    IdleLayer,
+    EmptyLayer,
     SplitTimer,
     WholeTimer,
     fill_missing_gradients,
@@ -30,7 +30,7 @@ from planner.profile.passes import (
     is_large,
     time_neighbors,
 )
-from planner.profile.units import Key, Unit, UnitInput
+from planner.profile.units import Key, LayerToMeasure, MeasurementInput
 
 _WARM_UPS = 2
 """Number of untimed passes, in which caches fill and libraries choose their kernels."""
@@ -59,8 +59,8 @@ class LayerTimes:
 
 
 def measure_times(
-    units: Sequence[Unit],
-    inputs: Mapping[Key, UnitInput],
+    units: Sequence[LayerToMeasure],
+    inputs: Mapping[Key, MeasurementInput],
     samples: Samples,
     split_samples: Samples,
     *,
@@ -91,7 +91,7 @@ def measure_times(
         if not is_large(unit):
             fill_missing_gradients(unit)
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
-    idle = IdleLayer.matching(units[0])
+    idle = EmptyLayer.matching(units[0])
     split = SplitBackward()
     with _no_collection(), units[0].weight_cast_cache(), split.weight_cast_cache():
         whole_timer = WholeTimer(clock=clock, statistics=statistics)
@@ -121,7 +121,7 @@ def measure_times(
 def split_into_passes(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
     """Divide keys into lists of neighboring layers to time together, of one micro-batch size each.
 
-    The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has a single layer.
+    The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has only one layer.
     """
     stretch: dict[Key, None] = {}
     kept = size = 0
@@ -136,7 +136,7 @@ def split_into_passes(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Ite
 
 
 def median_times(samples: Sequence[tuple[float, float]]) -> LayerTimes:
-    """Return median times and spread of at least 2 repeats (forward, backward)."""
+    """Return the median forward and backward time, and their spread, of at least 2 repeats."""
     both = [sum(sample) for sample in samples]
     mean = statistics.fmean(both)
     half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
@@ -145,10 +145,10 @@ def median_times(samples: Sequence[tuple[float, float]]) -> LayerTimes:
 
 
 def time_uncertainty(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, float]]]) -> float:
-    """Return the half-width of the 95 % confidence interval of a chain's time, as a fraction of it.
+    """Return the half-width of the 95 % confidence interval of a chain's time, as a fraction of this time.
 
-    The result is for the least certain micro-batch size. Errors of different layers are independent. Equal layers share
-    one error, because they are measured as one layer.
+    The result is for the least certain micro-batch size. Layers with equal digests share one error, because they are
+    measured as one layer.
 
     Args:
         chain: Digest of every layer.
@@ -178,7 +178,7 @@ def split_backward_times(samples: Sequence[tuple[float, float]], whole: LayerTim
     return max(0.0, with_forward_us - whole.forward_us), weight_us
 
 
-def layers_exceeding_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
+def layers_exceeding_cache(units: Sequence[LayerToMeasure], digest: str) -> list[LayerToMeasure]:
     """Return layers with the same digest, enough for their parameters to exceed the cache.
 
     If the parameters of all such layers fit into the cache, all are returned.
@@ -188,17 +188,14 @@ def layers_exceeding_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
 
 
-def statistics_us(unit: Unit, received: UnitInput, *, clock: Clock, repeats: int) -> float:
-    """Return a step's time for updating running statistics of batch normalization in a layer.
+def statistics_us(unit: LayerToMeasure, received: MeasurementInput, *, clock: Clock, repeats: int) -> float:
+    """Return the time of a step for updating running statistics of batch normalization in a layer, in microseconds.
 
     Args:
         unit: The layer.
         received: Input of the layer, of any micro-batch size.
         clock: Clock of the device.
         repeats: Number of timed updates.
-
-    Returns:
-        Microseconds; 0 without batch normalization.
     """
     if not any(isinstance(module, _BatchNorm) for module in unit.module.modules()):
         return 0.0

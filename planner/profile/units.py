@@ -36,8 +36,8 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class UnitInput:
-    """Input of a layer for one micro-batch: tensors without a graph. They require gradients as in the model."""
+class MeasurementInput:
+    """Input of a layer for one micro-batch: tensors that require gradients as in the model, but have no graph."""
 
     values: tuple[Any, ...]
     spec: TreeSpec
@@ -56,7 +56,7 @@ class UnitInput:
 
 
 @dataclass(frozen=True)
-class Unit:
+class LayerToMeasure:
     """Layer to measure; the last layer includes the loss."""
 
     name: str
@@ -71,7 +71,7 @@ class Unit:
         """Memory of the layer's parameters, in bytes."""
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
-    def run(self, values: Sequence[Any], received: UnitInput) -> list[Any]:
+    def run(self, values: Sequence[Any], received: MeasurementInput) -> list[Any]:
         """Run the layer's forward and return its outputs as a flat list.
 
         Args:
@@ -89,19 +89,19 @@ class Unit:
         return weight_cast_cache(self.precision, self.device)
 
 
-def trace_units(
+def trace_layers(
     chain: Chain, loaded: LoadedModel, sizes: Sequence[int], device: torch.device, *, ghosts: bool = False
-) -> tuple[tuple[Unit, ...], dict[Key, UnitInput]]:
-    """Return every layer as a unit with a digest, and the inputs of distinct units.
+) -> tuple[tuple[LayerToMeasure, ...], dict[Key, MeasurementInput]]:
+    """Return every layer with a digest of its operators, and the inputs of the layers to measure.
 
-    Layers with equal operators have the same digest. Only the first of them is a distinct unit.
+    Of layers with equal digests, only the first one is measured.
 
     Args:
         chain: The layers. Their parameters must have values, except with `ghosts`.
         loaded: The model.
         sizes: Micro-batch sizes.
         device: Device of the inputs.
-        ghosts: Whether parameters, and tensors between layers, are ghosts without values. Then a layer that reads
+        ghosts: True if parameters, and tensors between layers, are ghosts without values. Then a layer that reads
             values raises `NeedsValuesError` or another error.
 
     Returns:
@@ -110,7 +110,7 @@ def trace_units(
     Raises:
         ModelError: A layer fails on the output of the previous layer.
     """
-    inputs: dict[Key, UnitInput] = {}
+    inputs: dict[Key, MeasurementInput] = {}
     digests: dict[Layer, str] = {}
     with ExitStack() as stack:
         if ghosts:
@@ -135,7 +135,7 @@ def trace_units(
                 value = None if is_last else _detached(value)
     losses = (*[None] * (len(chain.layers) - 1), loaded.loss_fn)
     units = tuple(
-        Unit(layer.name, layer.module, loss_fn, digest, loaded.precision, device)
+        LayerToMeasure(layer.name, layer.module, loss_fn, digest, loaded.precision, device)
         for (layer, digest), loss_fn in zip(digests.items(), losses, strict=True)
     )
     return units, inputs
@@ -148,15 +148,15 @@ def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
     """
     for size in (1, 2):  # some layers, such as batch normalization, need two samples
         with suppress(Exception):
-            units, _ = trace_units(chain, loaded, (size,), torch.device("cpu"), ghosts=True)
+            units, _ = trace_layers(chain, loaded, (size,), torch.device("cpu"), ghosts=True)
             return tuple(unit.digest for unit in units)
     return ()
 
 
-def with_random_values(received: UnitInput, device: torch.device) -> UnitInput:
+def with_random_values(received: MeasurementInput, device: torch.device) -> MeasurementInput:
     """Return an input with random numbers in place of ghosts (tensors without values)."""
     values = [_stand_in(value, device) if isinstance(value, Ghost) else value for value in received.values]
-    return UnitInput(tuple(to_device(values, device)), received.spec, to_device(received.targets, device))
+    return MeasurementInput(tuple(to_device(values, device)), received.spec, to_device(received.targets, device))
 
 
 def _stand_in(ghost: Ghost, device: torch.device) -> Tensor:
@@ -221,9 +221,9 @@ def _check_loss(loaded: LoadedModel, chain: Chain, targets: Any, output: Any) ->
         raise ModelError("the loss carries no gradient, so nothing would be trained", hint=hint)
 
 
-def _received(value: Any, targets: Any) -> UnitInput:
+def _received(value: Any, targets: Any) -> MeasurementInput:
     leaves, spec = tree_flatten(value)
-    received = UnitInput(tuple(leaves), spec, targets)
+    received = MeasurementInput(tuple(leaves), spec, targets)
     return replace(received, values=tuple(received.new_leaf_copies()))
 
 
@@ -234,7 +234,7 @@ def _detached(value: Any) -> Any:
     return tree_unflatten(copies, spec)
 
 
-def _digest(trace: list[Any], received: UnitInput, *, last: bool) -> str:
+def _digest(trace: list[Any], received: MeasurementInput, *, last: bool) -> str:
     leaves = [[_shape(leaf), getattr(leaf, "requires_grad", None)] for leaf in received.values]
     text = json.dumps([trace, leaves, str(received.spec), last])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -27,10 +27,10 @@ from planner.core.values.profile import Device, LayerProfile, ProgramMemory
 from planner.core.values.rates import Rates, rates_of
 from planner.model.load import LoadedModel
 from planner.profile.backends.estimated import GhostMeter, as_ghosts_if_lean
-from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
+from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
 from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import OptimizerCost, trained_parameters
-from planner.profile.records import RecordingHooks, SizedUnit, UnitRecords, record_sizes
+from planner.profile.records import LayerRecords, RecordingHooks, SizedLayer, record_sizes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
@@ -125,7 +125,7 @@ class CompiledBackend:
             records = record_sizes(task, hooks)
             distinct = records.distinct
             optimizer = _optimizer_costs(records, compiler, rule)
-            costs = UnitCosts(
+            costs = MeasuredCosts(
                 records=records,
                 casts_bytes=records.measure_distinct(partial(measure_weight_casts, meter=GhostMeter())),
                 # A program writes into no buffer.
@@ -164,7 +164,7 @@ class CompiledBackend:
 
 
 def _compile(
-    jobs: Sequence[SizedUnit], task: ProfilingTask, compiler: Compiler, layers: dict[Key, CompiledLayer]
+    jobs: Sequence[SizedLayer], task: ProfilingTask, compiler: Compiler, layers: dict[Key, CompiledLayer]
 ) -> None:
     _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
@@ -211,10 +211,10 @@ def _with_compiled_memory(
 
 
 def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
-    """Return, for each layer, the outputs that some backward reads.
+    """Return, for each layer, the outputs that some backward reads, by index.
 
-    A loop over micro-batches stores these outputs. Keys are indices of outputs. A value is True if all backwards read
-    the output only as a matmul operand. If several outputs share a storage, only one of them is listed.
+    A value is True if all backwards read the output only as a matmul operand. If several outputs share a storage, only
+    one of them is listed.
     """
     storages = CrossingStorages([layer.memory_detail() for layer in compiled])
     wide = {
@@ -234,7 +234,7 @@ def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[i
 def _received_sizes(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
     """Return two sizes of every tensor that each layer receives, in bytes: as sent, and in the largest layout.
 
-    Each layer that reads the tensor may choose another layout. Later layers also read it if this layer passes it on.
+    Each layer that reads the tensor may choose another layout.
     """
     wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):
@@ -267,7 +267,7 @@ def _program(
     )
 
 
-def _optimizer_costs(records: UnitRecords, compiler: Compiler, rule: OptimizerRule) -> dict[str, OptimizerCost]:
+def _optimizer_costs(records: LayerRecords, compiler: Compiler, rule: OptimizerRule) -> dict[str, OptimizerCost]:
     units = records.distinct
     trained = {digest: trained_parameters(unit.module) for digest, unit in units.items()}
     digests = [digest for digest, parameters in trained.items() if parameters]

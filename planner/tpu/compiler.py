@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from planner.core.errors import ModelError
 from planner.core.values.rates import Rates
 from planner.files import parse_json
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 from planner.tpu.extra import package_versions
 from planner.tpu.optimizers import OptimizerRule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
@@ -70,7 +70,9 @@ class Compiler:
     def __init__(self, chip: str, rates: Rates, folder: Path, repeats: int = 10) -> None:
         self._chip, self._rates, self._folder, self._repeats = chip, rates, folder, repeats
 
-    def compile_layers(self, jobs: Sequence[tuple[Unit, UnitInput]]) -> Iterator[tuple[int, CompiledLayer]]:
+    def compile_layers(
+        self, jobs: Sequence[tuple[LayerToMeasure, MeasurementInput]]
+    ) -> Iterator[tuple[int, CompiledLayer]]:
         """Yield each job's index and compiled layer: first cached results, then new results as they finish.
 
         Args:
@@ -105,7 +107,7 @@ class Compiler:
 
     # The next two methods and `_time_us` run in forked processes. Each process imports jax there, not before the fork.
 
-    def _compiled_unit(self, unit: Unit, received: UnitInput) -> CompiledLayer:
+    def _compiled_unit(self, unit: LayerToMeasure, received: MeasurementInput) -> CompiledLayer:
         from planner.tpu.chips import target_device  # noqa: PLC0415
         from planner.tpu.layer_programs import compile_layer  # noqa: PLC0415
 
@@ -163,7 +165,7 @@ class Compiler:
         return self._folder / f"{digest.hexdigest()[:32]}.json"
 
 
-def unit_function(unit: Unit, received: UnitInput) -> "LayerFunction":
+def unit_function(unit: LayerToMeasure, received: MeasurementInput) -> "LayerFunction":
     """Return a unit (distinct layer) as a function of JAX arrays.
 
     The arguments are the layer's inputs, and then the targets of the loss. The function of the last unit returns the
@@ -180,7 +182,7 @@ def unit_function(unit: Unit, received: UnitInput) -> "LayerFunction":
     return layer_function(unit.module, run, [*received.values, *targets])
 
 
-def _described(unit: Unit, received: UnitInput) -> list[Any]:
+def _described(unit: LayerToMeasure, received: MeasurementInput) -> list[Any]:
     shapes = [[str(v.dtype), list(v.shape)] if isinstance(v, Tensor) else repr(v) for v in received.values]
     parameters = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in unit.module.named_parameters()]
     return [unit.digest, shapes, str(received.spec), parameters, unit.precision]

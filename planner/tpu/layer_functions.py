@@ -46,10 +46,9 @@ def random_key_shape() -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class LayerFunction:
-    """Module as a pure function of JAX arrays.
+    """Module as a pure function of JAX arrays: the tensors among its flattened inputs and outputs.
 
-    The arrays are the tensors among the module's flattened inputs and outputs. Writes of the module into its buffers
-    are dropped.
+    Writes of the module into its buffers are dropped.
     """
 
     call: Callable[[Arrays, Sequence[Array], Array], list[Array]]
@@ -113,7 +112,7 @@ def layer_function(
 
 @dataclass(frozen=True)
 class Residual:
-    """Shape of a value that the backward reads, and where the value comes from."""
+    """Shape and origin of a value that the backward reads."""
 
     kind: str
     """Origin: `output`, `input`, `state` for a parameter or buffer, else `made`."""
@@ -189,7 +188,7 @@ def split_layer(function: LayerFunction) -> SplitFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class _ResidualPlan:
-    """Origins of the values that a traced forward passes to its backward."""
+    """Origin of each value that a traced forward passes to its backward."""
 
     sources: tuple[tuple[str, Any], ...]
     """For each value, (name of a list, index in this list), or (`literal`, value)."""

@@ -186,10 +186,7 @@ _LOOPS: Final = frozenset(("cond", "scan", "while"))
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulOperands:
-    """Flags for the arrays of a layer. A flag is True if an array is used only as a matmul operand.
-
-    The compiler stores such arrays in 16 bits.
-    """
+    """True for each array of a layer that is used only as a matmul operand, which the compiler stores in 16 bits."""
 
     received: tuple[bool, ...]
     """True for inputs that forward and backward read only as matmul operands."""

@@ -33,14 +33,10 @@ _Kind = tuple[tuple[int, ...], jnp.dtype]
 class Packing:
     """Packing of each stage's arrays into arrays whose shapes are equal on every device.
 
-    Arrays of equal shape share a slot as long as slots waste little memory (`planner.tpu.places`). Otherwise all arrays
-    of a dtype are concatenated to one vector, which each device unpacks into the stage's arrays.
-
     Args:
         stages: Shapes of each stage's arrays.
-        in_loops: True if loops store the arrays, with the micro-batch as first dimension. Arrays that would be half
-            padding are then stored in rows (`planner.tpu.programs.shape_in_loops`), and vectors keep their shape. If
-            False, vectors are stored in rows, because adding the stage as first dimension would double their memory.
+        in_loops: True if loops store the arrays, with the micro-batch as first dimension. This decides how arrays are
+            laid out, because a TPU pads the last two dimensions.
     """
 
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]], *, in_loops: bool = False) -> None:
@@ -110,8 +106,8 @@ class Packing:
             return sums
         return [whole + more for whole, more in zip(packed, self.pack(stage, arrays), strict=True)]
 
-    def zeros(self, *front: int) -> list[Array]:
-        """Return packed arrays of zeros, with the dimensions `front` before their own."""
+    def packed_zeros(self, *front: int) -> list[Array]:
+        """Return packed arrays of zeros, with additional first dimensions `front`."""
         return [jnp.zeros((*front, *s.shape), s.dtype) for s in self.shapes]
 
     def _slots_of(self, stage: int) -> list[int]:
@@ -230,17 +226,17 @@ class _OneDevice:
     def run(self) -> tuple[Array, list[Array]]:
         program, scan = self._all, lax.scan
         ticks = jnp.arange(self._micro + self._num - 1)
-        edge, zero = program.edges.zeros(), jnp.zeros((), jnp.float32)
-        begin = (edge, program.edges.zeros(self._micro), program.kept.zeros(self._micro), zero)
+        edge, zero = program.edges.packed_zeros(), jnp.zeros((), jnp.float32)
+        begin = (edge, program.edges.packed_zeros(self._micro), program.kept.packed_zeros(self._micro), zero)
         (_, edges, kept, loss), _ = scan(self._forward_tick, begin, ticks)
         tick = partial(self._backward_tick, edges, kept)
-        (_, sums), _ = scan(tick, (program.gradient_edges.zeros(), program.trained.zeros()), ticks)
+        (_, sums), _ = scan(tick, (program.gradient_edges.packed_zeros(), program.trained.packed_zeros()), ticks)
         return loss, sums
 
     def _forward_tick(self, carry: _Forward, tick: Array) -> tuple[_Forward, None]:
         edge, edges, store, loss = carry
         m = tick - self._place
-        nothing = (self._all.edges.zeros(), self._all.kept.zeros(), jnp.zeros((), jnp.float32))
+        nothing = (self._all.edges.packed_zeros(), self._all.kept.packed_zeros(), jnp.zeros((), jnp.float32))
         sent, kept, more = self._run_stage_or_idle(self._forward, lambda _work, _m: nothing, m, edge)
         return (self._moved(sent, 1), self._kept_at(edges, edge, m), self._kept_at(store, kept, m), loss + more), None
 
@@ -251,7 +247,7 @@ class _OneDevice:
         m = tick - (self._num - 1 - self._place)
         slot = self._slot(m)
         edge, kept = ([array[slot] for array in arrays] for arrays in (edges, store))
-        nothing = self._all.gradient_edges.zeros()
+        nothing = self._all.gradient_edges.packed_zeros()
         work = (edge, kept, flowing, sums)
         sent, sums = self._run_stage_or_idle(self._backward, lambda work, _m: (nothing, work[3]), m, work)
         return (self._moved(sent, -1), sums), None
@@ -261,7 +257,7 @@ class _OneDevice:
         outputs, kept = program.stages[k].forward(self._state(k), self._stage_input(k, edge, m))
         kept = program.kept.pack(k, kept)
         if k == self._num - 1:
-            return program.edges.zeros(), kept, outputs[0].astype(jnp.float32).reshape(())
+            return program.edges.packed_zeros(), kept, outputs[0].astype(jnp.float32).reshape(())
         return program.edges.pack(k + 1, outputs), kept, jnp.zeros((), jnp.float32)
 
     def _backward(
@@ -277,7 +273,7 @@ class _OneDevice:
         kept_here = program.kept.unpack(k, kept)
         of_trained, of_inputs = stage.backward(self._state(k), self._stage_input(k, edge, m), kept_here, gradients)
         sums = program.trained.add(k, sums, [of_trained[name] for name in stage.trained])
-        return program.gradient_edges.zeros() if k == 0 else program.gradient_edges.pack(k, of_inputs), sums
+        return program.gradient_edges.packed_zeros() if k == 0 else program.gradient_edges.pack(k, of_inputs), sums
 
     def _state(self, k: int) -> State:
         stage = self._all.stages[k]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from planner.core.errors import UsageError
-from planner.model.optimizers import Builder, ModelOptimizer
+from planner.model.optimizers import Builder, WholeModelOptimizer
 
 if TYPE_CHECKING:
     from jax import Array
@@ -36,7 +36,7 @@ def optimizer_rule(build: Builder, parameters: Sequence[Tensor]) -> OptimizerRul
     Raises:
         UsageError: The optimizer is not supported, has several parameter groups, or leaves out a trainable parameter.
     """
-    whole = ModelOptimizer(build, parameters)
+    whole = WholeModelOptimizer(build, parameters)
     name, groups = whole.name, whole.groups()
     if len(groups) > 1:
         raise UsageError(f"the JAX program supports one parameter group, but the model's {name} has several")

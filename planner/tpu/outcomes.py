@@ -9,10 +9,7 @@ from planner.core.values.profile import ArrayKind, BoundaryTensor, MemoryDetail,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLayer:
-    """Memory and times of a layer that was compiled at one micro-batch size.
-
-    Sizes are bytes of device memory, including padding.
-    """
+    """Memory and times of a compiled layer at one micro-batch size, in bytes of device memory with padding."""
 
     inputs: tuple[int, ...]
     """Bytes of each input tensor."""
@@ -80,8 +77,8 @@ class CompiledLayer:
         """Return the layer's memory within an executable that contains all layers.
 
         Args:
-            kept_outputs: Outputs that are stored for the backward of any layer. Keys are indices of outputs; a value is
-                True if all backwards read the output only as a matmul operand.
+            kept_outputs: Outputs that are stored for the backward of any layer, by index; True if all backwards read
+                the output only as a matmul operand.
             received: Two sizes in bytes of each received tensor: as sent, and in the largest layout of any layer.
         """
         return ProgramMemory(

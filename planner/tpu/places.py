@@ -1,4 +1,4 @@
-"""Slots for the arrays of different stages. Every device of one program (`mesh_program`) has the same slots.
+"""Slots for the arrays of different stages. All devices run one program (`mesh_program`), so they have the same slots.
 
 Arrays of equal shape and dtype in different stages share one slot, as long as slots waste little memory. Otherwise all
 arrays of a dtype are concatenated to one vector, without padding.
@@ -18,10 +18,7 @@ _Kind = TypeVar("_Kind")
 
 
 def count_slots(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
-    """Return the number of slots for each kind of array.
-
-    It is the largest number of arrays of this kind in any stage.
-    """
+    """Return the number of slots for each kind of array: the largest number of such arrays in any stage."""
     places: Counter[_Kind] = Counter()
     for stage in stages:
         places |= Counter(stage)
@@ -71,7 +68,7 @@ def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
 def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
     """Return the bytes of all slots for arrays of `kind`.
 
-    Slot n is as large as the largest of the stages' n-th arrays, in descending order of size.
+    The n-th slot is as large as the largest of the stages' n-th arrays, with each stage's arrays in descending order.
     """
     widths = (
         sorted((a.loop_bytes for a in stage if a.kind == kind for _ in range(a.count)), reverse=True)

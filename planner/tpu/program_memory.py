@@ -62,8 +62,6 @@ _KEEPING: Final = ("never", "layers")
 def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
     """Return the memory of every device by component, in bytes, without the reserve.
 
-    The components are those at the peak of the forward or of the backward, whichever is higher. Complexity: O(L).
-
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
         partition: Partition under GPipe's schedule with one stage per device. `except-last` counts as `always`, because
@@ -144,7 +142,7 @@ def _with_slot_padding(
     most: _ProgramParts,
     choices: Sequence[Recompute],
 ) -> _ProgramParts:
-    """Return `most` plus the memory that is lost in slots. Arrays of different stages differ in shape.
+    """Return `most` plus the memory that is lost because stages with arrays of different shapes have the same slots.
 
     `most` has the largest bytes of any stage for each component.
     """

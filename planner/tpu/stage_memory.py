@@ -22,13 +22,13 @@ from planner.core.values.profile import ArrayKind, LayerProfile, ProgramMemory
 
 _GAPS: Final = 1.05
 """Memory of a forward and backward in one executable, divided by the sum over its layers. The factor accounts for gaps
-between arrays of different sizes, which executables of single layers lack. Without it, predictions were 0.92 to 1.06
+between arrays of different sizes, which executables of one layer lack. Without it, predictions were 0.92 to 1.06
 times the compiled memory (docs/measurements/tpu-composition.md). There, arrays were placed with the options of
 `planner.tpu.programs.compiler_options_for`."""
 
 
 class ProgramArrays(NamedTuple):
-    """Arrays of one layer that a device stores in slots. All devices have the same slots (`planner.tpu.places`)."""
+    """Arrays of one layer that a device stores in slots, which are the same on all devices (`planner.tpu.places`)."""
 
     trained: tuple[ArrayKind, ...]
     kept: tuple[ArrayKind, ...]
@@ -39,10 +39,7 @@ class ProgramArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledLayerMemory:
-    """Memory of each layer within one executable, in bytes, including gaps between arrays.
-
-    Each array has shape (L,) for L layers.
-    """
+    """Memory of each layer within one executable, in bytes, with gaps between arrays; one entry per layer."""
 
     carried: FloatArray
     """Bytes stored from a layer's forward to its backward."""
@@ -77,10 +74,7 @@ class CompiledLayerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledStageMemory:
-    """Memory of stages that are compiled as one executable each, in bytes.
-
-    This memory is needed in addition to the memory in `StageTable`.
-    """
+    """Memory of stages that are compiled as one executable each, in addition to that in `StageTable`, in bytes."""
 
     straight: FloatArray
     """Highest memory of an executable that runs forward and backward of one micro-batch."""
@@ -94,11 +88,9 @@ class CompiledStageMemory:
     def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> Parts:
         """Return the memory parts of stages that are compiled as one executable each.
 
-        Gradients exist during the whole step. A loop over micro-batches stores activations in arrays with one slot for
-        each micro-batch. A forward first creates its activations and then copies them into a slot, so they exist twice.
-
-        With one micro-batch, or with recomputation of the stage, there are no slots. The compiler then decides which
-        activations to keep from forward to backward, and when to free them.
+        Gradients exist during the whole step. A loop over micro-batches stores activations in one slot for each
+        micro-batch. A forward creates its activations and then copies them into a slot, so they exist twice. With one
+        micro-batch, or with recomputation of the stage, there are no slots.
 
         Args:
             s: Memory of the stages' tensors.

@@ -19,7 +19,7 @@ from planner.core.errors import ExitCode
 from planner.core.values.devices import accelerator
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import check_same_model
-from planner.executor.job import load_planned
+from planner.executor.job import load_planned_model
 from planner.executor.keep.weights import first_names, load_initial_weights, model_state_dict, write_weights
 from planner.executor.run.loader import example_mini_batch, repeat_train_batches
 from planner.executor.run.parts import micro_batches_of
@@ -112,7 +112,7 @@ class JaxTraining:
             check_writable(how.save)
         self._seed, self._chip = how.seed, how.compile
         torch.manual_seed(how.seed)  # before the model file is imported, because the import may build the model
-        self.model = load_planned(self.balance, Path(balance_path).parent)
+        self.model = load_planned_model(self.balance, Path(balance_path).parent)
         torch.manual_seed(how.seed)
         self._built = built = converted(self.model.build(), self.model.precision)
         layers = self.model.chain(built)

@@ -15,9 +15,9 @@ TWO = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(2, 3))
 BEGIN = """
 import importlib, time
 from planner.executor import Pipeline
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 
-with Watch({timeout}) as watch:
+with FailureWatch({timeout}) as watch:
     pipeline = Pipeline("balance.yaml", watch=watch, timeout_s={timeout})
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
 """

@@ -19,10 +19,10 @@ TRAIN = """
 import sys
 from pathlib import Path
 from planner.executor import Pipeline
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 
 who, what = int(sys.argv[1]), sys.argv[2]
-with Watch(20.0) as watch:
+with FailureWatch(20.0) as watch:
     pipeline = Pipeline("balance.yaml", watch=watch, timeout_s=20.0)
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
     differs = pipeline.rank == who

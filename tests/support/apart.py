@@ -20,7 +20,7 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import Granularity
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.random_state import StepSeeds
-from planner.executor.run.shapes import Shapes, chain_shapes
+from planner.executor.run.shapes import ChainShapes, chain_shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model.batch_norm import BatchStatistics
 from planner.model.calling import arguments_of
@@ -156,7 +156,7 @@ class _Stage:
     def __init__(
         self,
         whole: Whole,
-        shapes: Sequence[Shapes],
+        shapes: Sequence[ChainShapes],
         layers: Sequence[Layer],
         stage: StageRange,
         *,

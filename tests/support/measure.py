@@ -12,7 +12,7 @@ from planner.device.meter import CpuMeter
 from planner.model.load import Batch, LoadedModel
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.memory import measure_memory
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
 def mean_loss(output: Any, _target: Any) -> Tensor:
@@ -70,6 +70,6 @@ def profile_of_model(loaded: LoadedModel, *, sizes: Sequence[int] = (2,), repeat
 def memory_of(module: nn.Module, value: Any) -> MemoryDetail:
     """Return the memory record of `module` for the input `value`."""
     leaves, spec = tree_flatten(value)
-    unit = Unit(name="layer", module=module, loss_fn=None, digest="")
+    unit = LayerToMeasure(name="layer", module=module, loss_fn=None, digest="")
     buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
-    return measure_memory(unit, UnitInput(tuple(leaves), spec, None), CpuMeter(), buffer_bytes)
+    return measure_memory(unit, MeasurementInput(tuple(leaves), spec, None), CpuMeter(), buffer_bytes)

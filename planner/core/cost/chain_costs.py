@@ -46,11 +46,11 @@ class TiedParameters:
 
 
 ALWAYS: Final = ("parameters", "optimizer", "buffers")
-"""Components of memory that exist during the whole step: fields of `LayerState` and of a plan's `StageMemory`."""
+"""Components of memory that exist during the whole step: fields of `FixedLayerBytes` and of a plan's `StageMemory`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerState:
+class FixedLayerBytes:
     """Memory of each layer that does not depend on the micro-batch size, in bytes, such as parameters and buffers."""
 
     parameters: FloatArray
@@ -68,7 +68,7 @@ class LayerState:
     """Bytes of the autocast weight cache, which exists from the first forward of a step to the last backward."""
 
     @classmethod
-    def of(cls, layers: Sequence[LayerProfile]) -> "LayerState":
+    def of(cls, layers: Sequence[LayerProfile]) -> "FixedLayerBytes":
         """Return the bytes of the layers' parameters, optimizer state, buffers and other state, from their profiles."""
         names = {each.name: profile_field_of(each.name) for each in fields(cls)}
         return cls(**{name: np.array([getattr(layer, of) for layer in layers], float) for name, of in names.items()})
@@ -86,7 +86,7 @@ def profile_field_of(component: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Boundaries:
+class BoundaryBytes:
     """Bytes that cross the boundaries before and after each layer, for one micro-batch."""
 
     input: FloatArray
@@ -227,13 +227,13 @@ class ChainCosts:
     forward_us: FloatArray
     backward_us: FloatArray
     optimizer_us: FloatArray
-    state: LayerState
+    state: FixedLayerBytes
     optimizer_peaks_add: bool
     """True if the optimizer updates all parameters at once, so that transients of the layers add up."""
     ties: tuple[TiedParameters, ...]
     gradients: FloatArray
     """Bytes of parameter gradients that the first micro-batch's backward allocates."""
-    boundaries: Boundaries
+    boundaries: BoundaryBytes
     target: float
     """Bytes that the loss reads in addition to the output, such as targets."""
     memory: LayerMemory

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray
-from planner.core.cost.chain_costs import ChainCosts, LayerState, PassedGradients, Storages
+from planner.core.cost.chain_costs import ChainCosts, FixedLayerBytes, PassedGradients, Storages
 from planner.core.cost.size_costs import SizeCosts, costs_from_records, costs_without_records
 from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import tied_parameters_of
@@ -132,7 +132,7 @@ class CostTable:
         return {
             "names": tuple(layer.name for layer in layers),
             "optimizer_us": np.array([layer.optimizer_us for layer in layers]),
-            "state": LayerState.of(layers),
+            "state": FixedLayerBytes.of(layers),
             "optimizer_peaks_add": self._profile.optimizer_peak == "sum",
             "ties": tied_parameters_of(layers),
             "workload": workload_of(self._profile),

@@ -14,7 +14,7 @@ import numpy as np
 
 from planner.core.cost.arrays import BoolArray, FloatArray
 from planner.core.cost.chain_costs import (
-    Boundaries,
+    BoundaryBytes,
     LayerMemory,
     LayerMemoryModel,
     SplitBackwardCosts,
@@ -36,7 +36,7 @@ class SizeCosts:
     """Memory of a chain's layers, and times of split backwards, at one of the profile's micro-batch sizes."""
 
     gradients: FloatArray
-    boundaries: Boundaries
+    boundaries: BoundaryBytes
     memory: LayerMemory
     split_backward: Callable[[], SplitBackwardCosts]
     """Function that computes the costs of split backwards on first use, because few schedules split backwards."""
@@ -60,7 +60,7 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
     return SizeCosts(
         gradients=gradients,
-        boundaries=Boundaries(
+        boundaries=BoundaryBytes(
             input=np.append(0.0, output[:-1]),
             output=output,
             input_gradient=np.append(0.0, output[:-1]),
@@ -122,12 +122,12 @@ def costs_from_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
 
 def _boundaries(
     details: Sequence[MemoryDetail], crossing_bytes: FloatArray, unkept: FloatArray, writes: BoolArray
-) -> Boundaries:
+) -> BoundaryBytes:
     # Tensors are sent one by one, even if they share a storage. A stage stores whole storages.
     received = np.array([sum(tensor.bytes for tensor in detail.inputs) for detail in details], float)
     gradients = np.array([sum(each.bytes for each in detail.inputs if each.carries) for detail in details], float)
     output = np.append(np.maximum(crossing_bytes[:-1], received[1:]), crossing_bytes[-1])
-    return Boundaries(
+    return BoundaryBytes(
         input=received,
         output=output,
         input_gradient=gradients,
@@ -143,7 +143,7 @@ def _boundaries(
 def _exact_levels(
     layers: Sequence[LayerProfile],
     details: Sequence[MemoryDetail],
-    boundaries: Boundaries,
+    boundaries: BoundaryBytes,
     *,
     saved: FloatArray,
     gradients: FloatArray,
@@ -181,7 +181,7 @@ def _exact_levels(
     )
 
 
-def _stored_at_stage_end(boundaries: Boundaries, passing: FloatArray) -> FloatArray:
+def _stored_at_stage_end(boundaries: BoundaryBytes, passing: FloatArray) -> FloatArray:
     # The engine stores the outputs that a stage creates and the gradients that it receives for its outputs.
     # Outputs of earlier layers are not in the layer's own peak. The last layer receives no gradient.
     held: FloatArray = boundaries.output + boundaries.output_gradient - passing

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Recompute
 from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
-from planner.executor.build.initial_values import can_equalize, equalize_copies
+from planner.executor.build.initial_values import equalize_copies, supports_equalize_copies
 from planner.executor.job import RankJob
 from planner.executor.keep.weights import first_names
 from planner.executor.measure.recorder import Recorder
@@ -22,7 +22,7 @@ from planner.executor.run.loader import example_mini_batch
 from planner.executor.run.parts import MiniBatchPart
 from planner.executor.run.placement import ProcessGroups
 from planner.executor.run.replicas import ReplicaGradients
-from planner.executor.run.shapes import Shapes, chain_shapes
+from planner.executor.run.shapes import ChainShapes, chain_shapes
 from planner.executor.run.stage_module import StageModule, evaluation_mode
 from planner.executor.run.ties import TiedGradients
 from planner.model.batch_norm import BatchStatistics
@@ -33,7 +33,7 @@ from planner.model.load import LoadedModel, to_device
 from planner.model.module_tensors import named_tensors
 
 
-class Assembly:
+class ProcessStages:
     """Stages that one process runs.
 
     Raises:
@@ -62,7 +62,7 @@ class Assembly:
         cuts = list(accumulate(balance.balance, initial=0))
         self._ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
         # Shapes and engine of a smaller last mini-batch are made when it occurs.
-        self._shapes: Callable[..., Shapes] = cache(self._shapes_for)
+        self._shapes: Callable[..., ChainShapes] = cache(self._shapes_for)
         self.engine: Callable[[int, int], Engine] = cache(self._engine_for)
         """Function (number of micro-batches, samples in a micro-batch) -> engine."""
         self.statistics = BatchStatistics()
@@ -112,7 +112,7 @@ class Assembly:
         return {name: tensor for name, tensor in held if name in self.first_names}
 
     def set_shapes(self, part: MiniBatchPart, *, training: bool) -> None:
-        """Set the shapes of the tensors that the stages receive and send for the micro-batches of `part`."""
+        """Set the shapes of received and sent tensors for the micro-batches of `part`."""
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
         for module, layers in zip(self.modules, self._ranges, strict=True):
             module.received = boundaries[layers.first]
@@ -120,17 +120,19 @@ class Assembly:
 
     def _tensors_by_first_name(self) -> dict[str, Tensor]:
         first: dict[tuple[object, ...], str] = {}
-        whole = [(name, tensor) for name, tensor in named_tensors(self._chain.model) if can_equalize(tensor)]
+        whole = [
+            (name, tensor) for name, tensor in named_tensors(self._chain.model) if supports_equalize_copies(tensor)
+        ]
         names = {name: first.setdefault(memory_key(tensor), name) for name, tensor in whole}
         held = (pair for module in self.modules for pair in named_tensors(module))
         return {names[name]: tensor for name, tensor in held if name in names}
 
-    def _shapes_for(self, size: int, *, training: bool) -> Shapes:
+    def _shapes_for(self, size: int, *, training: bool) -> ChainShapes:
         inputs = tree_map_only(Tensor, lambda tensor: tensor[:size], self._example_inputs)
         with nullcontext() if training else evaluation_mode(self._chain.model):
             return chain_shapes(self._chain, inputs, precision=self._job.balance.dtype, device=self._job.device)
 
-    def _module(self, shapes: Shapes, index: int, layers: StageRange, built: Sequence[Layer]) -> StageModule:
+    def _module(self, shapes: ChainShapes, index: int, layers: StageRange, built: Sequence[Layer]) -> StageModule:
         stage, is_last = self._job.balance.stages[index], index == self._job.place.num_stages - 1
         module = make_stage_module(
             built,
@@ -184,7 +186,7 @@ class Assembly:
 def make_stage_module(
     built: Sequence[Layer],
     layers: StageRange,
-    shapes: Shapes,
+    shapes: ChainShapes,
     *,
     recompute: Recompute,
     recomputed: Sequence[int] = (),

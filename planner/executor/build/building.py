@@ -79,10 +79,10 @@ def build_structure(loaded: LoadedModel) -> Chain:
 
 
 def check_buildable(loaded: LoadedModel) -> None:
-    """Check that the model's structure and boundary shapes can be found. Each rank finds them when it starts.
+    """Check that ranks can start: that the model's structure and the shapes at boundaries can be found.
 
     Raises:
-        ModelError: The structure or the shapes cannot be found, so no rank could start.
+        ModelError: The structure or the shapes cannot be found.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -248,10 +248,10 @@ def _moved_or_placeholder(tensor: Tensor, held_ids: Collection[int], device: tor
 
 
 def _instances_for_stages(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
-    """Return one instance of the model for each stage.
+    """Return one instance of the model for each stage. Instances share all tensors that no forward changes.
 
-    The instances share all tensors that no forward changes. Code between modules runs in every stage: if stages shared
-    the state that it changes, each micro-batch would change the state several times.
+    Code between modules runs in every stage. If stages shared the state that this code changes, each micro-batch would
+    change it several times.
     """
     if chain.outline is None:
         return [model] * count

@@ -18,7 +18,7 @@ _CHUNK_BYTES = 2**24
 _Value = TypeVar("_Value")
 
 
-def can_equalize(tensor: Tensor) -> bool:
+def supports_equalize_copies(tensor: Tensor) -> bool:
     """Return True if `equalize_copies` supports the tensor: it is dense, has elements, and is not quantized."""
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() > 0
 
@@ -29,7 +29,7 @@ def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
     Every rank of the job must call this function.
 
     Args:
-        tensors: This rank's parameters and buffers for which `can_equalize` is true. Names are the same on all ranks.
+        tensors: Parameters and buffers of this rank that `supports_equalize_copies` accepts, by name.
     """
     holders = Counter(name for names in _gather_from_all_ranks(list(tensors)) for name in names)
     digests = _gather_from_all_ranks({name: _digest(tensor) for name, tensor in tensors.items() if holders[name] > 1})

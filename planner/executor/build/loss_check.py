@@ -178,8 +178,8 @@ def _output_of(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
 def _fresh_loss(loaded: LoadedModel) -> Any:
     """Return the model's loss function. For the default loss, return a new instance.
 
-    The default loss chooses its formula by the first output, and keeps the formula. Outputs in evaluation mode may have
-    another form, so each needs a new instance.
+    The default loss keeps the formula that it chose for the first output. In evaluation mode, outputs may have another
+    form.
     """
     return copy.copy(loaded.loss_fn) if loaded.loss_fn is loaded.default_loss else loaded.loss_fn
 
@@ -243,7 +243,7 @@ def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
 
 
 def _mask_labels(batch: Batch) -> Batch | None:
-    """Mask labels so that the weight of the first half is different under each counting rule.
+    """Mask labels so that each counting rule gives the first half of the batch another weight.
 
     The weight is 1/2 if samples are counted, 2/5 for all labels, and 1/4 for shifted labels.
 

@@ -25,7 +25,7 @@ import torch
 from planner.core.errors import ModelError
 from planner.core.values.proof import Proof
 from planner.executor.build.building import build_structure
-from planner.executor.equivalence.isolation import ChildError, ChildProcess, return_large_blocks
+from planner.executor.equivalence.isolation import ChildError, ChildProcess, return_freed_blocks_to_system
 from planner.executor.equivalence.rehearsal import repeat_forwards
 from planner.executor.equivalence.rounds import CheckRound, RoundResult
 from planner.executor.equivalence.subject import (
@@ -241,7 +241,7 @@ def _run_round(request: CheckRequest, folder: Path, connection: Connection) -> R
 def _train_reference_on_request(loaded: LoadedModel, folder: Path, connection: Connection) -> None:
     options: ReferenceOptions = connection.recv()
     if not options.updates:
-        return_large_blocks()
+        return_freed_blocks_to_system()
     folder.mkdir(exist_ok=True)
     train_reference(loaded, options, folder)
 

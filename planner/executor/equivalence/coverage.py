@@ -9,13 +9,13 @@ from itertools import count
 
 from torch import Tensor, nn
 
-from planner.executor.run.shapes import Shapes
+from planner.executor.run.shapes import ChainShapes
 from planner.model.chain import Chain, shared_parameters
 from planner.model.stage import ModelStage
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutClasses:
+class EquivalentCuts:
     """Classes of equivalent cuts of a chain.
 
     A cut is given as the index of the layer after it.
@@ -36,7 +36,7 @@ class CutClasses:
         return next((alike for alike in self.classes if cut in alike), (cut,))
 
 
-def find_cut_classes(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> CutClasses:
+def find_equivalent_cuts(chain: Chain, shapes: ChainShapes, digests: Sequence[str]) -> EquivalentCuts:
     """Return the classes of equivalent cuts of a chain.
 
     Args:
@@ -51,7 +51,7 @@ def find_cut_classes(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Cu
     classes: dict[Hashable, list[int]] = {}
     for cut in range(1, len(chain.layers)):
         classes.setdefault((keys[cut - 1], keys[cut]), []).append(cut)
-    return CutClasses(classes=tuple(map(tuple, classes.values())), keys=keys)
+    return EquivalentCuts(classes=tuple(map(tuple, classes.values())), keys=keys)
 
 
 def split_into_groups(cuts: Sequence[int], most: int) -> list[tuple[int, ...]]:

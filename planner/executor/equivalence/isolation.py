@@ -34,7 +34,7 @@ the largest size that glibc accepts, so that activations and pieces of a compari
 glibc 2.36 left holes between aligned blocks, which took 180 MB of a process."""
 
 
-def return_large_blocks() -> None:
+def return_freed_blocks_to_system() -> None:
     """Make this process return large blocks of freed memory to the system.
 
     This saves memory but takes time.

@@ -26,7 +26,7 @@ from planner.executor.equivalence.differences import (
     largest_unexplained_difference,
     rounding_perturbation,
 )
-from planner.executor.equivalence.isolation import ChildError, ChildProcess, return_large_blocks
+from planner.executor.equivalence.isolation import ChildError, ChildProcess, return_freed_blocks_to_system
 from planner.executor.equivalence.stages import PipelineTrial, run_rank
 from planner.executor.equivalence.subject import CheckedModel, CheckRequest
 from planner.model.load import LoadedModel
@@ -323,7 +323,7 @@ class _GroupResult(NamedTuple):
 
 def _run_rank(trial: PipelineTrial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
     if not trial.options.updates:
-        return_large_blocks()
+        return_freed_blocks_to_system()
     return run_rank(trial, rank, rendezvous)
 
 

@@ -8,7 +8,7 @@ import torch
 from planner.core.errors import ModelError
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import build_structure
-from planner.executor.equivalence.coverage import CutClasses, find_cut_classes
+from planner.executor.equivalence.coverage import EquivalentCuts, find_equivalent_cuts
 from planner.executor.equivalence.isolation import ChildError
 from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain
@@ -69,7 +69,7 @@ class CheckedModel:
     """Chain of the model that is trained."""
     whole: Chain
     """Chain of the full model."""
-    cut_classes: CutClasses
+    cut_classes: EquivalentCuts
     """Classes of the full model's cuts."""
     options: ReferenceOptions
     one_by_one: bool = False
@@ -108,7 +108,7 @@ class CheckedModel:
             loaded=loaded,
             chain=whole,
             whole=whole,
-            cut_classes=find_cut_classes(whole, shapes, request.digests(whole, loaded)),
+            cut_classes=find_equivalent_cuts(whole, shapes, request.digests(whole, loaded)),
             options=options,
         )
         if not is_large_model(whole) or request.ends is not None:

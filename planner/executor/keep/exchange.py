@@ -20,10 +20,9 @@ _JOINING = timedelta(minutes=5)
 
 
 class ValueExchange:
-    """Exchange of values in rounds, in which all ranks take part.
+    """Exchange of values between all ranks, in rounds.
 
-    Each rank has a separate connection to the store. Several threads of a rank may use one object in turn, in the same
-    order on every rank.
+    Several threads of a rank may use one object in turn, in the same order on every rank.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -69,10 +68,7 @@ class ValueExchange:
         return self.decide(value, lambda values: values[0])
 
     def close(self) -> None:
-        """Wait, on the first rank, until all ranks have read the last result.
-
-        The store may end with the first rank's process.
-        """
+        """Wait, on the first rank, until all ranks have read the last result. The store may end with its process."""
         if self._store is not None and self._rank == 0 and self._round:
             try:
                 self._store.wait([f"exchange/{self._round}/done"], _JOINING)

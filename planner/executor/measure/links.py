@@ -101,8 +101,8 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 def _transfer_us_over_gloo(index: int, one: Group, both: Group) -> list[float]:
     """Return the transfer time of one micro-batch for each message size, on the sender.
 
-    Two stages that compute nothing take 2 (o + M (o + t)) for a step, because a transfer keeps the receiver busy. Here
-    o is the executor's time per forward or backward, t the transfer time, and M the number of micro-batches.
+    A step of two stages that compute nothing takes 2 (o + M (o + t)), because a transfer keeps the receiver busy: o is
+    the executor's time per forward or backward, t the transfer time, and M the number of micro-batches.
     """
     alone_us = _empty_step_us(0, 1, _SIZES[0] // 4, one) if index == 0 else 0.0
     overhead_us = alone_us / (2 * MICRO_BATCHES)

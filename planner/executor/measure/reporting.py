@@ -26,7 +26,7 @@ from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
 from planner.executor.measure.run_times import ProcessRun, RunStep, add_waits
 from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.stage_module import StageModule
-from planner.model.precision import dtype_of
+from planner.model.precision import parameter_dtype_name
 
 _ROUND_TRIPS = 16
 
@@ -69,7 +69,7 @@ def run_report(
     report = steps_report(
         balance,
         Device(kind=kind.name, name=kind.model_name),
-        dtype_of(modules[0]),
+        parameter_dtype_name(modules[0]),
         seed=seed,
         losses=losses,
         samples=samples,

@@ -87,10 +87,8 @@ class Transfer(NamedTuple):
 class StepWaits:
     """Times of one step in which the processes of a pipeline do not compute.
 
-    The times are measured within a window, from the first forward to the last backward of the pipeline. With split
-    backwards, a process that has finished its actions begins the next step, so each process has its own window. All
-    these windows have the same length, as in predictions: the longest time from the first to the last action of any
-    process.
+    They are measured from the first forward to the last backward of the pipeline. With split backwards, each process
+    has its own such window, because it begins the next step when it has finished. All windows have the same length.
     """
 
     window_ns: int
@@ -182,8 +180,8 @@ class MeanWaits:
 def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:
     """Return the mean times in which the processes of a pipeline do not compute.
 
-    If transfers overlap with computation, only a receiver that waits sees the whole transfer. Other transfers are used
-    only for boundaries at which no receiver waited.
+    If transfers overlap with computation, a transfer is measured only where the receiver waited for it. Other transfers
+    are used only for boundaries at which no receiver waited.
 
     Args:
         processes: Steps of each process, by rank, on the same clock.
@@ -243,9 +241,8 @@ def add_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) 
 def typical_action_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
     """Return the typical time of an action of one micro-batch on a stage, in microseconds.
 
-    For each micro-batch, the mean over the middle half of the steps is computed. The result is the median of these
-    means, because the last micro-batch may not be recomputed. I and W together count as one backward. For the kind
-    `recompute`, micro-batches without recomputation count as 0.
+    It is the median over micro-batches of the mean over the middle half of the steps. I and W together count as one
+    backward. For the kind `recompute`, micro-batches without recomputation count as 0.
 
     Args:
         steps: Actions of each step.

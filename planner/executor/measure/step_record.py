@@ -42,7 +42,7 @@ OnStep = Callable[[StepRecord], None]
 class StepCallback:
     """Callback of the script that is called after every step, on one rank.
 
-    The callback draws from separate random states, so that this rank's states stay equal to those of other ranks.
+    It draws random numbers from its own states, so that the random states of all ranks stay equal.
     """
 
     def __init__(self, on_step: OnStep, seed: int) -> None:

@@ -71,7 +71,7 @@ class _BegunPhase(NamedTuple):
 
 
 class PhaseAgreement:
-    """Comparison of the phases that ranks begin. Every rank of the job has one such object.
+    """Check that all ranks begin the same phase. Every rank of the job has one such object.
 
     Args:
         place: Place of this process in the job.

@@ -14,9 +14,7 @@ from planner.model.ghosts import Ghost
 
 
 def check_gradients_have_values(parameters: Mapping[str, Tensor]) -> None:
-    """Check that no gradient was computed from a tensor of another stage.
-
-    Such tensors have no values on this rank.
+    """Check that no gradient was computed from a tensor of another stage, which has no values on this rank.
 
     Raises:
         ModelError: A gradient has no values; the error names the parameter.

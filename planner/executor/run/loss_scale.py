@@ -25,7 +25,7 @@ class LossScale:
         self._good_steps = 0
         self.value = _FIRST
 
-    def begin(self) -> None:
+    def scale_existing_gradients(self) -> None:
         """Multiply existing gradients by the scale, because a backward will add scaled gradients to them."""
         for gradients in self._gradients_by_dtype():
             torch._foreach_mul_(gradients, self.value)

@@ -113,19 +113,13 @@ class _Recomputing(torch.autograd.Function):
 
 
 def _take_gradients(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
-    """Append `gradients` to the list `into`, and return None values instead.
-
-    The None values make autograd release its references to the gradients.
-    """
+    """Append `gradients` to the list `into`, and return None values, so that autograd releases the gradients."""
     into.extend(gradients)
     return (None,) * len(gradients)
 
 
 class _BackwardStart(torch.autograd.Function):
-    """Scalar from which a backward starts with the gradients in `waiting`.
-
-    It keeps no tensor or gradient alive.
-    """
+    """Scalar from which a backward starts with the gradients in `waiting`. It keeps no tensor or gradient in memory."""
 
     @staticmethod
     def forward(ctx: Any, waiting: list[Tensor | None], *results: Tensor) -> Tensor:

@@ -285,7 +285,7 @@ class LayerState:
 
 
 class _Clones:
-    """Lazy clones of tensors. Tensors that share memory have clones that share memory."""
+    """Lazy clones of tensors, which share memory with the tensors until one of them is written."""
 
     def __init__(self) -> None:
         self._bases: dict[int, Tensor] = {}

@@ -23,11 +23,11 @@ from planner.core.errors import ModelError
 
 
 class ReplicaGradients:
-    """Sum of the gradients of one process over the replicas.
+    """Sum of one process's gradients over the replicas.
 
     Args:
         stages: Trainable parameters of every stage of this process, first stage first. Parameters that several stages
-            share are sent after the last backward of all stages, because the schedule determines which one ends last.
+            share are sent after the last backward of all stages.
         group: Processes of all replicas that run the same stages.
         keeps_earlier: True if this replica keeps gradients that exist before a step. They are equal in all replicas, so
             only one replica may add them to the sum.
@@ -58,7 +58,7 @@ class ReplicaGradients:
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._added)
 
-    def begin(self) -> None:
+    def drop_existing(self) -> None:
         """Drop existing gradients unless this replica keeps them. Call this before the mini-batch's first forward."""
         if not self._keeps_earlier:
             for parameter in self._bucket_of:
@@ -86,7 +86,7 @@ class ReplicaGradients:
         for bucket in self._stages[stage]:
             bucket.start()
 
-    def finish(self) -> None:
+    def wait_for_sums(self) -> None:
         """Wait, after the last backward, until every gradient is the sum over all replicas."""
         if not self._bucket_of:
             return
@@ -127,10 +127,7 @@ class ReplicaGradients:
 
 
 def is_replica_hook(hook: Callable[..., object]) -> bool:
-    """Return True if a hook on a parameter belongs to `ReplicaGradients`.
-
-    Such a hook only counts its calls.
-    """
+    """Return True if a hook on a parameter belongs to `ReplicaGradients` and only counts its calls."""
     return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 
 

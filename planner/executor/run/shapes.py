@@ -89,7 +89,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class ChainShapes:
     """Tensors at every boundary of a chain, and effects of each layer on its input."""
 
     boundaries: tuple[Boundary, ...]
@@ -99,8 +99,8 @@ class Shapes:
     aliases: tuple[bool, ...]
     """True for each layer whose output shares storage with its input."""
 
-    def with_gradients_of(self, other: "Shapes") -> "Shapes":
-        """Set each `requires_grad` flag that is set in `other`, and return these shapes."""
+    def with_gradients_of(self, other: "ChainShapes") -> "ChainShapes":
+        """Set each `requires_grad` flag that is set in `other`."""
         for here, there in zip(self.boundaries, other.boundaries, strict=True):
             for tensor, again in zip(here.tensors, there.tensors, strict=False):
                 tensor.requires_grad_(tensor.requires_grad or (again.requires_grad and tensor.dtype == again.dtype))
@@ -116,10 +116,7 @@ class Shapes:
         return False
 
     def recomputed_layer(self, layer: int, end: int) -> RecomputedLayer:
-        """Return the properties that a recomputation of `layer` needs.
-
-        The last layer of the stage is `end - 1`.
-        """
+        """Return the properties that a recomputation of `layer` needs, in a stage whose last layer is `end - 1`."""
         carries = tuple(tensor.requires_grad for tensor in self.boundaries[layer + 1].tensors)
         if layer == len(self.writes) - 1:
             carries = (any(carries),)  # the output of the last layer is the loss
@@ -127,7 +124,9 @@ class Shapes:
         return RecomputedLayer(self.stage_writes_input(layer, end), carries)
 
 
-def chain_shapes(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:
+def chain_shapes(
+    chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None
+) -> ChainShapes:
     """Return the boundary tensors of a chain.
 
     They are found in the recorded forward (outline), or by running the layers without values.
@@ -151,12 +150,12 @@ def chain_shapes(chain: Chain, inputs: Any, *, precision: Precision = "", device
     size = next((int(tensor.shape[0]) for tensor in received.tensors), 0)
     between = (Boundary.of(chain.outline.meta_inputs(n, size)) for n in range(1, len(chain.layers)))
     behind = Boundary.of(torch.empty((), device="meta", requires_grad=True))  # in place of the output: the loss
-    return Shapes((received, *between, behind), chain.outline.writes, chain.outline.aliases)
+    return ChainShapes((received, *between, behind), chain.outline.writes, chain.outline.aliases)
 
 
 def _run_layers(
     layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None
-) -> Shapes:
+) -> ChainShapes:
     """Run the layers one after another, if possible with tensors that have no values.
 
     Without autocast, these are meta tensors. With autocast, they are fake tensors of the device, because autocast's
@@ -194,7 +193,7 @@ def _run_layers(
         writes.append(effects.writes)
         aliases.append(effects.aliases)
         boundaries.append(Boundary.of(effects.output))
-    return Shapes(tuple(boundaries), tuple(writes), tuple(aliases))
+    return ChainShapes(tuple(boundaries), tuple(writes), tuple(aliases))
 
 
 class _Effects(NamedTuple):
@@ -215,9 +214,8 @@ class _Effects(NamedTuple):
 def _on_random_values(module: nn.Module, received: Boundary, precision: Precision, device: torch.device) -> _Effects:
     """Run a copy of one layer on random values, and return its output on the meta device.
 
-    The values are the same on every rank. A layer that reads values (`.item()`, `if`, NumPy) cannot run on meta
-    tensors. The shapes of its output must not depend on the values. During training, they are compared with the shapes
-    found here.
+    This is for layers that read values (`.item()`, `if`, NumPy), which cannot run on meta tensors. The values are the
+    same on every rank. The shapes of the output must not depend on them.
     """
     held = (*module.parameters(), *module.buffers(), *attribute_tensors(module))
     with keeping_random_state():

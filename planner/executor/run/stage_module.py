@@ -267,9 +267,8 @@ class StageModule(nn.Module):
 def _with_graph(result: Any, anchor: Tensor) -> Any:
     """Return outputs that checkpointing supports: no parameters, and at least one with a graph.
 
-    A parameter that a layer returns would become a result of the checkpoint, whose backward would then call itself.
-    Layers that are skipped at random may leave all outputs without a graph. The backward of checkpointing would then
-    fail, so an output gets a graph from `anchor`, which is zero.
+    Layers that are skipped at random may leave all outputs without a graph. An output then gets a graph from `anchor`,
+    which is zero.
     """
     outputs = [result] if isinstance(result, Tensor) else list(result)
     if not torch.is_grad_enabled():

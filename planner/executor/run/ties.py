@@ -63,8 +63,8 @@ class TiedGradients:
             if held:
                 self._groups.append((held, group))
 
-    def begin(self) -> None:
-        """Drop existing gradients of all copies except one, before backward: equal gradients must count only once."""
+    def drop_copies(self) -> None:
+        """Drop existing gradients of all copies except one before backward: equal gradients must count once."""
         self._summed.clear()
         for parameter in self._kept_elsewhere:
             parameter.grad = None

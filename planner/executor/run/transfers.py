@@ -76,7 +76,7 @@ class Transfers:
         return coming.buffers
 
     def hand_over(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        """Store tensors that a stage of this process passes to another stage of the same process."""
+        """Store tensors that a stage passes to another stage of the same process."""
         self._in_place[message] = tensors
 
     def send_output(self, message: Message, tensors: Sequence[Tensor], rank: int) -> None:

@@ -53,7 +53,7 @@ class StoppedBySignal(SystemExit):
     """Exit of the script because of a signal, on every rank after the same step."""
 
 
-class Watch:
+class FailureWatch:
     """Watch of one rank: a thread that reports failures of this rank and of other ranks.
 
     Use it as a `with` block, from before the model is built until the end of the script. A rank that waits for another

@@ -48,10 +48,9 @@ class Heartbeats:
         self._store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **position.summary()}))
 
     def until_next_beat_s(self) -> float:
-        """Return the seconds until this rank's next beat.
+        """Return the seconds until this rank's next beat, in a fixed slot of each interval.
 
-        Every rank has a fixed slot in the interval between beats. If slots depended on the end of the last beat, a slow
-        store could answer many ranks at the same time, and all their later beats would coincide.
+        If slots depended on the end of the last beat, a slow store could make the beats of many ranks coincide.
         """
         return (self._phase_s - time.monotonic()) % self.beat_s
 
@@ -81,10 +80,9 @@ class Heartbeats:
         return {int(key.removeprefix("at/")): json.loads(text) for key, text in zip(keys, texts, strict=True)}
 
     def silent(self) -> list[int]:
-        """Return the ranks that are silent and have not left.
+        """Return the ranks that are silent and have not left; on ranks other than the reader, an empty list.
 
-        On ranks other than the reader, the list is always empty. Call this method about once per beat. A rank is silent
-        if calls of this method have seen no new beat of it for `silent_s` seconds.
+        A rank is silent if calls of this method have seen no new beat of it for `silent_s` seconds.
         """
         is_reader = self._is_reader()
         others = [rank for rank in range(self._world) if rank != self._rank] if is_reader else [self._reader]

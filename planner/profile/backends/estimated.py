@@ -34,12 +34,12 @@ from planner.model.load import LoadedModel
 from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch
-from planner.model.optimizers import ModelOptimizer
+from planner.model.optimizers import WholeModelOptimizer
 from planner.model.split_backward import SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.backends.gpu_kernels import GpuKernels
 from planner.profile.idle import idle_parameters, parameters_with_gradients
-from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
+from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
 from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import (
     OptimizerCost,
@@ -49,11 +49,11 @@ from planner.profile.optimizer import (
     trained_parameters,
 )
 from planner.profile.passes import SplitTimer, WholeTimer, time_once
-from planner.profile.records import RecordingHooks, UnitRecords, record_memory, record_sizes
+from planner.profile.records import LayerRecords, RecordingHooks, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes, split_backward_times
-from planner.profile.units import Key, Unit, UnitInput
+from planner.profile.units import Key, LayerToMeasure, MeasurementInput
 
 _LAUNCH_US = 3.0
 """Approximate time of a kernel that does almost no work on a GPU, in microseconds."""
@@ -132,7 +132,7 @@ class EstimatedBackend:
             optimizer = [by_first[n] for n in first]
             stepped = parameters_with_gradients(records, idle)
             times, half_times_us = _times(task, records, clock)
-            costs = UnitCosts(
+            costs = MeasuredCosts(
                 records=records,
                 casts_bytes=records.measure_distinct(partial(measure_weight_casts, meter=meter)),
                 rewritten_bytes=records.measure_distinct(rewritten_bytes),
@@ -148,10 +148,7 @@ class EstimatedBackend:
 
 @contextmanager
 def as_ghosts_if_lean(task: ProfilingTask) -> Iterator[None]:
-    """Replace parameters and buffers without values by ghosts in the `with` block.
-
-    A ghost is a tensor that torch's operators accept although it has no values.
-    """
+    """Replace parameters and buffers without values by ghosts (tensors without values) in the `with` block."""
     if not task.lean:
         yield
         return
@@ -200,7 +197,7 @@ class GhostMeter:
 
 
 class RooflineClock:
-    """Clock that adds up lower bounds of operator times, computed from a device's rates."""
+    """Clock that estimates times: it adds up lower bounds of the times of operators, from a device's peak rates."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
@@ -238,7 +235,7 @@ class RooflineClock:
     def stop(self) -> None:
         """Do nothing. In a measured function, no operators follow this call."""
 
-    def flops_of(self, unit: Unit, received: UnitInput) -> int:
+    def flops_of(self, unit: LayerToMeasure, received: MeasurementInput) -> int:
         """Return the number of floating-point operations of a layer's forward."""
         self.time_us(lambda: unit.run(received.new_leaf_copies(), received))
         return self.flops
@@ -251,8 +248,8 @@ def _peaks_add(task: ProfilingTask) -> bool:
 
 
 def _optimizer_cost(
-    unit: Unit,
-    whole: ModelOptimizer,
+    unit: LayerToMeasure,
+    whole: WholeModelOptimizer,
     meter: GhostMeter,
     clock: RooflineClock,
     *,
@@ -266,7 +263,7 @@ def _optimizer_cost(
 
 
 def _times(
-    task: ProfilingTask, records: UnitRecords, clock: RooflineClock
+    task: ProfilingTask, records: LayerRecords, clock: RooflineClock
 ) -> tuple[dict[Key, LayerTimes], dict[Key, tuple[float, float]]]:
     times, half_times_us = {}, {}
     whole = WholeTimer(clock=clock, statistics=BatchStatistics())

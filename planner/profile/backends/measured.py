@@ -17,7 +17,7 @@ from planner.model.lean import allocate_parameters
 from planner.model.load import LoadedModel
 from planner.profile.flops import forward_flops
 from planner.profile.idle import idle_parameters, parameters_with_gradients
-from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
+from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
 from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import (
     OptimizerCost,
@@ -26,7 +26,7 @@ from planner.profile.optimizer import (
     measure_optimizer,
     optimizer_boundary_peaks,
 )
-from planner.profile.records import RecordingHooks, UnitRecords, record_memory, record_sizes
+from planner.profile.records import LayerRecords, RecordingHooks, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import (
@@ -38,7 +38,7 @@ from planner.profile.timing import (
     statistics_us,
     time_uncertainty,
 )
-from planner.profile.units import Key, Unit, with_random_values
+from planner.profile.units import Key, LayerToMeasure, with_random_values
 
 _DOUBT = 0.02
 """Relative half-width of the 95 % confidence interval of the chain's time below which no more repeats are needed."""
@@ -88,7 +88,7 @@ class MeasuredBackend:
             replace(cost, step_us=min(cost.step_us, earlier.step_us) + updating_us[unit.digest])
             for unit, earlier, cost in zip(records.units, before, after, strict=True)
         ]
-        costs = UnitCosts(
+        costs = MeasuredCosts(
             records=records,
             casts_bytes=casts_bytes,
             rewritten_bytes=rewritten,
@@ -111,14 +111,14 @@ class MeasuredBackend:
         )
 
 
-def _fill(task: ProfilingTask, device: torch.device, units: Sequence[Unit]) -> None:
+def _fill(task: ProfilingTask, device: torch.device, units: Sequence[LayerToMeasure]) -> None:
     digests = dict.fromkeys(unit.digest for unit in reversed(units))
     running = [unit.module for digest in digests for unit in layers_exceeding_cache(units, digest)]
     allocate_parameters(running, task.chain.model, device)
 
 
 def _optimizer_costs(
-    task: ProfilingTask, records: UnitRecords, idle: Mapping[str, Collection[str]], *, meter: Meter, clock: Clock
+    task: ProfilingTask, records: LayerRecords, idle: Mapping[str, Collection[str]], *, meter: Meter, clock: Clock
 ) -> list[OptimizerCost]:
     # A training step accesses parameters and gradients of all layers between two updates of one layer.
     between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
@@ -142,7 +142,7 @@ def _optimizer_costs(
     return [costs[n] for n in first]
 
 
-def _times(task: ProfilingTask, records: UnitRecords, clock: Clock) -> dict[Key, LayerTimes]:
+def _times(task: ProfilingTask, records: LayerRecords, clock: Clock) -> dict[Key, LayerTimes]:
     started, budget_s = time.monotonic(), task.options.time_budget_s
 
     def doubtful() -> bool:
@@ -181,6 +181,6 @@ def _kept_bytes(detail: MemoryDetail) -> int:
     return detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
 
 
-def _doubt(task: ProfilingTask, records: UnitRecords) -> float:
+def _doubt(task: ProfilingTask, records: LayerRecords) -> float:
     samples = {key: task.measurements.samples[key] for key in records.inputs}
     return time_uncertainty([unit.digest for unit in records.units], samples)

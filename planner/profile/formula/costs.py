@@ -86,7 +86,7 @@ def transformer_profile(
         dtype: Precision, for the profile.
         optimizer: Name of the optimizer, for the profile.
         micro_batch_sizes: Micro-batch sizes in samples.
-        steps_at_once: Whether the optimizer updates all parameters at once, with a temporary copy of them.
+        steps_at_once: True if the optimizer updates all parameters at once, with a temporary copy of them.
         other_widths: Further tensor-parallel sizes for which the profile has costs.
 
     Returns:

@@ -52,7 +52,7 @@ def shape_from_config(
         )
     fields = ConfigReader(content, config_defaults()[name])
     shape = FAMILIES[name](fields, sequence)
-    fields.check(source)
+    fields.raise_if_invalid(source)
     if fields.assumed and note is not None:
         listed = ", ".join(f"`{key}` {value}" for key, value in fields.assumed.items())
         note(f"{source} leaves out sizes; those of transformers are used: {listed}")

@@ -9,10 +9,9 @@ _LARGEST = 2**32
 
 
 class ConfigReader:
-    """Reader of a config.json, with the defaults of its family.
+    """Reader of a config.json, with default values of the model's family.
 
-    A default replaces only a key that is absent. For null, callers derive a value from other keys, as transformers
-    does.
+    A default replaces only a missing key. For null, callers derive a value from other keys, as transformers does.
     """
 
     def __init__(self, content: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -26,7 +25,7 @@ class ConfigReader:
         """Return the integer of a key, which may have several equivalent names.
 
         Without a key, return the family's default or else `default`. If there is no default, or the value is wrong,
-        return a placeholder; `check` then raises an error.
+        return a placeholder; `raise_if_invalid` then raises an error.
 
         Args:
             names: Equivalent keys, in order of precedence.
@@ -53,7 +52,7 @@ class ConfigReader:
         return 1 if default is None else default
 
     def check_multiple(self, name: str, value: int, of: str, divisor: int) -> None:
-        """Record an error for `check` if `value` is no multiple of `divisor`.
+        """Record an error, which `raise_if_invalid` raises, if `value` is no multiple of `divisor`.
 
         Args:
             name: Key of the value.
@@ -87,7 +86,7 @@ class ConfigReader:
         value = self._content.get(name)
         return tuple(map(str, value)) if isinstance(value, list) and len(value) == count else ()
 
-    def check(self, source: str) -> None:
+    def raise_if_invalid(self, source: str) -> None:
         """Raise an error if a key that was read is missing or wrong.
 
         Args:

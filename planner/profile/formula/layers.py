@@ -12,7 +12,7 @@ from planner.profile.formula.shapes import Attention, Block, Experts, FeedForwar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Division of a model's layers among devices, and the kernels that run them."""
+    """How a model's layers are divided among devices, and which kernels run them."""
 
     tensor_parallel: int = 1
     """Number of devices that share each layer (t)."""
@@ -50,10 +50,7 @@ class ElementBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """Costs of a layer for one sample, on one of the t devices that share it.
-
-    A micro-batch of b samples takes b times as many FLOP and bytes.
-    """
+    """Costs of a layer for one sample, on one of the devices that share the layer."""
 
     name: str
     modules: tuple[str, ...] = ()
@@ -94,7 +91,7 @@ def layer_costs(shape: Transformer, execution: Execution, widths: ElementBytes) 
         widths: Bytes per activation and per parameter.
 
     Yields:
-        Costs of each layer for one sample, on one of the t devices.
+        Costs of each layer for one sample, on one of the devices that share the layer.
     """
     layers = _Layers(shape, execution, widths)
     names = {} if shape.family == "transformer" or shape.is_encoder_decoder else _TORCHTITAN
@@ -236,10 +233,7 @@ class _Layers:
         return min(window or self.shape.sequence, self.shape.sequence)
 
     def _norm_bytes(self, block: Block, linears: list[MatrixProduct]) -> float:
-        """Return the bytes per channel that normalizations save for backward.
-
-        The block's output is counted here. Its input is counted as the output of the previous layer.
-        """
+        """Return the bytes per channel that normalizations save for backward, without the block's input."""
         router = isinstance(block.feed_forward, Experts) and block.feed_forward.wide_router and self.keeps_copies
         states = 1 if block.parallel else block.norms
         copies = block.norms * ((4 if self.keeps_copies else 0) + self.normalized)
@@ -300,10 +294,7 @@ class _Layers:
         return kept + (rotated * self._inner_norm_bytes() if attention.normalized_keys else 0)
 
     def _latent_bytes(self, attention: Attention) -> float:
-        """Return the bytes per token that latent attention saves for the norms of its latent vectors.
-
-        Each device has whole latent vectors of its tokens; sequence parallelism divides the tokens.
-        """
+        """Return the bytes per token that latent attention saves for the norms of its latent vectors."""
         if attention.latent is None:
             return 0.0
         ranks = attention.latent.query_rank + attention.latent.key_value_rank
@@ -324,7 +315,7 @@ class _Layers:
         return self.residual * uses * (gated * layer.width + 2 * self.shape.hidden) + self.e * shared
 
     def _held_bytes(self, linears: list[MatrixProduct]) -> float:
-        """Return the bytes of product inputs and result gradients that are kept from pass I to pass W."""
+        """Return the bytes of product inputs and result gradients that are kept for the weight-gradient pass (W)."""
         whole = split = 0.0
         for linear in linears:
             ends = {"inputs": linear.inputs * linear.uses, "outputs": sum(linear.outputs) * linear.uses}

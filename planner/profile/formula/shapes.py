@@ -202,10 +202,7 @@ class Block:
 
     @property
     def num_inputs(self) -> int:
-        """Number of different inputs of attention and feed-forward layer.
-
-        The inputs are results of normalizations. Without normalizations, there are two.
-        """
+        """Number of different inputs of attention and feed-forward layer; two without normalizations."""
         return self.norms or 2
 
     @property
@@ -320,7 +317,7 @@ def gpt_shape(
         sequence: Number of tokens of a sample.
         vocabulary: Number of words in the vocabulary.
         feed_forward: Width of the feed-forward layers.
-        tied: Whether head and embedding share their weights.
+        tied: True if head and embedding share their weights.
     """
     dim = hidden // heads
     attention = Attention(
@@ -339,6 +336,6 @@ def gpt_shape(
     )
 
 
-def with_mtp(shape: Transformer, count: int) -> Transformer:
+def with_multi_token_prediction(shape: Transformer, count: int) -> Transformer:
     """Return `shape` with `count` more blocks, for multi-token prediction."""
     return replace(shape, blocks=shape.blocks + (replace(shape.blocks[-1], kind="mtp"),) * count)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from planner.core.errors import TrainingError
 from planner.executor.run.gradients import check_gradients, check_losses, check_output
 from planner.executor.watch import explain
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 from planner.executor.watch.position import ANY, Position
 from tests.support.ranks import run_ranks
 
@@ -100,10 +100,10 @@ def test_the_first_non_finite_tensor_is_named() -> None:
 
 def test_signals_end_a_single_process_at_once_or_after_its_step() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as left, Watch(60.0):
+    with pytest.raises(SystemExit) as left, FailureWatch(60.0):
         signal.raise_signal(signal.SIGTERM)
     assert left.value.code == 143
-    with Watch(60.0) as watch:
+    with FailureWatch(60.0) as watch:
         watch.saves_on_stop = True
         assert watch.stops_after(1) == 0
         signal.raise_signal(signal.SIGTERM)
@@ -113,9 +113,9 @@ def test_signals_end_a_single_process_at_once_or_after_its_step() -> None:
 
 LEAVES_LATER = """
 import time
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 
-with Watch(60.0) as watch:
+with FailureWatch(60.0) as watch:
     watch._store.wait(["at/0", "at/1"])
     if watch._rank == 0:
         watch._store.wait(["heard"])  # else it might leave, and the store with it, before the other has its answer
@@ -132,9 +132,9 @@ def test_a_rank_may_end_after_the_rank_with_the_store(tmp_path: Path) -> None:
 
 TERMINATES_A_CHILD = """
 import os, signal, time
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 
-with Watch(60.0) as watch:
+with FailureWatch(60.0) as watch:
     child = os.fork()
     if not child:
         time.sleep(60.0)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from planner.executor.watch import failure, liveness
 from planner.executor.watch.explain import error_of_hang
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 from planner.executor.watch.liveness import Heartbeats
 from planner.executor.watch.position import ANY, Position
 from tests.unit.executor.test_failure import sent_position
@@ -53,20 +53,20 @@ class Job:
                 signs.write(Position())
 
 
-Watches = Callable[[int, CountingStore], list[Watch]]
+Watches = Callable[[int, CountingStore], list[FailureWatch]]
 
 
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watches]:
     """Return a function that makes the watches of all ranks of a job, without their threads."""
-    made: list[Watch] = []
+    made: list[FailureWatch] = []
 
-    def make(count: int, store: CountingStore) -> list[Watch]:
+    def make(count: int, store: CountingStore) -> list[FailureWatch]:
         monkeypatch.setattr(failure, "_store_of_all", lambda: store)
         monkeypatch.setattr(failure, "_is_launched", lambda: True)
         for rank in range(count):
             monkeypatch.setattr(failure, "rank_and_world_size", lambda rank=rank: (rank, count))
-            made.append(Watch(60.0))
+            made.append(FailureWatch(60.0))
         return made[-count:]
 
     yield make
@@ -75,7 +75,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watches]:
             end.close()
 
 
-def keys_of_a_beat(ranks: list[tuple[Watch, Heartbeats]], store: CountingStore) -> int:
+def keys_of_a_beat(ranks: list[tuple[FailureWatch, Heartbeats]], store: CountingStore) -> int:
     """Return the number of keys that one beat of all ranks reads or writes."""
     before = store.count
     for watch, signs in ranks:
@@ -128,12 +128,12 @@ def test_a_rank_waits_before_its_first_look(watches: Watches, monkeypatch: pytes
     """All ranks start together, but must not look together."""
     waits_s: list[float] = []
 
-    def wait(watch: Watch, seconds: float) -> None:
+    def wait(watch: FailureWatch, seconds: float) -> None:
         waits_s.append(seconds)
         if len(waits_s) == 2:
             watch._over.set()
 
-    monkeypatch.setattr(Watch, "_record_signals_for", wait)
+    monkeypatch.setattr(FailureWatch, "_record_signals_for", wait)
     monkeypatch.setattr(liveness.time, "monotonic", lambda: 1000.0)
     store = CountingStore()
     (*_, last) = watches(4, store)

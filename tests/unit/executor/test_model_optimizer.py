@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.executor import Pipeline, StepRecord
 from planner.executor.keep.optimizer_state import OptimizerState
-from planner.model.optimizers import ModelOptimizer
+from planner.model.optimizers import WholeModelOptimizer
 from tests.support.cli import EXAMPLE, HEAD, LOSS, MODEL, write_model
 from tests.support.training import Case, run_cases
 from tests.unit.executor.test_pipeline import OPTIMIZER, balance_of
@@ -79,7 +79,7 @@ def test_options_of_groups_are_restored_under_another_plan() -> None:
         return torch.optim.SGD([{"params": [(f"p{n}", p)], "lr": 0.1} for n, p in enumerate(given)])
 
     def state(*numbers: int) -> tuple[OptimizerState, torch.optim.Optimizer]:
-        optimizer = ModelOptimizer(build, parameters).build_for([(parameters[n], parameters[n]) for n in numbers])
+        optimizer = WholeModelOptimizer(build, parameters).build_for([(parameters[n], parameters[n]) for n in numbers])
         own = {names[n]: parameters[n] for n in numbers}
         return OptimizerState(optimizer, own, {name: name for name in names}), optimizer
 

@@ -19,7 +19,7 @@ from planner.device.meter import CpuMeter
 from planner.executor.build.building import build_structure
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.recompute import RecomputedLayer, run_recomputed
-from planner.executor.run.shapes import Shapes, chain_shapes
+from planner.executor.run.shapes import ChainShapes, chain_shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import chain_of
 from planner.model.load import LoadedModel, load_model
@@ -86,7 +86,13 @@ def load(name: str, **settings: str) -> LoadedModel:
 
 
 def stage_of(
-    loaded: LoadedModel, shapes: Shapes, first: int, end: int, recomputed: Collection[int], *, micro_batches: int = 1
+    loaded: LoadedModel,
+    shapes: ChainShapes,
+    first: int,
+    end: int,
+    recomputed: Collection[int],
+    *,
+    micro_batches: int = 1,
 ) -> StageModule:
     """Return layers `first` to `end - 1` as a stage, with the loss if they are the last."""
     layers = chain_of(loaded.build()).layers
@@ -199,7 +205,7 @@ def test_gradients_of_a_middle_stage_equal_the_model(first: int, end: int) -> No
 
 
 @cache
-def prepared(name: str) -> tuple[LoadedModel, ChainCosts, Shapes]:
+def prepared(name: str) -> tuple[LoadedModel, ChainCosts, ChainShapes]:
     """Return the model, its costs at SIZE samples per micro-batch, and its boundaries."""
     loaded = load(name)
     costs = costs_at(profile_of_model(loaded, sizes=(SIZE,)), SIZE)

@@ -47,7 +47,7 @@ def step(model: nn.Module, gradients: ReplicaGradients, sent: Sent) -> list[Tens
     with gradients.last_backward(0):
         model(torch.ones(2, 4)).sum().backward()
         sent.append("over")
-    gradients.finish()
+    gradients.wait_for_sums()
     found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     return found
@@ -104,7 +104,7 @@ def test_a_parameter_of_two_stages_is_sent_after_both_backwards(sent: Sent, orde
         with gradients.last_backward(stage):
             layer(torch.ones(1, 4)).sum().backward()
         assert sent == []
-    gradients.finish()
+    gradients.wait_for_sums()
     assert sent == ["16"]
     assert torch.equal(layer.weight.grad, torch.full((4, 4), 2.0))
 
@@ -115,13 +115,13 @@ def test_gradients_of_earlier_parts_are_counted_once(sent: Sent, *, keeps: bool)
     model = nn.Linear(4, 4)
     gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=keeps)
     model.weight.grad, model.bias.grad = torch.ones(4, 4), torch.ones(4)
-    gradients.begin()
+    gradients.drop_existing()
     for is_last in (False, True):
         gradients.is_last_part = is_last
         sent.append("part")
         with gradients.last_backward(0):
             model(torch.ones(1, 4)).sum().backward()
-    gradients.finish()
+    gradients.wait_for_sums()
     assert sent == ["part", "part", "4", "16"]
     assert torch.equal(model.bias.grad, torch.full((4,), 3.0 if keeps else 2.0))
 
@@ -147,7 +147,7 @@ def test_deferred_weight_gradients_are_sent_during_the_last_w(sent: Sent) -> Non
             sent.append("W")
             split.backward_weight(kept[1])
             sent.append("over")
-        gradients.finish()
+        gradients.wait_for_sums()
         assert sent == ["16", "16", "W", "16", "64", "12", "16", "over"]
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             assert torch.allclose(parameter.grad, gradient)

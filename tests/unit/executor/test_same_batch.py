@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from planner.executor import Pipeline
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 
-with Watch(60.0) as watch:
+with FailureWatch(60.0) as watch:
     pipeline = Pipeline("balance.yaml", watch=watch)
     data = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
     dataset = TensorDataset(data, data.flip(0))

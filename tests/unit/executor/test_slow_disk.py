@@ -17,7 +17,7 @@ import sys, time
 from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep import writing
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 
 class Slow(writing._CountedFile):
     left = 5
@@ -28,7 +28,7 @@ class Slow(writing._CountedFile):
         Slow.left = max(0, Slow.left - 1)
         return super().write(memoryview(data)[:500])
 
-with Watch(2.0) as watch:
+with FailureWatch(2.0) as watch:
     pipeline = Pipeline("balance.yaml", watch=watch, timeout_s=2.0)
     if pipeline.rank == 0:
         writing._CountedFile = Slow
@@ -70,13 +70,13 @@ import os, signal
 from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep import writing
-from planner.executor.watch.failure import Watch
+from planner.executor.watch.failure import FailureWatch
 
 class Deadly(writing._CountedFile):
     def write(self, data):
         os.kill(os.getpid(), signal.SIGKILL)
 
-with Watch(60.0) as watch:
+with FailureWatch(60.0) as watch:
     pipeline = Pipeline("balance.yaml", watch=watch, timeout_s=60.0)
     if pipeline.rank == 1:
         writing._CountedFile = Deadly

@@ -15,13 +15,13 @@ from planner.core.errors import ModelError
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
 from planner.device.meter import CpuMeter
-from planner.executor.run.shapes import Boundary, Shapes, chain_shapes
+from planner.executor.run.shapes import Boundary, ChainShapes, chain_shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import Layer, chain_of
 from tests.support.measure import loaded_model, profile_of_model
 
 
-def shapes(model: nn.Sequential, inputs: Any) -> Shapes:
+def shapes(model: nn.Sequential, inputs: Any) -> ChainShapes:
     """Return the shapes of the model's chain, found on the meta device."""
     return chain_shapes(chain_of(model.to("meta")), inputs)
 

@@ -22,7 +22,7 @@ def tied(*trained: str) -> TiedGradients:
 
 def test_frozen_tied_parameters_are_not_summed() -> None:
     gradients = tied()
-    gradients.begin()
+    gradients.drop_copies()
     gradients.sum()
     assert list(gradients.parameters) == gradients.counted_elsewhere == []
 
@@ -51,11 +51,11 @@ def test_sums_of_gradients_are_released_by_the_counting_thread(monkeypatch: pyte
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     gradients = tied("words.weight", "head.weight")
     (table,) = gradients.parameters
-    gradients.begin()
+    gradients.drop_copies()
     table.grad = torch.ones(8, 4)
     kept = weakref.ref(table.grad)
     gradients.sum()
     table.grad = None
     assert kept() is not None
-    gradients.begin()
+    gradients.drop_copies()
     assert kept() is None

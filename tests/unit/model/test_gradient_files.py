@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from planner.device.machine import release_freed_memory
 from planner.executor.equivalence import subject
 from planner.executor.equivalence.check import check_equivalence
-from planner.executor.equivalence.isolation import return_large_blocks
+from planner.executor.equivalence.isolation import return_freed_blocks_to_system
 from planner.model import gradient_files
 from planner.model.gradient_files import keep_gradients_in_files
 from planner.profile import layer_digests
@@ -78,7 +78,7 @@ def test_values_written_into_a_file_mapped_parameter_are_kept(tmp_path: Path) ->
 
 def memory_growth(folder: str) -> int:
     """Return by how many bytes a backward raises this process's memory, with gradients in a folder if one is given."""
-    return_large_blocks()
+    return_freed_blocks_to_system()
     model = _stack()
     peaks: list[int] = []
     if folder:

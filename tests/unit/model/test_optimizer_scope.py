@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.model.optimizer_scope import check_optimizer, watch_optimizer
-from planner.model.optimizers import OPTIMIZERS, ModelOptimizer
+from planner.model.optimizers import OPTIMIZERS, WholeModelOptimizer
 
 MODEL = nn.Sequential(*[nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 12)) for _ in range(3)])
 
@@ -207,7 +207,7 @@ def steps_until_refused(build: Callable[..., torch.optim.Optimizer], most: int, 
     """Step an optimizer of a part of the parameters, with a rate that falls; return the number of steps made."""
     parameters = list(MODEL.parameters())
     own = [nn.Parameter(p.detach().clone()) for p in parameters[:5]]
-    optimizer = ModelOptimizer(build, parameters).build_for(zip(parameters, own, strict=False))
+    optimizer = WholeModelOptimizer(build, parameters).build_for(zip(parameters, own, strict=False))
     optimizer.param_groups[0]["steps"] = begun
     watch = watch_optimizer(optimizer, build, parameters)
     assert watch is not None
@@ -282,7 +282,7 @@ def test_optimizer_of_a_stage_drops_absent_parameters() -> None:
         named = [(f"p{n}", p) for n, p in enumerate(given)]
         return torch.optim.Adagrad([{"params": named[:3]}, {"params": named[3:], "lr": 0.5}])
 
-    optimizer = ModelOptimizer(build, parameters).build_for([(parameters[n], parameters[n]) for n in (4, 5)])
+    optimizer = WholeModelOptimizer(build, parameters).build_for([(parameters[n], parameters[n]) for n in (4, 5)])
     assert [group["params"] for group in optimizer.param_groups] == [[], parameters[4:6]]
     assert [group["param_names"] for group in optimizer.param_groups] == [[], ["p4", "p5"]]
     assert list(optimizer.state) == parameters[4:6]
@@ -291,5 +291,5 @@ def test_optimizer_of_a_stage_drops_absent_parameters() -> None:
 def test_parameters_that_the_model_leaves_out_are_not_optimized() -> None:
     """A model may define `parameters` itself."""
     parameters = list(MODEL.parameters())
-    optimizer = ModelOptimizer(OPTIMIZERS["sgd"], parameters[:2]).build_for([(p, p) for p in parameters[1:4]])
+    optimizer = WholeModelOptimizer(OPTIMIZERS["sgd"], parameters[:2]).build_for([(p, p) for p in parameters[1:4]])
     assert optimizer.param_groups[0]["params"] == parameters[1:2]

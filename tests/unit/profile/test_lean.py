@@ -12,7 +12,7 @@ from planner.model.lean import allocate_parameters, build_lean
 from planner.model.load import LoadedModel
 from planner.profile import model_changes, profiler
 from planner.profile.structure import find_chain
-from planner.profile.units import trace_units
+from planner.profile.units import trace_layers
 from tests.support.measure import loaded_model, profile_of_model
 from tests.zoo.real_models import REAL_MODELS
 
@@ -153,7 +153,7 @@ def test_a_changed_dropout_rate_is_reported() -> None:
 def test_traces_on_ghosts_and_on_values_have_the_same_units() -> None:
     loaded = loaded_model(mlp)
     values, ghosts = (
-        trace_units(chain_of(loaded.build()), loaded, (2,), torch.device("cpu"), ghosts=on) for on in (False, True)
+        trace_layers(chain_of(loaded.build()), loaded, (2,), torch.device("cpu"), ghosts=on) for on in (False, True)
     )
     assert [unit.digest for unit in values[0]] == [unit.digest for unit in ghosts[0]]
     for key, given in values[1].items():

@@ -14,7 +14,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.values.profile import BoundaryTensor
 from planner.device.meter import CpuMeter
 from planner.profile.memory import measure_weight_casts
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, memory_of, profile_of_model
 
 B, N = 4, 1024
@@ -282,9 +282,9 @@ class AddsToInput(nn.Module):
 
 def test_activations_are_not_counted_as_cast_weights() -> None:
     """Not even if the input gets the graph of the layer."""
-    unit = Unit(name="layer", module=AddsToInput(), loss_fn=None, digest="")
+    unit = LayerToMeasure(name="layer", module=AddsToInput(), loss_fn=None, digest="")
     leaves, nest = tree_flatten(given())
-    assert measure_weight_casts(unit, UnitInput(tuple(leaves), nest, None), CpuMeter()) == 0
+    assert measure_weight_casts(unit, MeasurementInput(tuple(leaves), nest, None), CpuMeter()) == 0
 
 
 def test_targets_count_in_the_last_layer() -> None:

@@ -14,7 +14,7 @@ from planner.core.cost.memory import stage_memory
 from planner.core.values.profile import Profile
 from planner.device.clock import CpuClock
 from planner.device.meter import CpuMeter
-from planner.model.optimizers import ModelOptimizer
+from planner.model.optimizers import WholeModelOptimizer
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.optimizer import has_additive_peaks, measure_optimizer, optimizer_boundary_peaks
 from tests.support.measure import loaded_model, profile_of_model
@@ -160,12 +160,12 @@ def test_boundary_peaks_follow_the_order_of_steps() -> None:
     """Adam keeps a temporary until the next parameter of its group, which may be in another layer."""
     layers = [[nn.Parameter(torch.zeros(1000))] for _ in range(3)]
 
-    def groups(order: tuple[int, ...], apart: tuple[int, ...]) -> ModelOptimizer:
+    def groups(order: tuple[int, ...], apart: tuple[int, ...]) -> WholeModelOptimizer:
         def build(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
             given = list(parameters)
             return torch.optim.Adam([{"params": [given[n] for n in order]}, {"params": [given[n] for n in apart]}])
 
-        return ModelOptimizer(build, [p for layer in layers for p in layer])
+        return WholeModelOptimizer(build, [p for layer in layers for p in layer])
 
     def peaks(order: tuple[int, ...], apart: tuple[int, ...] = ()) -> list[int]:
         found = optimizer_boundary_peaks(layers, groups(order, apart), device=torch.device("cpu"), meter=CpuMeter())
@@ -183,13 +183,13 @@ def test_peaks_add_only_if_the_optimizer_updates_several_parameters_at_once(*, f
     for name, size in {"large": 1000, "small": 1, "bias": 1, "other": 1000}.items():
         layer.register_parameter(name, nn.Parameter(torch.zeros(size)))
     in_model = [layer.get_parameter(name) for name in ("large", "small", "other", "bias")]
-    whole = ModelOptimizer(partial(torch.optim.Adam, foreach=foreach), in_model)
+    whole = WholeModelOptimizer(partial(torch.optim.Adam, foreach=foreach), in_model)
     assert has_additive_peaks(layer, whole, meter=CpuMeter()) is foreach
 
 
 def test_large_parameters_are_measured_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("planner.profile.optimizer"), "_MOST_NUMBERS", 128 * 40)
     layer = nn.Sequential(nn.Linear(128, 80, bias=False), nn.Linear(80, 8), nn.Linear(128, 40))
-    whole = ModelOptimizer(torch.optim.Adam, layer.parameters())
+    whole = WholeModelOptimizer(torch.optim.Adam, layer.parameters())
     cost = measure_optimizer(layer, whole, meter=CpuMeter(), clock=CpuClock(1), repeats=1)
     assert cost.peak_bytes == pytest.approx(2 * 128 * 80 * 4, rel=0.02)

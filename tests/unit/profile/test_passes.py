@@ -12,22 +12,22 @@ from planner.device.cpu import Cpu
 from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import SplitBackward
 from planner.profile.crossing import LayerOutputs, make_layer_inputs, own_storages_of
-from planner.profile.passes import IdleLayer, SplitTimer, WholeTimer, time_neighbors
+from planner.profile.passes import EmptyLayer, SplitTimer, WholeTimer, time_neighbors
 from planner.profile.timing import split_into_passes
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model
 
 LARGE = 300, 300
 """The shape of an input that is handed on from layer to layer: 352 KiB."""
 
 
-def unit_of(module: nn.Module, name: str = "layer") -> Unit:
-    return Unit(name, module, None, digest=name)
+def unit_of(module: nn.Module, name: str = "layer") -> LayerToMeasure:
+    return LayerToMeasure(name, module, None, digest=name)
 
 
-def unit_input(*values: Any) -> UnitInput:
+def unit_input(*values: Any) -> MeasurementInput:
     leaves, spec = tree_flatten(values[0] if len(values) == 1 else values)
-    return UnitInput(tuple(leaves), spec, None)
+    return MeasurementInput(tuple(leaves), spec, None)
 
 
 def traced(*shape: int) -> Tensor:
@@ -85,7 +85,7 @@ def test_all_forwards_come_before_all_backwards(timer: WholeTimer) -> None:
     notes: list[str] = []
     units = [unit_of(Watched(name, notes), name) for name in "abc"]
     layers = [(unit, unit_input(traced(*LARGE))) for unit in units]
-    times = time_neighbors(timer, layers, IdleLayer.matching(units[0]))
+    times = time_neighbors(timer, layers, EmptyLayer.matching(units[0]))
     assert notes == ["F a", "F b", "F c", "B c", "B b", "B a"]
     assert times == [(0.0, 0.0)] * 3
 
@@ -111,7 +111,7 @@ def test_each_layer_gets_its_own_time(count: int) -> None:
             clock.now_us += 1000.0 * (1 + self.number)
 
     layers = [(unit_of(Slow(n), str(n)), unit_input(traced(3))) for n in range(count)]
-    assert time_neighbors(timer, layers, IdleLayer.matching(layers[0][0])) == [
+    assert time_neighbors(timer, layers, EmptyLayer.matching(layers[0][0])) == [
         (100.0 * n, 1000.0 * n) for n in range(1, count + 1)
     ]
 
@@ -130,7 +130,7 @@ def test_a_large_input_is_in_the_memory_of_the_previous_output(shape: tuple[int,
     time_neighbors(
         timer,
         [(unit_of(first, "a"), unit_input(traced(*shape))), (unit_of(second, "b"), unit_input(wanted))],
-        IdleLayer.matching(unit_of(first)),
+        EmptyLayer.matching(unit_of(first)),
     )
     assert (second.address == written[0]) == shared
     assert torch.equal(seen[0], wanted)
@@ -184,7 +184,7 @@ def test_layers_may_overwrite_their_inputs() -> None:
         (unit_of(nn.ReLU(inplace=True), "b"), unit_input(traced(*LARGE))),
     ]
     for each in (timer, split_timer):
-        assert len(time_neighbors(each, layers, IdleLayer.matching(layers[0][0]))) == 2
+        assert len(time_neighbors(each, layers, EmptyLayer.matching(layers[0][0]))) == 2
 
 
 def test_output_gradients_are_ones_in_the_memory_of_the_next_layer() -> None:

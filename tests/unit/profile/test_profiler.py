@@ -22,10 +22,10 @@ from planner.device.clock import CpuClock, median_us
 from planner.device.meter import CpuMeter
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import Batch, LoadedModel
-from planner.model.optimizers import ModelOptimizer
+from planner.model.optimizers import WholeModelOptimizer
 from planner.profile import ProfilerOptions, check_optimizer_of, profile_model, records
 from planner.profile.optimizer import measure_optimizer
-from planner.profile.units import trace_units
+from planner.profile.units import trace_layers
 from tests.support.measure import loaded_model, profile_of_model
 
 
@@ -402,7 +402,7 @@ Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 def test_optimizer_state_and_peak_per_parameter(build: Build, numbers: int, peak: int) -> None:
     module = nn.Linear(256, 256, bias=False)
     cost = measure_optimizer(
-        module, ModelOptimizer(build, module.parameters()), meter=CpuMeter(), clock=CpuClock(1), repeats=2
+        module, WholeModelOptimizer(build, module.parameters()), meter=CpuMeter(), clock=CpuClock(1), repeats=2
     )
     size = 4 * 256 * 256
     assert numbers * size <= cost.state_bytes <= numbers * size + 64
@@ -415,7 +415,7 @@ def test_frozen_layers_have_no_optimizer_cost() -> None:
     for module in (nn.ReLU(), nn.Linear(8, 8).requires_grad_(False)):
         cost = measure_optimizer(
             module,
-            ModelOptimizer(torch.optim.Adam, module.parameters()),
+            WholeModelOptimizer(torch.optim.Adam, module.parameters()),
             meter=CpuMeter(),
             clock=CpuClock(1),
             repeats=2,
@@ -426,7 +426,7 @@ def test_frozen_layers_have_no_optimizer_cost() -> None:
 def test_measuring_the_optimizer_does_not_train_the_model() -> None:
     module = nn.Linear(8, 8)
     before = module.weight.detach().clone()
-    whole = ModelOptimizer(lambda p: torch.optim.SGD(p, lr=1.0), module.parameters())
+    whole = WholeModelOptimizer(lambda p: torch.optim.SGD(p, lr=1.0), module.parameters())
     measure_optimizer(module, whole, meter=CpuMeter(), clock=CpuClock(1), repeats=2)
     assert torch.equal(module.weight, before)
 
@@ -536,7 +536,7 @@ def test_units_get_the_inputs_and_targets_of_the_model() -> None:
     loaded: LoadedModel = replace(
         loaded_model(deep(2)), example_batch=lambda b: Batch(torch.randn(b, 8), torch.arange(b))
     )
-    units, inputs = trace_units(chain_of(loaded.build()), loaded, (2,), torch.device("cpu"))
+    units, inputs = trace_layers(chain_of(loaded.build()), loaded, (2,), torch.device("cpu"))
     first, last = inputs[units[0].digest, 2], inputs[units[-1].digest, 2]
     assert (first.values[0].requires_grad, last.values[0].requires_grad) == (False, True)
     assert last.values[0].is_leaf

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 from planner.core.values.profile import SplitMemory
 from planner.device.meter import CpuMeter
 from planner.profile.split_memory import measure_split_memory
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model
 
 B, N = 4, 1024
@@ -22,8 +22,8 @@ SLACK = 64  # a scalar here and there
 def split_memory_of(module: nn.Module, value: Any) -> SplitMemory:
     """Return the record of `module` for this input."""
     leaves, spec = tree_flatten(value)
-    unit = Unit(name="layer", module=module, loss_fn=None, digest="")
-    return measure_split_memory(unit, UnitInput(tuple(leaves), spec, None), CpuMeter())
+    unit = LayerToMeasure(name="layer", module=module, loss_fn=None, digest="")
+    return measure_split_memory(unit, MeasurementInput(tuple(leaves), spec, None), CpuMeter())
 
 
 def linear() -> nn.Linear:

@@ -17,7 +17,7 @@ from planner.profile import InterruptedProfileError, ProfilerOptions, passes, pr
 from planner.profile.backends import measured
 from planner.profile.task import Measurements
 from planner.profile.timing import measure_times, time_uncertainty
-from planner.profile.units import Unit, UnitInput
+from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model
 
 OPTIONS = ProfilerOptions(micro_batch_sizes=(1, 2), repeats=3, time_budget_s=0.0)
@@ -112,16 +112,16 @@ def test_large_layers_are_timed_without_gradients(monkeypatch: pytest.MonkeyPatc
     """Adding to gradients is timed separately, in pieces that exceed no cache."""
     had: list[list[bool]] = []
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4))
-    run = Unit.run
+    run = LayerToMeasure.run
 
-    def noted(self: Unit, values: Sequence[Any], given: UnitInput) -> list[Any]:
+    def noted(self: LayerToMeasure, values: Sequence[Any], given: MeasurementInput) -> list[Any]:
         if self.digest:  # else it is the layer that does nothing
             had.append([model[n].weight.grad is not None for n in range(2)])
         return run(self, values, given)
 
     def times(*arguments: Any, **options: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(Unit, "run", noted)
+            patch.setattr(LayerToMeasure, "run", noted)
             measure_times(*arguments, **options)
 
     add = passes._add

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from planner.model import load_object
 from planner.model.load import LoadedModel
 from planner.profile.structure import find_chain
-from planner.profile.units import trace_units
+from planner.profile.units import trace_layers
 from planner.tpu.compiler import unit_function
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
@@ -84,7 +84,7 @@ def test_operands_of_products_only_are_found_in_layers() -> None:
 
     loaded = model()
     chain, lean = find_chain(loaded, torch.device("cpu"))
-    units, inputs = trace_units(chain, loaded, (4,), torch.device("cpu"), ghosts=lean)
+    units, inputs = trace_layers(chain, loaded, (4,), torch.device("cpu"), ghosts=lean)
     functions = [unit_function(unit, inputs[unit.digest, 4]) for unit in units]
     readers = [matmul_operands_of(function, split_layer(function)) for function in functions]
     assert [reader.received[0] for reader in readers] == [True, False, False, True]

@@ -21,7 +21,7 @@ from planner.model import LoadedModel, in_precision, load_model, load_object
 from planner.model.optimizers import OPTIMIZERS, Builder
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.structure import find_chain
-from planner.profile.units import trace_units
+from planner.profile.units import trace_layers
 from planner.tpu import compiler as tpu
 from planner.tpu.compiler import Compiler, OutOfMemoryError
 from planner.tpu.optimizers import optimizer_rule
@@ -83,7 +83,7 @@ def perceptron(width: int = 128) -> LoadedModel:
 def jobs_of(loaded: LoadedModel) -> list[Any]:
     """Return the distinct layers, each with its input of eight samples."""
     chain, lean = find_chain(loaded, torch.device("cpu"))
-    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
+    units, inputs = trace_layers(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
     return [(unit, inputs[unit.digest, 8]) for unit in units]
 
 
