@@ -64,8 +64,8 @@ RULES: Final = (
         code="GP103",
         severity="note",
         title="the largest expected peak of a device is above its memory",
-        meaning="The predicted peak fits. But earlier predictions of this kind were too low by more than is free, "
-        "or PyTorch may reserve more than tensors need. The verdict is `tight`.",
+        meaning="The predicted peak fits. But it does not fit if the prediction is as far too low as the worst earlier "
+        "prediction of its kind, or if PyTorch reserves more than tensors need. The verdict is `tight`.",
         why="Training may stop with an out-of-memory error on that device.",
         remedy="Solve with `--headroom auto`, or compare a short run with the plan: `gpipe-plan verify`.",
     ),
@@ -193,8 +193,8 @@ RULES: Final = (
         title="a stage needs more memory than before",
         meaning="Compared with the plan given by `--against`, a device's predicted peak has grown.",
         why="The device may still fit its limit. Unintended growth is best noticed in the change that causes it.",
-        remedy="Read the table of stages: bytes before, now, and the difference. A difference alone does not fail the "
-        "check: only the memory limits do and, with `--strict`, `--headroom`.",
+        remedy="Read the table of stages: bytes before, now, and the difference. The check fails only if a stage "
+        "exceeds its memory limit or, with `--strict`, if less memory than `--headroom` stays free.",
     ),
     Rule(
         code="GP402",
