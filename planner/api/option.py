@@ -71,5 +71,5 @@ def option_values(options: Any) -> dict[str, Any]:
     return {of.name: getattr(options, of.name) for of in fields(options)}
 
 
-def ignore(*_: object) -> None:
+def ignore_arguments(*_: object) -> None:
     """Ignore all arguments. This is the default of callbacks such as `note` and `progress`."""

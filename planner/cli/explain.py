@@ -17,10 +17,10 @@ def explain(
     quiet: Quiet = False,
 ) -> None:
     """Explain findings of `gpipe-plan check`: meaning, importance and remedy."""
-    from planner.core.values.findings import RULES, rule
+    from planner.core.values.findings import RULES, rule_of_code
     from planner.show.gate import rules_markdown
     from planner.show.terminal.verdict import rules_text
 
     check_format(format_, MARKDOWN)
-    rules = tuple(dict.fromkeys(map(rule, codes))) if codes else RULES
+    rules = tuple(dict.fromkeys(map(rule_of_code, codes))) if codes else RULES
     Console(quiet=quiet).result(formatted(rules, format_, text=rules_text, markdown=rules_markdown))

@@ -116,7 +116,7 @@ def _missing(absent: tuple[str, ...], purpose: str, hint: str) -> MissingPackage
 
 
 @contextmanager
-def without_output() -> Iterator[None]:
+def discarding_stdout() -> Iterator[None]:
     """Discard the block's output to file descriptor 1, because HiGHS 1.16 always prints a banner."""
     try:
         kept = os.dup(1)

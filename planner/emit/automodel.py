@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES
-from planner.emit.layout import EngineFile, Layout, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, signed_text
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 ON_EVERY_STAGE: Final = "rotary_emb"
@@ -31,7 +31,7 @@ Put this into a recipe. It replaces `distributed` and the two keys of `step_sche
 Modules that are in none of the lists are deleted from every stage."""
 
 
-def emit_automodel(layout: Layout) -> EngineFile:
+def emit_automodel(layout: PlanLayout) -> EngineFile:
     """Return the sections of an Automodel recipe that run the plan.
 
     Raises:
@@ -72,7 +72,7 @@ def emit_automodel(layout: Layout) -> EngineFile:
     )
 
 
-def _check(layout: Layout) -> None:
+def _check(layout: PlanLayout) -> None:
     plan = layout.plan
     layout.refuse_placement(_NAME)
     for path in (path for stage in layout.module_paths(_NAME) for path in stage):
@@ -96,14 +96,14 @@ def _check(layout: Layout) -> None:
         )
 
 
-def _schedule_with_placement(layout: Layout) -> str:
+def _schedule_with_placement(layout: PlanLayout) -> str:
     if layout.plan.placement == "loop":
         return layout.placement_schedule_name
     in_v = (rule.torch_name for rule in SCHEDULES.values() if rule.placement == "v" and rule.torch_name)
     return next(in_v)
 
 
-def _module_list_lines(layout: Layout) -> list[str]:
+def _module_list_lines(layout: PlanLayout) -> list[str]:
     stages = layout.module_paths(_NAME)
     shared = [path for stage in stages for path in stage if path.rpartition(".")[2] == ON_EVERY_STAGE]
     lines = []
@@ -116,7 +116,7 @@ def _module_list_lines(layout: Layout) -> list[str]:
     return lines
 
 
-def _notes(layout: Layout) -> list[str]:
+def _notes(layout: PlanLayout) -> list[str]:
     notes = []
     if not any(_BLOCK.fullmatch(path) for stage in layout.module_paths(_NAME) for path in stage):
         notes.append(

@@ -11,7 +11,7 @@ from typing import Final
 
 from planner.core.errors import UsageError
 from planner.core.schedule import ONE_FORWARD_ONE_BACKWARD
-from planner.emit.layout import EngineFile, Layout, python_values, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, python_values, signed_text
 
 _NAME: Final = "DeepSpeed"
 
@@ -38,7 +38,7 @@ class PlannedPipelineModule(PipelineModule):
 '''
 
 
-def emit_deepspeed(layout: Layout) -> EngineFile:
+def emit_deepspeed(layout: PlanLayout) -> EngineFile:
     """Return a Python file with the plan's values and a subclass of `PipelineModule` that uses them.
 
     Raises:

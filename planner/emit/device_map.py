@@ -7,7 +7,7 @@ only places modules, only one device computes at a time.
 
 from typing import Final
 
-from planner.emit.layout import EngineFile, Layout, module_paths_of, python_values, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, module_paths_of, python_values, signed_text
 
 _NAME: Final = "a device map"
 
@@ -20,7 +20,7 @@ a device map only places modules, which run one after the other: micro-batches, 
 recomputation are not included, and a step takes longer than planned"""
 
 
-def emit_device_map(layout: Layout) -> EngineFile:
+def emit_device_map(layout: PlanLayout) -> EngineFile:
     """Return a Python file that defines `DEVICE_MAP`.
 
     Raises:

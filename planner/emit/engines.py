@@ -15,7 +15,7 @@ from planner.emit.automodel import emit_automodel
 from planner.emit.deepspeed import emit_deepspeed
 from planner.emit.device_map import emit_device_map
 from planner.emit.launch import LAUNCHERS, launch_job
-from planner.emit.layout import EngineFile, Layout, refuse_tensor_parallel_or_sharded
+from planner.emit.layout import EngineFile, PlanLayout, refuse_tensor_parallel_or_sharded
 from planner.emit.megatron import emit_megatron
 from planner.emit.native import InputPaths, RepeatOptions, emit_native
 from planner.emit.schedule_csv import emit_schedule_csv
@@ -24,7 +24,7 @@ from planner.emit.split_spec import emit_split_spec
 from planner.emit.torchgpipe import emit_torchgpipe
 from planner.emit.torchtitan import emit_torchtitan
 
-ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
+ENGINES: Final[dict[str, Callable[[PlanLayout], EngineFile]]] = {
     "torchgpipe": emit_torchgpipe,
     "torch": emit_split_spec,
     "torchtitan": emit_torchtitan,
@@ -154,7 +154,7 @@ def engine_file(name: str, plan: Plan, profile: Profile) -> EngineFile:
         UsageError: The format cannot express the plan, or the plan does not match the profile.
     """
     refuse_tensor_parallel_or_sharded(name, plan)
-    return FORMATS[name](Layout.of(plan, profile))
+    return FORMATS[name](PlanLayout.of(plan, profile))
 
 
 def _write(texts: Mapping[Path, str], *, force: bool) -> None:

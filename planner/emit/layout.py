@@ -43,7 +43,7 @@ class EngineFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PlanLayout:
     """Plan, with its layers from the profile grouped by stage."""
 
     plan: Plan
@@ -58,7 +58,7 @@ class Layout:
     """Name of the formula that the profile was computed from; empty for the profile of a model."""
 
     @classmethod
-    def of(cls, plan: Plan, profile: Profile) -> "Layout":
+    def of(cls, plan: Plan, profile: Profile) -> "PlanLayout":
         """Return the layout of `plan`, with layers from `profile`.
 
         Raises:
@@ -280,7 +280,7 @@ def paths_above(path: str) -> list[str]:
 
 
 def signed_text(
-    layout: Layout, body: str, *, engine: str, option: str, notes: Sequence[str], docstring: str = ""
+    layout: PlanLayout, body: str, *, engine: str, option: str, notes: Sequence[str], docstring: str = ""
 ) -> str:
     """Return the signed text of an engine's file, in a language whose comments begin with `#`.
 

@@ -21,7 +21,7 @@ from typing import Final
 from planner.core.errors import UsageError
 from planner.core.schedule import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from planner.core.values.profile import LayerProfile
-from planner.emit.layout import EngineFile, Layout, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, signed_text
 
 _NAME: Final = "Megatron-LM"
 _OPTION: Final = "--pipeline-model-parallel-layout"
@@ -29,7 +29,7 @@ _NUMBERED = re.compile(r"(?P<stem>.*[^\W\d].*?)(?P<number>\d+)(?P<rest>\D.*)?")
 _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*(?:\.(?:layers\.)?(?P<number>\d+))?")
 
 
-def emit_megatron(layout: Layout) -> EngineFile:
+def emit_megatron(layout: PlanLayout) -> EngineFile:
     """Return a shell file that defines an array with Megatron's options.
 
     Raises:
@@ -81,7 +81,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
     )
 
 
-def _assumed_options(layout: Layout) -> Iterator[str]:
+def _assumed_options(layout: PlanLayout) -> Iterator[str]:
     if layout.plan.tensor_parallel > 1:
         yield f"--tensor-model-parallel-size {layout.plan.tensor_parallel}"
     if layout.sequence_parallel:
@@ -160,7 +160,7 @@ def _layer_groups(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
     return kinds
 
 
-def _check_one_mtp_stage(layout: Layout, letters: Sequence[Sequence[str]]) -> None:
+def _check_one_mtp_stage(layout: PlanLayout, letters: Sequence[Sequence[str]]) -> None:
     stages = [k for k, stage in enumerate(letters) if "m" in stage]
     if len(stages) < 2:
         return

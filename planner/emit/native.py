@@ -15,7 +15,7 @@ from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import GENERATOR, Device, Profile
 from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
-from planner.emit.layout import EngineFile, Layout, refuse_tensor_parallel_or_sharded
+from planner.emit.layout import EngineFile, PlanLayout, refuse_tensor_parallel_or_sharded
 from planner.emit.signature import is_edited, names_balance_file, refuse_edited, with_signature
 from planner.files import digest_of, dump, reference_path, relocate_source, write_text
 
@@ -125,7 +125,7 @@ def emit_native(
             `smaller` trains something else or is not smaller.
     """
     refuse_tensor_parallel_or_sharded("native", plan)
-    layout = Layout.of(plan, profile)
+    layout = PlanLayout.of(plan, profile)
     source = relocate_source(profile.model.source, profile_folder, folder)
     from_here = str(Path(folder, "balance.yaml"))
 
@@ -142,7 +142,7 @@ def emit_native(
 
     where = input_paths.smaller or ("-",) * len(smaller)
     balances = (
-        replace(_balance(Layout.of(other, profile), profile, source), planned=planned(other, path))
+        replace(_balance(PlanLayout.of(other, profile), profile, source), planned=planned(other, path))
         for other, path in zip(smaller, where, strict=True)
     )
     fewer = sorted(balances, key=lambda b: -b.num_processes)
@@ -182,7 +182,7 @@ def _check_smaller(larger: Balance, other: Balance) -> None:
 
 
 def emit_from_template(
-    layout: Layout,
+    layout: PlanLayout,
     profile: Profile,
     source: str,
     *,
@@ -243,7 +243,7 @@ def decisions_digest(plan: Plan) -> str:
     return digest_of(decided)
 
 
-def _balance(layout: Layout, profile: Profile, source: str) -> Balance:
+def _balance(layout: PlanLayout, profile: Profile, source: str) -> Balance:
     plan = layout.plan
     return Balance(
         generator=GENERATOR,
@@ -274,7 +274,7 @@ def _balance(layout: Layout, profile: Profile, source: str) -> Balance:
     )
 
 
-def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balance, **more: int) -> str:
+def _script(template: tuple[str, str], path: str, layout: PlanLayout, balance: Balance, **more: int) -> str:
     plan, script = layout.plan, escape_for_docstring(path)
     package, name = template
     text = resources.files(package).joinpath(name).read_text(encoding="utf-8")

@@ -14,14 +14,14 @@ placement they use. That schedule must therefore have the same placement as the 
 from typing import Final
 
 from planner.core.schedule import orders_as_csv
-from planner.emit.layout import EngineFile, Layout
+from planner.emit.layout import EngineFile, PlanLayout
 
 SCHEDULE_FILE: Final = "schedule.csv"
 
 _NAME: Final = "a schedule file"
 
 
-def emit_schedule_csv(layout: Layout) -> EngineFile:
+def emit_schedule_csv(layout: PlanLayout) -> EngineFile:
     """Return the plan's schedule as a CSV file with one row for each device, without idle slots."""
     notes = ["the layers of stages are not included: see `--format torch` and `torchtitan`"]
     if name := layout.placement_schedule_name:
@@ -40,7 +40,7 @@ def emit_schedule_csv(layout: Layout) -> EngineFile:
     )
 
 
-def schedule_table(layout: Layout) -> str:
+def schedule_table(layout: PlanLayout) -> str:
     """Return the plan's schedule as CSV text."""
     plan = layout.plan
     return orders_as_csv(layout.schedule.actions(plan.num_devices, plan.micro_batches, plan.chunks))

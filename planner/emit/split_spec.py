@@ -8,7 +8,7 @@ separate file.
 
 from typing import Any, Final
 
-from planner.emit.layout import EngineFile, Layout, python_values, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, python_values, signed_text
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 _NAME: Final = "`pipeline()`"
@@ -40,7 +40,7 @@ _USE_TABLE: Final = f"""\
 The runtime is in torch.distributed.pipelining.schedules. Its name is private, but torchtitan uses it, too."""
 
 
-def emit_split_spec(layout: Layout) -> EngineFile:
+def emit_split_spec(layout: PlanLayout) -> EngineFile:
     """Return a Python file with `SPLIT_SPEC` and the arguments of the schedule.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Final
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute
-from planner.emit.layout import EngineFile, Layout, python_values, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, python_values, signed_text
 
 _NAME: Final = "torchgpipe"
 
@@ -27,7 +27,7 @@ Use it (with the layers in one flat nn.Sequential, in this order):
     model = GPipe(model, balance=BALANCE, devices=DEVICES, chunks=CHUNKS, checkpoint=CHECKPOINT)"""
 
 
-def emit_torchgpipe(layout: Layout) -> EngineFile:
+def emit_torchgpipe(layout: PlanLayout) -> EngineFile:
     """Return a Python file with the arguments of `GPipe` and the order of the layers.
 
     Raises:

@@ -16,7 +16,7 @@ has.
 from typing import Any, Final
 
 from planner.core.errors import UsageError
-from planner.emit.layout import EngineFile, Layout, python_values, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, python_values, signed_text
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 _NAME: Final = "torchtitan"
@@ -48,7 +48,7 @@ def planned(config):
 '''
 
 
-def emit_torchtitan(layout: Layout) -> EngineFile:
+def emit_torchtitan(layout: PlanLayout) -> EngineFile:
     """Return a Python file with the plan's values, and a function that puts them into a config.
 
     Raises:

@@ -20,7 +20,7 @@ from planner.core.values.balance import Balance, cuts_path
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.run.placement import ProcessPlace, process_place
 from planner.executor.watch.failure import FailureWatch
-from planner.executor.watch.position import ANY, Position
+from planner.executor.watch.position import ANY, RankActivity
 from planner.executor.watch.store import job_store, rank_and_world_size
 from planner.files import digest_of, read_balance
 from planner.model.load import LoadedModel
@@ -35,7 +35,7 @@ class RankJob:
     seed: int
     place: ProcessPlace
     device: torch.device
-    position: Position
+    position: RankActivity
     """Record of what this process is doing and waiting for, for error messages."""
     watch: FailureWatch | None
     check_nan: bool = False
@@ -67,7 +67,7 @@ def make_rank_job(
     rank, num_processes = rank_and_world_size()
     balance = source if isinstance(source, Balance) else _read_balance_for(Path(source), num_processes)
     place = process_place(balance, rank, num_processes)
-    position = watch.position if watch is not None else Position()
+    position = watch.position if watch is not None else RankActivity()
     position.names = {stage: _stage_name(balance, stage) for stage in range(balance.num_stages)}
     position.stages, position.replica = place.stages, place.replica
     places = [process_place(balance, other, num_processes) for other in range(num_processes)]

@@ -20,7 +20,13 @@ from planner.executor.run.loader import (
     seeded_batches,
 )
 from planner.executor.run.losses import UNCOUNTED, loss_counts
-from planner.executor.run.parts import MiniBatchPart, count_samples, micro_batches_of, mini_batch_parts, tensors_of
+from planner.executor.run.parts import (
+    MiniBatchPart,
+    count_samples,
+    micro_batches_of,
+    mini_batch_parts,
+    tensors_in_value,
+)
 from planner.executor.run.same_batch import BatchDigest, check_same_batch, digest_of_batch
 from planner.model.label_counts import label_count
 from planner.model.load import Batch, LoadedModel, to_device
@@ -169,7 +175,7 @@ class MiniBatches:
         """
         if not self._job.place.is_first:
             return []
-        return tensors_of(to_precision(to_device(part.batch.inputs, self._job.device), self._job.balance.dtype))
+        return tensors_in_value(to_precision(to_device(part.batch.inputs, self._job.device), self._job.balance.dtype))
 
     def targets(self, part: MiniBatchPart, weights: Sequence[float]) -> list[Any]:
         """Return the targets of every micro-batch; an empty list on ranks without the last stage."""

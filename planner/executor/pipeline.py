@@ -17,7 +17,7 @@ from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory
 from planner.executor.build.assembly import ProcessStages
 from planner.executor.job import join_process_group, load_planned_model, make_rank_job
-from planner.executor.measure.recorder import Recorder
+from planner.executor.measure.recorder import RunRecorder
 from planner.executor.measure.reporting import run_report
 from planner.executor.measure.step_record import OnStep
 from planner.executor.mini_batches import MiniBatches
@@ -83,7 +83,7 @@ class Pipeline:
         if built is None and not kind_of(job.device).has_own_memory:
             keep_freed_memory()
         # The recorder must exist before this process allocates memory.
-        self._recorder = Recorder(job.device)
+        self._recorder = RunRecorder(job.device)
         self._is_joined = False
         try:
             seed_process(seed)  # before the model file is imported, because the import may build the model

@@ -96,7 +96,7 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
     return found
 
 
-def state_problem(states: Iterable[CarriedState], cut: int) -> str:
+def reason_against_cut(states: Iterable[CarriedState], cut: int) -> str:
     """Return the reason against a cut if code before and after it uses the same state; else an empty text."""
     for state in states:
         if state.first < cut <= state.last:

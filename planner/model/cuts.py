@@ -26,7 +26,7 @@ import networkx as nx
 from torch import nn
 
 from planner.core.values.profile import Granularity
-from planner.model.carried_state import state_problem
+from planner.model.carried_state import reason_against_cut
 from planner.model.recording import END, Call, FunctionResult, Operator, Recording
 from planner.model.regions import Region
 from planner.model.repeated_code import RepeatedCode
@@ -112,7 +112,7 @@ class PossibleCuts:
             if self.repeated_code.is_repeated(number, cut):
                 needs.follow(self.recording.reads[number], strict=False)
         through = (region.problem for region in self.recording.regions if region.contains(cut))
-        problem = state_problem(self.recording.states, cut) or next(through, needs.problem)
+        problem = reason_against_cut(self.recording.states, cut) or next(through, needs.problem)
         return CutCrossing(tuple(sorted(needs.values)), frozenset(needs.model_tensors), problem)
 
     def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:

@@ -66,7 +66,7 @@ class MemoryLevel(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepTimeline:
     """One training step of a pipeline: actions and transfers of every device, and its memory over time."""
 
     num_devices: int
@@ -91,13 +91,13 @@ class Step:
         return max((span.end_us for span in self.spans if span.kind != "optimizer"), default=0.0)
 
 
-def simulated_step(evaluation: Evaluation) -> Step:
+def simulated_step(evaluation: Evaluation) -> StepTimeline:
     """Return one simulated training step of the evaluated partition."""
     partition = evaluation.partition
     spans = [span for event in evaluation.events for span in _spans(event, evaluation.stage_times, partition)]
     spans += _optimizer_spans(spans, evaluation)
     spans.sort(key=lambda span: (span.start_us, span.device, span.stage, span.micro_batch, span.kind))
-    return Step(
+    return StepTimeline(
         num_devices=partition.num_devices,
         chunks=partition.chunks,
         micro_batches=partition.micro_batches,

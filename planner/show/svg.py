@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from string import Template
 
 from planner.show.markup import element, escape_text, number
-from planner.show.step import BY_LABEL, Span, Step
+from planner.show.step import BY_LABEL, Span, StepTimeline
 from planner.show.views.numbers import percent, row_noun, time_ticks
 from planner.show.views.spans import (
     BUBBLE_WORDS,
@@ -53,7 +53,7 @@ $inks}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    step: Step
+    step: StepTimeline
     end_us: float
     left: float
     row: float
@@ -79,7 +79,7 @@ class _Frame:
         return (edge / 2 if name == "send backward" else self.row - edge / 2), edge
 
 
-def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
+def timeline_svg(step: StepTimeline, title: str, *, standalone: bool = True) -> str:
     """Return the timeline of a step as SVG.
 
     Args:
@@ -122,17 +122,17 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
     ) + ("\n" if standalone else "")
 
 
-def has_lanes(step: Step) -> bool:
+def has_lanes(step: StepTimeline) -> bool:
     """Return True if rows are high enough to draw transfers at their edges."""
     return _row_height(step) >= 11
 
 
-def legend_entries(step: Step) -> list[tuple[str, str]]:
+def legend_entries(step: StepTimeline) -> list[tuple[str, str]]:
     """Return style class and label of each kind of box in the picture."""
     return legend_classes(step, has_lanes=has_lanes(step))
 
 
-def _row_height(step: Step) -> float:
+def _row_height(step: StepTimeline) -> float:
     return min(_TALLEST, max(_LOWEST, _HEIGHT / step.num_devices))
 
 
@@ -243,7 +243,7 @@ def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
         yield f'<text class="on-{kind.letter.lower()}" {place}>{text}</text>'
 
 
-def _legend_rows(step: Step) -> list[list[tuple[str, str]]]:
+def _legend_rows(step: StepTimeline) -> list[list[tuple[str, str]]]:
     items = [*legend_entries(step), ("", "blank: idle"), ("", f"at the right: {BUBBLE_WORDS}")]
     rows: list[list[tuple[str, str]]] = [[]]
     for item in items:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.files.trace import TRACE_THREADS, TraceLevel, TraceSlice, trace_text
-from planner.show.step import Span, Step
+from planner.show.step import Span, StepTimeline
 from planner.show.views.numbers import row_noun
 from planner.show.views.spans import micro_batch_text
 
 
-def trace_json(step: Step, title: str) -> str:
+def trace_json(step: StepTimeline, title: str) -> str:
     """Return the trace of a predicted step as JSON."""
     kinds = {"compute", *(span.kind for span in step.spans)}
     return trace_text(
@@ -26,7 +26,7 @@ def trace_json(step: Step, title: str) -> str:
     )
 
 
-def _slices(span: Span, step: Step) -> Iterator[TraceSlice]:
+def _slices(span: Span, step: StepTimeline) -> Iterator[TraceSlice]:
     args, number = {"stage": span.stage}, ""
     if step.chunks > 1:
         args["chunk"] = span.stage // step.num_devices

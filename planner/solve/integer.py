@@ -36,7 +36,7 @@ import numpy as np
 from planner.core.cost.arrays import BoolArray, FloatArray
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import SolverError
-from planner.core.extras import check_installed, without_output
+from planner.core.extras import check_installed, discarding_stdout
 from planner.solve.answer import Answer
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.space.case import Case
@@ -73,7 +73,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
     check_installed("milp")
     import pulp  # noqa: PLC0415 - takes longer to import than all else that a short command needs
 
-    with warnings.catch_warnings(), without_output():
+    with warnings.catch_warnings(), discarding_stdout():
         # PuLP 3.3 warns of every way to make a variable that 3.3.0 had.
         warnings.simplefilter("ignore", DeprecationWarning)
         unit_us = case.bound_us / _SCALED_STEP or 1.0

@@ -18,7 +18,7 @@ from planner.core.extras import install_command, missing_packages
 from planner.core.values.plan import Plan, StageMemory
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
-from planner.emit.layout import Layout
+from planner.emit.layout import PlanLayout
 from planner.emit.native import NativeFiles, child_environment, emit_from_template
 from planner.files import relocate_source
 from planner.tpu.extra import chip_of_device
@@ -53,7 +53,7 @@ def emit(
         InfeasibleError: The program needs more memory than the limit, according to the compiler, or according to the
             prediction if the compiler is not installed.
     """
-    layout = Layout.of(plan, profile)
+    layout = PlanLayout.of(plan, profile)
     _check_program(plan, layout)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     memory = program_memory(costs, Partition.of(plan, [layer.name for layer in profile.layers]))
@@ -110,7 +110,7 @@ def _raise_unless_compiler_can_decide(profile: Profile, refused: InfeasibleError
         raise InfeasibleError(refused.message, hint=f"{refused.hint}; {more}")
 
 
-def _check_program(plan: Plan, layout: Layout) -> None:
+def _check_program(plan: Plan, layout: PlanLayout) -> None:
     if not layout.schedule.is_forwards_first:
         raise UsageError(
             f"the JAX program runs GPipe's schedule, but the plan is for {plan.schedule}",

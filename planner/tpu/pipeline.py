@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE, schedule_of
 from planner.core.values.balance import Balance
-from planner.executor.run.parts import micro_batches_of, tensors_of
+from planner.executor.run.parts import micro_batches_of, tensors_in_value
 from planner.model.chain import Chain, Layer
 from planner.model.label_counts import label_count
 from planner.model.load import LoadedModel
@@ -37,7 +37,7 @@ class JaxPipeline:
         self._counted_labels = loaded.counted_labels
         self._chain, self._cuts = chain, list(pairwise(accumulate(balance.balance, initial=0)))
         batch = loaded.example_batch(balance.batch // balance.micro_batches)
-        self._inputs, self._targets = ([jax_shape_of(tensor) for tensor in tensors_of(nest)] for nest in batch)
+        self._inputs, self._targets = ([jax_shape_of(tensor) for tensor in tensors_in_value(nest)] for nest in batch)
         self.program = MeshProgram(_stages(loaded, chain, balance, batch), devices, balance.micro_batches)
         self.loss_and_gradients = self.program.loss_and_gradients
 
@@ -84,7 +84,9 @@ class JaxPipeline:
         return [_as_numpy(tensors[name]) for name in names]
 
     def _split(self, value: Any) -> list[Any]:
-        pieces = (tensor.reshape(self.program.micro_batches, -1, *tensor.shape[1:]) for tensor in tensors_of(value))
+        pieces = (
+            tensor.reshape(self.program.micro_batches, -1, *tensor.shape[1:]) for tensor in tensors_in_value(value)
+        )
         return self.program.copy_to_all_devices(map(_as_numpy, pieces))
 
 

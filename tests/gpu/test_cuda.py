@@ -15,7 +15,7 @@ from planner.device.clock import median_us
 from planner.device.cuda import Cuda, CudaClock, CudaMeter
 from planner.device.kinds import kind_of
 from planner.device.meter import Usage
-from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
+from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.profile import ProfilerOptions, profile_model
@@ -142,7 +142,7 @@ def test_composed_memory_is_within_the_promise(recompute: Recompute, micro_batch
 
 def test_recorded_times_lie_within_the_step() -> None:
     """Times of the device are converted to the host's clock."""
-    recorder = Recorder(CUDA)
+    recorder = RunRecorder(CUDA)
     for _ in range(WARM_UP_STEPS + 1):
         begin = time.perf_counter_ns()
         with recorder.step():

@@ -23,7 +23,7 @@ from planner.core.schedule import SCHEDULES, Action, Schedule, instruction_lists
 from planner.core.values.profile import Device, Model
 from planner.emit import EngineFile, emit_native
 from planner.emit.engines import FORMATS
-from planner.emit.layout import Layout
+from planner.emit.layout import PlanLayout
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.style import Style
 from planner.solve import Request, solve
@@ -81,7 +81,7 @@ def test_added_schedule_is_planned_judged_shown_and_emitted(monkeypatch: pytest.
 
 
 def test_added_emit_format_is_accepted_and_listed_in_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def emit_lines(layout: Layout) -> EngineFile:
+    def emit_lines(layout: PlanLayout) -> EngineFile:
         text = "\n".join(layer.name for stage in layout.stages for layer in stage)
         return EngineFile(name="stages.txt", text=text, notes=(), use="read stages.txt")
 

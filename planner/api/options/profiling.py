@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, get_args
 
-from planner.api.option import Option, ignore
+from planner.api.option import Option, ignore_arguments
 from planner.api.texts import File, Numbers, Progress
 from planner.core.values.calibration import Calibration
 from planner.core.values.precision import PRECISIONS
@@ -161,6 +161,8 @@ class ProfileOptions(FormulaOptions):
             "scalar in it with a gradient, else its mean."
         ),
     ] = None
-    progress: Annotated[Progress, "Called during the measurement."] = ignore
-    note: Annotated[Callable[[str], None], "Called with assumed defaults and the equivalence check's result."] = ignore
-    warn: Annotated[Callable[[str], None], "Called with warnings."] = ignore
+    progress: Annotated[Progress, "Called during the measurement."] = ignore_arguments
+    note: Annotated[Callable[[str], None], "Called with assumed defaults and the equivalence check's result."] = (
+        ignore_arguments
+    )
+    warn: Annotated[Callable[[str], None], "Called with warnings."] = ignore_arguments

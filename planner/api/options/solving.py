@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final, get_args
 
 from planner.api import texts
-from planner.api.option import Option, OptionConversion, ignore, option_fields_of
+from planner.api.option import Option, OptionConversion, ignore_arguments, option_fields_of
 from planner.api.texts import File, Numbers, Progress, Sizes
 from planner.core.schedule import SCHEDULE_CHOICES
 from planner.core.values.calibration import Calibration
@@ -195,7 +195,7 @@ class SolveOptions(SolverOptions):
         Option("", "Explain what limits the plan, what would improve it, and how timing noise affects it.", _SEARCH),
     ] = False
     output: Annotated[File | None, "File of the plan."] = None
-    note: Annotated[Callable[[str], None], "Called with assumed defaults."] = ignore
+    note: Annotated[Callable[[str], None], "Called with assumed defaults."] = ignore_arguments
     watch: Annotated[SearchObserver, "Observer of the search, which may stop it."] = UNWATCHED
 
 
@@ -270,5 +270,5 @@ class SweepOptions:
     ] = None
     output: Annotated[File | None, Option("DIR", "Folder to write all plans to.", forms="--output -o")] = None
     extrapolate: Annotated[bool, _as_solved("extrapolate")] = False
-    progress: Annotated[Progress, "Called before each plan is searched."] = ignore
-    note: Annotated[Callable[[str], None], "Called with assumed defaults."] = ignore
+    progress: Annotated[Progress, "Called before each plan is searched."] = ignore_arguments
+    note: Annotated[Callable[[str], None], "Called with assumed defaults."] = ignore_arguments

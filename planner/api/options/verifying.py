@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from planner.api.option import Option, ignore
+from planner.api.option import Option, ignore_arguments
 from planner.api.texts import File, Progress
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
@@ -26,4 +26,4 @@ class VerifyOptions:
         Option("1%,5%", "Allowed errors of peaks: if predicted too low, if too high."),
     ] = "1%,5%"
     calibration: Annotated[File | None, "File for the measured costs of this machine."] = None
-    progress: Annotated[Progress, "Called after every step."] = ignore
+    progress: Annotated[Progress, "Called after every step."] = ignore_arguments

@@ -37,7 +37,7 @@ LAYERS = len(CHOICES)
 _EXCEPT_LAST = CHOICES.index("except-last")
 
 
-class BusyTimes(NamedTuple):
+class StageBusyTimes(NamedTuple):
     """Times of stages for one micro-batch, in microseconds; same fields as `StageTimes`."""
 
     forward_us: FloatArray
@@ -56,7 +56,7 @@ def busy_times(
     layers_us: Numbers = 0.0,
     speed: Numbers = 1.0,
     overhead_us: Numbers = 0.0,
-) -> BusyTimes:
+) -> StageBusyTimes:
     """Return the forward, backward and recomputation times of stages for one micro-batch.
 
     Args:
@@ -73,7 +73,9 @@ def busy_times(
     whole = np.where(has_backward, forward, 0.0)
     each = np.where(choice == LAYERS, layers_us / speed, np.where(choice > 0, whole, 0.0))
     last = np.where(choice == _EXCEPT_LAST, 0.0, each)
-    return BusyTimes(forward + overhead_us, backward + each + overhead_us, backward + last + overhead_us, each, last)
+    return StageBusyTimes(
+        forward + overhead_us, backward + each + overhead_us, backward + last + overhead_us, each, last
+    )
 
 
 class SplitBackwardTimes(NamedTuple):
@@ -85,7 +87,7 @@ class SplitBackwardTimes(NamedTuple):
 
 
 def split_backward_times(
-    busy: BusyTimes,
+    busy: StageBusyTimes,
     input_us: FloatArray,
     weight_us: FloatArray,
     *,
@@ -109,7 +111,7 @@ def split_backward_times(
     )
 
 
-def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
+def hidden_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
     """Return by how much the next stage's optimizer step may exceed this stage's, without a longer step.
 
     The result is F + B - R + 2 C, with this stage's forward F, backward B, recomputation R and transfer C. The next
@@ -203,7 +205,7 @@ class ChainSums:
 
     def busy_times(
         self, first: IntArray, end: IntArray, recompute: ArrayLike, *, speed: Numbers, layers_us: Numbers = 0.0
-    ) -> BusyTimes:
+    ) -> StageBusyTimes:
         """Return the forward, backward and recomputation times of stages for one micro-batch.
 
         Args:
@@ -224,7 +226,7 @@ class ChainSums:
         )
 
     def split_backward_times(
-        self, busy: BusyTimes, first: IntArray, end: IntArray, *, speed: Numbers
+        self, busy: StageBusyTimes, first: IntArray, end: IntArray, *, speed: Numbers
     ) -> SplitBackwardTimes:
         """Return the times of both passes of a split backward.
 

@@ -209,7 +209,7 @@ RULES: Final = (
 _BY_CODE: Final = {known.code: known for known in RULES}
 
 
-def rule(code: str) -> Rule:
+def rule_of_code(code: str) -> Rule:
     """Return the rule of a code, in upper or lower case.
 
     Raises:

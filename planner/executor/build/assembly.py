@@ -16,7 +16,7 @@ from planner.executor.build.building import StageRange, build_stages, build_stru
 from planner.executor.build.initial_values import equalize_copies, supports_equalize_copies
 from planner.executor.job import RankJob
 from planner.executor.keep.weights import first_names
-from planner.executor.measure.recorder import Recorder
+from planner.executor.measure.recorder import RunRecorder
 from planner.executor.run.engine import Engine, EngineStage
 from planner.executor.run.loader import example_mini_batch
 from planner.executor.run.parts import MiniBatchPart
@@ -45,7 +45,7 @@ class ProcessStages:
         job: RankJob,
         model: LoadedModel,
         groups: ProcessGroups,
-        recorder: Recorder,
+        recorder: RunRecorder,
         *,
         structure: Chain | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from planner.executor.run.parts import tensors_of
+from planner.executor.run.parts import tensors_in_value
 from planner.model.module_tensors import replace_tensors
 
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
@@ -102,7 +102,7 @@ class _StorageRecorder(TorchDispatchMode):
         result = _run_on_fake(self.fake, func, args, kwargs or {})
         if func in _UNNUMBERED:
             return result
-        operands, results = tensors_of((args, kwargs)), tensors_of(result)
+        operands, results = tensors_in_value((args, kwargs)), tensors_in_value(result)
         self._alive.extend((*operands, *results))
         before, after = {_key(t) for t in operands}, {_key(t) for t in results}
         number = len(self.names)
@@ -152,7 +152,7 @@ class _PartialReplay(TorchDispatchMode):
             # The generator must advance as if the whole model were built, or later operators would draw other numbers.
             if func._schema.name not in _DRAWS_BY_SHAPE:
                 raise BuildError(f"how many random numbers {func} draws depends on values")
-            operands = tensors_of((args, kwargs))
+            operands = tensors_in_value((args, kwargs))
             if operands and not any(map(_is_empty, operands)):
                 # The operands are real, for example those of a weight-normed weight, so draw now instead of below.
                 return func(*args, **kwargs)
@@ -161,7 +161,7 @@ class _PartialReplay(TorchDispatchMode):
 
 
 def _run_on_fake(fake: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    operands = tensors_of((args, kwargs))
+    operands = tensors_in_value((args, kwargs))
     if operands and not any(map(_is_empty, operands)):
         return func(*args, **kwargs)
     with fake:

@@ -27,7 +27,7 @@ from planner.core.values.proof import Proof
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.isolation import ChildError, ChildProcess, return_freed_blocks_to_system
 from planner.executor.equivalence.rehearsal import repeat_forwards
-from planner.executor.equivalence.rounds import CheckRound, RoundResult
+from planner.executor.equivalence.rounds import EquivalenceRound, RoundResult
 from planner.executor.equivalence.subject import (
     STEPS,
     CheckedModel,
@@ -263,7 +263,7 @@ def _first_successful_attempt(
         try:
             subject = CheckedModel.choose(request, chain, attempt.micro_batch_size, lean=attempt.lean)
             has_other_values = subject.has_other_values
-            found = CheckRound.start(request, subject, folder, child, progress=progress).compare()
+            found = EquivalenceRound.start(request, subject, folder, child, progress=progress).compare()
         except ChildError as error:  # batch normalization, for example, needs two samples
             first = first or error
             continue

@@ -75,7 +75,7 @@ class RoundResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckRound:
+class EquivalenceRound:
     """Round of the equivalence check: a plain training loop (the reference), and pipelines to compare with it."""
 
     request: CheckRequest
@@ -95,7 +95,7 @@ class CheckRound:
         child: ChildProcess,
         *,
         progress: Callable[[str], None],
-    ) -> "CheckRound":
+    ) -> "EquivalenceRound":
         """Start the training of the reference, and return the round.
 
         Args:

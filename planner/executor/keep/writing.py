@@ -15,7 +15,7 @@ from planner.executor.keep.exchange import ValueExchange
 from planner.executor.keep.index import rank_file_name
 from planner.executor.keep.rank_file import FileEntry, write_rank_file
 from planner.executor.keep.saved import NotWrittenError
-from planner.executor.watch.position import STORE, Position
+from planner.executor.watch.position import STORE, RankActivity
 
 _SYNCED_BYTES = 2**28
 """Bytes between two syncs of a file, since data in the page cache may take minutes to write."""
@@ -58,7 +58,7 @@ class CheckpointWriter:
         *,
         exchange: ValueExchange,
         in_thread: bool,
-        position: Position,
+        position: RankActivity,
         rank: int,
         publish: Callable[[Sequence[WrittenFile]], None],
     ) -> None:
@@ -126,7 +126,7 @@ class CheckpointWriter:
 class _CountedFile(io.FileIO):
     """File for writing that is synced every `_SYNCED_BYTES`. The rank's `position` counts the written bytes."""
 
-    def __init__(self, path: Path, position: Position) -> None:
+    def __init__(self, path: Path, position: RankActivity) -> None:
         super().__init__(path, "wb")
         self._position = position
         self._unsynced_bytes = 0

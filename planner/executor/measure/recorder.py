@@ -36,7 +36,7 @@ class _PendingSpan(NamedTuple):
     end: Moment
 
 
-class Recorder:
+class RunRecorder:
     """Recorder of one rank's times and memory. Create it before the rank allocates memory."""
 
     def __init__(self, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from planner.core.values.balance import Balance
 from planner.core.values.profile import Device, Environment, Generator
 from planner.core.values.run_report import RunReport, StageRun
 from planner.device.kinds import kind_of
-from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
+from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
 from planner.executor.measure.run_times import ProcessRun, RunStep, add_waits
 from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.stage_module import StageModule
@@ -34,7 +34,7 @@ _ROUND_TRIPS = 16
 def run_report(
     balance: Balance,
     place: ProcessPlace,
-    recorder: Recorder,
+    recorder: RunRecorder,
     modules: Sequence[StageModule],
     *,
     device: torch.device,
@@ -170,7 +170,7 @@ def _shifted(step: RunStep, offset_ns: int) -> RunStep:
 
 
 def _stage_runs(
-    balance: Balance, place: ProcessPlace, recorder: Recorder, modules: Sequence[StageModule]
+    balance: Balance, place: ProcessPlace, recorder: RunRecorder, modules: Sequence[StageModule]
 ) -> list[StageRun]:
     described = [balance.stages[index] for index in place.stages]
     return [

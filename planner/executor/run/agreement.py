@@ -21,7 +21,7 @@ from planner.core.values.units import pluralize
 from planner.executor.run.placement import ProcessGroups, ProcessPlace
 from planner.executor.run.relay import start_transfer
 from planner.executor.run.transfers import wait_for_all
-from planner.executor.watch.position import ANY, Position
+from planner.executor.watch.position import ANY, RankActivity
 
 Phase = Literal["step", "evaluation", "evaluation with metrics", "checkpoint", "end"]
 
@@ -80,7 +80,9 @@ class PhaseAgreement:
         position: Progress record of this rank, for error messages.
     """
 
-    def __init__(self, place: ProcessPlace, groups: ProcessGroups, device: torch.device, position: Position) -> None:
+    def __init__(
+        self, place: ProcessPlace, groups: ProcessGroups, device: torch.device, position: RankActivity
+    ) -> None:
         self._place, self._groups, self._position = place, groups, position
         self._own = torch.zeros(2 + _NUM_SIZES, dtype=torch.float64, device=device)
         self._received = torch.zeros_like(self._own)

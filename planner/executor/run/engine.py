@@ -45,7 +45,7 @@ from planner.executor.run.gradients import check_output
 from planner.executor.run.replicas import is_replica_hook
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
-from planner.executor.watch.position import Position
+from planner.executor.watch.position import RankActivity
 from planner.model.autocast import forward_context, weight_cast_cache
 from planner.model.process_group import hidden_process_group
 from planner.model.split_backward import DeferredUses, SplitBackward, count_additions
@@ -122,7 +122,7 @@ class Engine:
         micro_batches: int,
         group: ProcessGroup | None = None,
         precision: Precision = "",
-        position: Position | None = None,
+        position: RankActivity | None = None,
         check_nan: bool = False,
     ) -> None:
         self.micro_batches = micro_batches
@@ -130,7 +130,7 @@ class Engine:
         self._stages = list(stages)
         self._num_stages, self._ranks = num_stages, ranks
         self._device, self._precision = device, precision
-        self._position, self._check_nan = position or Position(), check_nan
+        self._position, self._check_nan = position or RankActivity(), check_nan
         num_devices = len(ranks)
         order = [schedule.order(d, num_devices, micro_batches, len(stages)) for d in range(num_devices)]
         self._devices = devices_of(order)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.core.errors import ModelError, TrainingError
-from planner.executor.watch.position import Position
+from planner.executor.watch.position import RankActivity
 from planner.model.ghosts import Ghost
 
 
@@ -28,7 +28,7 @@ def check_gradients_have_values(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> None:
+def check_losses(losses: Sequence[Tensor], mean: float, position: RankActivity) -> None:
     """Check that the loss of a step is finite.
 
     Args:
@@ -52,7 +52,7 @@ def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> N
     )
 
 
-def check_output(output: Any, position: Position) -> None:
+def check_output(output: Any, position: RankActivity) -> None:
     """Check that the output of a stage is finite.
 
     Raises:
@@ -66,7 +66,7 @@ def check_output(output: Any, position: Position) -> None:
             )
 
 
-def check_gradients(parameters: Mapping[str, Tensor], position: Position) -> None:
+def check_gradients(parameters: Mapping[str, Tensor], position: RankActivity) -> None:
     """Check that all gradients are finite.
 
     Raises:

@@ -26,7 +26,7 @@ class MiniBatchPart:
         return self.micro_batches * self.micro_batch_size
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tensors_in_value(value: Any) -> list[Tensor]:
     """Return the tensors in a nested value, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -45,7 +45,7 @@ def split_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]]
         following = iter(tensors)
         return tree_unflatten([next(following) if leaf is _TENSOR else leaf for leaf in frame], spec)
 
-    return tensors_of(leaves), rebuild
+    return tensors_in_value(leaves), rebuild
 
 
 def count_samples(batch: Batch) -> int | None:
@@ -55,7 +55,7 @@ def count_samples(batch: Batch) -> int | None:
         UsageError: Tensors of the mini-batch have different numbers of samples, or no samples, or they are in an object
             that cannot be cut into micro-batches.
     """
-    sizes = sorted({tensor.shape[0] for tensor in tensors_of(tuple(batch))})
+    sizes = sorted({tensor.shape[0] for tensor in tensors_in_value(tuple(batch))})
     if len(sizes) > 1 or sizes == [0]:
         raise UsageError(
             f"got a mini-batch whose tensors hold {' and '.join(map(str, sizes))} samples",

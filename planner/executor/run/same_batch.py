@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.core.errors import UsageError
-from planner.executor.run.parts import tensors_of
+from planner.executor.run.parts import tensors_in_value
 from planner.executor.run.placement import ProcessPlace
 from planner.model.load import Batch
 
@@ -72,7 +72,7 @@ def _digest_of(value: Any) -> str | None:
 
     The result is None if a tensor is a meta tensor, or if all values are constants.
     """
-    tensors = tensors_of(value)
+    tensors = tensors_in_value(value)
     if any(tensor.is_meta for tensor in tensors) or all(map(_is_constant, tensors)):
         return None
     digest = hashlib.sha256()

@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError, PlannerError
 from planner.core.values.precision import Precision
-from planner.executor.run.parts import tensors_of
+from planner.executor.run.parts import tensors_in_value
 from planner.executor.run.random_state import keeping_random_state
 from planner.executor.run.recompute import RecomputedLayer
 from planner.model.autocast import autocast_dtype, forward_context
@@ -203,11 +203,11 @@ class _Effects(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, value: Any) -> "_Effects":
-        inputs = tensors_of(value)
+        inputs = tensors_in_value(value)
         versions = [t._version for t in inputs]
         output = module(value)
         storages = {t.untyped_storage()._cdata for t in inputs}
-        aliases = any(t.untyped_storage()._cdata in storages for t in tensors_of(output))
+        aliases = any(t.untyped_storage()._cdata in storages for t in tensors_in_value(output))
         return cls(output, [t._version for t in inputs] != versions, aliases)
 
 

@@ -14,13 +14,13 @@ from planner.core.errors import PlannerError, TrainingError
 from planner.core.values.units import format_bytes
 from planner.device.kinds import accelerator_in_use
 from planner.device.meter import is_out_of_memory
-from planner.executor.watch.position import Position
+from planner.executor.watch.position import RankActivity
 
 MOST_NAMED = 3
 """Largest number of ranks that a message names; further ranks are only counted."""
 
 
-def error_for_exception(error: BaseException, position: Position) -> PlannerError:
+def error_for_exception(error: BaseException, position: RankActivity) -> PlannerError:
     """Return the error that reports an exception in this process.
 
     It names the stage and its activity, and quotes the lines of the user's code.
@@ -43,7 +43,7 @@ def error_for_exception(error: BaseException, position: Position) -> PlannerErro
     )
 
 
-def error_after_exit(left: Mapping[str, Any], position: Position) -> PlannerError:
+def error_after_exit(left: Mapping[str, Any], position: RankActivity) -> PlannerError:
     """Return the error to report if this rank still waits after another rank exited with code 0.
 
     Args:
@@ -115,7 +115,7 @@ def is_lost_contact(error: BaseException) -> bool:
     )
 
 
-def _out_of_memory(error: BaseException, who: str, position: Position) -> PlannerError:
+def _out_of_memory(error: BaseException, who: str, position: RankActivity) -> PlannerError:
     predicted = sum(position.predicted_bytes.get(stage, 0) for stage in position.stages)
     beside = f"; the plan predicts a peak of {format_bytes(predicted)}" if predicted else ""
     device = accelerator_in_use()

@@ -41,7 +41,7 @@ from planner.core.values.printable import printable_lines
 from planner.executor.watch import explain
 from planner.executor.watch.handlers import SignalHandlers
 from planner.executor.watch.liveness import Heartbeats
-from planner.executor.watch.position import ANY, STORE, Position
+from planner.executor.watch.position import ANY, STORE, RankActivity
 from planner.executor.watch.store import holds_store, job_store, rank_and_world_size
 
 _FEW_RANKS = 64
@@ -61,7 +61,7 @@ class FailureWatch:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.position = Position()
+        self.position = RankActivity()
         self.saves_on_stop = False
         """True if `stops_after` handles a signal to stop."""
         self._rank, self._world = rank_and_world_size()

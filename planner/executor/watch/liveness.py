@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from planner.executor.watch.position import Position
+from planner.executor.watch.position import RankActivity
 
 _BEAT_S = 0.5
 _MAX_BEATS_PER_S = 500
@@ -42,7 +42,7 @@ class Heartbeats:
         self._left: set[int] = set()
         """Ranks that are known to have left with `leave`."""
 
-    def write(self, position: Position) -> None:
+    def write(self, position: RankActivity) -> None:
         """Write the position of this rank to the store, as a sign of life."""
         self._beats += 1
         self._store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **position.summary()}))

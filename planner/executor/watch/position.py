@@ -12,7 +12,7 @@ _OUTSIDE = ("at the start", "joining the others", "building the model", "between
 """Activities outside of steps."""
 
 
-class Position:
+class RankActivity:
     """Current activity of this rank. The main thread sets the activity, and the watch reads it."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ Texts are escaped as in GitHub's toolkit: github.com/actions/toolkit, packages/c
 """
 
 from planner.core.judge.verdict import Verdict
-from planner.core.values.findings import Finding, rule
+from planner.core.values.findings import Finding, rule_of_code
 from planner.core.values.printable import escape_unprintable, printable
 from planner.show.gate.plan_file import PlanFile, full_message
 from planner.show.terminal.verdict import verdict_words
@@ -19,7 +19,7 @@ def github_annotations(verdict: Verdict, plan_file: PlanFile) -> str:
 
 
 def _command(finding: Finding, verdict: Verdict, plan_file: PlanFile) -> str:
-    title = f"{finding.code} {rule(finding.code).title}"
+    title = f"{finding.code} {rule_of_code(finding.code).title}"
     at = f"file={_property(plan_file.path)},line={plan_file.line(finding)}," if plan_file.is_file else ""
     return f"::{_COMMANDS[finding.severity]} {at}title={_property(title)}::{_data(full_message(finding, verdict))}"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from xml.etree import ElementTree as ET
 
 from planner.core.judge.verdict import Verdict
-from planner.core.values.findings import Finding, rule
+from planner.core.values.findings import Finding, rule_of_code
 from planner.core.values.plan import Stage
 from planner.core.values.printable import escape_unprintable
 from planner.core.values.units import format_bytes
@@ -45,7 +45,7 @@ def _case(
     for finding in findings:
         text = full_message(finding, verdict)
         if finding.severity in verdict.failing_severities:
-            attributes = {"type": finding.code, "message": _xml(f"{finding.code} {rule(finding.code).title}")}
+            attributes = {"type": finding.code, "message": _xml(f"{finding.code} {rule_of_code(finding.code).title}")}
             ET.SubElement(case, "failure", attributes).text = _xml(text)
         else:
             said.append(f"{finding.code} {finding.severity}: {text}")

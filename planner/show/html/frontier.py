@@ -6,7 +6,15 @@ from itertools import pairwise
 
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, chart_figure, chart_line, chart_point, chart_text, details, values_table
+from planner.show.html.parts import (
+    Section,
+    chart_figure,
+    chart_line,
+    chart_point,
+    chart_text,
+    collapsible,
+    values_table,
+)
 from planner.show.markup import element
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.plan import frontier_table, has_several_replicas
@@ -47,7 +55,7 @@ def frontier_section(plan: Plan) -> Section:
     lead = "The best plan for each number of micro-batches M; the diamond marks this plan."
     if unfit:
         lead += f" No plan fits with M = {', '.join(unfit)} (×)."  # noqa: RUF001 - as drawn
-    body = element("div", *charts, class_="charts") + details("Numbers", _numbers(numbers, names, points))
+    body = element("div", *charts, class_="charts") + collapsible("Numbers", _numbers(numbers, names, points))
     return Section(anchor="trade-off", title="Trade-off over M", lead=lead, body=body)
 
 

@@ -8,7 +8,16 @@ from itertools import accumulate
 from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import format_bytes, format_us, pluralize
-from planner.show.html.parts import Section, chart_figure, chart_line, details, legend, note, scroll_box, values_table
+from planner.show.html.parts import (
+    Section,
+    chart_figure,
+    chart_line,
+    collapsible,
+    legend,
+    remark,
+    scroll_box,
+    values_table,
+)
 from planner.show.markup import element, escape_text, number
 from planner.show.views.table import column, table
 
@@ -35,7 +44,7 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
         plan: Plan whose stages are marked, or None.
     """
     if profile is None:
-        body = note("The profile, which has the layers, was not found: give it with --profile FILE.")
+        body = remark("The profile, which has the layers, was not found: give it with --profile FILE.")
         return Section(anchor="layers", title="Layers", body=body)
     sizes = profile.micro_batch_sizes
     # Layers were measured only at these sizes; the charts show the size nearest to the plan's.
@@ -57,7 +66,7 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
     ]
     lead = f"One micro-batch of {sizes[n]}, {pluralize(len(profile.layers), 'layer')} from left to right"
     lead += "; dashed lines mark the starts of stages, with their numbers below." if cuts else "."
-    body = "".join(charts) + details("Every layer", scroll_box(_numbers(profile, n, cuts), "layers"))
+    body = "".join(charts) + collapsible("Every layer", scroll_box(_numbers(profile, n, cuts), "layers"))
     return Section(anchor="layers", title="Layers", lead=lead, body=body)
 
 

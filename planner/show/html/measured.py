@@ -18,7 +18,7 @@ from planner.show.html.parts import (
     html_table,
     layer_name_markup,
     legend,
-    note,
+    remark,
 )
 from planner.show.markup import element, escape_text
 from planner.show.views.measured import (
@@ -37,7 +37,7 @@ def measured_section(plan: Plan, report: RunReport) -> Section:
     """Return the comparison of predicted and measured times and memory."""
     title = "Predicted and measured"
     if ran_other_stages(plan, report):
-        body = note("The run had other stages than the plan, so stages cannot be compared.")
+        body = remark("The run had other stages than the plan, so stages cannot be compared.")
         return Section(anchor="measured", title=title, body=body)
     figures, place = compared_figures(plan, report), row_noun(plan.chunks)
     rows = [

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, bar_part, legend, note, scroll_box
+from planner.show.html.parts import Section, bar_part, legend, remark, scroll_box
 from planner.show.markup import element, number
-from planner.show.step import Step
+from planner.show.step import StepTimeline
 from planner.show.views.memory import DeviceMemory, component_title, device_memory, fullest_device, present_components
 from planner.show.views.memory_over_time import memory_over_time
 from planner.show.views.numbers import row_noun
@@ -18,7 +18,7 @@ _COLUMNS = 480
 """Number of equal intervals of a step for which the picture shows the highest memory."""
 
 
-def memory_section(plan: Plan, step: Step | None) -> Section:
+def memory_section(plan: Plan, step: StepTimeline | None) -> Section:
     """Return a bar with the peak memory of each device, and its memory over time if `step` is given."""
     devices = device_memory(plan.by_device())
     most, limit = max(d.total_bytes for d in devices), max(d.limit_bytes for d in devices)
@@ -39,12 +39,12 @@ def memory_section(plan: Plan, step: Step | None) -> Section:
     return Section(anchor="memory", title="Memory", lead=lead, body=body)
 
 
-def _over_time(devices: Sequence[DeviceMemory], step: Step, full: int) -> str:
+def _over_time(devices: Sequence[DeviceMemory], step: StepTimeline, full: int) -> str:
     held = memory_over_time(step, columns=_COLUMNS, end_us=step.pipeline_us)
     rows = [_held_row(device, levels, full) for device, levels in zip(devices, held, strict=True)]
     bars = element("div", *rows, class_="bars many" if len(rows) > _MANY else "bars held")
     words = f"Over the step, {format_us(step.pipeline_us)} from left to right; the line is the memory limit."
-    return note(words) + (scroll_box(bars, "memory over time") if len(rows) > _MANY else bars)
+    return remark(words) + (scroll_box(bars, "memory over time") if len(rows) > _MANY else bars)
 
 
 def _held_row(device: DeviceMemory, levels: Sequence[int], full: int) -> str:

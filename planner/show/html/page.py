@@ -20,7 +20,7 @@ from planner.show.html.parts import Section, definition_list, scroll_box, sectio
 from planner.show.html.schedules import schedules_section
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, escape_text
-from planner.show.step import Step
+from planner.show.step import StepTimeline
 from planner.show.views.certainty import amount_words, fit_words, peak_words, rate_words, step_words
 from planner.show.views.cluster import days_words, hours_words, run_length_words, run_ratios, tokens_words
 from planner.show.views.measured import pipeline_words
@@ -34,7 +34,9 @@ _Figure = tuple[str, str, str]
 """Key figure of the page: name, value, and remark."""
 
 
-def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: RunReport | None, *, digest: str) -> str:
+def plan_html(
+    plan: Plan, profile: Profile | None, step: StepTimeline | None, report: RunReport | None, *, digest: str
+) -> str:
     """Return the report of a plan as an HTML page.
 
     Args:

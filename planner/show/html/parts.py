@@ -138,12 +138,12 @@ def chart_point(x: float, y: float, tip: str, *, chosen: bool) -> str:
     return element("circle", element("title", escape_text(tip)), cx=f"{number(x)}%", cy=y, r=3.5)
 
 
-def note(text: str) -> str:
+def remark(text: str) -> str:
     """Return a paragraph with a remark."""
     return element("p", escape_text(text), class_="note")
 
 
-def details(summary: str, content: str) -> str:
+def collapsible(summary: str, content: str) -> str:
     """Return content that a click on its summary shows or hides. At first it is hidden."""
     return element("details", element("summary", escape_text(summary)), content)
 

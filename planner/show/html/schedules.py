@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes
-from planner.show.html.parts import Section, chart_figure, chart_line, chart_point, chart_text, note, values_table
+from planner.show.html.parts import Section, chart_figure, chart_line, chart_point, chart_text, remark, values_table
 from planner.show.views.numbers import percent
 from planner.show.views.plan import SHORT_MARK, schedules_table, short_search_note, untried_schedules_note
 
@@ -25,7 +25,7 @@ def schedules_section(plan: Plan) -> Section | None:
     body = _scatter(plan, points) + values_table(schedules_table(plan), marks={"schedule": " ◆", "step": SHORT_MARK})
     words = "; ".join(filter(None, (short_search_note(plan), untried_schedules_note(plan))))
     return Section(
-        anchor="schedules", title="Trade-off over schedules", lead=lead, body=body + (note(words) if words else "")
+        anchor="schedules", title="Trade-off over schedules", lead=lead, body=body + (remark(words) if words else "")
     )
 
 

@@ -6,9 +6,9 @@ from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.units import format_us
-from planner.show.html.parts import Section, legend, note
+from planner.show.html.parts import Section, legend, remark
 from planner.show.markup import element
-from planner.show.step import BY_LABEL, REDONE, Span, Step
+from planner.show.step import BY_LABEL, REDONE, Span, StepTimeline
 from planner.show.svg import has_lanes, legend_entries, timeline_svg
 from planner.show.views.numbers import layer_range, percent, row_noun
 from planner.show.views.spans import BUBBLE_WORDS, bubbles_of, recompute_style_class
@@ -17,7 +17,7 @@ _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
 """Kinds of spans; in the data for the script, a kind is encoded as its index in this list."""
 
 
-def timeline_section(plan: Plan, step: Step | None) -> Section:
+def timeline_section(plan: Plan, step: StepTimeline | None) -> Section:
     """Return the timeline: a canvas with controls, and a picture for browsers without scripts.
 
     Args:
@@ -25,7 +25,7 @@ def timeline_section(plan: Plan, step: Step | None) -> Section:
         step: One step of the plan; if None, the section says that the profile is missing.
     """
     if step is None:
-        body = note("The timeline is computed from the profile, which was not found: give it with --profile FILE.")
+        body = remark("The timeline is computed from the profile, which was not found: give it with --profile FILE.")
         return Section(anchor="timeline", title="Timeline", body=body)
     title = f"Timeline of one training step, {format_us(step.pipeline_us)} up to the last backward"
     picture = element("div", timeline_svg(step, title, standalone=False), class_="still")
@@ -73,7 +73,7 @@ def kinds_data() -> dict[str, object]:
     }
 
 
-def _lead(plan: Plan, step: Step) -> str:
+def _lead(plan: Plan, step: StepTimeline) -> str:
     bubble, ideal = percent(plan.predicted.bubble), percent(plan.predicted.ideal_bubble)
     lead = f"One step, {format_us(step.pipeline_us)} up to the last backward."
     if schedule_of(plan.schedule, plan.order).splits_backward:
@@ -86,13 +86,13 @@ def _lead(plan: Plan, step: Step) -> str:
     return f"{lead} At the right: {BUBBLE_WORDS}."
 
 
-def _looks(step: Step) -> list[tuple[str, str]]:
+def _looks(step: StepTimeline) -> list[tuple[str, str]]:
     # Recomputation is drawn over its backward, so its sample in the legend has the backward's style class, too.
     below = {"again": f"again {recompute_style_class(step)}"}
     return [(below.get(style_class, style_class), words) for style_class, words in legend_entries(step)]
 
 
-def timeline_data(plan: Plan, step: Step) -> str:
+def timeline_data(plan: Plan, step: StepTimeline) -> str:
     """Return a step as JSON for a script element. Times are in tenths of a microsecond."""
     rows: list[list[int]] = [[] for _ in range(step.num_devices)]
     free = [0] * step.num_devices
@@ -121,7 +121,7 @@ def timeline_data(plan: Plan, step: Step) -> str:
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _append(row: list[int], span: Span, step: Step, before: int) -> int:
+def _append(row: list[int], span: Span, step: StepTimeline, before: int) -> int:
     """Append a span to the data of its row and return its start, in tenths of a microsecond.
 
     A span is four numbers: kind and chunk as one number, micro-batch, start minus `before` (the previous span's start),

@@ -5,7 +5,7 @@ from rich.text import Text
 
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes
-from planner.show.step import Step
+from planner.show.step import StepTimeline
 from planner.show.terminal.rendering import heading
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import BUBBLE_COLUMNS
@@ -17,7 +17,7 @@ _ENOUGH_TO_SEE = 0.25
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def memory_over_time_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
+def memory_over_time_parts(plan: Plan, step: StepTimeline, style: Style) -> list[RenderableType]:
     """Return the memory of each device over the step, as a row of bars per device.
 
     A bar of full height is the device's memory limit, or the largest peak if no device needs a quarter of its limit.

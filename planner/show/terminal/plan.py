@@ -11,7 +11,7 @@ from planner.core.schedule import schedule_of
 from planner.core.values.plan import Insight, Noise, Plan, WhatIf
 from planner.core.values.printable import printable
 from planner.core.values.units import format_bytes, format_us, pluralize
-from planner.show.step import Step
+from planner.show.step import StepTimeline
 from planner.show.terminal.frontier import frontier_parts, schedules_parts
 from planner.show.terminal.grids import facts_table
 from planner.show.terminal.memory import memory_parts
@@ -34,7 +34,7 @@ def plan_text(
     events: Sequence[Event],
     style: Style,
     *,
-    step: Step | None = None,
+    step: StepTimeline | None = None,
     certainty: Certainty | None = None,
 ) -> str:
     """Return a plan as text with all sections.
@@ -56,7 +56,9 @@ def plan_text(
     return render(style, *parts[:-1])
 
 
-def _sections(plan: Plan, events: Sequence[Event], style: Style, step: Step | None) -> list[list[RenderableType]]:
+def _sections(
+    plan: Plan, events: Sequence[Event], style: Style, step: StepTimeline | None
+) -> list[list[RenderableType]]:
     notes = [not_measured_warning(plan.inputs.profile.how), _not_a_pipeline(plan), _divided(plan), _unused(plan)]
     return [
         [wrap_items([note], style) for note in notes if note],

@@ -13,7 +13,7 @@ from planner.show.terminal.rendering import BLANK, heading, render
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import fit_columns, terminal_table
 from planner.show.views.comparison import best_cluster_lines, comparison_table, difference_table, sweep_table
-from planner.show.views.numbers import NOTHING, rate
+from planner.show.views.numbers import NOTHING, rate_text
 
 _LONGEST_BAR = 40
 
@@ -43,7 +43,7 @@ def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
     for label, row in zip(labels, plans, strict=True):
         per_s = row.plan.predicted.samples_per_s
         bar = "█" * max(1, round(per_s / most * room))
-        lines.append(Text(f"{label:<{width}}  {bar:<{room}}  {rate(per_s)}"))
+        lines.append(Text(f"{label:<{width}}  {bar:<{room}}  {rate_text(per_s)}"))
     return list(lines)
 
 
@@ -91,6 +91,6 @@ def _square(value: float | None, style: Style, *, least: float, most: float, wid
     shade = min(len(_SHADES) - 1, int(share * len(_SHADES)))
     if style.color:
         ink = "color(231)" if shade >= _DARK_FROM else "color(16)"
-        return Text.assemble("  ", (f"{rate(value):>{width - 2}}", f"{ink} on color({_SHADES[shade]})"))
+        return Text.assemble("  ", (f"{rate_text(value):>{width - 2}}", f"{ink} on color({_SHADES[shade]})"))
     fill = "·░▒▓█"[shade]
-    return Text(f"{fill + ' ' + rate(value):>{width}}")
+    return Text(f"{fill + ' ' + rate_text(value):>{width}}")

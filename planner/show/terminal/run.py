@@ -35,7 +35,7 @@ from planner.show.views.measured import (
     shares_peaks,
     times_warning,
 )
-from planner.show.views.numbers import NOTHING, TimeScale, percent, rate, row_noun
+from planner.show.views.numbers import NOTHING, TimeScale, percent, rate_text, row_noun
 
 _Row = list[str | Text]
 _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
@@ -105,7 +105,7 @@ def _steps(report: RunReport, style: Style) -> Text:
     ]
     speeds = report.samples_per_s[-len(steps) :]
     if speeds:
-        said.append(f"({rate(median(speeds))} samples/s)")
+        said.append(f"({rate_text(median(speeds))} samples/s)")
     return wrap_items(said, style, gap=" ")
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding, Rule
-from planner.core.values.findings import rule as rule_of
+from planner.core.values.findings import rule_of_code as rule_of
 from planner.core.values.printable import printable
 from planner.core.values.units import pluralize
 from planner.show.terminal.memory import memory_parts

@@ -10,7 +10,7 @@ from planner.core.judge.certainty import Certainty, memory_fit
 from planner.core.values.plan import Plan
 from planner.core.values.units import decimals_for_three_digits, format_bytes, format_us, unit_of_bytes, unit_of_us
 from planner.show.views.memory import device_memory, fullest_device
-from planner.show.views.numbers import percent, rate
+from planner.show.views.numbers import percent, rate_text
 
 
 def step_words(plan: Plan, certainty: Certainty | None) -> str:
@@ -35,7 +35,7 @@ def rate_words(plan: Plan, certainty: Certainty | None) -> str:
     """Return samples per second with their range, as `18.6 (15.4 to 19.0)`."""
     predicted = plan.predicted
     if certainty is None or not predicted.step_us:
-        return rate(predicted.samples_per_s)
+        return rate_text(predicted.samples_per_s)
     per_s = predicted.samples_per_s
     if certainty.step_us is None:
         return _ending(per_s, min(1, _digits_end(per_s, 2)))

@@ -10,7 +10,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.sweep import Sweep, SweepCell
 from planner.core.values.units import exact_bytes_option, format_bytes, pluralize
 from planner.show.views.cluster import run_words
-from planner.show.views.numbers import NOTHING, difference, percent, rate
+from planner.show.views.numbers import NOTHING, percent, percent_difference, rate_text
 from planner.show.views.table import Table, Value, column, table
 
 
@@ -65,7 +65,7 @@ def _per_s(row: ComparedPlan) -> float:
 
 
 def _against(row: ComparedPlan, first: ComparedPlan) -> str:
-    faster = "" if row is first else difference(_per_s(first), _per_s(row))
+    faster = "" if row is first else percent_difference(_per_s(first), _per_s(row))
     return faster if row.fits else f"{faster} OVER".strip()
 
 
@@ -76,7 +76,7 @@ def _more_bytes(before: int | None, now: int | None) -> str:
 
 
 def _more_us(before: float | None, now: float | None) -> str:
-    return NOTHING if before is None or now is None else difference(before, now)
+    return NOTHING if before is None or now is None else percent_difference(before, now)
 
 
 _NONE = {"none": "does not fit", "unknown": "none found"}
@@ -110,9 +110,9 @@ def best_cluster_lines(sweep: Sweep) -> list[str]:
     fastest = max(with_plan, key=lambda c: (_cell_per_s(c), -c.devices, -c.memory_bytes))
     cheapest = sweep.cells[sweep.cheapest or 0]
     return [
-        f"smallest that trains: {_cluster(smallest)}, {rate(_cell_per_s(smallest))} samples/s{_run(smallest)}",
-        f"fastest: {_cluster(fastest)}, {rate(_cell_per_s(fastest))} samples/s{_run(fastest)}",
-        f"cheapest: {_cluster(cheapest)}, {rate(cheapest.samples_per_device_s)} samples/s each{_run(cheapest)}",
+        f"smallest that trains: {_cluster(smallest)}, {rate_text(_cell_per_s(smallest))} samples/s{_run(smallest)}",
+        f"fastest: {_cluster(fastest)}, {rate_text(_cell_per_s(fastest))} samples/s{_run(fastest)}",
+        f"cheapest: {_cluster(cheapest)}, {rate_text(cheapest.samples_per_device_s)} samples/s each{_run(cheapest)}",
     ]
 
 

@@ -8,7 +8,7 @@ from planner.core.judge.verification import ComparedFigure, Quantity, cpu_time_p
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport, StageRun
 from planner.core.values.units import pluralize
-from planner.show.views.numbers import NOTHING, difference, layer_range
+from planner.show.views.numbers import NOTHING, layer_range, percent_difference
 from planner.show.views.table import Table, column, table
 
 HEADERS = ("predicted", "measured", "difference")
@@ -42,7 +42,7 @@ def figure_label(row: ComparedFigure, place: str) -> str:
 
 def difference_words(row: ComparedFigure) -> str:
     """Return the relative difference between measured and predicted value in percent; `-` if nothing was measured."""
-    return difference(row.predicted, row.measured) if row.measured else NOTHING
+    return percent_difference(row.predicted, row.measured) if row.measured else NOTHING
 
 
 def is_over(row: ComparedFigure, plan: Plan) -> bool:

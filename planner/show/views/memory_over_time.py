@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 
-from planner.show.step import MemoryLevel, Step
+from planner.show.step import MemoryLevel, StepTimeline
 
 
-def memory_over_time(step: Step, *, columns: int, end_us: float) -> list[list[int]]:
+def memory_over_time(step: StepTimeline, *, columns: int, end_us: float) -> list[list[int]]:
     """Return each device's highest memory in each of several equal intervals of time.
 
     Args:

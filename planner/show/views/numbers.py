@@ -39,14 +39,14 @@ def percent(share: float, *, decimals: int = 1) -> str:
     return f"{round(share * 100, decimals) + 0.0:.{decimals}f} %"
 
 
-def rate(per_s: float) -> str:
+def rate_text(per_s: float) -> str:
     """Return a rate per second as text, with two significant digits below 0.1."""
     if 0 < per_s < 0.1:
         return f"{per_s:.{1 - floor(log10(per_s))}f}"
     return f"{per_s:,.{1 if per_s < 1000 else 0}f}"
 
 
-def difference(predicted: float, measured: float) -> str:
+def percent_difference(predicted: float, measured: float) -> str:
     """Return the difference of `measured` from `predicted`, with sign, in percent of `predicted`."""
     if not predicted:
         return NOTHING
@@ -131,5 +131,5 @@ def not_measured_warning(how: str) -> str:
 
 def link_words(link: Link) -> str:
     """Return bandwidth and latency of a link as text: `25.0 GB/s, 5.00 us, not overlapping with compute`."""
-    rate = format_rate(link.bytes_per_s) if link.bytes_per_s else "unlimited"
-    return f"{rate}, {format_us(link.latency_us)}{', not overlapping with compute' if link.blocking else ''}"
+    bandwidth = format_rate(link.bytes_per_s) if link.bytes_per_s else "unlimited"
+    return f"{bandwidth}, {format_us(link.latency_us)}{', not overlapping with compute' if link.blocking else ''}"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from planner.core.schedule.kinds import KINDS, ActionKind
-from planner.show.step import BY_LABEL, Span, Step
+from planner.show.step import BY_LABEL, Span, StepTimeline
 
 HUES: Final = min(len(kind.paper) for kind in KINDS.values())
 """Number of hues per kind of action; chunks use them in turn."""
@@ -31,7 +31,7 @@ def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
     return max(0.0, 1 - (sum(ends) - sum(starts)) / whole_us) if whole_us > 0 else 0.0
 
 
-def bubbles_of(step: Step) -> list[float]:
+def bubbles_of(step: StepTimeline) -> list[float]:
     """Return the bubble (idle share) of each device."""
     busy: list[list[tuple[float, float]]] = [[] for _ in range(step.num_devices)]
     for span in step.spans:
@@ -40,7 +40,7 @@ def bubbles_of(step: Step) -> list[float]:
     return [bubble_of(spans) for spans in busy]
 
 
-def recompute_style_class(step: Step) -> str:
+def recompute_style_class(step: StepTimeline) -> str:
     """Return the style class of a backward with recomputation; empty if nothing is recomputed."""
     recomputed = {span.kind for span in step.spans if span.recompute_us > 0}
     return next((_look(kind, 0) for label, kind in BY_LABEL.items() if label in recomputed), "")
@@ -57,12 +57,12 @@ def span_style_class(span: Span, num_devices: int) -> str:
     return span.kind[0] if kind is None else _look(kind, span.stage // num_devices)
 
 
-def micro_batch_text(span: Span, step: Step) -> str:
+def micro_batch_text(span: Span, step: StepTimeline) -> str:
     """Return a span's micro-batch as text: `3`, or `3.1` for the device's stage 1 if devices have several."""
     return f"{span.micro_batch}.{span.stage // step.num_devices}" if step.chunks > 1 else str(span.micro_batch)
 
 
-def legend_classes(step: Step, *, has_lanes: bool) -> list[tuple[str, str]]:
+def legend_classes(step: StepTimeline, *, has_lanes: bool) -> list[tuple[str, str]]:
     """Return the legend of a picture of a step, as pairs of style class and label.
 
     Args:

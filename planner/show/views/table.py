@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeVar
 
 from planner.core.values.units import format_bytes, format_us
-from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
+from planner.show.views.numbers import NOTHING, TimeScale, percent, rate_text
 
 Unit = Literal["text", "count", "us", "bytes", "percent", "share", "rate"]
 Value = str | float | None
@@ -19,7 +19,7 @@ _TEXTS: Final[Mapping[Unit, Callable[[float], str]]] = {
     "bytes": format_bytes,
     "percent": percent,
     "share": lambda share: percent(share, decimals=0),
-    "rate": rate,
+    "rate": rate_text,
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
-from planner.core.extras import without_output
+from planner.core.extras import discarding_stdout
 from planner.solve.chunks.linear_program import LinearProgram, RecomputeColumns
 
 _SAFE = 1e-6
@@ -77,7 +77,7 @@ class BranchAndBound:
         # HiGHS is imported here, because it loads longer than everything else that a short command needs.
         self._highs: Any = importlib.import_module("highspy")
         self._program = program
-        with without_output():
+        with discarding_stdout():
             self._solver = self._highs.Highs()
         self._solver.setOptionValue("output_flag", False)
         self._solver.setOptionValue("threads", 1)

@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray
 from planner.core.cost.simulate import StageTimes, period_us
-from planner.core.cost.stage_time import BusyTimes, SplitBackwardTimes
+from planner.core.cost.stage_time import SplitBackwardTimes, StageBusyTimes
 from planner.core.schedule import Action
 from planner.solve.answer import SAME
 from planner.solve.orders.list_scheduling import (
@@ -236,7 +236,7 @@ def least_period_us(problem: OrderProblem) -> float:
         return np.array([[getattr(times, name) for times in problem.times]])
 
     busy, split_backward = (
-        BusyTimes(*map(each, BusyTimes._fields)),
+        StageBusyTimes(*map(each, StageBusyTimes._fields)),
         SplitBackwardTimes(*map(each, SplitBackwardTimes._fields)),
     )
     times = StageTimeBounds.of(busy, split_backward, each("send_us"), problem.micro_batches)

@@ -37,7 +37,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.peak_points import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS
-from planner.core.cost.stage_time import BusyTimes, SplitBackwardTimes
+from planner.core.cost.stage_time import SplitBackwardTimes, StageBusyTimes
 from planner.solve.chunks.search import all_cuts
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
@@ -71,7 +71,7 @@ class StageTimeBounds:
 
     @classmethod
     def of(
-        cls, busy: BusyTimes, split_backward: SplitBackwardTimes, send_us: FloatArray, micro_batches: int
+        cls, busy: StageBusyTimes, split_backward: SplitBackwardTimes, send_us: FloatArray, micro_batches: int
     ) -> "StageTimeBounds":
         """Return lower bounds of the times of stages, with whole or split backwards.
 

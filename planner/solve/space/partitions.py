@@ -22,7 +22,7 @@ from planner.core.cost.device_memory import (
 from planner.core.cost.layer_memory import SavedAndPeaks, least_saved_and_peaks, most_bytes_freed
 from planner.core.cost.peak_points import PARTS, peak_part_counts
 from planner.core.cost.simulate import makespans
-from planner.core.cost.stage_time import CHOICES, BusyTimes, SplitBackwardTimes, hidden_us, optimizer_delay_us
+from planner.core.cost.stage_time import CHOICES, SplitBackwardTimes, StageBusyTimes, hidden_us, optimizer_delay_us
 from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
 from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule
@@ -116,7 +116,7 @@ class Evaluator:
 
     def durations(
         self, cuts: IntArray, choices: IntArray
-    ) -> tuple[BusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
+    ) -> tuple[StageBusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
         """Return stage times with whole and with split backwards, transfer times, and times between steps.
 
         Times between steps are for the optimizer step and the whole all-reduce of replicas, shape (partitions,
@@ -231,14 +231,14 @@ class Evaluator:
 
     def _times(
         self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
-    ) -> tuple[BusyTimes, FloatArray, FloatArray]:
+    ) -> tuple[StageBusyTimes, FloatArray, FloatArray]:
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
         recompute_us = 0.0 if layers_us is None else layers_us
         busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=recompute_us)
         own = sums.own_us(first, end, self.speeds)[:, self.stages].sum(axis=2)
         return busy, self.transfer_us[np.arange(self.num_stages), end], own
 
-    def _split_backward_times(self, busy: BusyTimes, cuts: IntArray) -> SplitBackwardTimes:
+    def _split_backward_times(self, busy: StageBusyTimes, cuts: IntArray) -> SplitBackwardTimes:
         return self.case.sums.split_backward_times(busy, cuts[:, :-1], cuts[:, 1:], speed=self.speeds)
 
     @cached_property

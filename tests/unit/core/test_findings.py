@@ -9,7 +9,7 @@ import pytest
 from planner import api, files
 from planner.core.errors import UsageError
 from planner.core.judge.verdict import Verdict, judge, with_findings
-from planner.core.values.findings import RULES, finding, rule
+from planner.core.values.findings import RULES, finding, rule_of_code
 from planner.core.values.proof import Proof
 from planner.core.values.units import format_us
 from planner.show.gate import rules_markdown
@@ -110,7 +110,7 @@ def test_findings_have_the_severity_of_their_rule(code: str) -> None:
     """Only errors make the answer no."""
     verdict = PROVOKED[code]()
     found = [each for each in verdict.findings if each.code == code]
-    assert {each.severity for each in found} == {rule(code).severity}
+    assert {each.severity for each in found} == {rule_of_code(code).severity}
     assert verdict.fits == all(each.severity != "error" for each in verdict.findings)
 
 
@@ -146,9 +146,9 @@ def test_texts_of_rules_are_complete(known) -> None:
 
 
 def test_codes_ignore_case_and_typos_get_suggestions() -> None:
-    assert rule("gp101").code == "GP101"
+    assert rule_of_code("gp101").code == "GP101"
     with pytest.raises(UsageError, match="GP111") as refused:
-        rule("GP111")
+        rule_of_code("GP111")
     assert "GP101" in refused.value.hint
 
 

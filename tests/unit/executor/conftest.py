@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.executor.measure.recorder import Recorder
+from planner.executor.measure.recorder import RunRecorder
 
 
 @pytest.fixture
@@ -14,10 +14,10 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Remove variables of torchrun before, and a recording or process group after the test."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    recorders: list[Recorder] = []
+    recorders: list[RunRecorder] = []
 
-    def remembered(device: torch.device) -> Recorder:
-        recorders.append(Recorder(device))
+    def remembered(device: torch.device) -> RunRecorder:
+        recorders.append(RunRecorder(device))
         return recorders[-1]
 
     monkeypatch.setattr("planner.executor.pipeline.Recorder", remembered)

@@ -11,13 +11,13 @@ from planner.core.errors import TrainingError
 from planner.executor.run.gradients import check_gradients, check_losses, check_output
 from planner.executor.watch import explain
 from planner.executor.watch.failure import FailureWatch
-from planner.executor.watch.position import ANY, Position
+from planner.executor.watch.position import ANY, RankActivity
 from tests.support.ranks import run_ranks
 
 
-def position(doing: str = "forward of micro-batch 1") -> Position:
+def position(doing: str = "forward of micro-batch 1") -> RankActivity:
     """Return the position of stage 1 of 2, in step 7."""
-    here = Position()
+    here = RankActivity()
     here.names, here.stages = {0: "stage 0 (layer a)", 1: "stage 1 (layers b to c)"}, (1,)
     here.step = 7
     here.set_activity(doing, stage=1)
@@ -39,7 +39,7 @@ def test_positions_name_stage_replica_and_step() -> None:
     two = "the process of stages 0 (layer a) and 1 (layers b to c) of replica 2"  # one thing, that is gone or waits
     assert (here.name, here.where) == (two, "between steps")
     assert here.waits_for is None
-    assert Position().name == ""
+    assert RankActivity().name == ""
 
 
 def test_the_rank_that_waits_for_no_other_is_named_as_hanging() -> None:

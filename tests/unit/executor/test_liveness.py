@@ -12,7 +12,7 @@ from planner.executor.watch import failure, liveness
 from planner.executor.watch.explain import error_of_hang
 from planner.executor.watch.failure import FailureWatch
 from planner.executor.watch.liveness import Heartbeats
-from planner.executor.watch.position import ANY, Position
+from planner.executor.watch.position import ANY, RankActivity
 from tests.unit.executor.test_failure import sent_position
 
 
@@ -50,7 +50,7 @@ class Job:
         self.now_s += seconds
         for rank, signs in enumerate(self.ranks):
             if rank not in self.killed:
-                signs.write(Position())
+                signs.write(RankActivity())
 
 
 Watches = Callable[[int, CountingStore], list[FailureWatch]]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from planner.device.machine import ThreadTime
 from planner.device.meter import CpuMeter
-from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
+from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
 
 CPU = torch.device("cpu")
 
@@ -42,12 +42,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def recorder() -> "Recorder":
+def recorder() -> "RunRecorder":
     """Return a recorder. Tests that do not take it through its warm-up close it."""
-    return Recorder(CPU)
+    return RunRecorder(CPU)
 
 
-def step(recorder: Recorder, clock: Clock, kept: list[Tensor] | None = None, *, size: int = 0) -> None:
+def step(recorder: RunRecorder, clock: Clock, kept: list[Tensor] | None = None, *, size: int = 0) -> None:
     """Run one step: a forward of 1 ms, a backward of 20 ms, and `size` temporary bytes."""
     with recorder.step():
         recorder.timed("forward", clock.later(1))
@@ -59,12 +59,12 @@ def step(recorder: Recorder, clock: Clock, kept: list[Tensor] | None = None, *, 
             kept.append(torch.empty(1000, dtype=torch.uint8))
 
 
-def test_timed_returns_the_result(recorder: Recorder) -> None:
+def test_timed_returns_the_result(recorder: RunRecorder) -> None:
     assert recorder.timed("forward", lambda: 42) == 42
     recorder.close()
 
 
-def test_warm_up_steps_are_left_out_of_stage_times(recorder: Recorder, clock: Clock) -> None:
+def test_warm_up_steps_are_left_out_of_stage_times(recorder: RunRecorder, clock: Clock) -> None:
     """The list of step times has them."""
     for _ in range(WARM_UP_STEPS):
         step(recorder, clock)
@@ -76,7 +76,7 @@ def test_warm_up_steps_are_left_out_of_stage_times(recorder: Recorder, clock: Cl
     assert recorder.step_us == [21_005.0] * (WARM_UP_STEPS + 3)
 
 
-def test_spans_have_times_of_the_host_clock(recorder: Recorder, clock: Clock) -> None:
+def test_spans_have_times_of_the_host_clock(recorder: RunRecorder, clock: Clock) -> None:
     with recorder.step():
         within_ns = recorder.timed("forward", clock.read_ns)
     (span,) = recorder.steps[0].spans
@@ -84,7 +84,7 @@ def test_spans_have_times_of_the_host_clock(recorder: Recorder, clock: Clock) ->
     recorder.close()
 
 
-def test_stage_times_are_medians(recorder: Recorder, clock: Clock) -> None:
+def test_stage_times_are_medians(recorder: RunRecorder, clock: Clock) -> None:
     for _ in range(WARM_UP_STEPS):
         step(recorder, clock)
     with recorder.step():
@@ -103,7 +103,7 @@ def test_the_share_of_a_core_is_measured_after_the_warm_up(recorder, monkeypatch
 
 def test_memory_counts_from_the_beginning(clock: Clock) -> None:
     """Memory from before the first step counts if it stays."""
-    recorder = Recorder(CPU)
+    recorder = RunRecorder(CPU)
     gone = torch.empty(50_000, dtype=torch.uint8)
     model = torch.empty(10_000, dtype=torch.uint8)
     del gone
@@ -117,7 +117,7 @@ def test_memory_counts_from_the_beginning(clock: Clock) -> None:
 
 def test_the_first_step_does_not_count_for_memory(clock: Clock) -> None:
     """The optimizer has no state before it."""
-    recorder = Recorder(CPU)
+    recorder = RunRecorder(CPU)
     step(recorder, clock, size=1_000_000)
     step(recorder, clock, size=100)
     assert recorder.peak.tensor_bytes == 100
@@ -125,7 +125,7 @@ def test_the_first_step_does_not_count_for_memory(clock: Clock) -> None:
 
 def test_recording_ends_with_the_warm_up(clock: Clock) -> None:
     """Later steps are not slowed down."""
-    recorder = Recorder(CPU)
+    recorder = RunRecorder(CPU)
     for _ in range(WARM_UP_STEPS):
         step(recorder, clock)
     assert CpuMeter().measure(lambda: None).peak_bytes == 0
@@ -135,7 +135,7 @@ def test_recording_ends_with_the_warm_up(clock: Clock) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_closing_during_the_warm_up_is_allowed(steps: int, clock: Clock) -> None:
-    recorder = Recorder(CPU)
+    recorder = RunRecorder(CPU)
     for _ in range(steps):
         step(recorder, clock)
     recorder.close()
@@ -145,7 +145,7 @@ def test_closing_during_the_warm_up_is_allowed(steps: int, clock: Clock) -> None
 
 
 def test_a_run_of_one_step_has_a_peak(clock: Clock) -> None:
-    recorder = Recorder(CPU)
+    recorder = RunRecorder(CPU)
     step(recorder, clock, size=5000)
     recorder.close()
     assert recorder.peak.tensor_bytes >= 5000
@@ -173,7 +173,7 @@ def test_recomputation_is_recorded_within_its_backward(recorder, kind):
 
 
 def test_only_the_last_twenty_steps_are_kept(clock: Clock) -> None:
-    recorder = Recorder(CPU)
+    recorder = RunRecorder(CPU)
     for _ in range(30):
         step(recorder, clock)
     assert [kept.number for kept in recorder.steps] == list(range(10, 30))

@@ -29,7 +29,7 @@ from planner.core.values.plan import (
 )
 from planner.core.values.profile import Device, Environment, LayerProfile, Model, Profile
 from planner.core.values.run_report import RunReport, StageRun
-from planner.show.step import Step, simulated_step
+from planner.show.step import StepTimeline, simulated_step
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text
@@ -214,7 +214,7 @@ def events_of(planned: Plan) -> tuple[Event, ...]:
     return Evaluation.of(planned, profile()).events
 
 
-def step_of_sample(planned: Plan) -> Step:
+def step_of_sample(planned: Plan) -> StepTimeline:
     return simulated_step(Evaluation.of(planned, profile()))
 
 

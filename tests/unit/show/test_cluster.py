@@ -14,7 +14,7 @@ from planner.show.html.page import plan_html
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.plans import sweep_text
 from planner.show.views.cluster import run_words, throughput_words, training_words
-from planner.show.views.numbers import rate
+from planner.show.views.numbers import rate_text
 from tests.support.profiles import inputs_of
 from tests.unit.show.samples import style
 
@@ -72,7 +72,7 @@ def test_durations_are_in_the_largest_unit_with_at_least_two(days: float, words:
     [(0.0, "0.0"), (0.0503, "0.050"), (0.00123, "0.0012"), (0.1, "0.1"), (3.16, "3.2"), (1e4, "10,000")],
 )
 def test_small_rates_keep_two_digits(per_s: float, text: str) -> None:
-    assert rate(per_s) == text
+    assert rate_text(per_s) == text
 
 
 def test_terminal_report_and_json_show_the_same_figures(profile: Profile, plan: Plan) -> None:

@@ -5,13 +5,13 @@ import re
 import pytest
 
 from planner.show.html import plan_html
-from planner.show.step import MemoryLevel, Step
+from planner.show.step import MemoryLevel, StepTimeline
 from planner.show.views.memory_over_time import memory_over_time
 from tests.unit.show.samples import MIB, in_a_v, interleaved, plan, profile, step_of_sample, style, whole_plan_text
 
 
 def levels_of(*levels):
-    return Step(
+    return StepTimeline(
         num_devices=1, chunks=1, micro_batches=1, spans=(), memory=(tuple(MemoryLevel(*pair) for pair in levels),)
     )
 

@@ -6,7 +6,7 @@ import pytest
 
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.show.terminal.profile import profile_text
-from planner.show.views.numbers import TimeScale, difference, format_count
+from planner.show.views.numbers import TimeScale, format_count, percent_difference
 from tests.unit.show.samples import layer, profile, style
 
 WIDE = style(120, wrap=False)
@@ -106,6 +106,6 @@ def test_counts_have_three_digits_and_a_decimal_prefix(count, text):
 
 
 def test_differences_are_relative_to_the_prediction():
-    assert difference(200.0, 210.0) == "+5.0 %"
-    assert difference(200.0, 190.0) == "-5.0 %"
-    assert difference(0.0, 1.0) == "-"
+    assert percent_difference(200.0, 210.0) == "+5.0 %"
+    assert percent_difference(200.0, 190.0) == "-5.0 %"
+    assert percent_difference(0.0, 1.0) == "-"

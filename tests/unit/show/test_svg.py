@@ -72,4 +72,9 @@ def test_same_plan_gives_the_same_svg():
 
 def test_svg_text_is_escaped():
     assert escape_text('<b a="x">\'&\x1b\u202e\x00') == "&lt;b a=&quot;x&quot;&gt;&#x27;&amp;\\x1b\\u202e\\x00"
-    assert [number(12.50), number(3.0), number(-0.001), number(100.0, 0)] == ["12.5", "3", "0", "100"]
+    assert [number(12.50), number(3.0), number(-0.001), number(100.0, 0)] == [
+        "12.5",
+        "3",
+        "0",
+        "100",
+    ]

@@ -7,7 +7,7 @@ from typing import Any
 import highspy
 import pytest
 
-from planner.core.extras import without_output
+from planner.core.extras import discarding_stdout
 from planner.solve import Request, solve
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of
@@ -37,7 +37,7 @@ def test_banner_of_highs_is_suppressed(monkeypatch: pytest.MonkeyPatch, capfd: p
 
 def test_output_outside_the_block_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     os.write(1, b"before\n")
-    with without_output():
+    with discarding_stdout():
         os.write(1, b"dropped\n")
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "before\nafter\n"
