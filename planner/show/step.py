@@ -165,7 +165,7 @@ class _StageBytes(NamedTuple):
     always: FloatArray
     """Bytes that exist during the whole step, shape (columns,)."""
     parts: FloatArray
-    """Bytes of each of `PARTS`, which exist at some points in the step; shape (parts, columns)."""
+    """Bytes of each memory part (`PARTS`), which exist at some points in the step; shape (parts, columns)."""
 
     def at(self, counts: IntArray) -> FloatArray:
         whole: FloatArray = np.rint(self.always + counts @ self.parts).sum(axis=1)

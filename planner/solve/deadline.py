@@ -56,7 +56,7 @@ class Deadline:
         return -inf if self.watch.is_stopped() else self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
-        """Return an earlier deadline, after a fraction of the time left; this deadline if there is no limit."""
+        """Return an earlier deadline: when a fraction of the time left has passed. Without limit, return itself."""
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def note(self, step_us: float, schedule: ScheduleName) -> None:

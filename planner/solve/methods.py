@@ -77,7 +77,7 @@ def lacks_bound(schedules: Iterable[Schedule]) -> bool:
 
 
 def gains_from_longer_search(schedule: Schedule) -> bool:
-    """Return True if a longer search may find faster plans under the schedule, because its search is a local search."""
+    """Return True if a longer search may find faster plans under the schedule."""
     return schedule.is_to_be_made or has_linear_program(schedule)
 
 
@@ -96,12 +96,12 @@ def action_limits(request: Request) -> dict[ScheduleName, int]:
 
 
 def sort_key_by_bound(case: Case) -> tuple[float, ...]:
-    """Return the key to sort cases of one schedule: lower bound, then replicas, then number of micro-batches."""
+    """Return the key to sort cases: lower bound, then replicas, then number of micro-batches."""
     return case.bound_us, case.replicas, case.micro_batches
 
 
 def sort_key_by_estimate(case: Case) -> tuple[float, ...]:
-    """Return the key to sort the cases of several schedules: schedule, then estimated step time."""
+    """Return the key to sort cases: schedule, then estimated step time."""
     rank = [*SCHEDULES, SEARCHED.name].index(case.schedule.name)
     return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches
 
@@ -262,7 +262,7 @@ def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:
 
 
 def improve_fastest_answers(searched: SearchedCases, deadline: Deadline) -> SearchedCases:
-    """Return the result after longer searches from the fastest plans, unless the best plan is proven optimal."""
+    """Search longer from the fastest plans found, unless the best plan is proven optimal, and return the result."""
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:
         return searched

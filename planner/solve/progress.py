@@ -37,8 +37,8 @@ class SimulationBudget:
     """Number of actions that a search has simulated, and its limit. A batch of partitions counts as one partition.
 
     Args:
-        most_actions: Limit on simulated actions, to which the time to compute tables is added. None: a default of some
-            seconds, without this time.
+        most_actions: Limit on simulated actions and on the time to compute tables. None: only actions are limited, to a
+            default of some seconds.
     """
 
     def __init__(self, most_actions: int | None) -> None:
@@ -87,7 +87,7 @@ class Progress:
     """Lower bound of the step time of the partitions that are still to be searched."""
 
     def leave_out(self, bound_us: float) -> None:
-        """Record that the search leaves out partitions, whose step takes at least `bound_us`."""
+        """Record that partitions were skipped. `bound_us` is a lower bound of their step times."""
         self.bound_us = min(self.bound_us, bound_us)
 
     def simulate(

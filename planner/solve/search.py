@@ -222,10 +222,10 @@ def _search_orders_twice(
 
 
 def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> SearchedCases:
-    """Search cases of several tensor-parallel widths within about the budget of one width.
+    """Search cases of several tensor-parallel widths, with about the budget of one width.
 
-    A quick search under 1F1B ranks the combinations of width, replicas and M. The most promising ones get most of the
-    budget of each schedule.
+    A quick search under 1F1B ranks the combinations of width, replicas and micro-batches. The most promising ones get
+    most of the budget of each schedule.
     """
     is_open = request.inputs.schedule == "auto" and request.actions is not None
     quick = quick_answers(cases, deadline, upper_us=upper_us) if is_open else []
@@ -249,10 +249,9 @@ def _improved_schedules(
     *,
     ranks: Mapping[tuple[int, int, int], float],
 ) -> SearchedCases:
-    """Search each schedule with the width and replicas of the best plan, and return the result.
+    """Search each schedule again with the width and replicas of the best plan, and return the better result.
 
-    The first search ranks cases without their bubbles, so a schedule may spend its budget on cases with few
-    micro-batches. Here, each schedule gets a short search with the best plan's M, and the fastest ones get a longer
+    Each schedule gets a short search with the best plan's number of micro-batches, and the fastest ones a longer
     search.
     """
     best, answers, actions = first.best, first.answers, request.actions or 0

@@ -81,7 +81,7 @@ class FixedLayerBytes:
 
 
 def profile_field_of(component: str) -> str:
-    """Return the name of the `LayerProfile` field for a component: `cast_bytes` for `casts`."""
+    """Return the name of the `LayerProfile` field that has a component's bytes: `cast_bytes` for `casts`."""
     return f"{component.removesuffix('s')}_bytes"
 
 
@@ -109,8 +109,8 @@ class BoundaryBytes:
 class LayerMemory:
     """Memory that one micro-batch saves in each layer, and its peak memory while each layer runs.
 
-    With exact records, a peak includes what earlier layers of the chain have saved for this micro-batch. For a stage
-    that begins with layer i, subtract `saved[:i].sum()`. Without exact records, a peak is only temporary memory.
+    A peak includes what earlier layers of the chain have saved for this micro-batch. For a stage that begins with layer
+    i, subtract `saved[:i].sum()`. If layers have no exact memory records, a peak is only temporary memory.
     """
 
     saved: FloatArray
@@ -183,7 +183,7 @@ class StageMemoryModel(Protocol):
 
 
 class LayerMemoryModel(Protocol):
-    """Memory model that an extension supplies for layers: a frozen dataclass of arrays."""
+    """Memory model that an extension supplies for layers."""
 
     def in_stages(self, builder: "StageTableBuilder", micro_batches: int) -> StageMemoryModel:
         """Return the memory of the stages in a table, for a number of micro-batches."""
@@ -243,7 +243,7 @@ class ChainCosts:
     """True if split backwards were not measured. I and W are then assumed to take half of the backward each, and all
     saved tensors to be kept for W."""
     exact: bool
-    """True if `memory` comes from exact records; else it is an upper bound: saved bytes plus transient peaks."""
+    """True if `memory` comes from exact memory records; else it is an upper bound: saved bytes plus transient peaks."""
     memory_model: LayerMemoryModel | None
     """Memory records of layers with a memory model of their own; None if a model of this package applies."""
     storages: Storages
@@ -253,7 +253,7 @@ class ChainCosts:
     """Size of the largest message with gradients to other replicas, in bytes; 0 with one replica."""
 
     def of_replicas(self, replicas: int) -> "ChainCosts":
-        """Return the costs of one of `replicas` data-parallel pipelines."""
+        """Return the costs if the chain is trained by `replicas` data-parallel pipelines."""
         return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
 
     @property
@@ -272,7 +272,7 @@ class ChainCosts:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, L."""
+        """Number of layers."""
         return len(self.names)
 
 

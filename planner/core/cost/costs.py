@@ -1,8 +1,7 @@
 """Costs of a profile at one micro-batch size, as arrays over the layers.
 
-Costs between profiled micro-batch sizes are interpolated linearly. The result is exact for saved bytes, which are
-affine in the micro-batch size. It is never too low for peaks, which are maxima of affine functions and therefore
-convex.
+Costs between profiled micro-batch sizes are interpolated linearly. This is exact for saved bytes, which grow linearly
+with the micro-batch size, and never too low for peaks, which are maxima of linear functions.
 """
 
 from bisect import bisect_left

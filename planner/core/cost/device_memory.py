@@ -55,14 +55,14 @@ class ChunkMemory(NamedTuple):
     always: StageMemory
     """Bytes that exist during the whole step, by component."""
     parts: FloatArray
-    """Bytes of each of `PARTS`, shape (parts,)."""
+    """Bytes of each memory part (`PARTS`), shape (parts,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
         """Return the memory of this chunk without bytes that another chunk of the device also stores.
 
         Args:
             shared: Bytes to subtract, arrays of shape (1, 1).
-            exact: True if the costs come from exact records.
+            exact: True if the costs come from exact memory records.
         """
         _, parts = subtract_shared(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
         left = dict(self.always.items())
@@ -72,7 +72,7 @@ class ChunkMemory(NamedTuple):
 
 
 class ChunkMemoryFunction(NamedTuple):
-    """Memory of a chunk for any choice of recomputed layers; arrays have one entry for each of `PARTS`.
+    """Memory of a chunk for any choice of recomputed layers; arrays have one entry for each memory part (`PARTS`).
 
         bytes of a part = max(least, rest + saved * S) + peak
 
@@ -90,7 +90,7 @@ class ChunkMemoryFunction(NamedTuple):
     """For each part, the field of `LayerPeaks` that is added, as its index; -1 for none."""
 
     def parts(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
-        """Return the bytes of each of `PARTS`, in the last dimension.
+        """Return the bytes of each memory part (`PARTS`), in the last dimension.
 
         Args:
             saved: Bytes S that one micro-batch saves, shape (..., 1).
@@ -104,7 +104,7 @@ class ChunkMemoryFunction(NamedTuple):
 
         Args:
             shared: Bytes to subtract, arrays of shape (1, 1).
-            exact: True if the costs come from exact records.
+            exact: True if the costs come from exact memory records.
         """
         always, least = subtract_shared(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
         _, rest = subtract_shared(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
@@ -112,10 +112,7 @@ class ChunkMemoryFunction(NamedTuple):
 
 
 class SharedBytes(NamedTuple):
-    """Bytes to subtract from each stage, because another stage on the same device also stores them.
-
-    Arrays have shape (partitions, stages).
-    """
+    """Bytes to subtract from each stage, because another stage on the same device also stores them."""
 
     parameters: FloatArray
     gradients: FloatArray
@@ -163,10 +160,9 @@ def chunk_memory(
 def chunk_memory_function(
     costs: ChainCosts, first: int, end: int, *, micro_batches: int, splits_backward: bool = False
 ) -> ChunkMemoryFunction:
-    """Return a function from which the chunk's memory follows for any choice of recomputed layers.
+    """Return the chunk's memory as a function of the choice of recomputed layers.
 
-    The chunk has the layers `first` to `end - 1`. Call `ChunkMemoryFunction.parts` with the result of
-    `StageLayers.saved_and_peaks`.
+    To evaluate it, call `ChunkMemoryFunction.parts` with the result of `StageLayers.saved_and_peaks`.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -196,7 +192,7 @@ def chunk_memory_function(
 
 
 def part_bytes_of_stages(stages: StageTable, recompute: Recompute) -> FloatArray:
-    """Return the permanent bytes of each stage of a table, and the bytes of each of `PARTS`.
+    """Return the permanent bytes of each stage of a table, and the bytes of each memory part (`PARTS`).
 
     Args:
         stages: The stages; if `recompute` is `layers`, a result of `with_recomputed_layers`.
@@ -252,7 +248,7 @@ def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) ->
 
     Args:
         costs: Costs of the layers.
-        counts: Number of each of `PARTS` on the device, in this order.
+        counts: How many of each memory part (`PARTS`) exist on the device.
     """
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
@@ -264,10 +260,10 @@ def subtract_shared(
     """Return the memory of stages without bytes that another stage on the same device also stores.
 
     Args:
-        always: Permanent bytes, shape (partitions, stages); without exact records, they include gradients.
-        parts: Bytes of each of `PARTS`, shape (partitions, stages, parts).
+        always: Permanent bytes, shape (partitions, stages); without exact memory records, they include gradients.
+        parts: Bytes of each memory part (`PARTS`), shape (partitions, stages, parts).
         shared: Bytes to subtract.
-        exact: True if the costs come from exact records.
+        exact: True if the costs come from exact memory records.
 
     Returns:
         `always` and `parts` after the subtraction.
@@ -286,8 +282,8 @@ def device_peaks(always: FloatArray, parts: FloatArray, *, counts: IntArray | Fl
 
     Args:
         always: Permanent bytes of each stage on a device, shape (devices, chunks).
-        parts: Bytes of each of `PARTS`, shape (devices, chunks, parts).
-        counts: How many of each of `PARTS` exist at each point in the step, shape (points, chunks, parts).
+        parts: Bytes of each memory part (`PARTS`), shape (devices, chunks, parts).
+        counts: How many of each memory part (`PARTS`) exist at each point in the step, shape (points, chunks, parts).
     """
     alive = parts.reshape(len(parts), -1) @ counts.reshape(len(counts), -1).T
     peaks: FloatArray = always.sum(axis=1) + alive.max(axis=1)
@@ -301,9 +297,9 @@ def device_peaks_by_choice(
 
     Args:
         always: Permanent bytes of each stage with each recompute choice, shape (choices, devices, chunks).
-        parts: Bytes of each of `PARTS` with each recompute choice, shape (choices, devices, chunks, parts).
+        parts: Bytes of each memory part (`PARTS`) with each recompute choice, shape (choices, devices, chunks, parts).
         choices: Recompute choices of a device's stages, one combination per row; shape (combinations, chunks).
-        counts: How many of each of `PARTS` exist at each point in the step, shape (points, chunks, parts).
+        counts: How many of each memory part (`PARTS`) exist at each point in the step, shape (points, chunks, parts).
 
     Returns:
         Bytes, shape (devices, combinations).
@@ -323,7 +319,7 @@ def chunk_memory_at_peak(
 
     Args:
         chunks: Chunks of the device.
-        counts: How many of each of `PARTS` exist at each point in the step (`peak_part_counts`).
+        counts: How many of each memory part (`PARTS`) exist at each point in the step (`peak_part_counts`).
         reserve_bytes: Memory reserve of the device, counted in the first chunk.
     """
     parts = np.stack([chunk.parts for chunk in chunks])
@@ -342,7 +338,7 @@ def bytes_by_component(parts: FloatArray) -> FloatArray:
     """Return the bytes of each part by component (`ITEMS`), as a plan lists them.
 
     Args:
-        parts: Whole bytes of each of `PARTS`, in the last dimension.
+        parts: Whole bytes of each memory part (`PARTS`), in the last dimension.
 
     Returns:
         Bytes; the last two dimensions are the part and the component.

@@ -8,8 +8,8 @@ stage in order, with
     pending    storages that later layers read and that no layer has saved so far; they are saved if one of the layers
                that read them is recomputed, else they are freed after the last of these layers
 
-Each layer adds its own peak and then its saved bytes. With exact records (g: gradient of the layer's output; c: copy of
-the layer's input, made if the layer writes into it; w: copy of the state that the forward changes):
+Each layer adds its own peak and then its saved bytes. With exact memory records (g: gradient of the layer's output; c:
+copy of the layer's input, made if the layer writes into it; w: copy of the state that the forward changes):
 
                       not recomputed                           recomputed
     forward           held + pending + forward peak            held + pending + c + w + peak without gradients
@@ -18,7 +18,7 @@ the layer's input, made if the layer writes into it; w: copy of the state that t
     added to held     internal bytes, and of its output what   pending, c, w, and of its output what a later
                       it or a later layer saves                layer saves
 
-Without exact records, each peak is a transient on top of all saved memory. The transient of a recomputed layer also
+Without exact memory records, each peak is temporary memory on top of all saved memory. For a recomputed layer, it also
 includes the layer's saved bytes, or its output if the output is larger. Saved bytes are assumed to include as much of
 the layer's output as possible.
 
@@ -47,8 +47,8 @@ FORWARD, FIRST_BACKWARD, BACKWARD = 0, 1, 2
 class LayerPeaks(NamedTuple):
     """Peak memory of each layer's forward, first backward and later backwards, in whole bytes.
 
-    With exact records, a peak does not include what earlier layers have saved. Without exact records, all three arrays
-    are equal: the temporary memory of each layer.
+    A peak does not include what earlier layers have saved. If layers have no exact memory records, all three arrays are
+    equal: the temporary memory of each layer.
     """
 
     forward: FloatArray
@@ -86,7 +86,7 @@ class SavedAndPeaks(NamedTuple, Generic[Bytes]):
 class StageLayers:
     """Memory of each layer of one stage, with and without recomputation of the layer, in whole bytes.
 
-    If `stacked` is true, a peak does not include what earlier layers have saved, otherwise what all layers have saved.
+    If `stacked` is true, a peak is added to the bytes that earlier layers have saved, else to the bytes of all layers.
     """
 
     first: int
@@ -181,11 +181,10 @@ class StageLayers:
 
 
 def most_bytes_freed(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return the largest number of bytes that recomputing each layer can free, for each micro-batch.
+    """Return the largest number of bytes that recomputing a layer can free for each micro-batch, for each layer.
 
     Returns:
-        Two arrays with one entry per layer. The first one is for a layer that begins a stage. The second one is for
-        other layers, whose input the stage must then store.
+        One array for layers that begin a stage, and one for other layers, whose input the stage must then store.
     """
     dropped = np.rint(costs.memory.internal) + _sum_by_maker(costs, costs.storages.kept_by_maker)
     # Only storages with one reader count, because another reader may save a storage already.
@@ -287,10 +286,10 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 
 
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
-    """Return the memory of each layer to convert gradients of autocast's weight copies to parameter gradients.
+    """Return the memory that each layer needs to convert gradients of autocast's weight copies to parameter gradients.
 
-    Later backwards need it at their end. Autograd processes operations in reverse order, and the first forward made the
-    copies. So the gradients of all copies (`casts` bytes, not included) wait for all other operations of the stage.
+    Autograd converts them at the end of a later backward, when the gradients of all copies exist. These gradients
+    (`casts` bytes) are not included.
     """
     return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
@@ -298,8 +297,8 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
 def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     """Return the peak memory of each layer's backward, if the first micro-batch is recomputed under autocast.
 
-    The peak then includes gradients of later layers: of autocast's weight copies, which wait until the stage's backward
-    ends, and of parameters without a copy.
+    It includes gradients of later layers: of autocast's weight copies, which wait until the stage's backward ends, and
+    of parameters without a copy.
 
     Returns:
         The peak of each layer, as in `LayerMemory.backward`, for a stage that ends with the last layer of the chain;

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class LinearExpression:
-    """Linear expression: a constant plus unknowns with factors."""
+    """Linear expression: a constant, plus unknowns times factors."""
 
     factors: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """Factors by the index of the unknown."""

@@ -136,9 +136,9 @@ def table_of_stage(
     recomputed: Collection[int],
     splits_backward: bool = False,
 ) -> tuple[StageTable, Recompute]:
-    """Return a table with the one stage of the layers `first` to `end - 1`, and the stage's actual recompute choice.
+    """Return a table with one stage, and the stage's actual recompute choice: `never` if it has no backward.
 
-    The stage is in the last column. Its actual choice is `never` if it has no backward.
+    The stage is in the last column of the table.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -221,7 +221,7 @@ class StageMemoryFunction(NamedTuple):
 def stage_memory_functions(
     costs: ChainCosts, firsts: IntArray, stop: int, points: PeakPoints
 ) -> tuple[StageMemoryFunction, ...]:
-    """Return functions for the memory of stages, one for each point in the step, for any choice of recomputed layers.
+    """Return the memory of stages as functions of the choice of recomputed layers, one for each point in the step.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.

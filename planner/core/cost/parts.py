@@ -9,7 +9,7 @@ The letters are those of docs/cost-model.md, for one micro-batch unless noted:
     D   copy of the input                     G    gradients of the stage's parameters (per step)
     T   autocast weight cache (per step)      Z    gradients in one message to other replicas (per step)
 
-Parts of a stage that is neither first nor last, from exact records (level: highest memory while the action runs):
+Parts of a stage in the middle, from exact memory records (level: highest memory while the action runs):
 
                       not recomputed                     recomputed
     held              A                                  E
@@ -23,8 +23,8 @@ G, T, the gradient of O and the gradient of I are also parts of their own (`grad
 backward, each pass has its own levels, and what is stored between the passes is a part (`weight_held`).
 `planner.core.cost.peak_points` counts the parts at each point in the step.
 
-Without exact records, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a memory
-model of their own (`planner.core.cost.chain_costs.LayerMemoryModel`).
+Without exact memory records, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a
+memory model of their own (`planner.core.cost.chain_costs.LayerMemoryModel`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -96,8 +96,8 @@ class Parts:
         """Return the memory of one stage by component. It is the stage in the first row and the last column.
 
         Returns:
-            Permanent bytes, in the order of `ITEMS`; and the bytes of each part, one row for each of `PARTS`, one
-            column for each of `ITEMS`.
+            Permanent bytes, in the order of `ITEMS`; and the bytes of each memory part, one row for each of `PARTS`,
+            one column for each of `ITEMS`.
         """
         always, sizes = np.zeros(len(ITEMS)), np.zeros((len(PARTS), len(ITEMS)))
         for item, size in self.always.items():
@@ -108,7 +108,7 @@ class Parts:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Return, for each stage, the permanent bytes and the bytes of each of `PARTS`.
+        """Return, for each stage, the permanent bytes and the bytes of each memory part (`PARTS`).
 
         Args:
             shape: Number of first layers, and number of last layers.
@@ -127,14 +127,14 @@ def stage_memory_parts(stages: StageTable, recompute: Recompute, *, in_flight: i
     Args:
         stages: The stages; if `recompute` is `layers`, a result of `with_recomputed_layers`.
         recompute: Recompute choice of the stages.
-        in_flight: Largest number of micro-batches in flight (N).
+        in_flight: Largest number of micro-batches in flight.
     """
     if stages.memory_model is not None:
         return stages.memory_model.parts(stages, _in_effect(stages, recompute), in_flight=in_flight)
     parts = memory_parts_on_shared_device(stages, recompute)
     if stages.exact or "message" not in parts.sizes:
         return parts
-    # Without exact records this is an upper bound: a message may exist during every action.
+    # Without exact memory records this is an upper bound: a message may exist during every action.
     return replace(parts, sizes={**parts.sizes, **dict.fromkeys((*FORWARDS, *BACKWARDS), parts.sizes["message"])})
 
 
@@ -311,7 +311,7 @@ def all_parts(
         **running,
         "optimizer_step": PartSize({"working": s.optimizer_peak}),
     }
-    # Only exact records show when gradients are allocated. Otherwise they are assumed to exist during the whole step.
+    # Only exact memory records show when gradients are allocated. Otherwise they are assumed to exist all the time.
     if s.exact:
         sizes["gradients"] = PartSize({"gradients": s.gradients})
     else:

@@ -47,7 +47,7 @@ class RelayedTensors:
         """Bytes of tensors that the stage creates before its last layer and sends, and that a receiving layer saves."""
 
     def received_input_bytes(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the part of each layer's input that its stage received from earlier stages; shape (firsts, layers).
+        """Return the part of each layer's input that the stage received from earlier stages; shape (firsts, layers).
 
         Args:
             sizes: `unkept` or `all` of this object: the tensors that count.
@@ -56,7 +56,7 @@ class RelayedTensors:
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
     def passed_gradients(self, ends: IntArray) -> FloatArray:
-        """Return the bytes of received gradients that no layer has used or added to when a layer's backward runs.
+        """Return the bytes of received gradients that no layer has used or changed when a layer's backward runs.
 
         Args:
             ends: Last layers of the stages: consecutive and ascending.
@@ -167,9 +167,9 @@ def has_no_skips_or_ties(costs: ChainCosts) -> bool:
 
 
 def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:
-    """Return the total size of the spans that contain a stage, for each first and last layer of the stage.
+    """Return the total size of all spans of layers that contain a stage, for each first and last layer of the stage.
 
-    Span i covers the layers begins[i] to ends[i] and has sizes[i]. The result is a 1 x 1 zero if there are no spans.
+    Span i covers the layers begins[i] to ends[i] and has sizes[i].
     """
     some = (begins <= ends) & (begins <= firsts.max()) & (ends >= layers[0]) & (sizes > 0)
     if not some.any():

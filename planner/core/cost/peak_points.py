@@ -170,7 +170,7 @@ def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[Pa
 
 
 class PartCounts(NamedTuple):
-    """How many of each of `PARTS` exist in each of a device's stages; shape (actions, chunks, parts)."""
+    """How many of each memory part (`PARTS`) exist in each of a device's stages; shape (actions, chunks, parts)."""
 
     during: IntArray
     """Counts while an action runs."""
@@ -181,7 +181,7 @@ class PartCounts(NamedTuple):
 
 
 class CountChanges(NamedTuple):
-    """Changes of the numbers of `PARTS` on a device by one action: a part is allocated or freed.
+    """Memory parts (`PARTS`) that one action of a device allocates or frees.
 
     Each tuple is a flat list of pairs (index, number to add); index = chunk * len(PARTS) + position in `PARTS`.
     """
@@ -196,7 +196,7 @@ class CountChanges(NamedTuple):
 
 
 def count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
-    """Return which of `PARTS` each action of each device allocates and frees.
+    """Return which memory parts (`PARTS`) each action of each device allocates and frees.
 
     After the actions of a device, the changes by the optimizer's step of each chunk follow.
     """
@@ -212,7 +212,7 @@ def _last_micro_batch(actions: Sequence[Sequence[Action]]) -> int:
 
 
 def part_counts(actions: Sequence[Sequence[Action]]) -> tuple[PartCounts, ...]:
-    """Return, for each device, how many of each of `PARTS` exist during and after every action."""
+    """Return, for each device, how many of each memory part (`PARTS`) exist during and after every action."""
     chunks = len({action.stage for action in actions[0]})
     return tuple(_counts(changes[:-chunks], chunks) for changes in count_changes(actions))
 
@@ -362,7 +362,7 @@ class _PartCounter:
 
 @lru_cache(maxsize=1024)
 def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """Return, for each device, how many of each of `PARTS` exist at all points where its memory may peak.
+    """Return, for each device, how many of each memory part (`PARTS`) exist at all points where its memory may peak.
 
     The optimizer's steps are included. A point is left out if another point has at least as many of every part.
 
@@ -377,7 +377,7 @@ def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray,
 
 
 def optimizer_steps(chunks: int) -> IntArray:
-    """Return how many of each of `PARTS` exist on a device during the optimizer's step of each of its chunks.
+    """Return how many of each memory part (`PARTS`) exist on a device during the optimizer's steps.
 
     Returns:
         Array with the dimensions: chunk whose parameters are updated, chunk that has the parts, part. The autocast

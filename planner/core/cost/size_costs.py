@@ -1,8 +1,8 @@
 """Costs of a profile at one of its micro-batch sizes, as arrays over the layers.
 
-There are three kinds of profiles. If every layer has exact records, they are composed along the chain. If layers have
-only the required fields, memory is an upper bound: all bytes that may be stored are summed, and peaks are transients on
-top of the sum. Extensions (`planner.core.extensions`) have a memory model of their own.
+There are three kinds of profiles. If every layer has exact memory records, they are composed along the chain. If layers
+have only the required fields, memory is an upper bound: all bytes that may be stored are summed, and temporary memory
+is added. Extensions (`planner.core.extensions`) have a memory model of their own.
 """
 
 from collections.abc import Callable, Sequence

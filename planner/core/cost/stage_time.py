@@ -38,7 +38,7 @@ _EXCEPT_LAST = CHOICES.index("except-last")
 
 
 class StageBusyTimes(NamedTuple):
-    """Times of stages for one micro-batch, in microseconds; same fields as `StageTimes`."""
+    """Times of stages for one micro-batch, in microseconds."""
 
     forward_us: FloatArray
     backward_us: FloatArray
@@ -112,7 +112,7 @@ def split_backward_times(
 
 
 def hidden_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return by how much the next stage's optimizer step may exceed this stage's, without a longer step.
+    """Return how much longer the next stage's optimizer step may take than this stage's, at no cost.
 
     The result is F + B - R + 2 C, with this stage's forward F, backward B, recomputation R and transfer C. The next
     stage ends its last backward earlier, by B - R + C, and begins its next forward later, by F + C.
@@ -122,7 +122,7 @@ def hidden_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> Float
 
 
 def delay_with_added_stage_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> FloatArray:
-    """Return the delay of the next step by all-reduces and optimizer steps, after adding a stage before all others.
+    """Return the delay of the next step by all-reduces and optimizer steps, if a stage is added before all others.
 
     Args:
         tail_us: Delay for the pipeline without the added stage.

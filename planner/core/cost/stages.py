@@ -34,8 +34,7 @@ _Record = TypeVar("_Record")
 class StagePeaks:
     """Peak memory of the running micro-batch, for many stages at once, in bytes.
 
-    Received input and transfer buffers are not included. Without exact records, the arrays contain temporary memory
-    only.
+    Received input and transfer buffers are not included.
     """
 
     forward: FloatArray
@@ -52,7 +51,7 @@ class StagePeaks:
     message: FloatArray
     """Highest memory in a later backward while gradients are sent to other replicas."""
     transient: FloatArray
-    """Highest transient memory of any action, without exact records."""
+    """Highest transient memory of any action, without exact memory records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,15 +15,14 @@ from planner.core.cost.simulate import StageTimes
 
 
 def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> float:
-    """Return the makespan of jobs that pass all machines in order; all jobs except the last have equal times.
-
-    The makespan is the largest sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q over all machines k. In the code, a is
-    the sum of p so far, x the largest p so far, and d the time at which the last job leaves the machine.
+    """Return the time until all jobs have passed all machines in order (makespan).
 
     Args:
-        machines: For each machine, the time p of each of the jobs 1 to n - 1, and the time q of job n.
-        num_jobs: Number of jobs n, at least 1.
+        machines: For each machine, the time of each job but the last, and the time of the last job.
+        num_jobs: Number of jobs, at least 1.
     """
+    # With times p, and q for the last of n jobs, the makespan is the largest sum_{1..k} p + (n-2) max_{1..k} p +
+    # sum_{k..} q over all machines k. a: sum of p so far, x: largest p so far, d: end of the last job on this machine.
     a = x = d = 0.0
     for p, q in machines:
         if num_jobs == 1:

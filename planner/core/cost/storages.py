@@ -13,7 +13,7 @@ from planner.core.values.profile import BoundaryTensor, LayerProfile, MemoryDeta
 
 
 class PassedTensor(NamedTuple):
-    """Tensor that consecutive layers pass on unchanged, as they pass back its gradient."""
+    """Tensor that consecutive layers pass on unchanged. They also pass its gradient back unchanged."""
 
     origin: int
     place: int
@@ -114,7 +114,7 @@ class CrossingStorages:
         return saved
 
     def crossing(self) -> dict[tuple[int, int], CrossingBytes]:
-        """Return every storage, by the layer that creates it and its index among the storages of this layer."""
+        """Return all storages, by the layer that creates them and an index among its storages."""
         crossing = {}
         for each in self.storages:
             own = float(each.bytes)

@@ -48,7 +48,7 @@ def tensor_parallel_widths(profile: Profile) -> tuple[int, ...]:
 
 
 def has_collectives(profile: Profile, width: int) -> bool:
-    """Return True if all-reduces among `width` GPUs must be added to the profile's times."""
+    """Return True if the times in the profile lack the all-reduces among `width` GPUs."""
     layers = layers_by_width(profile)[width]
     return width > 1 and any(layer.collectives or layer.collective_bytes for layer in layers)
 

@@ -163,9 +163,6 @@ def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
 def sampling_error(plan: Plan, profile: Profile) -> float:
     """Return the relative error of the step time that comes from the spread of measurements.
 
-    Links are assumed to be exact. Layers with the same digest were measured once, and have the same error. All other
-    layers have independent errors.
-
     Args:
         plan: The plan.
         profile: Profile at the plan's width.

@@ -34,7 +34,7 @@ class StageDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Differences between a reference plan, in the fields `…_before`, and a plan."""
+    """Differences between a plan and a reference plan, whose values are in the fields `…_before`."""
 
     against: str
     """Reference plan: a file, or `git:REVISION`."""

@@ -47,7 +47,7 @@ _MORE_LABELS = 8
 
 
 class ChainCuts(NamedTuple):
-    """Partition: stage k runs the layers cuts[k] to cuts[k+1] - 1 with the recomputation choices[k]."""
+    """Cuts and recomputation of a partition: stage k runs the layers cuts[k] to cuts[k+1] - 1."""
 
     step_us: float
     cuts: tuple[int, ...]
@@ -125,12 +125,10 @@ class CutDynamicProgram:
     def find_first(self, bound_us: float, upper_us: float, slacks: Sequence[float]) -> ChainCuts | None:
         """Return a good partition faster than `upper_us`; None if there is none.
 
-        The search tries tight limits of the step time first, because it is then fastest.
-
         Args:
             bound_us: Lower bound of the step time, in microseconds.
             upper_us: Step time to beat, in microseconds.
-            slacks: Limits to try, as multiples of the lower bound.
+            slacks: Limits of the step time to try one after the other, as multiples of the lower bound.
         """
         for slack in slacks:
             allowed_us = min(upper_us, bound_us * slack)
@@ -155,10 +153,10 @@ class CutDynamicProgram:
             most_plans: Number of partial plans to keep for each first layer; None for all. With a limit, the result may
                 not be the best partition.
             best_rank: Rank to beat, or None.
-            most_per_count: Limit on partial plans with the same number of stages. If this limit and `enough_in_all` are
-                exceeded, the search ends early and sets `is_exhaustive` to False.
-            enough_in_all: Number of partial plans, of all numbers of stages together, below which the search never ends
-                early.
+            most_per_count: Limit on partial plans with the same number of stages. If it is exceeded, the search ends
+                early and sets `is_exhaustive` to False.
+            enough_in_all: Number of partial plans, of all numbers of stages together, below which the search does not
+                end early.
         """
         levels = [self._root()]
         best: ChainCuts | None = None
@@ -323,10 +321,13 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
 
 
 def undominated_partial_plans(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
-    """Return the indices of partial plans for which their group has no plan that is at least as good in every number.
+    """Return the indices of the partial plans that no other partial plan of their group dominates.
+
+    A plan dominates another one if none of its numbers is larger.
 
     Args:
-        group: Group of each partial plan, ascending. In a group, no plan may be worse in every number than a later one.
+        group: Group of each partial plan, ascending. A plan may be dominated only by an earlier one, or by an equal
+            one.
         numbers: Numbers of the partial plans, one row per number; smaller is better.
         most: Number of partial plans to return from each group; None for all.
 

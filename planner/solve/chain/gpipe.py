@@ -35,17 +35,14 @@ _FIRST_WINDOW = 1.5
 
 @dataclass(slots=True)
 class TableWidth:
-    """Number of layers of the longest stage in the stage tables of a case.
-
-    The search increases this number until the tables have every stage of a plan faster than the best plan found.
-    """
+    """Number of layers of the longest stage in the stage tables of a case, which the search increases."""
 
     case: Case
     width: int = 0
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Increase the width; return False if the tables already have every stage of any plan faster than `upper_us`.
+        """Increase the width. Return False if the tables already have every stage of any plan faster than `upper_us`.
 
         Args:
             upper_us: Step time to beat, in microseconds. While it is infinite, each call doubles the longest time of a
@@ -116,7 +113,7 @@ def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None
 
 
 def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
-    """Yield searches that together cover every number of stages: one search if all devices and links are equal.
+    """Yield searches that together cover every number of stages.
 
     Args:
         case: The case.

@@ -100,19 +100,19 @@ class Recurrence(Protocol):
     """Lower bounds of earlier layers that the recurrence uses, by name."""
 
     def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
-        """Return the numbers of partial plans after one more stage is added.
+        """Return the numbers of partial plans after a stage is added before each of them.
 
         Args:
             numbers: Numbers of the partial plans without the stage, one plan per row.
             stages: Stages to add.
-            num_later: Number of later stages.
+            num_later: Number of stages of the partial plans without the stage.
 
         Returns:
             Numbers of the partial plans with the stage, in the shape of `stages`.
         """
 
     def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Return the numbers of partial plans, but at least as large as in any complete plan that contains them."""
+        """Return the numbers of partial plans, raised to lower bounds that hold for every complete plan."""
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of all plans that contain a partial plan; exact for complete plans."""
@@ -132,8 +132,7 @@ class GPipeRecurrence:
 
     Args:
         micro_batches: Number of micro-batches.
-        floor: Lower bounds of the bottlenecks of every plan in the search, or None. They replace the lower bounds of
-            the bottlenecks of earlier layers.
+        floor: Largest forward and backward time that every plan in the search has at least, or None.
     """
 
     size = 5

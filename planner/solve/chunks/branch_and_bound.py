@@ -30,7 +30,7 @@ _UNLIMITED = 2**31 - 1
 
 
 class CutBound(NamedTuple):
-    """Lower bound from the linear program, and the cuts of its solution."""
+    """Lower bound of the step time from the linear program, and the cuts of the program's solution."""
 
     bound_us: float
     """Lower bound of the step time of all partitions, in microseconds."""
@@ -106,7 +106,7 @@ class BranchAndBound:
         return CutBound(self._in_us(root.step), cuts)
 
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
-        """Search until a limit is reached, and return a lower bound of the step time of all partitions.
+        """Raise the lower bound of the step time of all partitions until a limit is reached, and return it.
 
         The bound, in microseconds, is at most `upper_us`. It is 0 if `solve` returned None.
 

@@ -78,7 +78,7 @@ class CutSearch(Descent[PartitionCandidate]):
         return self._evaluate(cuts, choices, changed[:, self.evaluator.stages].any(axis=2))
 
     def other_recomputations(self, candidate: PartitionCandidate) -> Iterator[PartitionCandidate]:
-        """Yield the best partition of each batch in which the recomputation of one device differs.
+        """Yield the best partitions in which the recomputation of one device differs.
 
         Yield nothing if the candidate fits with the least allowed recomputation.
         """

@@ -57,7 +57,7 @@ class PartitionCandidate:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Key by which partitions are compared: bytes over the memory limits, then step time; smaller is better."""
+        """Key to compare partitions: bytes over the memory limits, then step time; smaller is better."""
         return self.over_bytes, self.step_us
 
     def beats(self, other: "PartitionCandidate") -> bool:
@@ -94,7 +94,7 @@ class Descent(ABC, Generic[CandidateT]):
 
     @abstractmethod
     def other_recomputations(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """Yield the best partition of each batch of other recomputations for the candidate's cuts."""
+        """Yield good partitions with the same cuts as the candidate, and with other recomputation."""
 
     @abstractmethod
     def perturb(self, candidate: CandidateT) -> CandidateT:

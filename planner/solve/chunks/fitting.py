@@ -46,7 +46,7 @@ class RecomputeFitter:
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
     def least_recomputation(self, num_partitions: int) -> IntArray:
-        """Return the least allowed recomputation for several partitions; shape (num_partitions, stages)."""
+        """Return the recompute choices with the least allowed recomputation; shape (num_partitions, stages)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
@@ -77,8 +77,8 @@ class RecomputeFitter:
     def minimal_combinations(self, over: FloatArray) -> list[IntArray]:
         """Return the indices of the minimal combinations of recompute choices for each device.
 
-        A combination is minimal if it fits, and none with less recomputation fits: with less in at least one stage, and
-        more in none.
+        A combination is minimal if it fits, but no combination fits that recomputes less in one stage and not more in
+        others.
 
         Args:
             over: Bytes by which a partition exceeds each device's memory limit, for each combination; shape

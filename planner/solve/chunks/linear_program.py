@@ -53,7 +53,7 @@ class RecomputeColumns(NamedTuple):
 
 @dataclass(slots=True)
 class LinearConstraints:
-    """Constraints of a linear program, each a linear expression that is 0 or at least 0, as a sparse matrix (CSR)."""
+    """Constraints of a linear program as a sparse matrix: linear expressions that are 0, or at least 0."""
 
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
@@ -82,7 +82,7 @@ class LinearProgram:
 
     Args:
         evaluator: Evaluator for this number of devices.
-        reference_cuts: Cuts, by which the points in the step are chosen at which memory is constrained.
+        reference_cuts: Cuts. Memory is limited at the points in the step where it is largest with these cuts.
         scale_us: Approximate step time in microseconds, which sets the units of the program.
     """
 
@@ -291,7 +291,10 @@ def _pairwise_sums(first: list[LinearExpression], second: list[LinearExpression]
 
 
 def _linear_lower_bound(table: FloatArray) -> tuple[FloatArray, float]:
-    """Return a weight for each layer and a constant, which add up to at most the value of each stage in `table`."""
+    """Return a weight for each layer and a constant.
+
+    For each stage, their sum is at most the stage's value in `table`.
+    """
     width = table.shape[1]
     num = len(table) - 1
     first = np.arange(num + 1)[:, None] - width + np.arange(width)[None]

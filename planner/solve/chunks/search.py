@@ -90,7 +90,7 @@ def _search_all(progress: Progress) -> None:
 
 
 def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
-    """Return the answer after a longer search from its partition; `answer` itself if nothing better is found."""
+    """Search longer from an answer's partition, and return the better answer; `answer` itself if none is found."""
     start = answer.partition
     assert start is not None
     progress = Progress(case=answer.case, budget=SimulationBudget(None), deadline=deadline, upper_us=answer.step_us)
@@ -214,8 +214,7 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        starts: Cuts to start from. By the first of them, the points in the step are chosen at which memory is
-            constrained.
+        starts: Cuts from which searches start. The first ones are the program's `reference_cuts`.
     """
     budget = progress.budget
     size = approximate_num_constraints(evaluator)

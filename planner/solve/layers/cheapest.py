@@ -94,8 +94,7 @@ def cheapest_layers(
 class MemoryLimit(NamedTuple):
     """Memory limit of a stage at one point in the step.
 
-    The stage fits if micro-batches in flight times the bytes that each of them saves, plus the peak, is at most
-    `bytes`.
+    The memory is the bytes that each micro-batch saves, times the micro-batches in flight, plus the peak.
     """
 
     bytes: float
@@ -177,7 +176,7 @@ PendingStorages = tuple[tuple[int, float], ...]
 class _LayerDynamicProgram:
     """Dynamic program over the layers of one stage.
 
-    Arrays with one entry more than there are layers have, for each n, bounds for the layers from n to the last one:
+    For each n, these arrays have bounds for the layers from n to the last one:
 
         kept_after               bytes that these layers save without recomputation
         least_after, most_after  fewest and most bytes that they save with any choice
@@ -329,7 +328,7 @@ def _suffix_sums(per_layer: FloatArray) -> FloatArray:
 
 
 def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return pairs of saved bytes and the least recomputation time that saves them, as two arrays in ascending order.
+    """Return amounts of saved bytes, ascending, and the least recomputation time that saves each amount.
 
     Layers may be recomputed in part (fractional knapsack), so the least time is linear between two entries.
     """
@@ -370,7 +369,7 @@ def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
-    """Return the `width` best partial choices by group, and the smallest lower bound of the other ones."""
+    """Return the `width` best partial choices by group, and the smallest lower bound of the dropped ones."""
     sizes = [len(labels.time) for labels in groups.values()]
     if sum(sizes) <= width:
         return groups, np.inf

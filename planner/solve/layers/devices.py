@@ -270,8 +270,7 @@ def _recomputation(options: Sequence[_Option], limit: float) -> Recomputation:
 def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]]:
     """Return the fastest combination of recomputations of all stages of a device that fits, then other fast ones.
 
-    For each stage, one of the results spends the least time on recomputation of this stage. There is no result if there
-    are too many combinations, or if none fits.
+    There is no result if there are too many combinations, or if none fits.
     """
     tables = [chunk.options for chunk in chunks]
     recompute_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)

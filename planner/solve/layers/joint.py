@@ -7,8 +7,8 @@ have exact times, because all other plans take at least their lower bound. Each 
 exact.
 
 Under GPipe the last solution is the optimum. Under 1F1B its time is a lower bound for all partitions. Partitions with a
-lower bound below the best step time are then simulated, with exactly chosen layers. If there are too many, a descent
-over cuts (`cut_search.py`) improves the best partition, and the lower bound stays below its step time.
+lower bound below the best step time are then simulated, with exactly chosen layers. If there are too many, a local
+search over cuts (`cut_search.py`) improves the best partition, and the lower bound stays below its step time.
 
 Complexity: that of `planner.solve.chain`, plus one run of `cheapest.py` for each stage whose layers are chosen exactly.
 """

@@ -118,7 +118,7 @@ def least_recompute_us(
         shares = function.weight
         if function.peak is not None:
             over = over + function.weight * saved + levels[function.peak]
-            # With exact records, the peak includes saved bytes: saving a byte less before the peak also lowers it.
+            # With exact memory records, a peak includes saved bytes: saving a byte less before the peak also lowers it.
             shares += costs.exact
         must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))
     savings = np.stack(most_bytes_freed(costs))[:, span]
@@ -129,8 +129,7 @@ def least_recompute_us(
 def _knapsack_bounds(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
     """Return a lower bound of each stage's recomputation time: the optimum of a fractional knapsack.
 
-    `must_go` has the bytes to save for each pair of first and last layer. In the dual problem, each price of a byte
-    gives a lower bound, and the largest one is returned.
+    `must_go` has the bytes to save for each pair of first and last layer.
     """
 
     def sums(per_layer: FloatArray) -> FloatArray:

@@ -336,7 +336,7 @@ class _OrderFollower(_ListScheduler):
 
 
 def split_backwards(row: Sequence[Act], is_whole: Sequence[bool]) -> list[Act]:
-    """Return the actions with B on stages with whole backwards, and with I and W on all other stages.
+    """Return a device's actions with backwards split into I and W, except on stages with whole backwards.
 
     Args:
         row: Actions of a device.

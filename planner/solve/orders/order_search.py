@@ -257,7 +257,7 @@ def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:
 
 
 def _in_flight_per_round_trip(problem: OrderProblem) -> tuple[float, ...]:
-    """Return how many micro-batches the slowest device runs during each stage's round trip to the last stage."""
+    """Return how many micro-batches the slowest device runs during a round trip from each stage."""
     pace_us = max(
         sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
         for chunks in problem.chunks

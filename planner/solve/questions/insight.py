@@ -30,12 +30,11 @@ _INTERVAL = 1.96
 def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[FrontierPoint, ...]:
     """Return the figures of the best plan for each number of replicas and micro-batches, ascending.
 
-    If the schedule is `auto`, the figures come from short searches, so longer searches may find faster plans. If the
-    request's observer stops the searches, the result is not usable.
+    If the schedule is `auto`, the figures come from short searches, so longer searches may find faster plans.
 
     Args:
         profile: The profile of the plan.
-        request: The request that the plan answers.
+        request: The request that the plan answers. If its observer stops the searches, the result is not usable.
         plan: The plan, which gives the point of its own replicas and micro-batches.
     """
     request, points = request.without_second_pass(), []
@@ -73,11 +72,9 @@ def frontier_point_of(plan: Plan) -> FrontierPoint:
 def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
     """Return what limits a plan, and what would improve it.
 
-    If the request's observer stops the searches, the result is not usable.
-
     Args:
         profile: The profile of the plan.
-        request: The request that the plan answers.
+        request: The request that the plan answers. If its observer stops the searches, the result is not usable.
         plan: The plan.
     """
     if request.actions is not None:

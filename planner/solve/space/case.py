@@ -1,4 +1,4 @@
-"""Case of a request (one schedule, M, chunks and replicas), and its tables for the dynamic program."""
+"""Case of a request: one schedule and numbers of micro-batches, chunks and replicas; and tables of its stages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -147,7 +147,7 @@ class Case:
 
     @property
     def is_too_large(self) -> bool:
-        """Return True if some layer's permanent memory exceeds the memory limit of every device."""
+        """Return True if some layer fits on no device, because of its permanent memory."""
         return float((self.costs.state.always + self.costs.gradients).max()) > max(self.limits_bytes)
 
     @cached_property

@@ -181,8 +181,8 @@ class Evaluator:
         """Return the memory of each stage of each partition.
 
         Returns:
-            Permanent bytes, shape (partitions, stages); bytes of each of `PARTS`, shape (partitions, stages, parts);
-            and True for each stage in the tables, which lack stages longer than `width`.
+            Permanent bytes, shape (partitions, stages); bytes of each memory part (`PARTS`), shape (partitions, stages,
+            parts); and True for each stage in the tables, which lack stages longer than `width`.
         """
         first, end = cuts[:, :-1], cuts[:, 1:]
         # Column of the stage in the tables: the last column has stages of one layer, column 0 the longest stages.
@@ -201,7 +201,7 @@ class Evaluator:
         """Return the memory of every stage at one point in the step, for each recompute choice.
 
         Args:
-            counts: How many of each of `PARTS` exist at this point.
+            counts: How many of each memory part (`PARTS`) exist at this point.
 
         Returns:
             Bytes, shape (choices, layers + 1, width); infinite for entries without a stage.
@@ -212,7 +212,7 @@ class Evaluator:
         """Return bounds of the memory of stages that recompute some of their layers, at one point in the step.
 
         Args:
-            counts: How many of each of `PARTS` exist at this point.
+            counts: How many of each memory part (`PARTS`) exist at this point.
 
         Returns:
             Bytes of every stage, shape (layers + 1, width), infinite for entries without a stage; and the most bytes
@@ -243,12 +243,12 @@ class Evaluator:
 
     @cached_property
     def peak_counts(self) -> list[FloatArray]:
-        """How many of each of `PARTS` exist at the points in the step where memory may peak, one array per device."""
+        """How many of each memory part (`PARTS`) exist when memory may peak, one array per device."""
         return [counts.astype(np.float64) for counts in peak_part_counts(self.actions)]
 
     @cached_property
     def parts(self) -> FloatArray:
-        """Table of the permanent bytes of each stage, then the bytes of each of `PARTS`.
+        """Table of the permanent bytes of each stage, then the bytes of each memory part (`PARTS`).
 
         Shape (choices, layers + 1, width, 1 + parts).
         """
@@ -264,7 +264,7 @@ class Evaluator:
 
     @cached_property
     def _parts_by_layers(self) -> FloatArray:
-        """Table of permanent bytes, then bytes of each of `PARTS`, for stages with per-layer recomputation.
+        """Table of permanent bytes, then bytes of each memory part (`PARTS`), for stages with per-layer recomputation.
 
         For a lower bound of a part, subtract the `most_bytes_freed` of all recomputed layers, times
         `ChunkMemoryFunction.saved` of the part.
