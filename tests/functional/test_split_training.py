@@ -46,13 +46,14 @@ def test_two_stages_with_split_backward(tmp_path: Path) -> None:
             later=later,
             micro_batches=8,
         )
-        for model, balance, settings in ((TRANSFORMER, (2, 2), SMALL), (AMOEBANET, (4, 5), ()))
-        for recompute, schedule, later in (
-            ("never", "1f1b", 1),
-            ("never", "gpipe", 99),
-            ("except-last", "1f1b", 3),
-            ("always", "gpipe", 2),
-            ("layers", "1f1b", 0),
+        for model, balance, settings, recompute, schedule, later in (
+            (TRANSFORMER, (2, 2), SMALL, "never", "1f1b", 1),
+            (TRANSFORMER, (2, 2), SMALL, "never", "gpipe", 99),
+            (TRANSFORMER, (2, 2), SMALL, "except-last", "1f1b", 3),
+            (TRANSFORMER, (2, 2), SMALL, "always", "gpipe", 2),
+            (TRANSFORMER, (2, 2), SMALL, "layers", "1f1b", 0),
+            (AMOEBANET, (4, 5), (), "except-last", "1f1b", 3),
+            (AMOEBANET, (4, 5), (), "layers", "gpipe", 99),
         )
     ]
     cases += [
