@@ -20,13 +20,10 @@ MANY = {"micro_batches": (4,)}
         *((kind, {}, 3 * 4) for kind in ("recurrent", "adapted", "table", "tiny")),
         pytest.param("dense", {}, 3 * 4, marks=pytest.mark.nightly),
         # Weights are computed in each forward. Each micro-batch has its own; the last one stays in an attribute.
-        *(
-            (kind, {**MANY, "schedule": schedule}, 3 * 2)
-            for kind in ("pruned", "pruned in a row")
-            for schedule in ("gpipe", "1f1b")
-        ),
+        ("pruned", {**MANY, "schedule": "gpipe"}, 3 * 2),
+        *(("pruned in a row", {**MANY, "schedule": schedule}, 3 * 2) for schedule in ("gpipe", "1f1b")),
         # Layers used twice: in one stage their gradients wait for each other, in several they are summed over ranks.
-        *(("towers", {"stages": stages}, stages * 4) for stages in (1, 2, 3)),
+        *(("towers", {"stages": stages}, stages * 4) for stages in (1, 3)),
     ],
 )
 def test_predicted_peaks_of_all_stages_are_within_the_promise(kind, options, count, tmp_path):
