@@ -40,7 +40,7 @@ def profile_text(profile: Profile, style: Style) -> str:
     """
     title = printable(profile.model.source) or "profile"
     size = _largest(profile)
-    caption = f"one micro-batch of {profile.micro_batch_sizes[size]}; rows of several layers give the costs of each"
+    caption = f"one micro-batch of {profile.micro_batch_sizes[size]}; a row of several layers shows the costs of one"
     return render(
         style,
         heading(title),
