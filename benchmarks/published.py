@@ -168,7 +168,7 @@ def _split_backward_runs() -> None:
         bubbles in the paper), {span(fitted["zb2p"])} for ZB-2p (predicted by `--schedule search` with memory for
         2·K micro-batches on each device), and {span(fitted["interleaved"])} for interleaved 1F1B. The paper's
         ZB-2p does not synchronize devices in the optimizer's step, which saves it 8 %. Its interleaved 1F1B has
-        one layer per chunk, and Megatron-LM's stages wait for transfers, while the model assumes overlap. So a
+        one layer per chunk, and Megatron-LM's stages wait for transfers, while the cost model assumes overlap. So a
         predicted advantage of interleaved 1F1B of a few percent over split backwards is not reliable."""
     )
     table("model | M | schedule | measured, s: | predicted, s: | difference: | fitted:", lines)
