@@ -39,8 +39,8 @@ where D is the makespan of the backward flow shop and U the time that optimizer 
           M-w forwards of the stage, because only w forwards run before the first backward;
           consecutive round trips, because a micro-batch begins only after the w-th previous one has returned;
           g of the next stage, plus one forward, one backward and two transfers
-    s   round trip of the first micro-batch, with its recomputation (y in docs/cost-model.md)
-    r   round trip that ends with the backward of the last micro-batch (z in docs/cost-model.md)
+    s   round trip of the first micro-batch, with its recomputation: s + 2 C + F + B of the added stage
+    r   round trip that ends with the backward of the last micro-batch: r + 2 C + F + q of the added stage
     u   as under GPipe
 """
 
