@@ -219,7 +219,12 @@ def search_cases(
             continue
         start = starts.get(CaseKey.of(case))
         is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us and start is None
-        if (is_open and results.left and is_hopeless) or results.is_left_out(case):
+        is_slower = (
+            ranks is not None
+            and results.best is not None
+            and ranks.get(width_replicas_and_micro_batches(case), inf) >= results.best.step_us
+        )
+        if (is_open and results.left and is_hopeless) or is_slower or results.is_left_out(case):
             results.bound(case, least_us)  # The case is skipped, but its lower bound still counts.
             continue
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.

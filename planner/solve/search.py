@@ -34,6 +34,9 @@ _FAR: Final = 1.12
 """Ratio of a named schedule's step time to the fastest one above which no action orders are searched for its number of
 chunks, because such searches made plans up to 9.5 % faster."""
 
+_CLOSE: Final = 1.05
+"""Like `_FAR`, over several widths."""
+
 _MOST_ACTIONS_OF_CASE: Final = 200_000
 """Number of actions to simulate for one of several cases of a searched schedule."""
 
@@ -43,11 +46,17 @@ _NEAREST_SCHEDULES: Final = 2
 _FIRST_BUDGET: Final = 5
 """Divisor of each schedule's number of simulated actions, in the first pass over widths."""
 
+_MOST_RANKED: Final = 2
+"""Number of combinations of width, replicas and M for which action orders are searched."""
+
+_MOST_IMPROVED: Final = 2
+"""Number of plans with searched action orders that are improved, over several widths."""
+
 _SHORT_BUDGET: Final = 6
 """Divisor of each schedule's number of simulated actions, with the width, replicas and M of the first pass's plan."""
 
-_ORDERS_BUDGET: Final = 3
-"""Divisor of the number of simulated actions of searched schedules, in the last pass over widths."""
+_MOST_ACTIONS_OF_RANKED: Final = 2_400_000
+"""Number of actions to simulate for all widths, replicas and M of one schedule."""
 
 MOST_WORK: Final = 20_000
 """Largest number of layers times devices for which further requests are solved for hints."""
@@ -136,15 +145,6 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
     return by_layer._replace(best=best, answers=answers)
 
 
-def _faster_answers(*searches: Mapping[CaseKey, Answer]) -> Mapping[CaseKey, Answer]:
-    faster: dict[CaseKey, Answer] = {}
-    for answers in searches:
-        for key, answer in answers.items():
-            if key not in faster or answer.step_us < faster[key].step_us:
-                faster[key] = answer
-    return faster
-
-
 def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> SearchedCases:
     if len({case.cluster.tensor_parallel for case in cases}) > 1:
         return _over_widths(cases, request, deadline, upper_us=upper_us)
@@ -222,23 +222,82 @@ def _search_orders_twice(
 
 
 def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> SearchedCases:
-    """Search cases of several tensor-parallel widths, with about the budget of one width.
+    """Search cases of several tensor-parallel widths.
 
     A quick search under 1F1B ranks the combinations of width, replicas and micro-batches. The most promising ones get
     most of the budget of each schedule.
     """
-    is_open = request.inputs.schedule == "auto" and request.actions is not None
-    quick = quick_answers(cases, deadline, upper_us=upper_us) if is_open else []
-    found = min(quick, key=lambda answer: answer.step_us, default=None)
+    is_open = request.inputs.schedule == "auto"
+    if request.actions is None if is_open else not any(gains_from_longer_search(case.schedule) for case in cases):
+        return search_cases(cases, request, deadline, upper_us=upper_us)
+    quick = quick_answers(cases, deadline, upper_us=upper_us)
     ranks = {width_replicas_and_micro_batches(answer.case): step_us_without_bubble(answer) for answer in quick}
+    if not is_open:
+        return _search_ranked(cases, request, deadline, upper_us=upper_us, ranks=ranks)
+    allowed = {case.schedule.name for case in cases}
+    quick = [answer for answer in quick if answer.case.schedule.name in allowed]
+    found = min(quick, key=lambda answer: answer.step_us, default=None)
     upper_us = upper_us if found is None else min(upper_us, found.step_us)
-    num_actions = request.actions // _FIRST_BUDGET if is_open and request.actions else request.actions
-    cheaper = replace(request, actions=num_actions)
+    cheaper = replace(request, actions=(request.actions or 0) // _FIRST_BUDGET)
     first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
     quickly = {CaseKey.of(answer.case): answer for answer in quick}
     first = first._replace(best=first.best or found, answers=_faster_answers(quickly, first.answers))
-    is_improvable = first.best is not None and is_open and request.searches_on
+    is_improvable = first.best is not None and request.searches_on
     return _improved_schedules(cases, first, request, deadline, ranks=ranks) if is_improvable else first
+
+
+def _search_ranked(
+    cases: Sequence[Case],
+    request: Request,
+    deadline: Deadline,
+    *,
+    upper_us: float,
+    ranks: Mapping[tuple[int, int, int], float],
+) -> SearchedCases:
+    """Search the cases of one schedule in the order of `ranks`, and improve the best plans."""
+    name = cases[0].schedule.name
+    if name == SEARCHED.name:
+        return _search_orders_ranked(cases, request, deadline, upper_us=upper_us, ranks=ranks)
+    named = replace(request, inputs=replace(request.inputs, schedule=name))
+    budget = {name: _MOST_ACTIONS_OF_RANKED}
+    first = search_cases(cases, named, deadline.share(0.5), upper_us=upper_us, ranks=ranks, budget=budget)
+    return improve_fastest_answers(first, deadline) if request.searches_on else first
+
+
+def _search_orders_ranked(
+    cases: Sequence[Case],
+    request: Request,
+    deadline: Deadline,
+    *,
+    upper_us: float,
+    ranks: Mapping[tuple[int, int, int], float],
+) -> SearchedCases:
+    shapes = sorted(
+        {width_replicas_and_micro_batches(case) for case in cases}, key=lambda shape: (ranks.get(shape, inf), shape)
+    )
+    near = [case for case in cases if width_replicas_and_micro_batches(case) in shapes[:_MOST_RANKED]]
+    far = [case for case in cases if case not in near]
+    first = _search_orders_of(near, request, deadline.share(0.5), upper_us=upper_us)
+    if first.best is None:
+        again = _search_orders_of(far, request, deadline.share(0.5), upper_us=upper_us)
+        bounds_us = {SEARCHED.name: min(first.bound_us, again.bound_us)}
+        first = SearchedCases(again.best, bounds_us, first.complete and again.complete, again.answers)
+        far = []
+    if first.best is None:
+        return first
+    bound_us = min([first.bound_us, *(least_case_us(case, first.best.step_us) for case in far)])
+    answers = dict(first.answers)
+    nearest = [a for a in answers.values() if a.partition is not None and a.step_us <= first.best.step_us * NEARBY]
+    for answer in sorted(nearest, key=lambda answer: answer.step_us)[:_MOST_IMPROVED]:
+        answers[CaseKey.of(answer.case)] = _improved_orders(answer.case, answer, request, deadline) or answer
+    best = min((a for a in answers.values() if a.partition is not None), key=lambda answer: answer.step_us)
+    return SearchedCases(best, {SEARCHED.name: bound_us}, first.complete, answers)
+
+
+def _search_orders_of(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> SearchedCases:
+    alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
+    budget = {SEARCHED.name: min(2 * MOST_ACTIONS_OF_SEARCH, _MOST_ACTIONS_OF_CASE * len(cases))}
+    return search_cases(cases, alone, deadline, upper_us=upper_us, budget=budget)
 
 
 def _improved_schedules(
@@ -251,45 +310,52 @@ def _improved_schedules(
 ) -> SearchedCases:
     """Search each schedule again with the width and replicas of the best plan, and return the better result.
 
-    Each schedule gets a short search with the best plan's number of micro-batches, and the fastest ones a longer
-    search.
+    Each schedule gets a short search with the best plan's number of micro-batches. The fastest ones are then searched
+    as if they were requested.
     """
     best, answers, actions = first.best, first.answers, request.actions or 0
     assert best is not None
-
-    def search(name: ScheduleName, own: Sequence[Case], upper_us: float, num_actions: int) -> SearchedCases:
-        named = replace(request, inputs=replace(request.inputs, schedule=name), searches_on=False)
-        own_first = {**ranks, shape: 0.0}
-        return search_cases(own, named, deadline, upper_us=upper_us, ranks=own_first, budget={name: num_actions})
-
     shape = width_replicas_and_micro_batches(best.case)
+    own_first = {**ranks, shape: 0.0}
     alike = [
         case for case in cases if width_replicas_and_micro_batches(case) == shape and has_linear_program(case.schedule)
     ]
     for name in dict.fromkeys(case.schedule.name for case in alike):
         own = [case for case in alike if case.schedule.name == name]
-        again = search(name, own, best.step_us * NEARBY, actions // _SHORT_BUDGET)
+        named = replace(request, inputs=replace(request.inputs, schedule=name), searches_on=False)
+        budget = {name: actions // _SHORT_BUDGET}
+        again = search_cases(own, named, deadline, upper_us=best.step_us * NEARBY, ranks=own_first, budget=budget)
         answers = _faster_answers(answers, again.answers)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
-    for name in dict.fromkeys([*_nearest_schedules(answers.values()), SEARCHED.name]):
-        own = [
-            case
-            for case in cases
-            if case.schedule.name == name and width_replicas_and_micro_batches(case)[:2] == shape[:2]
-        ]
-        num_actions = actions // _ORDERS_BUDGET if name == SEARCHED.name else actions
-        again = search(name, own, best.step_us, num_actions)
-        best, answers = again.best or best, _faster_answers(answers, again.answers)
-    return first._replace(best=best, answers=answers)
+    for name in _nearest_schedules(answers.values()):
+        own = [case for case in cases if case.schedule.name == name]
+        again = _search_ranked(own, request, deadline, upper_us=best.step_us * NEARBY, ranks=own_first)
+        best = again.best if again.best is not None and again.best.step_us < best.step_us else best
+        answers = _faster_answers(answers, again.answers)
+    shape, found_us = width_replicas_and_micro_batches(best.case), _fastest_us_without_schedule(answers.values())
+    own = [case for case in cases if case.schedule.is_to_be_made and width_replicas_and_micro_batches(case) == shape]
+    near = [case for case in own if found_us.get(_key_without_schedule(case), inf) <= best.step_us * _CLOSE]
+    again = _search_orders_of(near, request, deadline.share(0.5), upper_us=best.step_us)
+    searched = first._replace(best=again.best or best, answers=_faster_answers(answers, again.answers))
+    return _with_own_orders(searched, own, request, deadline)
 
 
 def _nearest_schedules(answers: Iterable[Answer]) -> dict[ScheduleName, float]:
     found_us: dict[ScheduleName, float] = {}
     for answer in answers:
-        if answer.partition is not None and gains_from_longer_search(answer.case.schedule):
+        if answer.partition is not None and has_linear_program(answer.case.schedule):
             name = answer.case.schedule.name
             found_us[name] = min(answer.step_us, found_us.get(name, inf))
     return dict(sorted(found_us.items(), key=lambda item: item[1])[:_NEAREST_SCHEDULES])
+
+
+def _faster_answers(*searches: Mapping[CaseKey, Answer]) -> Mapping[CaseKey, Answer]:
+    faster: dict[CaseKey, Answer] = {}
+    for answers in searches:
+        for key, answer in answers.items():
+            if key not in faster or answer.step_us < faster[key].step_us:
+                faster[key] = answer
+    return faster
 
 
 def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:

@@ -6,6 +6,7 @@ from math import inf
 from typing import Final
 
 from planner.core.cost.evaluate import Evaluation
+from planner.core.schedule import ONE_FORWARD_ONE_BACKWARD
 from planner.solve.answer import Answer
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.space.case import Case
@@ -24,17 +25,16 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
     """Return the plans that short searches under 1F1B find, one for each width, replicas and micro-batches.
 
     Args:
-        cases: Cases of a request, of any schedule; only those of 1F1B are searched.
+        cases: Cases of a request, of any schedule.
         deadline: Time at which the searches stop.
         upper_us: Step time that a plan must beat, in microseconds.
     """
     from planner.solve.chain.one_forward_one_backward import search_one_forward_one_backward  # noqa: PLC0415
 
     answers: list[Answer] = []
-    for case in sorted(
-        (case for case in cases if case.schedule.is_one_forward_one_backward),
-        key=lambda case: (case.bound_us, *width_replicas_and_micro_batches(case)),
-    ):
+    by_devices = sorted(cases, key=lambda case: case.num_devices)
+    plain = {width_replicas_and_micro_batches(case): _under_1f1b(case) for case in by_devices}
+    for case in sorted(plain.values(), key=lambda case: (case.bound_us, *width_replicas_and_micro_batches(case))):
         near_us = _FAR * min((answer.step_us for answer in answers), default=inf)
         if case.bound_us >= min(near_us, upper_us):
             continue
@@ -46,6 +46,12 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
             continue
         answers += [answer] if answer.partition is not None else []
     return answers
+
+
+def _under_1f1b(case: Case) -> Case:
+    one = ONE_FORWARD_ONE_BACKWARD
+    num_devices = int(min(case.num_devices, one.most_devices(case.micro_batches)))
+    return replace(case, schedule=one, chunks=1, num_devices=num_devices, _memory={})
 
 
 def width_replicas_and_micro_batches(case: Case) -> tuple[int, int, int]:
