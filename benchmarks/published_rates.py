@@ -8,7 +8,7 @@ states it.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import median
 
 from benchmarks.published_chips import even_cut, golden_cut, golden_profile, profile
@@ -80,6 +80,7 @@ class Run:
         return rate
 
 
+@cache
 def reached() -> tuple[Run, ...]:
     """Return all runs whose number of GPUs is known."""
     runs = (*_vocabulary(), *_zero_bubble(), *_recomputation(), *_bloom(), *_golden(), *_nemo())

@@ -21,7 +21,9 @@ _JAX = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-os.environ |= {name: value for name, value in _JAX.items() if name not in os.environ}
+# Several workers share the cores: a second thread of each would wait for a core, and take another's time by waiting.
+_THREADS = {"OMP_NUM_THREADS": "1"}
+os.environ |= {name: value for name, value in (_JAX | _THREADS).items() if name not in os.environ}
 
 # The same examples in every run, so that a failure is the change's. `HYPOTHESIS_PROFILE=default` searches on.
 settings.register_profile("same", derandomize=True, database=None)

@@ -261,11 +261,11 @@ def test_profile_from_python_takes_a_module_or_a_file(here: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert files.read_profile("given.yaml").layers[0].parameter_bytes == 4 * 72
     assert planner.solve("given.yaml", devices=2, mem="1MB").balance
-    shaped = planner.profile(model, inputs=["8"], batch_sizes=1, repeat=2)
+    shaped = planner.profile(model, inputs=["8"], batch_sizes=1, repeat=2, proof_budget="0s")
     assert shaped.layers[0].parameter_bytes == 4 * 72
     (page,) = blocks("docs/ci.md", "python")
     Path("model.py").write_text(page)
-    from_file = planner.profile("model.py", batch_sizes=2, repeat=2)
+    from_file = planner.profile("model.py", batch_sizes=2, repeat=2, proof_budget="0s")
     assert len(from_file.layers) == 5
     with pytest.raises(planner.core.errors.ModelError):
         planner.profile(model, repeat=2)

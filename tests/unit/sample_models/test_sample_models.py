@@ -23,9 +23,9 @@ PAPER_TRANSFORMER = {"width": 2048, "feed_forward": 8192, "heads": 32, "vocabula
 
 # Small settings, for tests that train.
 SMALL: dict[str, dict[str, int]] = {
-    "amoebanet_d": {"num_layers": 3, "num_filters": 16, "num_classes": 4},
+    "amoebanet_d": {"num_layers": 3, "num_filters": 16, "num_classes": 4, "image_size": 33},
     "mlp": {"depth": 4, "width": 64},
-    "resnet": {"num_classes": 4},
+    "resnet": {"num_classes": 4, "image_size": 33},
     "transformer_lm": {"layers": 2, "width": 64, "heads": 4, "feed_forward": 128, "vocabulary": 64, "tokens": 32},
     "unet": {"width": 8, "levels": 2, "image_size": 32},
 }
