@@ -25,7 +25,7 @@ from planner.model.operators import OperatorWatch, depends_on_values, written_te
 from planner.model.recording import END, Call, CarriedState, FunctionResult, Operator, Recording
 from planner.model.refusals import explain_refusals
 from planner.model.regions import RegionFinder, without_reentrance
-from planner.model.seeding import host_generator_states
+from planner.model.seeding import host_generator_states, seeded_host
 from planner.model.variables import undo_changes
 
 
@@ -52,7 +52,9 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         stack.enter_context(undo_changes(model))
         stack.enter_context(without_shape_log())
         stack.enter_context(torch.random.fork_rng())
-        torch.manual_seed(0)  # random choices, such as skipped layers, are the same in each recording
+        # Random choices, such as skipped layers, are the same in each recording.
+        torch.manual_seed(0)
+        stack.enter_context(seeded_host(0))
         # Real buffers are copied, because a forward may write into them (running statistics).
         copied = replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
         stack.enter_context(parameters_as_ghosts(model) if ghosts else copied)

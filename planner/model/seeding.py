@@ -3,6 +3,8 @@
 # ruff: noqa: NPY002 - the global generator is what a script draws from
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, cast
 
@@ -35,6 +37,19 @@ def seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
+
+
+@contextmanager
+def seeded_host(seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's generators for the `with` block, and restore their states afterwards."""
+    states = random.getstate(), np.random.get_state(legacy=False)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def host_generator_states() -> tuple[object, ...]:

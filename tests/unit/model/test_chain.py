@@ -1,5 +1,6 @@
 """Layers and digest of an `nn.Sequential`."""
 
+import random
 import subprocess
 import sys
 from collections import OrderedDict
@@ -238,3 +239,28 @@ def test_digest_ignores_ranges_of_quantization_observers() -> None:
     with torch.device("meta"):
         empty = nn.Sequential(Observed(), Observed())
     assert chain_digest(chain_of(empty), {}) == chain_digest(chain_of(nn.Sequential(Observed(), Observed())), {})
+
+
+class TeacherForced(nn.Module):
+    """Decoder that feeds its output or a given value back, at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, value: Tensor, given: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = layer(given if random.random() < 0.5 else value)
+        return value
+
+
+def test_digest_does_not_depend_on_the_state_of_pythons_generator() -> None:
+    digests, states = set(), []
+    for seed in range(6):
+        random.seed(seed)
+        states.append(random.getstate())
+        digests.add(
+            chain_digest(chain_of(TeacherForced(), lambda size: (torch.ones(size, 4), torch.ones(size, 4))), {})
+        )
+        assert random.getstate() == states[-1]
+    assert len(digests) == 1
