@@ -96,6 +96,19 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
     return found
 
 
+def guarded_tables(first: Recording, second: SecondForward) -> dict[Key, int]:
+    """Return the attributes with tables that the second forward did not compute, and the numbers that prevent it.
+
+    Each has the time at which the call that sets it ends in the first forward.
+    """
+    set_again = set(map(attribute_key, second.recording.calls[0].changes))
+    once = {attribute_key(change): change for change in first.calls[0].changes}
+    numbers = {key for key, change in once.items() if not change.contains_tensor and key not in set_again}
+    tables = {key for key in second.fixed - set_again if key[0] in {path for path, _ in numbers}}
+    found = tables | {key for key in numbers if key[0] in {path for path, _ in tables}}
+    return {key: max(first.calls[number].exit for number in _innermost(first, key)) for key in sorted(found, key=str)}
+
+
 def reason_against_cut(states: Iterable[CarriedState], cut: int) -> str:
     """Return the reason against a cut if code before and after it uses the same state; else an empty text."""
     for state in states:

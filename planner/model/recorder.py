@@ -13,7 +13,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.model.attributes import AttributeSnapshot, stored_leaves
 from planner.model.calling import arguments_of, intercept_calls
-from planner.model.carried_state import Key, SecondForward, attribute_key, attribute_states, written_states
+from planner.model.carried_state import (
+    Key,
+    SecondForward,
+    attribute_key,
+    attribute_states,
+    guarded_tables,
+    written_states,
+)
 from planner.model.differentiation import refusing_gradients, without_shape_log
 from planner.model.functions import Called, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_graphs, storage_of
@@ -92,6 +99,7 @@ def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: An
         return []
     fixed = frozenset(key for key, tensors in left.items() if not any(map(recorder.is_tainted, tensors)))
     second = SecondForward(recording=again.recording, storages=storages, fixed=fixed)
+    recorder.recording.guarded_tables = guarded_tables(recorder.recording, second)
     return attribute_states(recorder.recording, second)
 
 

@@ -92,7 +92,9 @@ class ModelStage(nn.Module):
         """Modules by path whose forward ends in this stage. It may begin in an earlier stage."""
         part, calls = self._part, self._part.outline.recording.calls
         paths = {call.path for call in calls if part.begin <= call.exit and (call.exit < part.stop or part.stop == END)}
-        return {path: part.model.get_submodule(path) for path in sorted(paths)}
+        # Numbers of tables that earlier stages compute are undone after each forward.
+        tables = {path for path, _ in part.outline.recording.guarded_tables} - {path for path, _ in part.kept}
+        return {path: part.model.get_submodule(path) for path in sorted(paths - tables)}
 
     @property
     def state_modules(self) -> list[nn.Module]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.zoo.unprepared import (
+    caches,
     calls,
     conditions,
     containers,
@@ -114,6 +115,7 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "gradients": gradients,
         "recipes": recipes,
         "popular": popular,
+        "caches": caches,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)

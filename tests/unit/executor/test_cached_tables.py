@@ -1,0 +1,53 @@
+"""Tables that a module shared by blocks caches, guarded by a number."""
+
+import torch
+from torch import Tensor, nn
+
+from planner.executor.equivalence.check import check_equivalence
+from tests.support.measure import loaded_model
+
+WIDTH = 8
+
+
+class Table(nn.Module):
+    """A table that the first forward computes, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached_length, self.table = 0, None
+
+    def forward(self, value: Tensor) -> Tensor:
+        if value.shape[-1] > self.cached_length or self.table.device != value.device:
+            self.cached_length = value.shape[-1]
+            self.table = torch.arange(self.cached_length).cos()
+        return self.table[: value.shape[-1]]
+
+
+class Layer(nn.Module):
+    """Layer that adds a shared table."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(WIDTH, WIDTH), table
+
+    def forward(self, value: Tensor) -> Tensor:
+        return torch.tanh(self.linear(value) + self.table(value))
+
+
+class Net(nn.Module):
+    """Layers that share a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = Table()
+        self.layers = nn.ModuleList(Layer(table) for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+def test_a_table_that_is_cached_with_its_length_may_be_shared_by_layers() -> None:
+    proof = check_equivalence(loaded_model(Net, WIDTH), budget_s=30.0).proof
+    assert (proof.cuts, proof.uncovered, proof.differs_recomputed) == (2, 0, "")
