@@ -71,7 +71,7 @@ class _Climb:
         choices = np.where(flips, rng.choice(self._any.allowed, choices.shape), choices)
         keeps = (np.diff(cuts, axis=1) > 0).all(axis=1)
         cuts, choices = cuts[keeps], choices[keeps]
-        fits = (self._evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
+        fits = (self._evaluator.excess_bytes(cuts, choices) <= 0).all(axis=1)
         if not fits.any():
             return
         cuts, choices = cuts[fits], choices[fits]
@@ -94,7 +94,7 @@ class _Climb:
             step_us = float(other.step_us(self._cuts[None], self._choices[None])[0])
         except (UsageError, ValueError):
             return  # devices would wait for each other
-        if step_us <= self.limit_us and (other.over_bytes(self._cuts[None], self._choices[None]) <= 0).all():
+        if step_us <= self.limit_us and (other.excess_bytes(self._cuts[None], self._choices[None]) <= 0).all():
             self._rows, self._evaluator = other.case.schedule.rows, other
             self.best_us = min(self.best_us, step_us)
 

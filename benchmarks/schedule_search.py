@@ -214,7 +214,7 @@ def _climbs(evaluator: Evaluator, rng: np.random.Generator) -> Iterator[float]:
             if not len(every):
                 idle += 1
                 continue
-            over = evaluator.over_bytes(every, some).sum(axis=1)
+            over = evaluator.excess_bytes(every, some).sum(axis=1)
             step_us = evaluator.step_us(every, some)
             at = np.lexsort((step_us, over))[0]
             now = float(over[at]), float(step_us[at])

@@ -10,7 +10,7 @@ from typing import Any, Final
 from planner.api import texts
 from planner.api.configuration import Configuration, note_language_model_only
 from planner.api.option import option_fields_of
-from planner.api.options.profiling import FormulaOptions, ProfileOptions, ShapeOptions
+from planner.api.options.profiling import FormulaOptions, ModelSizeOptions, ProfileOptions
 from planner.core.errors import UsageError
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
@@ -39,7 +39,7 @@ _KEYS: Final = {
 """Key of a Hugging Face configuration for each option that gives a size."""
 
 _ESTIMATE: Final = "estimate:"
-_SHAPE_OPTIONS: Final = tuple(of.name for of in fields(ShapeOptions))
+_SHAPE_OPTIONS: Final = tuple(of.name for of in fields(ModelSizeOptions))
 _FORMULA_OPTIONS: Final = tuple(of.name for of in fields(FormulaOptions))
 _SHARED_OPTIONS: Final = (
     "output",

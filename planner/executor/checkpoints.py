@@ -53,8 +53,8 @@ from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFi
 from planner.executor.pipeline import Pipeline
 from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint, restore_object
 from planner.executor.run.random_state import HostRandomStates
+from planner.executor.watch.activity import STORE
 from planner.executor.watch.failure import StoppedBySignal
-from planner.executor.watch.position import STORE
 
 _NO_ROOM = "free space, then use `--resume auto`"
 
@@ -105,7 +105,7 @@ class Checkpoints:
         self._failed: PlannerError | None = None
         self._is_end = False
         self._pending: CheckpointWriter | None = None
-        pipeline.position.set_activity("opening the checkpoints", waits_for=STORE)
+        pipeline.activity.begin("opening the checkpoints", waits_for=STORE)
         self._exchange = ValueExchange(pipeline.rank, dist.get_world_size())
         # On a GPU, a thread saves from a copy in host memory. On a CPU, the copy would take memory that the plan needs.
         self._is_async = kind_of(pipeline.device).has_own_memory
@@ -117,7 +117,7 @@ class Checkpoints:
             self._own_state()  # raise an error now if some state cannot be saved; checked again after the first step
         pipeline.at_close.append(self._release)
         candidates = self._place.resumable_checkpoints(resume)
-        pipeline.position.set_activity("reading a checkpoint")
+        pipeline.activity.begin("reading a checkpoint")
         if candidates:
             self._resume_first_readable(candidates)
         elif weights is not None:
@@ -125,7 +125,7 @@ class Checkpoints:
         pipeline.at_end.append(self.close)
         if self._watch is not None:
             self._watch.saves_on_stop = self._folder is not None
-        pipeline.position.set_activity("between steps")
+        pipeline.activity.begin("between steps")
 
     def step_done(self) -> None:
         """Save a checkpoint if one is due. Call this method after every step.
@@ -147,7 +147,7 @@ class Checkpoints:
             self._is_end = is_end
             self.save()
         elif self._pending is not None and self._pending.is_done:
-            self.finish()
+            self.wait_until_written()
         if not is_end:
             return
         self._wait_for_writes()
@@ -167,7 +167,7 @@ class Checkpoints:
         step = self._pipeline.step_index
         if self._folder is None:
             return
-        self.finish()
+        self.wait_until_written()
         if step not in {0, self._saved_step}:
             self._is_end = True
             self.save()
@@ -180,11 +180,11 @@ class Checkpoints:
     def save(self) -> None:
         """Save a checkpoint of the current step. If this fails, print a warning and continue the run."""
         assert self._folder is not None
-        self.finish()
+        self.wait_until_written()
         step = self._pipeline.step_index
         if step == self._saved_step:
             return
-        self._pipeline.position.set_activity("a checkpoint", waits_for=STORE)
+        self._pipeline.activity.begin("a checkpoint", waits_for=STORE)
         self._saved_step = step
         folder = partial_path(self._folder, step)
         index = self._index_without_files()
@@ -193,23 +193,23 @@ class Checkpoints:
             folder,
             exchange=self._exchange,
             in_thread=self._is_async,
-            position=self._pipeline.position,
+            activity=self._pipeline.activity,
             rank=self._pipeline.rank,
             publish=lambda files: complete_checkpoint(folder, self._with_files(index, files)),
         )
         if not self._is_async:
-            self.finish()
-        self._pipeline.position.set_activity("between steps")
+            self.wait_until_written()
+        self._pipeline.activity.begin("between steps")
 
-    def finish(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until all ranks have written the pending checkpoint."""
         if self._pending is None:
             return
         assert self._folder is not None
-        self._pipeline.position.set_activity("a checkpoint", waits_for=STORE)
+        self._pipeline.activity.begin("a checkpoint", waits_for=STORE)
         pending, self._pending = self._pending, None
         try:
-            pending.finish()
+            pending.wait_until_written()
         except NotWrittenError as error:
             self._save_failed(error)
             return
@@ -242,7 +242,7 @@ class Checkpoints:
         )
 
     def _wait_for_writes(self) -> None:
-        self.finish()
+        self.wait_until_written()
         if self._pruning is not None:
             self._pruning.result()
         self._exchange.close()

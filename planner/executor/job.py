@@ -19,8 +19,8 @@ from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, cuts_path
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.run.placement import ProcessPlace, process_place
+from planner.executor.watch.activity import ANY, RankActivity
 from planner.executor.watch.failure import FailureWatch
-from planner.executor.watch.position import ANY, RankActivity
 from planner.executor.watch.store import job_store, rank_and_world_size
 from planner.files import digest_of, read_balance
 from planner.model.load import LoadedModel
@@ -35,7 +35,7 @@ class RankJob:
     seed: int
     place: ProcessPlace
     device: torch.device
-    position: RankActivity
+    activity: RankActivity
     """Record of what this process is doing and waiting for, for error messages."""
     watch: FailureWatch | None
     check_nan: bool = False
@@ -67,15 +67,15 @@ def make_rank_job(
     rank, num_processes = rank_and_world_size()
     balance = source if isinstance(source, Balance) else _read_balance_for(Path(source), num_processes)
     place = process_place(balance, rank, num_processes)
-    position = watch.position if watch is not None else RankActivity()
-    position.names = {stage: _stage_name(balance, stage) for stage in range(balance.num_stages)}
-    position.stages, position.replica = place.stages, place.replica
+    activity = watch.activity if watch is not None else RankActivity()
+    activity.names = {stage: _stage_name(balance, stage) for stage in range(balance.num_stages)}
+    activity.stages, activity.replica = place.stages, place.replica
     places = [process_place(balance, other, num_processes) for other in range(num_processes)]
-    position.rank_names = {p.rank: position.name_of(p.stages, p.replica) for p in places}
-    position.predicted_bytes = {stage.index: stage.peak_bytes for stage in balance.stages}
+    activity.rank_names = {p.rank: activity.name_of(p.stages, p.replica) for p in places}
+    activity.predicted_bytes = {stage.index: stage.peak_bytes for stage in balance.stages}
     where = _device_of_rank(device or balance.device)
     return RankJob(
-        balance=balance, seed=seed, place=place, device=where, position=position, watch=watch, check_nan=check_nan
+        balance=balance, seed=seed, place=place, device=where, activity=activity, watch=watch, check_nan=check_nan
     )
 
 
@@ -105,7 +105,7 @@ def join_process_group(job: RankJob, timeout_s: float) -> bool:
     Raises:
         UsageError: A process has another plan, seed, device or torch version than the first process.
     """
-    job.position.set_activity("joining the others", waits_for=ANY)
+    job.activity.begin("joining the others", waits_for=ANY)
     backend = kind_of(job.device).communication
     is_made_here = not dist.is_initialized()
     if is_made_here and "RANK" not in os.environ:

@@ -13,8 +13,8 @@ from planner.core.schedule import schedule_of
 from planner.executor.job import RankJob
 from planner.executor.run.loader import (
     ResumableLoader,
-    check_sampler,
-    checked_state,
+    check_loader_state,
+    does_sampler_split_data,
     example_mini_batch,
     repeat_train_batches,
     seeded_batches,
@@ -61,7 +61,7 @@ class MiniBatches:
                 loader.
         """
         drawn: Iterator[Any]
-        if loader is not None and check_sampler(loader, self._job.place):
+        if loader is not None and does_sampler_split_data(loader, self._job.place):
             drawn = islice(self._begun(loader, begin), max(0, end - begin))
             yield from starmap(self._without_unneeded, map(_checked_pair, drawn))
             return
@@ -193,7 +193,7 @@ class MiniBatches:
 
         The state is restored when the script passes its loader.
         """
-        self._loader_state = checked_state(state)
+        self._loader_state = check_loader_state(state)
         self._first, self.is_compared = None, False
 
     def _note(self, batch: Batch, *, is_whole: bool) -> None:

@@ -24,8 +24,8 @@ from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import EvaluationResult, Metrics
 from planner.executor.run.placement import ProcessGroups
 from planner.executor.trainer import Trainer
+from planner.executor.watch.activity import ANY
 from planner.executor.watch.failure import FailureWatch
-from planner.executor.watch.position import ANY
 from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
 from planner.model.optimizer_scope import check_optimizer, watch_optimizer
@@ -73,7 +73,7 @@ class Pipeline:
     ) -> None:
         job = make_rank_job(balance_path, seed=seed, device=device, watch=watch, check_nan=check_nan)
         self.balance, self.seed, self.place, self.device = job.balance, job.seed, job.place, job.device
-        self.watch, self.position = job.watch, job.position
+        self.watch, self.activity = job.watch, job.activity
         self.at_end: list[Callable[[], None]] = []
         """Functions to call on all ranks when the loop has ended (`pipeline_script` calls them)."""
         self.at_close: list[Callable[[], None]] = []
@@ -93,7 +93,7 @@ class Pipeline:
             with self._recorder.paused():  # a thread of gloo may be the last to release memory of joining
                 self._is_joined = join_process_group(job, timeout_s)
             groups = ProcessGroups.of(job.place)
-            job.position.set_activity("building the model")
+            job.activity.begin("building the model")
             self._mini_batches = MiniBatches(job, self.model)
             self._assembly = ProcessStages(job, self.model, groups, self._recorder, structure=structure)
             # Errors of failed attempts to build layers may refer to the whole model in reference cycles.
@@ -306,7 +306,7 @@ class Pipeline:
         """
         self.end_loop()
         self._recorder.close()
-        self.position.set_activity("the report", waits_for=ANY)
+        self.activity.begin("the report", waits_for=ANY)
         self.runs, report = run_report(
             self.balance,
             self.place,

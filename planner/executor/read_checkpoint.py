@@ -61,13 +61,13 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
         stored.file(place.rank_of(place.stages[0], replica=0))  # has all tensors of this rank, including tied ones
     load_weights(stored, pipeline.named_tensors(), pipeline.first_names)
     optimizer_state = optimizer.read_from(stored)
-    state = {part: own.value(part) for part in ("random", "device_random", "pipeline", "others")}
+    state = {part: own.state_part(part) for part in ("random", "device_random", "pipeline", "others")}
     if state["pipeline"].get("step_index") != index.step:
         raise FileError("has the state of another step than its index", path=str(source))
     return ReadCheckpoint(
         index=index,
         optimizer_state=optimizer_state,
-        groups=[group for file in stored.opened.values() for group in file.value("groups")],
+        groups=[group for file in stored.opened.values() for group in file.state_part("groups")],
         state=state,
         is_same_plan=is_same_plan,
     )

@@ -17,14 +17,14 @@ from planner.executor.job import RankJob
 from planner.executor.measure.step_record import OnStep, StepCallback, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.agreement import Phase, PhaseAgreement
-from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, OutputObserver
+from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, MetricsCollector
 from planner.executor.run.gradients import check_gradients, check_gradients_have_values, check_losses
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_losses, weigh_losses
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.relay import MetricsRelay
-from planner.executor.watch.position import ANY
+from planner.executor.watch.activity import ANY
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
 
@@ -37,7 +37,7 @@ class Trainer:
     ) -> None:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
-        self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.position)
+        self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.activity)
         self._relay = MetricsRelay(job.place, assembly.groups, job.device)
         self._parameters = dict(assembly.named_parameters())
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
@@ -67,7 +67,7 @@ class Trainer:
         pieces = [list(self._mini_batches.parts(Batch(inputs, targets))) for inputs, targets in batches]
         for part in chain.from_iterable(pieces):
             self._make_engine(part)
-        self._job.position.step = self.step_index
+        self._job.activity.step = self.step_index
         with self._recorder.step():
             loss = self._compute(self._agree_on_phase("step", pieces))
             with self._recorder.optimizer(stage=self._job.place.stages[0]):
@@ -88,9 +88,9 @@ class Trainer:
         squares = torch.zeros((), dtype=torch.float64, device=self._job.device)
         if counted:
             squares = torch.nn.utils.get_total_norm(counted).double().square()
-        self._job.position.set_activity("the norm of the gradients", waits_for=ANY)
+        self._job.activity.begin("the norm of the gradients", waits_for=ANY)
         dist.all_reduce(squares, group=self._groups.pipeline)
-        self._job.position.set_activity("between steps")
+        self._job.activity.begin("between steps")
         norm: Tensor = squares.sqrt()
         torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm.float())
         return float(norm)
@@ -104,16 +104,16 @@ class Trainer:
             outputs: If true, also return the model's outputs.
         """
         parts = self._mini_batches.parts_of_any_size(batch)
-        observed = OutputObserver(metrics, keeps_outputs=outputs)
+        observed = MetricsCollector(metrics, keeps_outputs=outputs)
         agreed = self._agree_on_phase("evaluation" if metrics is None else "evaluation with metrics", [parts])
-        self._job.position.set_activity("the evaluation")
+        self._job.activity.begin("the evaluation")
         with keeping_random_state():
             losses = [loss for part, _, weights in agreed for loss in self._evaluate_part(part, weights, observed)]
         names = self._relay.broadcast_names(list(observed.sums)) if metrics is not None else []
         numbers = [sum_losses(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
         loss, samples, *sums = self._relay.sum_over_replicas(numbers, len(numbers))
-        self._relay.finish()  # a script may end with its evaluation
-        self._job.position.set_activity("between steps")
+        self._relay.wait_until_sent()  # a script may end with its evaluation
+        self._job.activity.begin("between steps")
         means = {name: total / samples for name, total in zip(names, sums, strict=True)}
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
@@ -125,8 +125,8 @@ class Trainer:
         """
         self._agreement.check_and_sum(phase, self.step_index)
         if phase == "end":
-            self._relay.finish()
-        self._job.position.set_activity("between steps")
+            self._relay.wait_until_sent()
+        self._job.activity.begin("between steps")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step index and the loss scale, for a checkpoint."""
@@ -151,7 +151,7 @@ class Trainer:
         )
         total = self._agreement.check_and_sum(phase, self.step_index, sizes, count=sum(counts))
         if phase == "step" and not self._mini_batches.is_compared:
-            self._job.position.set_activity("the comparison of the mini-batch", waits_for=ANY)
+            self._job.activity.begin("the comparison of the mini-batch", waits_for=ANY)
             with self._recorder.paused() if not self.losses else nullcontext():
                 self._mini_batches.check_same_on_all_ranks()
         return weigh_losses(parts, counts, total)
@@ -206,7 +206,7 @@ class Trainer:
         return engine.step(self._mini_batches.input_tensors(part), self._mini_batches.targets(part, weights), weights)
 
     def _sum_gradients(self) -> None:
-        self._job.position.set_activity("the gradients", waits_for=ANY)
+        self._job.activity.begin("the gradients", waits_for=ANY)
         # Release snapshots before running statistics are written: otherwise the write would copy them.
         for module in self._assembly.modules:
             module.release_snapshots()
@@ -217,7 +217,7 @@ class Trainer:
         self._assembly.tied.sum()
         self.skipped = self._loss_scale is not None and not self._loss_scale.unscale()
         if self._loss_scale is None and self._job.check_nan:
-            check_gradients(self._parameters, self._job.position)
+            check_gradients(self._parameters, self._job.activity)
 
     def _step_record(self, loss: float) -> StepRecord:
         return StepRecord(
@@ -230,19 +230,19 @@ class Trainer:
         )
 
     def _send_loss_to_all_ranks(self, losses: Sequence[Tensor], num_samples: int) -> float:
-        place, position = self._job.place, self._job.position
-        position.set_activity("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
+        place, activity = self._job.place, self._job.activity
+        activity.begin("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
         loss, samples = self._relay.sum_over_replicas([sum_losses(losses), num_samples], 2)
         if place.is_last and self._loss_scale is None:
-            check_losses(losses, loss, position)
+            check_losses(losses, loss, activity)
         self.losses.append(loss)
         self.samples.append(int(samples))
-        position.set_activity("between steps")
+        activity.begin("between steps")
         return loss
 
     # Private methods: evaluating
 
-    def _evaluate_part(self, part: MiniBatchPart, weights: Sequence[float], observed: OutputObserver) -> list[Tensor]:
+    def _evaluate_part(self, part: MiniBatchPart, weights: Sequence[float], observed: MetricsCollector) -> list[Tensor]:
         job, modules, batches = self._job, self._assembly.modules, self._mini_batches
         forward = ForwardRunner(modules=modules, place=job.place, device=job.device, precision=job.balance.dtype)
         self._assembly.set_shapes(part, training=False)

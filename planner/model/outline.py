@@ -95,8 +95,8 @@ class ModelOutline:
             "only its result is sent"
         )
 
-    def times(self, first: int, end: int) -> tuple[int, int]:
-        """Return the times at which layer `first` begins and layer `end - 1` ends."""
+    def start_and_end(self, first: int, end: int) -> tuple[int, int]:
+        """Return the times at which layer `first` begins and layer `end - 1` ends, in the recorded forward."""
         return (self.cuts[first - 1] if first else 0), (self.cuts[end - 1] if end <= len(self.cuts) else END)
 
     def received(self, layer: int) -> tuple[int, ...]:

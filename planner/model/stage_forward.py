@@ -268,7 +268,7 @@ class StageForward:
         match leaf:
             case TensorLeaf():
                 received = self._tensors.get(leaf.number)
-                return self._stand_ins.received(leaf.number) if received is None else received
+                return self._stand_ins.missing_result(leaf.number) if received is None else received
             case ArgumentLeaf():
                 return arguments[leaf.argument]
             case ParameterLeaf():

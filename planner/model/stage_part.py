@@ -19,7 +19,7 @@ class StagePart:
     def __init__(self, outline: ModelOutline, model: nn.Module, first: int, end: int) -> None:
         self.outline = outline
         self.model = model
-        self.begin, self.stop = outline.times(first, end)
+        self.begin, self.stop = outline.start_and_end(first, end)
         self.received = outline.received(first) if first else ()
         self.sent = outline.received(end) if end <= len(outline.cuts) else ()
         self.model_tensors = sorted({name for layer in outline.model_tensors[first:end] for name in layer})
@@ -55,7 +55,7 @@ class StagePart:
         self.earlier: list[tuple[int, int]] = []
         """For each layer before the stage: the time at which it begins, and its index (-1 just before the stage)."""
         self._layers = range(first, end)
-        self._cuts = [outline.times(layer, layer + 1)[0] for layer in self._layers]
+        self._cuts = [outline.start_and_end(layer, layer + 1)[0] for layer in self._layers]
         self._watch([self.begin, self.stop])
 
     @property
@@ -84,7 +84,7 @@ class StagePart:
         self.when_layer_begins = listener
         if self.outline.recording.draws_on_host:
             first = self._layers.start
-            self.earlier = [(self.outline.times(layer, layer + 1)[0], layer - first) for layer in range(first)]
+            self.earlier = [(self.outline.start_and_end(layer, layer + 1)[0], layer - first) for layer in range(first)]
         self.layer_at = {time: layer for layer, time in enumerate(self._cuts)}
         self._watch([*self._cuts, self.stop])
 

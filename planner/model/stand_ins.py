@@ -62,8 +62,8 @@ class StandInFactory:
         self._with_ghosts = device.type in (*TORCH_KINDS, "meta")
         self._device = device if self._with_ghosts else torch.device("cpu")
 
-    def received(self, value: int) -> Tensor:
-        """Return a stand-in for a result of an earlier call that the stage does not receive."""
+    def missing_result(self, value: int) -> Tensor:
+        """Return a stand-in for the result of an earlier call that is not sent to the stage."""
         recording = self._part.outline.recording
         storage, meta = recording.values[value]
         shape = self._part.outline.shape_of(value, self._size)

@@ -292,15 +292,15 @@ def _reason(request: Request, case: Case) -> str:
     single = need[1:, -1]
     worst = int(single.argmax())
     if np.isfinite(single[worst]) and single[worst] > max(limits):
-        over_bytes = format_bytes(single[worst] - max(limits))
-        return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {over_bytes} over'
+        excess = format_bytes(single[worst] - max(limits))
+        return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {excess} over'
     if request.inputs.together or request.inputs.apart:
         return f"no cuts that satisfy `--together` and `--apart` fit (M = {m})"
     cannot = f"every layer fits alone, but {pluralize(case.num_devices, 'stage')} cannot hold them all"
     if len(set(limits)) == 1:
         smallest = smallest_limit_bytes(case)
-        over_bytes = format_bytes(smallest - limits[0])
-        return f"{cannot}; the evenest cut needs {format_bytes(smallest)} with M = {m}, {over_bytes} over"
+        excess_bytes = format_bytes(smallest - limits[0])
+        return f"{cannot}; the evenest cut needs {format_bytes(smallest)} with M = {m}, {excess_bytes} over"
     wide = max_stage_layers(costs, longest_us=np.inf, limit_bytes=2 * max(limits))
     least = _least_excess_bytes(case, wide, case.limits_bytes)
     return f"{cannot}; with the best cuts and M = {m}, a stage is {format_bytes(least)} over its memory limit"
@@ -363,4 +363,4 @@ def _descend_to_least_excess(evaluator: Evaluator, cuts: IntArray, choices: IntA
 
 
 def _excess_bytes(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
-    return np.where(evaluator.case.rules.allows(cuts), evaluator.over_bytes(cuts, choices).max(axis=1), np.inf)
+    return np.where(evaluator.case.rules.allows(cuts), evaluator.excess_bytes(cuts, choices).max(axis=1), np.inf)

@@ -40,7 +40,7 @@ from planner.core.extras import check_installed, discarding_stdout
 from planner.solve.answer import Answer
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.space.case import Case
-from planner.solve.space.problem import StageArrays
+from planner.solve.space.problem import StageTimeArrays
 from planner.solve.space.tables import max_stage_layers
 
 _METHOD: Final = "integer-programming"
@@ -114,7 +114,7 @@ class _Arcs:
         columns: list[list[Any]] = []
         for place in places:
             level = case.num_devices - 1 - place
-            stages = StageArrays.of_variants([problem.stages(level, 0, ends)])
+            stages = StageTimeArrays.of_variants([problem.stages(level, 0, ends)])
             at = stages.select(*np.nonzero(np.isfinite(stages.forward)))
             before = np.where(at.first > 0, problem.links[level + 1].on_link_us[at.first], 0.0)
             times = (at.forward, at.backward, at.last_backward, before, at.own_us, at.hidden_us - 2 * at.link)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from planner.core.schedule import GIVEN, ListedSchedule, Schedule, schedule_of, schedules_for
+from planner.core.schedule import GIVEN, ListedSchedule, Schedule, schedule_of, schedules_of_policy
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
 from planner.solve.deadline import UNWATCHED, SearchObserver
@@ -68,11 +68,11 @@ class Request:
             inputs = replace(inputs, schedule=plan.schedule)
         return cls(inputs=inputs, micro_batches=micro_batches, time_limit_s=time_limit_s)
 
-    def without_second_pass(self) -> "Request":
+    def without_longer_search(self) -> "Request":
         """Return this request without the second, longer search of an `auto` schedule."""
         return replace(self, searches_on=False) if self.inputs.schedule == "auto" else self
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """Schedules that the solver may choose from."""
-        return schedules_for(self.inputs.schedule) if self.lists is None else (self.lists,)
+        return schedules_of_policy(self.inputs.schedule) if self.lists is None else (self.lists,)

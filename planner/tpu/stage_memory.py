@@ -13,7 +13,7 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import prefix_sums
 from planner.core.cost.layer_memory import BACKWARD, FORWARD
-from planner.core.cost.parts import Parts, PartSize, all_parts, running_part
+from planner.core.cost.parts import MemoryParts, PartSize, all_parts, running_part
 from planner.core.cost.peak_points import BACKWARDS, FORWARDS
 from planner.core.cost.size_costs import SizeCosts, costs_without_records
 from planner.core.cost.stages import StageTable, StageTableBuilder
@@ -85,7 +85,7 @@ class CompiledStageMemory:
     waiting: FloatArray
     """Additional bytes that arrays of a forward take until loops store them in rows."""
 
-    def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> Parts:
+    def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> MemoryParts:
         """Return the memory parts of stages that are compiled as one executable each.
 
         Gradients exist during the whole step. A loop over micro-batches stores activations in one slot for each

@@ -17,7 +17,7 @@ _FORMULA: Final = "Formula instead of a model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShapeOptions:
+class ModelSizeOptions:
     """Sizes of a model for `profile --from-formula`, which a config.json contains."""
 
     layers: Annotated[int | None, Option("32", "Number of blocks between embedding and head.", _FORMULA)] = None
@@ -34,7 +34,7 @@ class ShapeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormulaOptions(ShapeOptions):
+class FormulaOptions(ModelSizeOptions):
     """Options of `profile --from-formula`; `planner.api.formula` computes the profile."""
 
     from_formula: Annotated[

@@ -21,7 +21,7 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile
 
 if TYPE_CHECKING:
-    from planner.core.cost.parts import Parts
+    from planner.core.cost.parts import MemoryParts
     from planner.core.cost.stages import StageTable, StageTableBuilder
 
 
@@ -171,7 +171,7 @@ class StageMemoryModel(Protocol):
     Arrays have one row per first layer and one column per last layer, as in a `StageTable`.
     """
 
-    def parts(self, s: "StageTable", recompute: Recompute, *, in_flight: int) -> "Parts":
+    def parts(self, s: "StageTable", recompute: Recompute, *, in_flight: int) -> "MemoryParts":
         """Return the parts of each stage's memory.
 
         Args:

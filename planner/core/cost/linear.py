@@ -28,9 +28,9 @@ class LinearExpression:
 
     def __sub__(self, other: "LinearExpression") -> "LinearExpression":
         """Return the difference of the expression and `other`."""
-        return self + other.times(-1.0)
+        return self + other.scaled_by(-1.0)
 
-    def times(self, factor: float) -> "LinearExpression":
+    def scaled_by(self, factor: float) -> "LinearExpression":
         """Return the product of the expression and a number."""
         return LinearExpression(
             {unknown: factor * value for unknown, value in self.factors.items()}, factor * self.constant

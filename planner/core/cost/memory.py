@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import SavedAndPeaks, StageLayers
-from planner.core.cost.parts import Parts, stage_memory_parts
+from planner.core.cost.parts import MemoryParts, stage_memory_parts
 from planner.core.cost.passing import has_no_skips_or_ties
 from planner.core.cost.peak_points import PartsAtPoint, PeakPoints
 from planner.core.cost.stages import StageTable, map_arrays, stage_table, with_recomputed_layers
@@ -239,7 +239,7 @@ def stage_memory_functions(
     return tuple(_linear_memory(parts, point, stages.shape) for point in parts.peak_points(points))
 
 
-def _linear_memory(parts: Parts, point: PartsAtPoint, shape: tuple[int, int]) -> StageMemoryFunction:
+def _linear_memory(parts: MemoryParts, point: PartsAtPoint, shape: tuple[int, int]) -> StageMemoryFunction:
     sizes = [(parts.sizes[name], count) for name, count in point if name in parts.sizes]
     peaks = [size.peak for size, _ in sizes if size.peak is not None]
     fixed = np.broadcast_to(np.asarray(sum(parts.at(point).values())), shape)

@@ -67,7 +67,7 @@ class PartSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class MemoryParts:
     """Memory of many stages: permanent bytes, and parts that exist only at some points in the step."""
 
     always: Mapping[Item, FloatArray]
@@ -93,7 +93,7 @@ class Parts:
         return items
 
     def one_stage_by_component(self) -> tuple[FloatArray, FloatArray]:
-        """Return the memory of one stage by component. It is the stage in the first row and the last column.
+        """Return the memory of one stage by component: the stage in the first row and the last column.
 
         Returns:
             Permanent bytes, in the order of `ITEMS`; and the bytes of each memory part, one row for each of `PARTS`,
@@ -121,7 +121,7 @@ class Parts:
         return np.stack([np.broadcast_to(part, shape) for part in (always, *parts)])
 
 
-def stage_memory_parts(stages: StageTable, recompute: Recompute, *, in_flight: int) -> Parts:
+def stage_memory_parts(stages: StageTable, recompute: Recompute, *, in_flight: int) -> MemoryParts:
     """Return the memory parts of stages that each have a device to themselves.
 
     Args:
@@ -138,7 +138,7 @@ def stage_memory_parts(stages: StageTable, recompute: Recompute, *, in_flight: i
     return replace(parts, sizes={**parts.sizes, **dict.fromkeys((*FORWARDS, *BACKWARDS), parts.sizes["message"])})
 
 
-def memory_parts_on_shared_device(stages: StageTable, recompute: Recompute) -> Parts:
+def memory_parts_on_shared_device(stages: StageTable, recompute: Recompute) -> MemoryParts:
     """Return the memory parts of stages that share their device with other stages."""
     return (_exact if stages.exact else _additive)(stages, _in_effect(stages, recompute))
 
@@ -148,7 +148,7 @@ def _in_effect(stages: StageTable, recompute: Recompute) -> Recompute:
     return "never" if recompute == "except-last" and stages.micro_batches == 1 else recompute
 
 
-def _exact(s: StageTable, recompute: Recompute) -> Parts:
+def _exact(s: StageTable, recompute: Recompute) -> MemoryParts:
     I, O, S, D, J = s.input, s.own_output, s.saved, s.copied_input, s.rewritten
     R = s.renewed
     A, E = I + S + R, I + O + J
@@ -235,7 +235,7 @@ def _message(s: StageTable, in_flight: FloatArray) -> PartSize:
     return replace(first, items={**first.items, "transfer": transfer})
 
 
-def _additive(s: StageTable, recompute: Recompute) -> Parts:
+def _additive(s: StageTable, recompute: Recompute) -> MemoryParts:
     A, E = s.input + s.saved, s.input + s.output + s.rewritten
     keeps = recompute in ("never", "layers")
     held = PartSize({"in_flight": A if keeps else E}, saved=int(keeps))
@@ -289,7 +289,7 @@ def all_parts(
     last_waiting: PartSize,
     output_gradient: FloatArray,
     running: Mapping[PartName, PartSize],
-) -> Parts:
+) -> MemoryParts:
     """Return all memory parts of stages.
 
     Args:
@@ -316,4 +316,4 @@ def all_parts(
         sizes["gradients"] = PartSize({"gradients": s.gradients})
     else:
         always["gradients"] = s.gradients
-    return Parts(always=always, sizes=sizes, last_differs=recompute == "except-last")
+    return MemoryParts(always=always, sizes=sizes, last_differs=recompute == "except-last")

@@ -99,10 +99,10 @@ def costs_from_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     """
     details = [layer.detail[n] for layer in layers]
     storages = CrossingStorages(details)
-    crossing, relays, writes = storages.crossing(), storages.relays(), np.array(writes_received(details))
+    crossing, relays, writes = storages.crossing_bytes(), storages.relays(), np.array(writes_received(details))
     saved, crossing_bytes, unkept, passing = (
         np.array(sizes, dtype=float)
-        for sizes in (storages.saved(), storages.bytes_after(), storages.unkept_after(), storages.passing())
+        for sizes in (storages.saved(), storages.bytes_after(), storages.unsaved_bytes_after(), storages.passing())
     )
     boundaries = _boundaries(details, crossing_bytes, unkept, writes)
     gradients = _per_layer(layers, lambda layer: layer.trained_bytes)

@@ -113,8 +113,8 @@ class CrossingStorages:
                 saved[storage.origin] += storage.bytes
         return saved
 
-    def crossing(self) -> dict[tuple[int, int], CrossingBytes]:
-        """Return all storages, by the layer that creates them and an index among its storages."""
+    def crossing_bytes(self) -> dict[tuple[int, int], CrossingBytes]:
+        """Return the bytes of each storage, by the layer that creates it and its index among that layer's storages."""
         crossing = {}
         for each in self.storages:
             own = float(each.bytes)
@@ -141,8 +141,8 @@ class CrossingStorages:
         """Return, for the boundary after each layer, the bytes that cross it; a storage counts once."""
         return [sum([storage.bytes for storage in each]) for each in self.crossing_after]
 
-    def unkept_after(self) -> list[int]:
-        """Return, for the boundary after each layer, the bytes of crossing storages that no layer saves."""
+    def unsaved_bytes_after(self) -> list[int]:
+        """Return, for the boundary after each layer, the bytes of storages that cross it and that no layer saves."""
         return [sum([storage.bytes for storage in each if not storage.kept]) for each in self.crossing_after]
 
 

@@ -69,7 +69,7 @@ __all__ = [
     "parse_orders",
     "receiving_stage",
     "schedule_of",
-    "schedules_for",
+    "schedules_of_policy",
     "sending_stage",
 ]
 
@@ -110,7 +110,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
     return SEARCHED if name in (SEARCHED.name, GIVEN) else SCHEDULES[name]
 
 
-def schedules_for(policy: ScheduleName) -> tuple[Schedule, ...]:
+def schedules_of_policy(policy: ScheduleName) -> tuple[Schedule, ...]:
     """Return all schedules if `policy` is `auto`, else the named one."""
     searched = SEARCHED, SEARCHED_IN_V
     if policy == "auto":

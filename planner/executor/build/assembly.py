@@ -178,7 +178,7 @@ class ProcessStages:
             micro_batches=micro_batches,
             group=self.groups.pipeline,
             precision=job.balance.dtype,
-            position=job.position,
+            activity=job.activity,
             check_nan=job.check_nan,
         )
 

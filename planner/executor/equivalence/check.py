@@ -144,7 +144,7 @@ def _check_builds(request: CheckRequest) -> None:
     Raises:
         ModelError: The second model has modules of the first one, or other numbers in its attributes.
     """
-    child = ChildProcess(lambda _connection: _difference_of_builds(request.loaded), limit_s=request.limit_s)
+    child = ChildProcess(lambda _connection: _difference_of_builds(request.loaded), limit_s=request.time_limit_s)
     try:
         difference = child.result()
     except ChildError:  # the model cannot be built without values, so the cause stays unknown
@@ -213,7 +213,7 @@ def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_siz
 
 def _run_round_in_child(request: CheckRequest, progress: Callable[[str], None]) -> RoundResult:
     folder = Path(tempfile.mkdtemp(prefix="gpipe-plan-check-"))
-    child = ChildProcess(partial(_run_round, request, folder), limit_s=request.limit_s)
+    child = ChildProcess(partial(_run_round, request, folder), limit_s=request.time_limit_s)
     try:
         return cast("RoundResult", child.result(progress))
     except ChildError as error:
@@ -229,7 +229,7 @@ def _run_round(request: CheckRequest, folder: Path, connection: Connection) -> R
     # Fork the references before any code of the model runs here, so that module-level state is as in a new process.
     folders = [folder / str(number) for number in range(len(_ATTEMPTS))]
     works = [partial(_train_reference_on_request, request.loaded, each) for each in folders]
-    waiting = [ChildProcess(work, limit_s=request.limit_s) for work in works]
+    waiting = [ChildProcess(work, limit_s=request.time_limit_s) for work in works]
     try:
         prepared = list(zip(folders, waiting, strict=True))
         return _first_successful_attempt(request, prepared, lambda text: connection.send(("progress", text)))
@@ -273,7 +273,7 @@ def _first_successful_attempt(
             continue
         if not found.wrong and request.ends is None:
             progress("repeating forwards")
-            differs = repeat_forwards(request.loaded, chain, limit_s=request.limit_s)
+            differs = repeat_forwards(request.loaded, chain, limit_s=request.time_limit_s)
             recomputed = found.proof.differs_recomputed or differs
             return replace(found, proof=replace(found.proof, differs_recomputed=recomputed))
         return found

@@ -206,7 +206,7 @@ class EquivalenceRound:
             Differences of each rank, and the largest difference that is not a rounding error; empty if there is none.
         """
         balance = _balance(self.subject, cuts, recompute)
-        limit_s = self.request.limit_s
+        limit_s = self.request.time_limit_s
         trial = PipelineTrial(
             loaded=self.subject.loaded,
             chain=self.subject.chain,
@@ -287,7 +287,7 @@ class EquivalenceRound:
         folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
         child = ChildProcess(
             partial(_train_apart, self.request.loaded, options, folder=folder, shake=shake),
-            limit_s=self.request.limit_s,
+            limit_s=self.request.time_limit_s,
         )
         try:
             child.result()

@@ -55,7 +55,7 @@ class CheckRequest:
     digests: Digests
 
     @property
-    def limit_s(self) -> float:
+    def time_limit_s(self) -> float:
         """Seconds after which a process of the check is ended."""
         return 4 * self.budget_s
 

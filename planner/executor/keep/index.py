@@ -51,7 +51,7 @@ class CheckpointIndex:
     digest: str = ""
     """Digest of all other fields, to detect a damaged index."""
 
-    def first_name(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return the name under which the tensor `name` is stored.
 
         A tied tensor has several names in the model, and is stored under the first of them.
@@ -84,7 +84,7 @@ def read_index(folder: Path) -> CheckpointIndex:
         if index.digest != _digest(index):
             raise ValueError("its digest does not match its content")
         for name in index.tensors:
-            rank = index.tensors.get(index.first_name(name))
+            rank = index.tensors.get(index.stored_name(name))
             if not isinstance(rank, int) or not 0 <= rank < len(index.files):
                 raise ValueError(f'"{name}" is in no file')
     return index

@@ -80,7 +80,7 @@ class RankFile:
                 raise ValueError("its checksum is wrong")
         return tensor
 
-    def value(self, part: str) -> Any:
+    def state_part(self, part: str) -> Any:
         """Return a part of the rank's state, such as "random".
 
         Raises:

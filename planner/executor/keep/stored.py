@@ -48,7 +48,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         Raises:
             FileError: The file cannot be opened.
         """
-        first = self.index.first_name(name)
+        first = self.index.stored_name(name)
         stored = name_in_rank_file(first)
         return self._holders.get(stored) or self.file(int(self.index.tensors[first])), stored
 

@@ -127,7 +127,7 @@ def export_weights(folder: str, path: str) -> int:
     """
     stored = StoredCheckpoint(Path(folder))
     check_rank_files(Path(folder), stored.index)
-    first = stored.index.first_name
+    first = stored.index.stored_name
     read = {name: stored[name] for name in stored if first(name) == name}
     state = {name: read[first(name)] for name in stored}
     write_weights(state, path)

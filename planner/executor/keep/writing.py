@@ -15,7 +15,7 @@ from planner.executor.keep.exchange import ValueExchange
 from planner.executor.keep.index import rank_file_name
 from planner.executor.keep.rank_file import FileEntry, write_rank_file
 from planner.executor.keep.saved import NotWrittenError
-from planner.executor.watch.position import STORE, RankActivity
+from planner.executor.watch.activity import STORE, RankActivity
 
 _SYNCED_BYTES = 2**28
 """Bytes between two syncs of a file, since data in the page cache may take minutes to write."""
@@ -46,7 +46,7 @@ class CheckpointWriter:
         folder: New folder for the checkpoint. It is removed if a rank cannot write its part.
         exchange: Exchange of values between all ranks.
         in_thread: If true, write in a thread, from a copy of the tensors in host memory.
-        position: Progress record of this rank; the bytes written are counted in it.
+        activity: Activity of this rank; the bytes written are counted in it.
         rank: Rank of this process.
         publish: Function that completes the checkpoint when all files are written; called on the first rank.
     """
@@ -58,12 +58,12 @@ class CheckpointWriter:
         *,
         exchange: ValueExchange,
         in_thread: bool,
-        position: RankActivity,
+        activity: RankActivity,
         rank: int,
         publish: Callable[[Sequence[WrittenFile]], None],
     ) -> None:
         self._folder, self._exchange, self._publish = folder, exchange, publish
-        self._rank, self._position = rank, position
+        self._rank, self._activity = rank, activity
         self._pending: Future[str] = Future()
         if in_thread:
             copied = {name: tensor.to("cpu", copy=True) for name, tensor in stored.tensors.items()}
@@ -74,17 +74,17 @@ class CheckpointWriter:
             threads.shutdown(wait=False)
         else:
             # While the main thread writes, this rank does not wait for other ranks.
-            position.set_activity("writing a checkpoint")
+            activity.begin("writing a checkpoint")
             report = self._write_file(stored)
-            position.set_activity("a checkpoint", waits_for=STORE)
+            activity.begin("a checkpoint", waits_for=STORE)
             self._pending.set_result(self._exchange_reports(report))
 
     @property
     def is_done(self) -> bool:
-        """True if all ranks have written their parts or failed. `finish` then returns at once."""
+        """True if all ranks have written their parts or failed. `wait_until_written` then returns at once."""
         return self._pending.done()
 
-    def finish(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until all ranks have written their parts and the first rank has published the checkpoint.
 
         Raises:
@@ -97,7 +97,7 @@ class CheckpointWriter:
     def _write_file(self, stored: RankState) -> dict[str, Any]:
         try:
             self._folder.mkdir(exist_ok=True)
-            counted = _CountedFile(self._folder / rank_file_name(self._rank), self._position)
+            counted = _CountedFile(self._folder / rank_file_name(self._rank), self._activity)
             with io.BufferedWriter(counted) as file:
                 entry = write_rank_file(file, stored.state, stored.tensors)
                 file.flush()
@@ -124,11 +124,11 @@ class CheckpointWriter:
 
 
 class _CountedFile(io.FileIO):
-    """File for writing that is synced every `_SYNCED_BYTES`. The rank's `position` counts the written bytes."""
+    """File for writing that is synced every `_SYNCED_BYTES`. Written bytes are counted in `activity`."""
 
-    def __init__(self, path: Path, position: RankActivity) -> None:
+    def __init__(self, path: Path, activity: RankActivity) -> None:
         super().__init__(path, "wb")
-        self._position = position
+        self._activity = activity
         self._unsynced_bytes = 0
 
     def write(self, data: Any, /) -> int:
@@ -137,5 +137,5 @@ class _CountedFile(io.FileIO):
         if self._unsynced_bytes >= _SYNCED_BYTES:
             os.fdatasync(self.fileno())
             self._unsynced_bytes = 0
-        self._position.written_bytes += count
+        self._activity.written_bytes += count
         return count

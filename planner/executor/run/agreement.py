@@ -21,7 +21,7 @@ from planner.core.values.units import pluralize
 from planner.executor.run.placement import ProcessGroups, ProcessPlace
 from planner.executor.run.relay import start_transfer
 from planner.executor.run.transfers import wait_for_all
-from planner.executor.watch.position import ANY, RankActivity
+from planner.executor.watch.activity import ANY, RankActivity
 
 Phase = Literal["step", "evaluation", "evaluation with metrics", "checkpoint", "end"]
 
@@ -77,13 +77,13 @@ class PhaseAgreement:
         place: Place of this process in the job.
         groups: Process groups of this process.
         device: Device of the messages.
-        position: Progress record of this rank, for error messages.
+        activity: Activity of this rank, for error messages.
     """
 
     def __init__(
-        self, place: ProcessPlace, groups: ProcessGroups, device: torch.device, position: RankActivity
+        self, place: ProcessPlace, groups: ProcessGroups, device: torch.device, activity: RankActivity
     ) -> None:
-        self._place, self._groups, self._position = place, groups, position
+        self._place, self._groups, self._activity = place, groups, activity
         self._own = torch.zeros(2 + _NUM_SIZES, dtype=torch.float64, device=device)
         self._received = torch.zeros_like(self._own)
         self._sending: list[dist.Work] = []
@@ -115,19 +115,19 @@ class PhaseAgreement:
         total = self._compare_replicas(begun, count)
         if self._has_ended:
             # Without this, a rank could exit normally before another rank detects the difference.
-            self._position.set_activity(_DOING[phase], waits_for=ANY)
+            self._activity.begin(_DOING[phase], waits_for=ANY)
             dist.all_reduce(self._received)
-            self.finish()
+            self.wait_until_sent()
         return total
 
-    def finish(self) -> None:
+    def wait_until_sent(self) -> None:
         """Wait until the next rank has received this rank's last message."""
         wait_for_all(self._sending)
         self._sending = []
 
     def _compare_along_pipeline(self, begun: _BegunPhase) -> None:
         place, group = self._place, self._groups.pipeline
-        self._position.set_activity(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
+        self._activity.begin(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
         if place.position > 0:
             previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
             wait_for_all(start_transfer(dist.irecv, self._received, previous, group))
@@ -135,7 +135,7 @@ class PhaseAgreement:
             if received != _BegunPhase.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)
         if place.position + 1 < place.num_devices:
-            self.finish()  # the previous message, which the next rank has received by now
+            self.wait_until_sent()  # the previous message, which the next rank has received by now
             self._own.copy_(torch.tensor(begun.numbers, dtype=torch.float64))
             self._sending = start_transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
 
@@ -143,7 +143,7 @@ class PhaseAgreement:
         place, group = self._place, self._groups.replicas
         if group is None or not place.is_last:
             return count
-        self._position.set_activity(_DOING[begun.phase], waits_for=ANY)
+        self._activity.begin(_DOING[begun.phase], waits_for=ANY)
         # A replica may have one sample less than another: sizes are not compared.
         phase, step, *_ = begun.numbers
         own = torch.tensor([phase, step, count], dtype=torch.float64, device=self._own.device)

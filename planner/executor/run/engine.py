@@ -45,7 +45,7 @@ from planner.executor.run.gradients import check_output
 from planner.executor.run.replicas import is_replica_hook
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
-from planner.executor.watch.position import RankActivity
+from planner.executor.watch.activity import RankActivity
 from planner.model.autocast import forward_context, weight_cast_cache
 from planner.model.process_group import hidden_process_group
 from planner.model.split_backward import DeferredUses, SplitBackward, count_additions
@@ -107,7 +107,7 @@ class Engine:
         micro_batches: Number of micro-batches (M). It may be smaller than planned for the last mini-batch.
         group: Processes of the pipeline; by default all processes.
         precision: Precision of the layers.
-        position: Progress record of this process, for error messages.
+        activity: Activity of this process, for error messages.
         check_nan: If true, check that every output is finite. Each check waits for the device.
     """
 
@@ -122,7 +122,7 @@ class Engine:
         micro_batches: int,
         group: ProcessGroup | None = None,
         precision: Precision = "",
-        position: RankActivity | None = None,
+        activity: RankActivity | None = None,
         check_nan: bool = False,
     ) -> None:
         self.micro_batches = micro_batches
@@ -130,7 +130,7 @@ class Engine:
         self._stages = list(stages)
         self._num_stages, self._ranks = num_stages, ranks
         self._device, self._precision = device, precision
-        self._position, self._check_nan = position or RankActivity(), check_nan
+        self._activity, self._check_nan = activity or RankActivity(), check_nan
         num_devices = len(ranks)
         order = [schedule.order(d, num_devices, micro_batches, len(stages)) for d in range(num_devices)]
         self._devices = devices_of(order)
@@ -177,7 +177,7 @@ class Engine:
         with weight_cast_cache(self._precision, self._device), self._split.weight_cast_cache():
             for run in self._instructions:
                 run()
-            self._transfers.finish()
+            self._transfers.wait_until_sent()
         last.module.targets = []
         self._inputs = []
         if weight is None:
@@ -247,7 +247,7 @@ class Engine:
         ):
             result = stage.timer("forward", lambda: stage.module(*inputs), micro_batch=micro_batch)
         if self._check_nan:
-            check_output(result, self._position)
+            check_output(result, self._activity)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage.index, micro_batch] = _InFlight(inputs, outputs)
         if action.target is None:
@@ -319,7 +319,7 @@ class Engine:
         return self._devices[stage] == self._device_index
 
     def _set_activity(self, action: _StageAction, *, waits_for: int | None = None) -> None:
-        self._position.set_activity(action.activity, stage=action.message.stage, waits_for=waits_for)
+        self._activity.begin(action.activity, stage=action.message.stage, waits_for=waits_for)
 
 
 def _tensors_with_gradient(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ class EvaluationResult:
     """Outputs of this rank's part of the batch, in host memory, on the last stage; None on others."""
 
 
-class OutputObserver:
+class MetricsCollector:
     """Sums of the user's metrics over the last stage's outputs, and the outputs if requested."""
 
     def __init__(self, metrics: Metrics | None, *, keeps_outputs: bool) -> None:
@@ -106,7 +106,7 @@ class ForwardRunner:
             for chunk, micro_batch in self._order(len(inputs)):
                 message = Message("F", self.place.stages[chunk], micro_batch)
                 output = self._forward(chunk, message, inputs[micro_batch], transfers)
-                transfers.finish()  # at most one output is being sent
+                transfers.wait_until_sent()  # at most one output is being sent
                 behind = message.stage + 1
                 if behind == self.place.num_stages:
                     losses.append(output)
@@ -115,7 +115,7 @@ class ForwardRunner:
                 else:
                     transfers.send_output(message, output, self.place.rank_of(behind))
                 del output  # release it before the next forward
-            transfers.finish()
+            transfers.wait_until_sent()
         return losses
 
     def _order(self, micro_batches: int) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.core.errors import ModelError, TrainingError
-from planner.executor.watch.position import RankActivity
+from planner.executor.watch.activity import RankActivity
 from planner.model.ghosts import Ghost
 
 
@@ -28,13 +28,13 @@ def check_gradients_have_values(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_losses(losses: Sequence[Tensor], mean: float, position: RankActivity) -> None:
+def check_losses(losses: Sequence[Tensor], mean: float, activity: RankActivity) -> None:
     """Check that the loss of a step is finite.
 
     Args:
         losses: Losses of this rank's micro-batches.
         mean: Loss of the step.
-        position: Progress record of this rank, for the message.
+        activity: Activity of this rank, for the message.
 
     Raises:
         TrainingError: The loss of a micro-batch is not finite; the error names the first such micro-batch.
@@ -45,14 +45,14 @@ def check_losses(losses: Sequence[Tensor], mean: float, position: RankActivity) 
     if micro_batch is None:
         return  # the loss of another replica is not finite, and that replica reports the error
     raise TrainingError(
-        f"the loss of micro-batch {micro_batch} of step {position.step} is {float(losses[micro_batch])}, "
-        f"computed on {position.name}",
+        f"the loss of micro-batch {micro_batch} of step {activity.step} is {float(losses[micro_batch])}, "
+        f"computed on {activity.name}",
         hint="run again with `--check-nan` to find the stage that causes it; a lower learning rate or clipped "
         "gradients may help",
     )
 
 
-def check_output(output: Any, position: RankActivity) -> None:
+def check_output(output: Any, activity: RankActivity) -> None:
     """Check that the output of a stage is finite.
 
     Raises:
@@ -61,12 +61,12 @@ def check_output(output: Any, position: RankActivity) -> None:
     for tensor in (output,) if isinstance(output, Tensor) else output:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise TrainingError(
-                f"{position.name} returned NaN or infinity {position.where}, from finite inputs",
+                f"{activity.name} returned NaN or infinity {activity.where}, from finite inputs",
                 hint="one of its layers overflowed, or its parameters are not finite",
             )
 
 
-def check_gradients(parameters: Mapping[str, Tensor], position: RankActivity) -> None:
+def check_gradients(parameters: Mapping[str, Tensor], activity: RankActivity) -> None:
     """Check that all gradients are finite.
 
     Raises:
@@ -75,6 +75,6 @@ def check_gradients(parameters: Mapping[str, Tensor], position: RankActivity) ->
     for name, parameter in parameters.items():
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
             raise TrainingError(
-                f"the gradient of {name} on {position.name} is not finite in step {position.step}",
+                f"the gradient of {name} on {activity.name} is not finite in step {activity.step}",
                 hint="a lower learning rate or clipped gradients may help",
             )

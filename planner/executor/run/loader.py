@@ -191,7 +191,7 @@ class ResumableLoader:
             return iter(self.loader)
 
 
-def check_sampler(loader: Any, place: ProcessPlace) -> bool:
+def does_sampler_split_data(loader: Any, place: ProcessPlace) -> bool:
     """Return True if the loader's sampler gives each replica its own part of the data.
 
     Raises:
@@ -225,8 +225,8 @@ def _sampler_split(sampler: Any) -> tuple[int, int] | None:
     return (number, rank) if isinstance(number, int) and isinstance(rank, int) and number > 1 else None
 
 
-def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return `state` if `ResumableLoader.state_dict` can have returned it. Otherwise raise an error of any type."""
+def check_loader_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return `state` if `ResumableLoader.state_dict` can have returned it; else raise an error of any type."""
     if state is None:
         return None
     if not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch")):

@@ -61,7 +61,7 @@ class MetricsRelay:
             dist.broadcast_object_list(box, src=last, group=self._groups.pipeline, device=self._device)
         return box[0]
 
-    def finish(self) -> None:
+    def wait_until_sent(self) -> None:
         """Wait until the neighbor has received the last metrics.
 
         They would be lost if the process ended earlier.

@@ -104,7 +104,7 @@ class _StateTensors:
     def of(cls, entries: list[_Entry], names: list[Any], values: list[Any]) -> "_StateTensors":
         clones = _Clones()
         for entry in entries:
-            if _is_plain(entry.value):
+            if _supports_lazy_clone(entry.value):
                 entry.clone = clones.of(entry, entry.value)
             else:
                 entry.version = _version(entry.value)
@@ -333,7 +333,7 @@ def _explained_resizing() -> Iterator[None]:
         ) from error
 
 
-def _is_plain(value: Any) -> bool:
+def _supports_lazy_clone(value: Any) -> bool:
     """Return True if a tensor can have a lazy clone.
 
     torch does not check this, and would crash.

@@ -110,7 +110,7 @@ class Transfers:
         if before is not None:
             wait_for_all(before.works)
 
-    def finish(self) -> None:
+    def wait_until_sent(self) -> None:
         """Wait at the end of a step until all tensors are sent."""
         for message in list(self._outputs):
             self.release_output(message)

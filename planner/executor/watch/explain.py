@@ -1,4 +1,4 @@
-"""Descriptions of a failure: stage and position, memory, and the lines of the user's code."""
+"""Descriptions of a failure: stage, activity, memory, and the lines of the user's code."""
 
 import resource
 import sys
@@ -14,13 +14,13 @@ from planner.core.errors import PlannerError, TrainingError
 from planner.core.values.units import format_bytes
 from planner.device.kinds import accelerator_in_use
 from planner.device.meter import is_out_of_memory
-from planner.executor.watch.position import RankActivity
+from planner.executor.watch.activity import RankActivity
 
 MOST_NAMED = 3
 """Largest number of ranks that a message names; further ranks are only counted."""
 
 
-def error_for_exception(error: BaseException, position: RankActivity) -> PlannerError:
+def error_for_exception(error: BaseException, activity: RankActivity) -> PlannerError:
     """Return the error that reports an exception in this process.
 
     It names the stage and its activity, and quotes the lines of the user's code.
@@ -28,58 +28,58 @@ def error_for_exception(error: BaseException, position: RankActivity) -> Planner
     root = error
     while root.__cause__ is not None:  # the engine wraps errors of stages
         root = root.__cause__
-    who = position.name or "this rank"
+    who = activity.name or "this rank"
     if is_out_of_memory(root):
-        return _out_of_memory(root, who, position)
+        return _out_of_memory(root, who, activity)
     if isinstance(root, SystemExit):
         return TrainingError(
-            f"{who} exited {position.where} (SystemExit: {root})\n{_user_frames(root)}".rstrip(),
+            f"{who} exited {activity.where} (SystemExit: {root})\n{_user_frames(root)}".rstrip(),
             hint="the other stages have ended, too; to end a run early, leave the loop on every rank",
         )
     first = f"{type(root).__name__}: {root}".strip()
     return TrainingError(
-        f"{who} failed {position.where}: {first}\n{_user_frames(root)}".rstrip(),
+        f"{who} failed {activity.where}: {first}\n{_user_frames(root)}".rstrip(),
         hint="the other stages have ended, too; fix the error, then restart with `--resume auto`",
     )
 
 
-def error_after_exit(left: Mapping[str, Any], position: RankActivity) -> PlannerError:
+def error_after_exit(left: Mapping[str, Any], activity: RankActivity) -> PlannerError:
     """Return the error to report if this rank still waits after another rank exited with code 0.
 
     Args:
-        left: Position of the rank that exited, from `Position.summary`.
-        position: Position of this rank.
+        left: Activity of the rank that exited, from `RankActivity.summary`.
+        activity: Activity of this rank.
     """
     return TrainingError(
         f"{left['name'] or 'another rank'} exited {left['where']} (SystemExit: 0) "
-        f"while {position.name or 'this rank'} waited {position.where}",
+        f"while {activity.name or 'this rank'} waited {activity.where}",
         hint="to end a run early, leave the loop on every rank; every rank knows the loss",
     )
 
 
-def error_of_hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
+def error_of_hang(of_ranks: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
     """Return the error that reports a hanging job.
 
     The error names ranks that do not wait (the cause) and ranks that wait.
 
     Args:
-        positions: Position of each rank, from `Position.summary`. At most three ranks of each kind are named: those
+        of_ranks: Activity of each rank, from `RankActivity.summary`. At most three ranks of each kind are named: those
             whose activity began first.
         timeout_s: Time after which a job hangs.
     """
     hint = "raise `--timeout` if this activity needs more time; else inspect the process (py-spy dump)"
-    by_time = sorted(positions, key=lambda rank: -positions[rank]["idle_s"])
-    culprits = [rank for rank in by_time if positions[rank]["waits_for"] is None]
-    waiting = [rank for rank in by_time if positions[rank]["waits_for"] is not None]
+    by_time = sorted(of_ranks, key=lambda rank: -of_ranks[rank]["idle_s"])
+    culprits = [rank for rank in by_time if of_ranks[rank]["waits_for"] is None]
+    waiting = [rank for rank in by_time if of_ranks[rank]["waits_for"] is not None]
     waits = join_with_count(
-        [f"{name_of_rank(rank, positions)} waits {positions[rank]['where']}" for rank in sorted(waiting[:MOST_NAMED])],
+        [f"{name_of_rank(rank, of_ranks)} waits {of_ranks[rank]['where']}" for rank in sorted(waiting[:MOST_NAMED])],
         len(waiting),
     )
     if not culprits:
         return TrainingError(f"the stages wait for each other for {timeout_s:g} s: {waits}", hint=hint)
     who = join_with_count(
         [
-            f"{name_of_rank(rank, positions)} has been {positions[rank]['where']} for {positions[rank]['idle_s']:.0f} s"
+            f"{name_of_rank(rank, of_ranks)} has been {of_ranks[rank]['where']} for {of_ranks[rank]['idle_s']:.0f} s"
             for rank in sorted(culprits[:MOST_NAMED])
         ],
         len(culprits),
@@ -102,9 +102,9 @@ def join_with_count(shown: Sequence[str], count: int, separator: str = "; ") -> 
     return separator.join([*shown, *more])
 
 
-def name_of_rank(rank: int, positions: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return the name of a rank for messages, from the rank's position if that is known."""
-    return str(positions.get(rank, {}).get("name") or f"rank {rank}")
+def name_of_rank(rank: int, of_ranks: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the name of a rank for messages, from the rank's activity if that is known."""
+    return str(of_ranks.get(rank, {}).get("name") or f"rank {rank}")
 
 
 def is_lost_contact(error: BaseException) -> bool:
@@ -115,8 +115,8 @@ def is_lost_contact(error: BaseException) -> bool:
     )
 
 
-def _out_of_memory(error: BaseException, who: str, position: RankActivity) -> PlannerError:
-    predicted = sum(position.predicted_bytes.get(stage, 0) for stage in position.stages)
+def _out_of_memory(error: BaseException, who: str, activity: RankActivity) -> PlannerError:
+    predicted = sum(activity.predicted_bytes.get(stage, 0) for stage in activity.stages)
     beside = f"; the plan predicts a peak of {format_bytes(predicted)}" if predicted else ""
     device = accelerator_in_use()
     allocated_bytes = None if device is None else device.allocated_bytes()
@@ -125,7 +125,7 @@ def _out_of_memory(error: BaseException, who: str, position: RankActivity) -> Pl
     else:
         held = f"{format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} in the process"
     return TrainingError(
-        f"{who} ran out of memory {position.where}, with {held}{beside}\n  {str(error).strip().splitlines()[0][:300]}",
+        f"{who} ran out of memory {activity.where}, with {held}{beside}\n  {str(error).strip().splitlines()[0][:300]}",
         hint="solve again with less memory (`--mem`), a larger reserve (`--reserve`), more micro-batches or "
         "`--recompute always`; other programs on the device also take memory",
     )

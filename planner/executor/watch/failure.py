@@ -1,7 +1,7 @@
-"""End all ranks soon after one fails, with one message that names the stage, its position, and what to do.
+"""End all ranks soon after one fails, with one message that names the stage, its activity, and what to do.
 
 Every rank has a watch, a thread that runs alongside the training. At regular intervals (beats), the watch writes the
-rank's position to the launcher's store (`liveness`). A rank that stops writing is dead. If ranks wait for each other,
+rank's activity to the launcher's store (`liveness`). A rank that stops writing is dead. If ranks wait for each other,
 the rank that does not wait is the cause. The rank that finds a failure first claims it in the store and prints it.
 Other ranks exit without a message as soon as their watch reads the claim, even if they hang in a transfer.
 
@@ -11,7 +11,7 @@ save. Python would run a signal handler only after a hanging transfer, so the th
 Keys of the store:
 
     failure     rank that claimed the failure
-    quit        position of a rank that left the script with exit code 0
+    quit        activity of a rank that left the script with exit code 0
     asked       signal that a rank other than the first one got
     stopping    set by the first rank to make the other ranks check `stop` after every step
     ready       number of ranks that check `stop` after every step
@@ -39,9 +39,9 @@ import torch.distributed as dist
 from planner.core.errors import ExitCode, PlannerError, TrainingError
 from planner.core.values.printable import printable_lines
 from planner.executor.watch import explain
+from planner.executor.watch.activity import ANY, STORE, RankActivity
 from planner.executor.watch.handlers import SignalHandlers
 from planner.executor.watch.liveness import Heartbeats
-from planner.executor.watch.position import ANY, STORE, RankActivity
 from planner.executor.watch.store import holds_store, job_store, rank_and_world_size
 
 _FEW_RANKS = 64
@@ -61,7 +61,7 @@ class FailureWatch:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.position = RankActivity()
+        self.activity = RankActivity()
         self.saves_on_stop = False
         """True if `stops_after` handles a signal to stop."""
         self._rank, self._world = rank_and_world_size()
@@ -98,7 +98,7 @@ class FailureWatch:
             self._handlers = SignalHandlers(_SIGNALS, self._on_signal, self._wake[1].fileno())
         if self._store is not None:
             # The thread needs a separate connection, because the main thread's waits would delay the beats.
-            self._liveness.write(self.position)
+            self._liveness.write(self.activity)
             self._thread = threading.Thread(target=self._run, args=[self._store.clone()], name="watch", daemon=True)
             self._thread.start()
         return self
@@ -171,8 +171,8 @@ class FailureWatch:
     def _end_at_once(self, number: int) -> NoReturn:
         if self._claim_failure():
             name = signal.Signals(number).name
-            who = self.position.name or "this rank"
-            stopped = f"stopped at once by a second {name}: {who} was {self.position.where}"
+            who = self.activity.name or "this rank"
+            stopped = f"stopped at once by a second {name}: {who} was {self.activity.where}"
             line = printable_lines(f"{stopped}; steps since the last checkpoint are lost")
             print(line, file=sys.stderr, flush=True)
         self._leave(128 + number)
@@ -181,7 +181,7 @@ class FailureWatch:
         if self._store is None:
             return
         if error.code in {0, None}:  # no error if all ranks exit; a rank that still waits reads the key `quit`
-            self._store.set("quit", json.dumps(self.position.summary()))
+            self._store.set("quit", json.dumps(self.activity.summary()))
             self._store.set("news", "")
             self._note_leaving()
             # If a rank still waits for this one, it reports a failure, and this process must fail, too.
@@ -193,7 +193,7 @@ class FailureWatch:
         self._ending.set()
         code = error.code if isinstance(error.code, int) else 1
         if self._claim_failure():  # claim first, because finding the lines of the user's code takes time
-            print_error(explain.error_for_exception(error, self.position))
+            print_error(explain.error_for_exception(error, self.activity))
             self._leave(code)
         self._leave_quietly(code)
 
@@ -206,7 +206,7 @@ class FailureWatch:
             # A transfer also fails if the other rank has died, which must be reported instead.
             message = self._lost_contact_error()
         else:
-            message = explain.error_for_exception(error, self.position)
+            message = explain.error_for_exception(error, self.activity)
         code = message.exit_code if message is not None else ExitCode.ERROR
         self._report_and_exit(
             message, code, quietly=128 + self._signal if message is None and self._signal else ExitCode.ERROR
@@ -221,24 +221,24 @@ class FailureWatch:
         with suppress(dist.DistError):
             # A rank that exits without an error closes its connections, too.
             if self._store.check(["quit"]):
-                return explain.error_after_exit(json.loads(self._store.get("quit")), self.position)
-        waits_for = self.position.waits_for
-        name = self.position.names.get(ANY if waits_for is None else waits_for, "another stage")
+                return explain.error_after_exit(json.loads(self._store.get("quit")), self.activity)
+        waits_for = self.activity.waits_for
+        name = self.activity.names.get(ANY if waits_for is None else waits_for, "another stage")
         return TrainingError(
-            f"{self.position.name} lost contact with {name} {self.position.where}",
+            f"{self.activity.name} lost contact with {name} {self.activity.where}",
             hint="all processes are still running, so check the network between them",
         )
 
     def _gone(self, silent: Sequence[int], liveness: Heartbeats) -> PlannerError:
         named = silent[: explain.MOST_NAMED]
-        positions = liveness.positions(named)
+        activities = liveness.activities(named)
         # A rank that ended soon after its start may not have written its name.
-        names = [self.position.rank_names.get(rank) or explain.name_of_rank(rank, positions) for rank in named]
-        waited = "was" if self.position.waits_for is None else "waited"
+        names = [self.activity.rank_names.get(rank) or explain.name_of_rank(rank, activities) for rank in named]
+        waited = "was" if self.activity.waits_for is None else "waited"
         who, give = explain.join_with_count(names, len(silent), " and "), "gives" if len(silent) == 1 else "give"
         return TrainingError(
-            f"{who} {give} no sign of life while {self.position.name or f'rank {self._rank}'} {waited} "
-            f"{self.position.where}",
+            f"{who} {give} no sign of life while {self.activity.name or f'rank {self._rank}'} {waited} "
+            f"{self.activity.where}",
             hint="its process was killed or is stopped, or its machine is lost: see the system's log (out of memory?), "
             "then start again with `--resume auto`; `torchrun --max-restarts 3` does so automatically",
         )
@@ -307,7 +307,7 @@ class FailureWatch:
         self._record_signals_for(liveness.until_next_beat_s())
         try:
             while not self._over.is_set():
-                liveness.write(self.position)
+                liveness.write(self.activity)
                 if not self._ending.is_set():
                     self._look(store, liveness)
                 self._record_signals_for(liveness.until_next_beat_s())
@@ -333,13 +333,13 @@ class FailureWatch:
             self._announce_stop(store, liveness)
         self._share_written_bytes(store, liveness)
         # A long computation is not a failure, so only a rank that waits may report one.
-        waited_s = self.position.idle_s if self.position.waits_for is not None else 0.0
+        waited_s = self.activity.idle_s if self.activity.waits_for is not None else 0.0
         if waited_s > self._timeout_s:
             self._report_and_exit(self._hanging(liveness))
         if waited_s > liveness.silent_s and self._quit is not None:
-            self._report_and_exit(explain.error_after_exit(self._quit, self.position))
+            self._report_and_exit(explain.error_after_exit(self._quit, self.activity))
         # If a rank has died, the launcher also sends a signal to all ranks. Then the death must be reported.
-        if self._signal or (waited_s > liveness.silent_s and self.position.waits_for == STORE):
+        if self._signal or (waited_s > liveness.silent_s and self.activity.waits_for == STORE):
             silent = liveness.silent()
             if silent:
                 self._report_and_exit(self._gone(silent, liveness))
@@ -376,15 +376,15 @@ class FailureWatch:
 
         If the sum has grown, restart the clock of a wait.
         """
-        written = self.position.written_bytes - self._written_bytes
+        written = self.activity.written_bytes - self._written_bytes
         late_s = min(liveness.silent_s, self._timeout_s / 2)
-        if not written and (self.position.waits_for is None or self.position.idle_s < late_s):
+        if not written and (self.activity.waits_for is None or self.activity.idle_s < late_s):
             return
         self._written_bytes += written
         by_all = store.add("written", written)
         if by_all != self._written_by_all_bytes:
             self._written_by_all_bytes = by_all
-            self.position.restart_clock()
+            self.activity.restart_clock()
 
     def _hanging(self, liveness: Heartbeats) -> PlannerError | None:
         silent = self._silent_ranks(liveness)
@@ -392,7 +392,7 @@ class FailureWatch:
             return None
         if silent:
             return self._gone(silent, liveness)
-        return explain.error_of_hang(liveness.positions(), self._timeout_s)
+        return explain.error_of_hang(liveness.activities(), self._timeout_s)
 
 
 def _is_launched() -> bool:

@@ -1,7 +1,7 @@
 """Signs of life of a job's ranks, in the job's store.
 
-Every rank writes its position at regular intervals (beats). If a rank suspects a failure, one rank, the reader, reads
-the positions of all ranks. Other ranks read only the reader's position, so their cost does not depend on the number of
+Every rank writes its activity at regular intervals (beats). If a rank suspects a failure, one rank, the reader, reads
+the activities of all ranks. Other ranks read only the reader's activity, so their cost does not depend on the number of
 ranks. If the reader becomes silent or leaves, another rank replaces it. In large jobs beats are slower, which limits
 the number of the store's operations per second.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from planner.executor.watch.position import RankActivity
+from planner.executor.watch.activity import RankActivity
 
 _BEAT_S = 0.5
 _MAX_BEATS_PER_S = 500
@@ -42,10 +42,10 @@ class Heartbeats:
         self._left: set[int] = set()
         """Ranks that are known to have left with `leave`."""
 
-    def write(self, position: RankActivity) -> None:
-        """Write the position of this rank to the store, as a sign of life."""
+    def write(self, activity: RankActivity) -> None:
+        """Write the activity of this rank to the store, as a sign of life."""
         self._beats += 1
-        self._store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **position.summary()}))
+        self._store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **activity.summary()}))
 
     def until_next_beat_s(self) -> float:
         """Return the seconds until this rank's next beat, in a fixed slot of each interval.
@@ -65,14 +65,14 @@ class Heartbeats:
         while time.monotonic() < end and self._store.add("left", 0) < self._world:
             time.sleep(self.beat_s / 5)
 
-    def positions(self, ranks: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
-        """Return the positions of `ranks`, by default of all ranks.
+    def activities(self, ranks: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
+        """Return the activities of `ranks`, by default of all ranks.
 
-        Ranks that never wrote a position are left out.
+        Ranks that never wrote an activity are left out.
         """
         keys = [f"at/{rank}" for rank in (range(self._world) if ranks is None else ranks)]
         try:
-            if ranks != [self._reader]:  # the reader has certainly written its position
+            if ranks != [self._reader]:  # the reader has certainly written its activity
                 keys = self._keys_in_store(keys)
             texts = self._store.multi_get(keys) if keys else []
         except dist.DistError:
@@ -89,7 +89,7 @@ class Heartbeats:
         now = time.monotonic()
         if not self._seen:
             self._first_look = now
-        for rank, at in self.positions(others).items():
+        for rank, at in self.activities(others).items():
             if self._seen.get(rank, (None,))[0] != at["beat"]:
                 self._seen[rank] = (at["beat"], now)
         late = [rank for rank in others if rank in self._seen and now - self._seen[rank][1] > self.silent_s]

@@ -129,7 +129,7 @@ class _Llama:
 
     def _windows(self, fields: ConfigReader, layers: int) -> list[int]:
         window = fields.integer("sliding_window", default=0, least=0)
-        kinds = fields.texts("layer_types", layers)
+        kinds = fields.text_list("layer_types", layers)
         if not fields.flag("use_sliding_window", default=self.full_every != 1):
             return [0] * layers
         if kinds:

@@ -81,7 +81,7 @@ class ConfigReader:
         value = self._value(name, 0.0)
         return float(value) if isinstance(value, int | float) else 0.0
 
-    def texts(self, name: str, count: int) -> tuple[str, ...]:
+    def text_list(self, name: str, count: int) -> tuple[str, ...]:
         """Return the list of `count` texts of a key; empty if the key is missing or the count differs."""
         value = self._content.get(name)
         return tuple(map(str, value)) if isinstance(value, list) and len(value) == count else ()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import SharedBytes, bytes_by_component, subtract_shared
-from planner.core.cost.parts import Parts, memory_parts_on_shared_device, stage_memory_parts
+from planner.core.cost.parts import MemoryParts, memory_parts_on_shared_device, stage_memory_parts
 from planner.core.cost.peak_points import PARTS
 from planner.core.cost.stage_time import CHOICES, ChainSums, hidden_us
 from planner.core.cost.stages import StageTable, stage_table
@@ -132,7 +132,7 @@ def _chosen(block: _Block, mode: int, choice: Recompute) -> Components:
     return {key: size * sends if key[0] in messages else size for key, size in components.items()}
 
 
-def _among_others(block: _Block, parts: Parts, *, is_in_place: bool) -> Components:
+def _among_others(block: _Block, parts: MemoryParts, *, is_in_place: bool) -> Components:
     sizes = np.stack([_at(block, size) for size in parts.totals(block.stages.shape)[1:]], axis=-1)
     if is_in_place:
         none = np.zeros(1)

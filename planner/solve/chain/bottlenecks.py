@@ -75,7 +75,7 @@ class BottleneckSearch:
         """Fastest partition found so far, available after `OutOfTimeError` as well."""
         self._problem, self._M, self._deadline = problem, micro_batches, deadline
         self._whole = CutDynamicProgram(problem, GPipeRecurrence(micro_batches), deadline=deadline)
-        self.bound_us = self._whole.root_bound_us()
+        self.bound_us = self._whole.lower_bound_us()
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
     def find_first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
@@ -112,7 +112,7 @@ class BottleneckSearch:
                     deadline=self._deadline,
                 )
                 box = box._replace(
-                    bound_us=max(box.bound_us, search.root_bound_us()), passes_us=search.least_values()["passes"]
+                    bound_us=max(box.bound_us, search.lower_bound_us()), passes_us=search.least_values()["passes"]
                 )
             for part in self._search_box(box, search, self._upper_us(upper_us)):
                 heappush(boxes, part._replace(number=count))

@@ -34,7 +34,7 @@ from planner.core.cost.arrays import BoolArray, ChoiceArray, FloatArray, IndexAr
 from planner.solve.chain.recurrences import EarlierLayers, Recurrence
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.prefixes import MOST_CANDIDATES, PrefixBounds
-from planner.solve.space.problem import ChainProblem, StageArrays
+from planner.solve.space.problem import ChainProblem, StageTimeArrays
 
 RELATIVE = 1e-12
 """Relative difference above which a number counts as better; sums in another order differ by less, by rounding."""
@@ -100,7 +100,7 @@ class CutDynamicProgram:
         self.prefixes = PrefixBounds(problem, recurrence.needs, deadline=deadline)
         self._least = self.prefixes.least
 
-    def root_bound_us(self) -> float:
+    def lower_bound_us(self) -> float:
         """Return a lower bound of the step time of all partitions, in microseconds; infinite if none fits."""
         empty = self._root()
         earlier = self._earlier_layers(empty.first, self.problem.num_stages)
@@ -112,7 +112,7 @@ class CutDynamicProgram:
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
         """Return the partition with the smallest step time; None if none is faster than `upper_us`."""
-        root_us = self.root_bound_us()
+        root_us = self.lower_bound_us()
         if not root_us < just_below(upper_us):
             return None
         best = self.find_first(root_us, upper_us, SLACKS)
@@ -276,7 +276,7 @@ class CutDynamicProgram:
             first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1)
         )
 
-    def _previous_stages(self, num_later: int, first: IntArray) -> tuple[StageArrays, IntArray]:
+    def _previous_stages(self, num_later: int, first: IntArray) -> tuple[StageTimeArrays, IntArray]:
         if self.prefixes.shared_stages is not None:
             return self.prefixes.shared_stages, first
         # Partial plans with the same first layer have the same previous stages, which are computed once.

@@ -53,7 +53,7 @@ import numpy as np
 from planner.core.cost.arrays import BoolArray, FloatArray
 from planner.core.cost.stage_time import delay_with_added_stage_us
 from planner.solve.space.prefixes import BoundKind
-from planner.solve.space.problem import Bottlenecks, StageArrays
+from planner.solve.space.problem import Bottlenecks, StageTimeArrays
 
 PlanNumbers = tuple[FloatArray, ...]
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
@@ -99,7 +99,7 @@ class Recurrence(Protocol):
     needs: dict[str, BoundKind]
     """Lower bounds of earlier layers that the recurrence uses, by name."""
 
-    def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
+    def extend(self, numbers: PlanNumbers, stages: StageTimeArrays, num_later: int) -> PlanNumbers:
         """Return the numbers of partial plans after a stage is added before each of them.
 
         Args:
@@ -142,7 +142,7 @@ class GPipeRecurrence:
         self._M = micro_batches
         self._floor = floor
 
-        def passes(stages: StageArrays) -> FloatArray:
+        def passes(stages: StageTimeArrays) -> FloatArray:
             backward = stages.backward if micro_batches > 1 else stages.last_backward
             return stages.forward + backward + 2 * stages.link
 
@@ -152,7 +152,7 @@ class GPipeRecurrence:
     def _least_bottlenecks(self, earlier: EarlierLayers) -> tuple[FloatArray | float, FloatArray | float]:
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
-    def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:  # noqa: ARG002 - GPipe's stages are all alike
+    def extend(self, numbers: PlanNumbers, stages: StageTimeArrays, num_later: int) -> PlanNumbers:  # noqa: ARG002 - GPipe's stages are all alike
         # The link to the next stage and the stage are machines of a flow shop.
         f, x, a, d, u = numbers
         F, C = stages.forward, stages.link
@@ -201,13 +201,13 @@ class OneForwardOneBackwardRecurrence:
     def __init__(self, micro_batches: int) -> None:
         self._M = micro_batches
 
-        def work(stages: StageArrays) -> FloatArray:
+        def work(stages: StageTimeArrays) -> FloatArray:
             backward = _times(micro_batches - 1, stages.backward) + stages.last_backward
             return micro_batches * stages.forward + backward
 
         self.needs = {**_needs("backward"), "work": BoundKind(np.maximum, work)}
 
-    def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
+    def extend(self, numbers: PlanNumbers, stages: StageTimeArrays, num_later: int) -> PlanNumbers:
         # The new g is the longest of the four paths in the module's docstring.
         g, s, r, u = numbers
         M, w = self._M, min(self._M, num_later + 1)
@@ -276,7 +276,7 @@ class TieBreakRecurrence:
         for (name, need), number in zip(self._ranks.items(), numbers[self._recurrence.size :], strict=True):
             yield name, need, number
 
-    def extend(self, numbers: PlanNumbers, stages: StageArrays, num_later: int) -> PlanNumbers:
+    def extend(self, numbers: PlanNumbers, stages: StageTimeArrays, num_later: int) -> PlanNumbers:
         more = [need.combine(number, need.stage_values(stages)) for _, need, number in self._ranked(numbers)]
         return *self._recurrence.extend(numbers[: self._recurrence.size], stages, num_later), *more
 

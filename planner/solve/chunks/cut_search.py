@@ -67,12 +67,12 @@ class CutSearch(Descent[PartitionCandidate]):
     def pick_best(self, candidate: PartitionCandidate, cuts: IntArray) -> PartitionCandidate:
         """Return the best partition after one move, with the recomputation chosen again for the fastest moves."""
         choices = np.repeat(candidate.choices[None], len(cuts), axis=0)
-        if candidate.over_bytes == 0:
+        if candidate.excess_bytes == 0:
             step_us = self.progress.simulate(self.evaluator, cuts, choices)
             picked = np.argsort(step_us, kind="stable")[:_MOST_PICKED]
         else:
             self.progress.budget.spent += self.evaluator.num_actions
-            picked = np.argsort(self.evaluator.over_bytes(cuts, choices).sum(axis=1), kind="stable")[:_MOST_PICKED]
+            picked = np.argsort(self.evaluator.excess_bytes(cuts, choices).sum(axis=1), kind="stable")[:_MOST_PICKED]
         cuts, choices = cuts[picked], choices[picked]
         changed = (cuts[:, :-1] != candidate.cuts[:-1]) | (cuts[:, 1:] != candidate.cuts[1:])
         return self._evaluate(cuts, choices, changed[:, self.evaluator.stages].any(axis=2))
@@ -116,17 +116,17 @@ class CutSearch(Descent[PartitionCandidate]):
         if is_open is not None:
             choices = self._fitting.fit(cuts, choices, is_open)
         self.progress.budget.spent += self.evaluator.num_actions + BATCH
-        over = self.evaluator.over_bytes(cuts, choices).sum(axis=1)
+        over = self.evaluator.excess_bytes(cuts, choices).sum(axis=1)
         if over.min() > 0:
             at = int(over.argmin())
-            return PartitionCandidate(cuts=cuts[at], choices=choices[at], over_bytes=float(over[at]))
+            return PartitionCandidate(cuts=cuts[at], choices=choices[at], excess_bytes=float(over[at]))
         step_us = self.progress.simulate_fitting(self.evaluator, cuts, choices, over <= 0)
         at = int(step_us.argmin())
         return PartitionCandidate(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
 
     def _other_choices(self, candidate: PartitionCandidate) -> IntArray:
         allowed, combinations = self.evaluator.allowed, self._fitting.combinations
-        if candidate.over_bytes == 0 and (candidate.choices == allowed[0]).all():
+        if candidate.excess_bytes == 0 and (candidate.choices == allowed[0]).all():
             return np.empty((0, self.evaluator.num_stages), dtype=np.int64)
         every = np.repeat(candidate.choices[None], len(combinations) * self.evaluator.num_devices, axis=0)
         for device, chunks in enumerate(self.evaluator.chunks):

@@ -50,7 +50,7 @@ class PartitionCandidate:
     """Cuts from 0 to L, shape (stages + 1,)."""
     choices: IntArray
     """Recomputation of each stage, as an index into `CHOICES` or `LAYERS`; shape (stages,)."""
-    over_bytes: float = 0.0
+    excess_bytes: float = 0.0
     """Bytes by which devices exceed their memory limits, summed over devices; 0 if the partition fits."""
     step_us: float = inf
     """Step time; infinite if the partition does not fit."""
@@ -58,11 +58,11 @@ class PartitionCandidate:
     @property
     def rank(self) -> tuple[float, float]:
         """Key to compare partitions: bytes over the memory limits, then step time; smaller is better."""
-        return self.over_bytes, self.step_us
+        return self.excess_bytes, self.step_us
 
     def beats(self, other: "PartitionCandidate") -> bool:
         """Return True if this partition exceeds the memory limits by fewer bytes, or by equally many and is faster."""
-        return self.rank < (other.over_bytes, other.step_us * (1 - SAME))
+        return self.rank < (other.excess_bytes, other.step_us * (1 - SAME))
 
 
 CandidateT = TypeVar("CandidateT", bound=PartitionCandidate)
@@ -126,7 +126,7 @@ class Descent(ABC, Generic[CandidateT]):
                 break
         left = fruitless
         while best is not None and left and not self.is_over:
-            if best.over_bytes == 0 and best.step_us > self.progress.upper_us * promising:
+            if best.excess_bytes == 0 and best.step_us > self.progress.upper_us * promising:
                 break
             candidate = self._downhill(self.perturb(best))
             left = fruitless if candidate.beats(best) else left - 1

@@ -46,7 +46,7 @@ class RecomputeFitter:
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
     def least_recomputation(self, num_partitions: int) -> IntArray:
-        """Return the recompute choices with the least allowed recomputation; shape (num_partitions, stages)."""
+        """Return the choices with the least recomputation that the plan allows; shape (num_partitions, stages)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
@@ -64,10 +64,10 @@ class RecomputeFitter:
         """
         evaluator = self._evaluator
         fitted = np.where(is_open[:, evaluator.device_of_stage], evaluator.allowed[0], choices)
-        rows = np.flatnonzero((evaluator.over_bytes(cuts, fitted) > 0).any(axis=1))
+        rows = np.flatnonzero((evaluator.excess_bytes(cuts, fitted) > 0).any(axis=1))
         if not len(rows) or len(self.combinations) == 1:
             return fitted
-        over = self.over_by_combination(cuts[rows])
+        over = self.excess_by_combination(cuts[rows])
         combinations = np.lexsort((self._recompute_us(cuts[rows]), over), axis=1)[:, 0]
         best = np.empty((len(rows), evaluator.num_stages), dtype=np.int64)
         best[:, evaluator.stages] = self.combinations[combinations]
@@ -93,8 +93,8 @@ class RecomputeFitter:
             found.append(np.flatnonzero(fits & ~(lower & fits[:, None]).any(axis=0)))
         return found
 
-    def over_by_combination(self, cuts: IntArray) -> FloatArray:
-        """Return the bytes by which each device exceeds its memory limit, for each combination of its stages' choices.
+    def excess_by_combination(self, cuts: IntArray) -> FloatArray:
+        """Return the bytes by which each device exceeds its memory limit, for each combination of recompute choices.
 
         Args:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
@@ -102,7 +102,7 @@ class RecomputeFitter:
         Returns:
             Shape (partitions, combinations, devices).
         """
-        return self._evaluator.over_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
+        return self._evaluator.excess_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
 
     def _recompute_us(self, cuts: IntArray) -> FloatArray:
         forward_us = np.diff(self._evaluator.case.sums.forward_us[cuts], axis=1)

@@ -222,7 +222,7 @@ class LinearProgram:
         evaluator = self.evaluator
         if 0 not in evaluator.allowed or evaluator.case.costs.ties or self._L > _MOST_LAYERS:
             return None
-        if (evaluator.over_bytes(reference_cuts[None], np.zeros((1, self._S), dtype=np.int64)) <= 0).all():
+        if (evaluator.excess_bytes(reference_cuts[None], np.zeros((1, self._S), dtype=np.int64)) <= 0).all():
             return None
         recomputation = [self._recompute_columns(s) for s in range(self._S)]
         whole = Evaluator(evaluator.case, evaluator.num_devices, width=self._W + 1)
@@ -235,7 +235,7 @@ class LinearProgram:
                         s - 1 in evaluator.chunks[device]
                     )
                     room = room - self._least_bytes(whole, counts, recomputation[s], s) + handed_over
-                self.constraints.add(room.times(1 / evaluator.case.limits_bytes[device]))
+                self.constraints.add(room.scaled_by(1 / evaluator.case.limits_bytes[device]))
         return recomputation
 
     def _recompute_columns(self, stage: int) -> RecomputeColumns:

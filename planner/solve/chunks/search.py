@@ -134,7 +134,7 @@ def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
         if not len(cuts):
             continue
         choices = choices[: len(cuts)]
-        fits = np.asarray((evaluator.over_bytes(cuts, choices) <= 0).all(axis=1))
+        fits = np.asarray((evaluator.excess_bytes(cuts, choices) <= 0).all(axis=1))
         progress.simulate_fitting(evaluator, cuts, choices, fits)
         for start in range(0, len(cuts) - fits.sum(), _CUTS_AT_ONCE):
             some = cuts[~fits][start : start + _CUTS_AT_ONCE]
@@ -146,7 +146,7 @@ def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
 def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: RecomputeFitter, cuts: IntArray) -> bool:
     every_cuts: list[IntArray] = []
     every_choices: list[IntArray] = []
-    for one, over in zip(cuts, fitting.over_by_combination(cuts), strict=True):
+    for one, over in zip(cuts, fitting.excess_by_combination(cuts), strict=True):
         combinations = fitting.minimal_combinations(over)
         if prod(map(len, combinations)) + len(every_cuts) > progress.budget.affordable_partitions(evaluator):
             return False

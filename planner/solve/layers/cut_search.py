@@ -63,7 +63,7 @@ def simulate_candidates(
     Returns:
         The candidates that fit, with their step times, then the candidates that do not fit.
     """
-    fitting = [candidate for candidate in candidates if candidate.over_bytes <= 0]
+    fitting = [candidate for candidate in candidates if candidate.excess_bytes <= 0]
     if not fitting:
         return list(candidates)
     cuts, choices, layers_us = (
@@ -78,7 +78,7 @@ def simulate_candidates(
         # The memory of a candidate is approximate, so check the exact memory.
         if _fits(evaluator, partition):
             progress.upper_us, progress.best = best.step_us, partition
-    return timed + [candidate for candidate in candidates if candidate.over_bytes > 0]
+    return timed + [candidate for candidate in candidates if candidate.excess_bytes > 0]
 
 
 def _fits(evaluator: Evaluator, partition: Partition) -> bool:
@@ -142,10 +142,10 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
 
     def pick_best(self, candidate: LayerCandidate, cuts: IntArray) -> LayerCandidate:
         """Return the best partition after one move, with the recomputed layers chosen again for the fastest moves."""
-        if candidate.over_bytes > 0:
+        if candidate.excess_bytes > 0:
             self.progress.budget.spent += self.evaluator.num_actions
             least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])
-            order = np.argsort(self.evaluator.over_bytes(cuts, least).sum(axis=1), kind="stable")
+            order = np.argsort(self.evaluator.excess_bytes(cuts, least).sum(axis=1), kind="stable")
         else:
             before = np.cumsum([0.0, *np.where(self._is_recomputed(candidate), self._forward_us, 0.0)])
             layers_us: FloatArray = before[cuts[:, 1:]] - before[cuts[:, :-1]]
@@ -195,7 +195,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             choices=np.zeros(num, dtype=np.int64),
             recomputed=((),) * num,
             layers_us=np.zeros(num),
-            over_bytes=sum(device.over_bytes for device in devices),
+            excess_bytes=sum(device.excess_bytes for device in devices),
         )
         for chunks, device in zip(self.evaluator.chunks, devices, strict=True):
             candidate = self._with_recomputation(candidate, list(chunks), device)

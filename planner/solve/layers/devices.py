@@ -52,7 +52,7 @@ class Recomputation:
     """Forward time of these layers of each chunk."""
     recompute_us: float
     """Recomputation time of the device in a step."""
-    over_bytes: float
+    excess_bytes: float
     """Bytes by which the device exceeds its memory limit; 0 if it fits."""
 
 
@@ -105,7 +105,7 @@ class RecomputeSearch:
     def _solve(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
         chunks, limit = self._chunks(device, cuts), self._evaluator.case.limits_bytes[device]
         fastest = [chunk.whole[self._evaluator.allowed[0]] for chunk in chunks]
-        if _over_bytes(fastest, limit) <= 0:
+        if _excess_bytes(fastest, limit) <= 0:
             return (_recomputation(fastest, limit),)
         self.num_solved += 1
         together = _solve_jointly(chunks, limit)
@@ -117,8 +117,8 @@ class RecomputeSearch:
             for start in (_start_by_stage(chunks, limit), _start_by_layer(chunks, limit))
             for order in orders
         ]
-        ordered = sorted(dict.fromkeys(recomputations), key=attrgetter("over_bytes", "recompute_us"))
-        return tuple(each for each in ordered if each.over_bytes == ordered[0].over_bytes)
+        ordered = sorted(dict.fromkeys(recomputations), key=attrgetter("excess_bytes", "recompute_us"))
+        return tuple(each for each in ordered if each.excess_bytes == ordered[0].excess_bytes)
 
     def _improve(
         self, chunks: "list[_Chunk]", start: list[_Option], limit: float, order: Iterable[int]
@@ -131,7 +131,7 @@ class RecomputeSearch:
             better = chunks[at].cheapest(limit - taken)
             self.num_solved += 1
             if better is not None and (
-                better.recompute_us < options[at].recompute_us or _over_bytes(options, limit) > 0
+                better.recompute_us < options[at].recompute_us or _excess_bytes(options, limit) > 0
             ):
                 options[at] = better
         return options
@@ -252,7 +252,7 @@ class _Chunk:
         return [MemoryLimit(limit, *key) for key, limit in limits.items()]
 
 
-def _over_bytes(options: Iterable[_Option], limit: float) -> float:
+def _excess_bytes(options: Iterable[_Option], limit: float) -> float:
     held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)
     return max(0.0, float(held_bytes.max()) - limit)
 
@@ -263,7 +263,7 @@ def _recomputation(options: Sequence[_Option], limit: float) -> Recomputation:
         recomputed=tuple(option.recomputed for option in options),
         layers_us=tuple(option.layers_us for option in options),
         recompute_us=sum(option.recompute_us for option in options),
-        over_bytes=_over_bytes(options, limit),
+        excess_bytes=_excess_bytes(options, limit),
     )
 
 
@@ -300,7 +300,7 @@ def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]
 
 def _start_by_stage(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
     combinations = [list(options) for options in product(*(chunk.whole.values() for chunk in chunks))]
-    return min(combinations, key=lambda each: (_over_bytes(each, limit), sum(option.recompute_us for option in each)))
+    return min(combinations, key=lambda each: (_excess_bytes(each, limit), sum(option.recompute_us for option in each)))
 
 
 def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:

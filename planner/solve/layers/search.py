@@ -132,7 +132,7 @@ def _partitions_that_need_recomputation(progress: Progress, evaluator: Evaluator
     for cuts in all_cuts(evaluator):
         choices = np.full((len(cuts), evaluator.num_stages), evaluator.allowed[0])
         step_us = progress.simulate(evaluator, cuts, choices)
-        fits = np.asarray((evaluator.over_bytes(cuts, choices) <= 0).all(axis=1))
+        fits = np.asarray((evaluator.excess_bytes(cuts, choices) <= 0).all(axis=1))
         progress.simulate_fitting(evaluator, cuts, choices, fits & (step_us < progress.upper_us))
         is_open = ~fits & (step_us < progress.upper_us)
         times.append(step_us[is_open])

@@ -147,7 +147,7 @@ class _JointSearch:
         cuts, choices = partition[0][None], partition[1][None]
 
         def fits(rows: Rows) -> bool:
-            return bool((evaluator.with_schedule(ListedSchedule(rows)).over_bytes(cuts, choices) <= 0).all())
+            return bool((evaluator.with_schedule(ListedSchedule(rows)).excess_bytes(cuts, choices) <= 0).all())
 
         # Whole backwards need no memory between I and W, and may be faster than I and W together.
         best: SimulatedOrder | None = None

@@ -60,7 +60,7 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     request = Request.of_plan(now, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
     if now.solver.status != "optimal":
         # Only a proof of optimality needs a long search. To refute a lower bound, any faster plan is enough.
-        request = replace(request.without_second_pass(), actions=_ACTIONS)
+        request = replace(request.without_longer_search(), actions=_ACTIONS)
     try:
         best = solve(profile, request, breaks_ties=False)
         if _contradiction(now, best):

@@ -37,7 +37,7 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
         request: The request that the plan answers. If its observer stops the searches, the result is not usable.
         plan: The plan, which gives the point of its own replicas and micro-batches.
     """
-    request, points = request.without_second_pass(), []
+    request, points = request.without_longer_search(), []
     questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})
     for replicas, m in questions:
         if (replicas, m) == (plan.replicas, plan.micro_batches):

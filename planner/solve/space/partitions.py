@@ -145,7 +145,7 @@ class Evaluator:
         # The drain and fill of later stages hide the optimizer step of a device.
         return pipeline + optimizer_delay_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
 
-    def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
+    def excess_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, shape (partitions, devices).
 
         The result is infinite if a stage of the device has more than `width` layers.
@@ -157,16 +157,16 @@ class Evaluator:
         ]
         return self._excess_bytes(np.stack(peaks, axis=1), inside)
 
-    def over_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
-        """Return the bytes by which each device exceeds its memory limit, for each combination of its stages' choices.
+    def excess_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
+        """Return the bytes by which each device exceeds its memory limit, for each combination of recompute choices.
 
         Args:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
             combinations: Recompute choices for the stages of a device, as indices into `allowed`; shape (combinations,
-                chunks).
+                stages per device).
 
         Returns:
-            Bytes, shape (partitions, combinations, devices); infinite if a stage of the device is longer than `width`.
+            Bytes, shape (partitions, combinations, devices); infinite if a stage has more than `width` layers.
         """
         every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])

@@ -12,7 +12,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.space.problem import ChainProblem, StageArrays
+from planner.solve.space.problem import ChainProblem, StageTimeArrays
 
 MOST_CANDIDATES: Final = 1 << 20
 """Number of stages computed in one batch, which limits temporary memory."""
@@ -26,7 +26,7 @@ class BoundKind(NamedTuple):
 
     combine: np.ufunc
     """Function that combines the values of a partition's stages: maximum or sum."""
-    stage_values: Callable[[StageArrays], FloatArray]
+    stage_values: Callable[[StageTimeArrays], FloatArray]
     """Function that returns the value of each stage, for example its forward time."""
 
 
@@ -114,10 +114,10 @@ class PrefixBounds:
                 values[name][ends] = need.stage_values(stages).min(axis=0)
         return values
 
-    def stages(self, num_later: int, ends: IntArray) -> StageArrays:
+    def stages(self, num_later: int, ends: IntArray) -> StageTimeArrays:
         """Return the stages that end at each of the cuts `ends` and have `num_later` later stages.
 
-        Stages with different recompute choices are stacked, as by `StageArrays.of_variants`.
+        Stages with different recompute choices are stacked, as by `StageTimeArrays.of_variants`.
         """
         variants = range(len(self._problem.tables[num_later]))
-        return StageArrays.of_variants([self._problem.stages(num_later, variant, ends) for variant in variants])
+        return StageTimeArrays.of_variants([self._problem.stages(num_later, variant, ends) for variant in variants])

@@ -12,7 +12,7 @@ from planner.core.values.cluster import Link
 from planner.solve.space.tables import NO_CHOICE
 
 
-class StageArrays(NamedTuple):
+class StageTimeArrays(NamedTuple):
     """Times of stages as arrays: one row per cut at which the stages end, one column per first layer.
 
     Times are in microseconds, for one micro-batch, with the executor's overhead and the time to receive over blocking
@@ -40,7 +40,7 @@ class StageArrays(NamedTuple):
     """Peak memory in bytes; zeros of shape (n, 1) if the tables lack it."""
 
     @classmethod
-    def of_variants(cls, variants: Sequence["StageArrays"]) -> "StageArrays":
+    def of_variants(cls, variants: Sequence["StageTimeArrays"]) -> "StageTimeArrays":
         """Stack tables of the same stages with different recomputation along a new first dimension."""
         shape = variants[0].first.shape
         each: list[Any] = [
@@ -48,7 +48,7 @@ class StageArrays(NamedTuple):
         ]
         return cls(*each)
 
-    def select(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageArrays":
+    def select(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageTimeArrays":
         """Return some stages of a stack from `of_variants`, by their indices in its dimensions.
 
         Args:
@@ -59,7 +59,7 @@ class StageArrays(NamedTuple):
         _, rows, width = self.first.shape
         place = (variant * rows + row) * width + column
         each: list[Any] = [field.reshape(-1).take(place if field.ndim > 2 else row) for field in self]
-        return StageArrays(*each)
+        return StageTimeArrays(*each)
 
 
 class Bottlenecks(NamedTuple):
@@ -175,7 +175,7 @@ class ChainProblem:
         narrowed = {id(variants): tuple(table.narrowed(width) for table in variants) for variants in self.tables}
         return replace(self, most=most, tables=tuple(narrowed[id(variants)] for variants in self.tables))
 
-    def stages(self, num_later: int, variant: int, ends: IntArray) -> StageArrays:
+    def stages(self, num_later: int, variant: int, ends: IntArray) -> StageTimeArrays:
         """Return the stages that end at each of `ends` and have `num_later` later stages.
 
         Args:
@@ -203,7 +203,7 @@ class ChainProblem:
             fits &= np.maximum(busy.backward_us + receive_back, link) <= self.most.backward_us
         nowhere = np.where(fits, 0.0, np.inf)
         receive, receive_back = receive + nowhere, receive_back + nowhere
-        return StageArrays(
+        return StageTimeArrays(
             first=first,
             end=end,
             choice=choice,

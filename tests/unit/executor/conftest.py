@@ -20,7 +20,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         recorders.append(RunRecorder(device))
         return recorders[-1]
 
-    monkeypatch.setattr("planner.executor.pipeline.Recorder", remembered)
+    monkeypatch.setattr("planner.executor.pipeline.RunRecorder", remembered)
     yield
     for recorder in recorders:
         recorder.close()

@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from planner.core.errors import TrainingError
 from planner.executor.run.gradients import check_gradients, check_losses, check_output
 from planner.executor.watch import explain
+from planner.executor.watch.activity import ANY, RankActivity
 from planner.executor.watch.failure import FailureWatch
-from planner.executor.watch.position import ANY, RankActivity
 from tests.support.ranks import run_ranks
 
 
-def position(doing: str = "forward of micro-batch 1") -> RankActivity:
-    """Return the position of stage 1 of 2, in step 7."""
+def activity(doing: str = "forward of micro-batch 1") -> RankActivity:
+    """Return the activity of stage 1 of 2, in step 7."""
     here = RankActivity()
     here.names, here.stages = {0: "stage 0 (layer a)", 1: "stage 1 (layers b to c)"}, (1,)
     here.step = 7
-    here.set_activity(doing, stage=1)
+    here.begin(doing, stage=1)
     return here
 
 
-def sent_position(
+def sent_activity(
     name: str, waits_for: int | None, where: str = "in forward of micro-batch 2 of step 7"
 ) -> dict[str, object]:
     """Return the values that a rank sends to the others."""
@@ -32,9 +32,9 @@ def sent_position(
 
 
 def test_positions_name_stage_replica_and_step() -> None:
-    here = position()
+    here = activity()
     assert (here.name, here.where) == ("stage 1 (layers b to c)", "in forward of micro-batch 1 of step 7")
-    here.set_activity("between steps")
+    here.begin("between steps")
     here.stages, here.replica = (0, 1), 2
     two = "the process of stages 0 (layer a) and 1 (layers b to c) of replica 2"  # one thing, that is gone or waits
     assert (here.name, here.where) == (two, "between steps")
@@ -44,21 +44,21 @@ def test_positions_name_stage_replica_and_step() -> None:
 
 def test_the_rank_that_waits_for_no_other_is_named_as_hanging() -> None:
     """If every rank waits for another, all are named."""
-    ranks = {0: sent_position("stage 0", 1), 1: sent_position("stage 1", None), 2: sent_position("stage 2", ANY)}
+    ranks = {0: sent_activity("stage 0", 1), 1: sent_activity("stage 1", None), 2: sent_activity("stage 2", ANY)}
     message = explain.error_of_hang(ranks, 60.0).message
     assert message.startswith(
         "stage 1 has been in forward of micro-batch 2 of step 7 for 61 s, and holds up the others"
     )
     assert message.endswith("stage 0 waits in forward of micro-batch 2 of step 7; stage 2 waits in forward of "
                             "micro-batch 2 of step 7")  # fmt: skip
-    ranks[1] = sent_position("stage 1", 0)
+    ranks[1] = sent_activity("stage 1", 0)
     assert explain.error_of_hang(ranks, 60.0).message.startswith(
         "the stages wait for each other for 60 s: stage 0 waits"
     )
 
 
 def test_out_of_memory_errors_report_the_predicted_peak() -> None:
-    here = position("backward of micro-batch 0")
+    here = activity("backward of micro-batch 0")
     here.predicted_bytes = {0: 1, 1: 3 * 2**30}
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**50)
@@ -75,7 +75,7 @@ def test_the_wrapped_cause_is_reported_with_its_lines() -> None:
         {}["mine"]
     error = RuntimeError("[Rank 0] failed to run forward")
     error.__cause__ = cause.value
-    message = explain.error_for_exception(error, position()).message
+    message = explain.error_for_exception(error, activity()).message
     assert "failed in forward of micro-batch 1 of step 7: KeyError: 'mine'" in message
     assert Path(__file__).name in message
     assert "Rank 0" not in message
@@ -83,19 +83,19 @@ def test_the_wrapped_cause_is_reported_with_its_lines() -> None:
 
 def test_the_first_non_finite_tensor_is_named() -> None:
     good, bad = torch.ones(()), torch.tensor(float("inf"))
-    check_losses([good, good], 1.0, position())
+    check_losses([good, good], 1.0, activity())
     with pytest.raises(TrainingError, match=r"micro-batch 1 of step 7 is inf, computed on stage 1 \(layers b to c\)"):
-        check_losses([good, bad], float("inf"), position())
-    check_output((good, torch.ones(2, dtype=torch.int64)), position())
+        check_losses([good, bad], float("inf"), activity())
+    check_output((good, torch.ones(2, dtype=torch.int64)), activity())
     with pytest.raises(
         TrainingError, match=r"stage 1 .* returned NaN or infinity in forward of micro-batch 1 of step 7"
     ):
-        check_output(bad, position())
+        check_output(bad, activity())
     parameters: dict[str, Tensor] = {"a.weight": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))}
-    check_gradients(parameters, position())
+    check_gradients(parameters, activity())
     parameters["b"].grad = torch.full((2,), float("nan"))
     with pytest.raises(TrainingError, match=r"the gradient of b on stage 1"):
-        check_gradients(parameters, position())
+        check_gradients(parameters, activity())
 
 
 def test_signals_end_a_single_process_at_once_or_after_its_step() -> None:

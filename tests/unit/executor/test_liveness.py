@@ -9,11 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from planner.executor.watch import failure, liveness
+from planner.executor.watch.activity import ANY, RankActivity
 from planner.executor.watch.explain import error_of_hang
 from planner.executor.watch.failure import FailureWatch
 from planner.executor.watch.liveness import Heartbeats
-from planner.executor.watch.position import ANY, RankActivity
-from tests.unit.executor.test_failure import sent_position
+from tests.unit.executor.test_failure import sent_activity
 
 
 class CountingStore:
@@ -79,7 +79,7 @@ def keys_of_a_beat(ranks: list[tuple[FailureWatch, Heartbeats]], store: Counting
     """Return the number of keys that one beat of all ranks reads or writes."""
     before = store.count
     for watch, signs in ranks:
-        signs.write(watch.position)
+        signs.write(watch.activity)
         watch._look(store, signs)
     return store.count - before
 
@@ -96,8 +96,8 @@ def test_keys_of_a_beat_grow_linearly_with_ranks(watches: Watches, when: str) ->
             if when == "signalled":
                 watch._note_signal(signal.SIGTERM)
             if when == "waiting":
-                watch.position.set_activity("a checkpoint", waits_for=ANY)
-                watch.position._since -= 20.0
+                watch.activity.begin("a checkpoint", waits_for=ANY)
+                watch.activity._since -= 20.0
         keys[count] = max(keys_of_a_beat(ranks, store) for _ in range(3)) / count
     assert keys[160] < 1.5 * keys[10]
     assert keys[160] <= {"at rest": 2, "waiting": 3, "signalled": 11}[when]
@@ -181,7 +181,7 @@ def test_a_rank_that_has_left_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_messages_name_the_three_ranks_that_wait_longest() -> None:
-    positions = {rank: {**sent_position(f"stage {rank}", ANY), "idle_s": float(rank)} for rank in range(1000)}
+    positions = {rank: {**sent_activity(f"stage {rank}", ANY), "idle_s": float(rank)} for rank in range(1000)}
     message = error_of_hang(positions, 60.0).message
     assert message.count(" waits in ") == 3
     assert "stage 997 waits" in message

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from planner.core.errors import UsageError
-from planner.executor.run.loader import check_sampler
+from planner.executor.run.loader import does_sampler_split_data
 from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.same_batch import digest_of_batch
 from planner.model.load import Batch
@@ -55,16 +55,16 @@ def test_a_sampler_that_splits_over_stages_is_refused() -> None:
         DataLoader(DATA, batch_sampler=torch.utils.data.BatchSampler(DistributedSampler(DATA, 2, 1), 2, False)),
     ):
         with pytest.raises(UsageError, match="rank 1 part 1 of 2 of the data, but the ranks are stages of one"):
-            check_sampler(loader, STAGE)
-    assert not check_sampler(DataLoader(DATA, sampler=DistributedSampler(DATA, 1, 0)), STAGE)
-    assert not check_sampler(DataLoader(DATA, shuffle=True), STAGE)
+            does_sampler_split_data(loader, STAGE)
+    assert not does_sampler_split_data(DataLoader(DATA, sampler=DistributedSampler(DATA, 1, 0)), STAGE)
+    assert not does_sampler_split_data(DataLoader(DATA, shuffle=True), STAGE)
 
 
 def test_a_sampler_over_replicas_must_be_that_of_the_replica() -> None:
-    assert check_sampler(DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 1)), REPLICA)
+    assert does_sampler_split_data(DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 1)), REPLICA)
     for number, rank in ((2, 0), (4, 1)):
         with pytest.raises(UsageError, match=rf"part {rank} of {number} .* belongs to replica 1 of 2") as refused:
-            check_sampler(DataLoader(DATA, sampler=DistributedSampler(DATA, number, rank)), REPLICA)
+            does_sampler_split_data(DataLoader(DATA, sampler=DistributedSampler(DATA, number, rank)), REPLICA)
         assert "num_replicas=pipeline.place.num_replicas, rank=pipeline.place.replica" in refused.value.hint
 
 

@@ -49,7 +49,7 @@ def test_bound_under_1f1b_is_at_most_every_plan(seed: int, policy: RecomputePoli
             ]
             search = CutDynamicProgram(case.chain_problem(count, width=6, exact=True), recurrence)
             found = search.find_best()
-            assert search.root_bound_us() <= min(times) * (1 + 1e-9)
+            assert search.lower_bound_us() <= min(times) * (1 + 1e-9)
             assert (found is None) == (min(times) == float("inf"))
             assert found is None or found.step_us <= min(times) * (1 + 1e-9)
             assert case.bound_us <= min(times) * (1 + 1e-9)

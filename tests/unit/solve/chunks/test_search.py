@@ -83,7 +83,7 @@ def limits_of(evaluator: Evaluator) -> Iterator[int]:
     cuts, choices = every_partition(evaluator)
     # Under these caps, by how much plans are over is what they hold.
     tiny = replace(evaluator.case, cluster=replace(evaluator.case.cluster, memory_bytes=(0, 0)))
-    held = Evaluator(tiny, 2).over_bytes(cuts, choices).max(axis=1)
+    held = Evaluator(tiny, 2).excess_bytes(cuts, choices).max(axis=1)
     for share in (0.0, 0.05, 0.3, 1.0):
         yield int(np.quantile(held, share)) + 1
 
@@ -102,7 +102,7 @@ def test_bound_is_at_most_every_plan_and_close_to_the_best(schedule: ScheduleNam
     step_us = loose.step_us(cuts, choices)
     for cap in limits_of(loose):
         evaluator = evaluator_of(schedule, seed, cap)
-        fits = (evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
+        fits = (evaluator.excess_bytes(cuts, choices) <= 0).all(axis=1)
         assert fits.any()
         best_us = float(step_us[fits].min())
         search = bounds_of(evaluator, best_us)
@@ -156,7 +156,7 @@ def test_plan_with_chunks_equals_brute_force_and_is_optimal(schedule: ScheduleNa
             evaluator = Evaluator(case, num_devices)
             try:
                 cuts, choices = every_partition(evaluator)
-                fits = (evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
+                fits = (evaluator.excess_bytes(cuts, choices) <= 0).all(axis=1)
             except UsageError:
                 continue
             steps += evaluator.step_us(cuts[fits], choices[fits]).tolist()
@@ -171,12 +171,12 @@ def test_memory_of_all_combinations_equals_memory_of_each(seed: int) -> None:
     assert evaluator is not None
     fitting = RecomputeFitter(evaluator)
     cuts = every_partition(evaluator)[0][::81]
-    over = fitting.over_by_combination(cuts)
+    over = fitting.excess_by_combination(cuts)
     for n, combination in enumerate(fitting.combinations):
         choices = np.empty((len(cuts), 4), dtype=np.int64)
         for chunks in evaluator.chunks:
             choices[:, list(chunks)] = combination
-        assert np.array_equal(over[:, n], evaluator.over_bytes(cuts, choices))
+        assert np.array_equal(over[:, n], evaluator.excess_bytes(cuts, choices))
 
 
 def test_minimal_choices_are_those_that_fit_with_least_recomputation() -> None:
@@ -229,7 +229,7 @@ def test_fixed_cuts_get_the_best_recomputation() -> None:
         is_one = (np.diff(cuts, axis=1) == balance).all(axis=1)
         for cap in limits_of(loose):
             evaluator = evaluator_of("interleaved", 4, cap)
-            fits = is_one & (evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
+            fits = is_one & (evaluator.excess_bytes(cuts, choices) <= 0).all(axis=1)
             request = Request(inputs=inputs_for("interleaved", 4, cap), micro_batches=4, balance=balance)
             if not fits.any():
                 with pytest.raises(InfeasibleError):

@@ -100,9 +100,9 @@ def test_recomputed_layers_of_a_device_equal_the_best_subset(schedule: ScheduleN
             cheapest = RecomputeSearch(Evaluator(replace(case, cluster=caps), 2)).recomputations(0, cuts)[0]
             best = min(4 * case.costs.forward_us[list(some)].sum() for some in subsets if held[some] <= cap)
             if chunks == 1:
-                assert cheapest.over_bytes == 0
+                assert cheapest.excess_bytes == 0
                 assert cheapest.recompute_us <= best * (1 + 1e-9)
-            if set(cheapest.choices) <= {0, 3} and cheapest.over_bytes == 0:
+            if set(cheapest.choices) <= {0, 3} and cheapest.excess_bytes == 0:
                 assert held[tuple(sorted(n for some in cheapest.recomputed for n in some))] <= cap
                 spent, least = spent + cheapest.recompute_us, least + best
     assert spent <= 1.02 * least

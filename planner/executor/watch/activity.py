@@ -31,8 +31,8 @@ class RankActivity:
         self._now: tuple[str, int | None, int | None] = ("at the start", None, None)
         self._since = time.monotonic()
 
-    def set_activity(self, doing: str, *, stage: int | None = None, waits_for: int | None = None) -> None:
-        """Set the activity of this rank.
+    def begin(self, doing: str, *, stage: int | None = None, waits_for: int | None = None) -> None:
+        """Begin an activity of this rank.
 
         Args:
             doing: Activity, such as "forward of micro-batch 3".
@@ -54,7 +54,7 @@ class RankActivity:
 
     @property
     def waits_for(self) -> int | None:
-        """Stage for which this rank waits; see `set_activity`."""
+        """Stage for which this rank waits; see `begin`."""
         return self._now[2]
 
     @property
