@@ -56,7 +56,7 @@ def test_unusual_boundary_tensors_and_tied_weights_on_three_stages(tmp_path: Pat
         )
         for recompute, schedule in (("never", first), ("except-last", second), ("always", first))
     ]
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    for case, result in zip(cases, run_cases(cases, tmp_path, ("whole",)), strict=True):
         assert result["whole_loss"] < 1e-5, case
         assert result["whole_gradient"] < 1e-5, case
         assert result["whole_parameter"] < 1e-5, case
@@ -71,7 +71,7 @@ def test_losses_in_attributes_and_reentrant_checkpoints(tmp_path: Path) -> None:
             ((5, 3), "except-last", "gpipe"),
         )
     ]
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    for case, result in zip(cases, run_cases(cases, tmp_path, ("split",)), strict=True):
         assert result["split_loss"] == 0.0, case
         assert result["split_gradient"] == 0.0, case
 
@@ -83,7 +83,7 @@ def test_models_with_their_own_forward(tmp_path: Path) -> None:
         for model, balance in ((BRANCHING, (1, 2, 4)), (BRANCHING, (3, 2, 2)), (GPT2, (2, 1, 2)))
         for recompute, schedule in (("never", "gpipe"), ("except-last", "gpipe"), ("always", "1f1b"))
     ]
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    for case, result in zip(cases, run_cases(cases, tmp_path, ("whole",)), strict=True):
         assert result["whole_loss"] < 1e-5, case
         assert result["whole_gradient"] < 1e-5, case
         assert result["whole_parameter"] < 1e-4, case
@@ -137,7 +137,7 @@ def test_float16_with_scaled_loss(tmp_path: Path) -> None:
         pieces=2,
         clip=0.01,
     )
-    *results, overflowed = run_cases([*cases, overflowing], tmp_path)
+    *results, overflowed = run_cases([*cases, overflowing], tmp_path, ("split",))
     for case, result in zip(cases, results, strict=True):
         assert result["split_loss"] < 1e-3, case
         assert result["split_relative"] < 0.02, case
@@ -168,7 +168,7 @@ def test_frozen_parameters(tmp_path: Path) -> None:
             ("always", "1f1b", ""),
         )
     ]
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    for case, result in zip(cases, run_cases(cases, tmp_path, ("split",)), strict=True):
         assert result["split_gradient"] == 0.0, case
         assert result["split_parameter"] == 0.0, case
 
@@ -261,7 +261,7 @@ def test_replicas_sum_gradients_of_the_whole_mini_batch(tmp_path: Path) -> None:
             **people,
         ),
     ]
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    for case, result in zip(cases, run_cases(cases, tmp_path, ("split",)), strict=True):
         assert result["replicas_differ"] == [], case
         assert result["split_buffer"] < 1e-6, case
         assert result["split_norm"] < 1e-5, case
@@ -296,7 +296,7 @@ def test_complete_training_loops(tmp_path: Path, balance: tuple[int, ...]) -> No
             )
         ),
     ]
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    for case, result in zip(cases, run_cases(cases, tmp_path, ("split",)), strict=True):
         assert result["split_loss"] < 1e-6, case
         assert result["split_all_relative"] == 0.0, case
         assert result["split_parameter"] < 1e-5, case
@@ -314,7 +314,7 @@ def test_one_micro_batch_equals_the_unpipelined_model(tmp_path: Path) -> None:
         # Normalised by micro-batch, but counted as one: the first of all sees what it sees in one piece.
         Case(model=EVERYDAY, balance=(4, 5), recompute="always"),
     ]
-    *results, normalised = run_cases(cases, tmp_path)
+    *results, normalised = run_cases(cases, tmp_path, ("whole",))
     for case, result in zip(cases, results, strict=False):
         assert result["whole_loss"] < 1e-6, case
         assert result["whole_all_relative"] < 1e-6, case
@@ -343,7 +343,7 @@ def test_training_of_sample_models(tmp_path: Path) -> None:
         )
         for name, (balance, settings) in models.items()
     ]
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    for case, result in zip(cases, run_cases(cases, tmp_path, ("split",)), strict=True):
         assert result["split_loss"] < 1e-6, case
         assert result["split_all_relative"] < 1e-6, case
         assert result["split_buffer"] < 1e-6, case
@@ -371,7 +371,7 @@ def test_real_models_in_training_mode(tmp_path: Path) -> None:
         )
     ]
     assert {dict(case.settings)["name"] for case in cases} <= REAL_MODELS.keys()
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    for case, result in zip(cases, run_cases(cases, tmp_path, ("split",)), strict=True):
         assert result["split_loss"] < 1e-6, case
         assert result["split_all_relative"] < 1e-6, case
         assert result["split_parameter"] < 1e-5, case

@@ -55,7 +55,7 @@ def test_parameters_are_optimized_as_in_a_plain_loop(tmp_path: Path) -> None:
         folder = tmp_path / str(n)
         folder.mkdir()
         cases.append(Case(model=write_model(folder, text), balance=(3, 2), steps=3, decay=0.5))
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    for case, result in zip(cases, run_cases(cases, tmp_path, ("split",)), strict=True):
         assert result["split_parameter"] < 1e-6, case
         assert not result["replicas_differ"], case
 

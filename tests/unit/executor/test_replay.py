@@ -161,7 +161,7 @@ def test_stateful_models_train_equally_under_every_schedule(num_devices: int, tm
         )
         for n, (schedule, recompute, stages) in enumerate(plans)
     ]
-    for case, result in zip(cases, run_cases(cases, tmp_path), strict=True):
+    for case, result in zip(cases, run_cases(cases, tmp_path, ("split",)), strict=True):
         assert result["split_loss"] < 1e-6, case
         assert result["split_gradient"] < 1e-6, case
         assert result["split_parameter"] < 1e-6, case
