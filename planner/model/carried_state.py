@@ -104,7 +104,7 @@ def guarded_tables(first: Recording, second: SecondForward) -> dict[Key, int]:
     set_again = set(map(attribute_key, second.recording.calls[0].changes))
     once = {attribute_key(change): change for change in first.calls[0].changes}
     numbers = {key for key, change in once.items() if not change.contains_tensor and key not in set_again}
-    tables = {key for key in second.fixed - set_again if key[0] in {path for path, _ in numbers}}
+    tables = {key for key in second.fixed & (once.keys() - set_again) if key[0] in {path for path, _ in numbers}}
     found = tables | {key for key in numbers if key[0] in {path for path, _ in tables}}
     return {key: max(first.calls[number].exit for number in _innermost(first, key)) for key in sorted(found, key=str)}
 
