@@ -49,9 +49,9 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(4))
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(4))
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(4))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(3))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(3))
 
     def forward(self, value: Tensor) -> list[Tensor]:
         outputs = []
@@ -158,7 +158,7 @@ def test_cuts_between_modules_with_hidden_communication_are_removed() -> None:
 
     def build() -> nn.Module:
         notes = _Notes()
-        return nn.Sequential(block(), Writes(notes), block(), Reads(notes), block())
+        return nn.Sequential(block(), Writes(notes), block(), Reads(notes))
 
     found = checked(build)
     assert found.proof.cuts == len(found.loaded.chain(build()).layers) - 1
