@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from planner.core.values.profile import Device
 from planner.device.kind import DeviceKind, Peak
-from planner.device.meter import Usage
+from planner.device.meter import MemoryUsage
 
 _SIDE = 256
 """Number of rows and columns of test matrices and images, large enough to use the same kernels as real layers."""
@@ -56,14 +56,14 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def measure(self, work: Callable[[], object]) -> Usage:
+    def measure(self, work: Callable[[], object]) -> MemoryUsage:
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         work()
         torch.cuda.synchronize(self.device)
         after = torch.cuda.memory_allocated(self.device)
-        return Usage(torch.cuda.max_memory_allocated(self.device) - before, after - before)
+        return MemoryUsage(torch.cuda.max_memory_allocated(self.device) - before, after - before)
 
 
 class Cuda(DeviceKind):

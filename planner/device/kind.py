@@ -8,7 +8,7 @@ import torch
 
 from planner.core.values.profile import Device
 from planner.device.clock import Clock
-from planner.device.meter import Meter
+from planner.device.meter import MemoryMeter
 
 
 class Moment(Protocol):
@@ -109,7 +109,7 @@ class DeviceKind(ABC):
         """Return a clock for functions that use `threads` threads of the host."""
 
     @abstractmethod
-    def meter(self) -> Meter:
+    def meter(self) -> MemoryMeter:
         """Return a meter that measures the memory of a function."""
 
     @abstractmethod

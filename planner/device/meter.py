@@ -16,7 +16,7 @@ from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch.autograd import ProfilerConfig, ProfilerState  # type: ignore[attr-defined]
 
 
-class Usage(NamedTuple):
+class MemoryUsage(NamedTuple):
     """Memory that a function call allocates, in bytes, relative to the memory in use before the call."""
 
     peak_bytes: int
@@ -24,10 +24,10 @@ class Usage(NamedTuple):
     """Memory that is still allocated after the call; negative if the call released more than it allocated."""
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """Interface of meters that measure the memory of a function."""
 
-    def measure(self, work: Callable[[], object]) -> Usage:
+    def measure(self, work: Callable[[], object]) -> MemoryUsage:
         """Run `work` once, release its result, and return the memory that it used."""
         ...
 
@@ -35,7 +35,7 @@ class Meter(Protocol):
 class CpuMeter:
     """Meter that adds up the allocations and releases of torch's CPU allocator."""
 
-    def measure(self, work: Callable[[], object]) -> Usage:
+    def measure(self, work: Callable[[], object]) -> MemoryUsage:
         # Garbage collection is off, because memory that it releases would count as released by `work`.
         collects = gc.isenabled()
         gc.disable()
@@ -49,7 +49,7 @@ class CpuMeter:
         for size in sizes:
             live += size
             peak = max(peak, live)
-        return Usage(peak, live)
+        return MemoryUsage(peak, live)
 
 
 @contextmanager

@@ -210,7 +210,7 @@ class Trainer:
         # Release snapshots before running statistics are written: otherwise the write would copy them.
         for module in self._assembly.modules:
             module.release_snapshots()
-        self._assembly.statistics.commit(self._groups.replicas)
+        self._assembly.statistics.update_running_statistics(self._groups.replicas)
         check_gradients_have_values(self._parameters)
         if self._assembly.replicas is not None:
             self._assembly.replicas.wait_for_sums()

@@ -118,7 +118,7 @@ class AttributeSnapshot:
                 self._add_container(path, (*keys, key), inside)
 
 
-def repeat_change(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -> None:
+def apply_change(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -> None:
     """Make a recorded attribute change on `model`, with new values.
 
     Args:

@@ -106,14 +106,14 @@ class BatchStatistics:
         call.new = values
         return call.mean, call.variance
 
-    def commit(self, group: dist.ProcessGroup | None = None) -> None:
-        """Update running statistics with the sums since the last `commit`, over all ranks of `group`."""
+    def update_running_statistics(self, group: dist.ProcessGroup | None = None) -> None:
+        """Update running statistics with the sums since the last call, over all ranks of `group`."""
         # The order is that of the first forward. It is equal in all replicas, so each sum meets its counterparts.
         calls = list(self._calls.values())
         if calls and group is not None:
             _sum_over(group, calls)
         for call in calls:
-            call.commit()
+            call.update_running_statistics()
 
     def _add(self) -> None:
         calls_of: dict[int, list[_NormCall]] = {}
@@ -158,7 +158,7 @@ class _NormCall:
         total, squares = mean.new_zeros(2, len(mean), dtype=torch.float64)
         return cls(module, mean, variance, total, squares)
 
-    def commit(self) -> None:
+    def update_running_statistics(self) -> None:
         if self.count:
             mean = self.sum / self.count
             # `count` is at least 2, because torch refuses to train on a single value per channel.

@@ -50,7 +50,7 @@ def allocate_parameters(
     replace_tensors(model, lambda tensor: _filled(tensor, device, initial=initial) if id(tensor) in wanted else tensor)
     for module in modules:
         if isinstance(module, ModelStage):
-            module.share_with(module)
+            module.register_tensors_in(module)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -121,7 +121,7 @@ def train_reference(
     parameters, saved = {name for name, _ in model.named_parameters()}, _saved_names(model)
     write("initial", partial(initial_state, loaded, model))
     if folder is not None and options.lean:
-        ReferenceState.load(folder / "initial").lend_parameters(dict(model.named_parameters(remove_duplicate=False)))
+        ReferenceState.load(folder / "initial").use_as_parameters(dict(model.named_parameters(remove_duplicate=False)))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if folder is not None and not options.updates:
         keep_gradients_in_files(trained, folder)

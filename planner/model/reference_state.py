@@ -35,7 +35,7 @@ class ReferenceState:
         """Return this state with large tensors replaced by samples of their values."""
         return replace(self, tensors={n: None if t is None else sampled_values(t) for n, t in self.tensors.items()})
 
-    def lend_parameters(self, named: Mapping[str, Tensor]) -> None:
+    def use_as_parameters(self, named: Mapping[str, Tensor]) -> None:
         """Use the tensors of this state, loaded from a file, as memory of parameters.
 
         Args:

@@ -30,13 +30,13 @@ class ModelStage(nn.Module):
         super().__init__()
         # One attribute that is not a module leaves all other names free for the model's parameters and buffers.
         self._part = StagePart(outline, model, first, end)
-        self.share_with(self)
+        self.register_tensors_in(self)
 
     def forward(self, received: Any) -> Any:
         """Return the tensors for the next stage or, in the last stage, the model's output."""
         return StageForward(self._part, received).result()
 
-    def share_with(self, root: nn.Module) -> None:
+    def register_tensors_in(self, root: nn.Module) -> None:
         """Register the stage's parameters and buffers in `root`, under their names in the model.
 
         Buffers that forwards replace by other tensors (`replaced_buffers`) are left out.
@@ -71,7 +71,7 @@ class ModelStage(nn.Module):
         If the model draws from Python's or NumPy's generator, `listener` is also called for code of earlier layers that
         runs again. The layer just before the stage has the index -1.
         """
-        self._part.listen(listener)
+        self._part.call_at_layers(listener)
 
     def keep_state(self) -> None:
         """Keep tensors in attributes after a forward if later forwards read them."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.attributes import repeat_change, stored_leaves, undo_attribute_changes
+from planner.model.attributes import apply_change, stored_leaves, undo_attribute_changes
 from planner.model.calling import arguments_of, intercept_calls
 from planner.model.functions import Called, FunctionWatch, is_in_vmap
 from planner.model.ghosts import check_present
@@ -256,7 +256,7 @@ class StageForward:
     def _passed_over(self, call: Call, arguments: Sequence[Any]) -> Any:
         for change in call.changes:
             try:
-                repeat_change(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
+                apply_change(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
             except LookupError:
                 raise control_flow_error(f'"{call.path}" cannot leave values in attributes') from None
         return self._rebuilt(call.leaves, call.nest, arguments)

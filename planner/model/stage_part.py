@@ -75,7 +75,7 @@ class StagePart:
         """Keep tensors in attributes after a forward if later forwards read them."""
         self.leftovers = [change for change in self.leftovers if attribute_key(change) not in self.kept]
 
-    def listen(self, listener: Callable[[int], None]) -> None:
+    def call_at_layers(self, listener: Callable[[int], None]) -> None:
         """In each forward, call `listener` when a layer begins, with its index in the stage.
 
         If the model draws from Python's or NumPy's generator, earlier layers count too, with negative indices. Their

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
 from planner.core.values.profile import BoundaryTensor, MemoryDetail
-from planner.device.meter import Meter
+from planner.device.meter import MemoryMeter
 from planner.model.attributes import AttributeSnapshot
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.refusals import sparse_gradient_error
@@ -29,7 +29,9 @@ from planner.model.stage import ModelStage
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
-def measure_memory(unit: LayerToMeasure, received: MeasurementInput, meter: Meter, buffer_bytes: int) -> MemoryDetail:
+def measure_memory(
+    unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter, buffer_bytes: int
+) -> MemoryDetail:
     """Measure the memory of a layer for one micro-batch, and delete its gradients.
 
     Args:
@@ -80,7 +82,7 @@ def measure_memory(unit: LayerToMeasure, received: MeasurementInput, meter: Mete
         )
 
 
-def measure_weight_casts(unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> int:
+def measure_weight_casts(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> int:
     """Return the bytes of autocast's weight copies of a layer, which stay in its cache between micro-batches.
 
     Args:
@@ -116,7 +118,7 @@ class _GradientSource(torch.autograd.Function):
 
 
 class _WholePass:
-    def __init__(self, unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> None:
+    def __init__(self, unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> None:
         values = received.non_leaf_copies()
         outputs: list[Any] = []
         started: list[Tensor | None] = []
@@ -140,7 +142,7 @@ class _WholePass:
             self.backward_peak_bytes += backward.peak_bytes
 
 
-def _end_backward_peak(unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> int:
+def _end_backward_peak(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> int:
     values = received.non_leaf_copies()
     outputs: list[Any] = []
     gradients: list[Tensor] = []
@@ -153,7 +155,7 @@ def _end_backward_peak(unit: LayerToMeasure, received: MeasurementInput, meter: 
     return held + meter.measure(lambda: torch.autograd.backward(carrying, gradients)).peak_bytes
 
 
-def _attribute_bytes(unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> tuple[int, int]:
+def _attribute_bytes(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> tuple[int, int]:
     """Return the bytes of all tensors in plain attributes, and the bytes of those that a forward creates."""
     held = _storages([*unit.module.parameters(), *unit.module.buffers()])
     parts = unit.module.state_modules if isinstance(unit.module, ModelStage) else unit.module.modules()
@@ -174,7 +176,7 @@ def _attribute_bytes(unit: LayerToMeasure, received: MeasurementInput, meter: Me
     return sum(loose.values()), max(0, beside - alone)
 
 
-def _no_grad_peak(unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> int:
+def _no_grad_peak(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> int:
     with torch.no_grad():
         values = received.non_leaf_copies()
         return meter.measure(lambda: unit.run(values, received)).peak_bytes

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from planner.device.clock import Clock, median_us
 from planner.device.machine import CACHE_BYTES
-from planner.device.meter import Meter
+from planner.device.meter import MemoryMeter
 from planner.model.ghosts import storage_of
 from planner.model.optimizers import WholeModelOptimizer
 
@@ -38,7 +38,7 @@ def measure_optimizer(
     whole: WholeModelOptimizer,
     *,
     stands_for: nn.Module | None = None,
-    meter: Meter,
+    meter: MemoryMeter,
     clock: Clock,
     repeats: int,
     between_bytes: int = 0,
@@ -90,7 +90,7 @@ def measure_optimizer(
     )
 
 
-def has_additive_peaks(module: nn.Module, whole: WholeModelOptimizer, *, meter: Meter) -> bool:
+def has_additive_peaks(module: nn.Module, whole: WholeModelOptimizer, *, meter: MemoryMeter) -> bool:
     """Return True if an update's temporary memory grows with the number of parameters, not only with the largest one.
 
     Args:
@@ -126,7 +126,7 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
 
 
 def optimizer_boundary_peaks(
-    layers: Sequence[Sequence[Tensor]], whole: WholeModelOptimizer, *, device: torch.device, meter: Meter
+    layers: Sequence[Sequence[Tensor]], whole: WholeModelOptimizer, *, device: torch.device, meter: MemoryMeter
 ) -> list[int]:
     """Return the temporary bytes of updating each layer right after the previous layer; 0 for the first layer.
 
@@ -166,7 +166,7 @@ def _joins(
 
 
 def _peak_of_two(
-    first: Tensor, second: Tensor, whole: WholeModelOptimizer, *, device: torch.device, meter: Meter
+    first: Tensor, second: Tensor, whole: WholeModelOptimizer, *, device: torch.device, meter: MemoryMeter
 ) -> int:
     share = _share((first, second))
     copies = [nn.Parameter(torch.zeros_like(_part(p.detach(), share), device=device)) for p in (first, second)]
@@ -187,7 +187,7 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
 
 
 def _step_peak_bytes(
-    trained: Sequence[nn.Parameter], build: Callable[[Copies], torch.optim.Optimizer], meter: Meter, times: int
+    trained: Sequence[nn.Parameter], build: Callable[[Copies], torch.optim.Optimizer], meter: MemoryMeter, times: int
 ) -> int:
     part = _share(trained)
     copies = [nn.Parameter(_part(p, part).detach().clone()) for p in trained]

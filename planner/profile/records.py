@@ -12,7 +12,7 @@ from planner.core.errors import MeasurementError
 from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.device.kinds import kind_of
 from planner.device.machine import release_freed_memory
-from planner.device.meter import Meter, is_out_of_memory
+from planner.device.meter import MemoryMeter, is_out_of_memory
 from planner.model.refusals import TooFewSamplesError, explain_refusals
 from planner.profile.memory import measure_memory
 from planner.profile.split_memory import measure_split_memory
@@ -131,7 +131,7 @@ def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> LayerRecords:
 
 
 def record_memory(
-    sized_units: Sequence[SizedLayer], task: ProfilingTask, meter: Meter, *, splits_backward: bool
+    sized_units: Sequence[SizedLayer], task: ProfilingTask, meter: MemoryMeter, *, splits_backward: bool
 ) -> None:
     """Measure the memory of each layer that has no measurement yet.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.core.values.profile import SplitMemory
-from planner.device.meter import Meter
+from planner.device.meter import MemoryMeter
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.profile.memory import backward_root
@@ -29,7 +29,7 @@ _HeldElsewhere = Literal["nothing", "outputs", "gradients"]
 """Tensors that other layers or the engine hold during I; `gradients` means outputs and their gradients."""
 
 
-def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter: Meter) -> SplitMemory:
+def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> SplitMemory:
     """Measure a layer's memory with a split backward, and delete its parameters' gradients.
 
     Args:
@@ -78,7 +78,7 @@ def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter
 class _MeasuredUnit:
     unit: LayerToMeasure
     received: MeasurementInput
-    meter: Meter
+    meter: MemoryMeter
     split: SplitBackward = field(default_factory=SplitBackward)
 
 

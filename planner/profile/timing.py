@@ -203,7 +203,7 @@ def statistics_us(unit: LayerToMeasure, received: MeasurementInput, *, clock: Cl
     with deferred_batch_norms(unit.module) as statistics, torch.no_grad():
         for _ in range(repeats):
             forward_function(unit, received.non_leaf_copies(), received, outputs=[], statistics=statistics)()
-            times.append(clock.time_us(statistics.commit))
+            times.append(clock.time_us(statistics.update_running_statistics))
     return median_us(times)
 
 

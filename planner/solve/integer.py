@@ -64,7 +64,8 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         OutOfTimeError: `deadline` passed before a partition was found.
     """
     arcs = _Arcs(
-        case, max_stage_layers(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=max(case.limits_bytes))
+        case,
+        max_stage_layers(case.costs, longest_us=case.longest_stage_us(upper_us), limit_bytes=max(case.limits_bytes)),
     )
     if not len(arcs.first):
         return Answer(case, None, inf, upper_us, _METHOD)
@@ -117,7 +118,7 @@ class _Arcs:
             stages = StageTimeArrays.of_variants([problem.stages(level, 0, ends)])
             at = stages.select(*np.nonzero(np.isfinite(stages.forward)))
             before = np.where(at.first > 0, problem.links[level + 1].on_link_us[at.first], 0.0)
-            times = (at.forward, at.backward, at.last_backward, before, at.own_us, at.hidden_us - 2 * at.link)
+            times = (at.forward, at.backward, at.last_backward, before, at.own_us, at.slack_us - 2 * at.link)
             columns.append([np.full(len(at.first), place), at.first, at.end, at.choice, *times])
         joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
         if self.is_ordered:  # The stage at the first place begins at layer 0, and no other stage does.

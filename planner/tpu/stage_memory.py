@@ -15,7 +15,7 @@ from planner.core.cost.chain_costs import prefix_sums
 from planner.core.cost.layer_memory import BACKWARD, FORWARD
 from planner.core.cost.parts import MemoryParts, PartSize, all_parts, running_part
 from planner.core.cost.peak_points import BACKWARDS, FORWARDS
-from planner.core.cost.size_costs import SizeCosts, costs_without_records
+from planner.core.cost.size_costs import ProfiledLayerCosts, costs_without_records
 from planner.core.cost.stages import StageTable, StageTableBuilder
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import ArrayKind, LayerProfile, ProgramMemory
@@ -115,7 +115,7 @@ class CompiledStageMemory:
         return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running)
 
 
-def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
+def compiled_costs(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
     """Return the costs of layers in one executable, at the n-th profiled micro-batch size."""
     plain, programs = costs_without_records(layers, n), [layer.program[n] for layer in layers]
     received = np.append(programs[0].input_bytes, plain.boundaries.input[1:])

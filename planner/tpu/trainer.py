@@ -221,7 +221,7 @@ class JaxTraining:
         momentums = [layer.momentum for layer in layers]
         for layer in layers:
             layer.momentum = 1.0  # replace the previous statistics
-        statistics.commit()
+        statistics.update_running_statistics()
         for layer, momentum in zip(layers, momentums, strict=True):
             layer.momentum = momentum
         return len(layers)

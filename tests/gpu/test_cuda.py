@@ -14,7 +14,7 @@ from planner.core.values.plan import Recompute
 from planner.device.clock import median_us
 from planner.device.cuda import Cuda, CudaClock, CudaMeter
 from planner.device.kinds import kind_of
-from planner.device.meter import Usage
+from planner.device.meter import MemoryUsage
 from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
@@ -60,8 +60,8 @@ def test_peak_and_end_of_known_allocations() -> None:
 
     meter = kind_of(CUDA).meter()
     assert isinstance(meter, CudaMeter)
-    assert meter.measure(work) == Usage((1 << 20) + (1 << 19), 1 << 19)
-    assert meter.measure(kept.clear) == Usage(0, -(1 << 19))
+    assert meter.measure(work) == MemoryUsage((1 << 20) + (1 << 19), 1 << 19)
+    assert meter.measure(kept.clear) == MemoryUsage(0, -(1 << 19))
 
 
 def test_the_clock_waits_for_the_device() -> None:

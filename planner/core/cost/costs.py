@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import ChainCosts, FixedLayerBytes, PassedGradients, Storages
-from planner.core.cost.size_costs import SizeCosts, costs_from_records, costs_without_records
+from planner.core.cost.size_costs import ProfiledLayerCosts, costs_from_records, costs_without_records
 from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import tied_parameters_of
 from planner.core.cost.workload import workload_of
@@ -77,7 +77,7 @@ class CostTable:
             if compiled
             else costs_without_records
         )
-        self._sizes: dict[int, SizeCosts] = {}
+        self._sizes: dict[int, ProfiledLayerCosts] = {}
 
     def at(self, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
         """Return the costs of every layer at `micro_batch_size`.
@@ -137,7 +137,7 @@ class CostTable:
             "workload": workload_of(self._profile),
         }
 
-    def _at(self, n: int) -> SizeCosts:
+    def _at(self, n: int) -> ProfiledLayerCosts:
         if n not in self._sizes:
             self._sizes[n] = self._read(self._profile.layers, n)
         return self._sizes[n]
@@ -184,7 +184,7 @@ def _blend(weighted: Sequence[tuple[Any, float]]) -> Any:
     )
 
 
-def _storages(weighted: Sequence[tuple[SizeCosts, float]]) -> Storages:
+def _storages(weighted: Sequence[tuple[ProfiledLayerCosts, float]]) -> Storages:
     # Two tensors may share a storage at some sizes only. Both then have an entry; one has 0 bytes at these sizes.
     places = sorted(set().union(*(costs.crossing for costs, _ in weighted)))
     sizes = np.zeros((len(places), 3))
@@ -202,7 +202,7 @@ def _storages(weighted: Sequence[tuple[SizeCosts, float]]) -> Storages:
     )
 
 
-def _relays(weighted: Sequence[tuple[SizeCosts, float]]) -> PassedGradients:
+def _relays(weighted: Sequence[tuple[ProfiledLayerCosts, float]]) -> PassedGradients:
     relays = sorted(set.intersection(*(set(costs.relays) for costs, _ in weighted)))
     sizes = [sum(weight * costs.relays[relay] for costs, weight in weighted) for relay in relays]
     return PassedGradients(

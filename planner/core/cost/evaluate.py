@@ -21,8 +21,8 @@ from planner.core.cost.simulate import Event, StageTimes, early_allreduces_us, l
 from planner.core.cost.stage_time import (
     CHOICES,
     busy_times,
-    hidden_us,
     optimizer_delay_us,
+    optimizer_slack_us,
     shared_gradient_bytes,
     split_backward_times,
 )
@@ -145,7 +145,9 @@ class Evaluation:
         # A device's first chunk is the last one that it runs in a step, and the first one in the next step.
         first = self.stage_times[: self.partition.num_devices]
         return float(
-            optimizer_delay_us(between_steps_us, np.array([hidden_us(times, times.send_us) for times in first]))
+            optimizer_delay_us(
+                between_steps_us, np.array([optimizer_slack_us(times, times.send_us) for times in first])
+            )
         )
 
     @cached_property

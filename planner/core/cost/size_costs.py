@@ -32,7 +32,7 @@ from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SizeCosts:
+class ProfiledLayerCosts:
     """Memory of a chain's layers, and times of split backwards, at one of the profile's micro-batch sizes."""
 
     gradients: FloatArray
@@ -47,7 +47,7 @@ class SizeCosts:
     """Bytes of each gradient that layers pass on unchanged."""
 
 
-def costs_without_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
+def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
     """Return upper bounds of the costs, for layers without exact memory records.
 
     `n` is the index of a micro-batch size in the profile.
@@ -58,7 +58,7 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     backward = _per_layer(layers, lambda layer: layer.backward_peak_bytes[n] if layer.backward_peak_bytes else 0)
     nothing = np.zeros(len(layers))
     gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
-    return SizeCosts(
+    return ProfiledLayerCosts(
         gradients=gradients,
         boundaries=BoundaryBytes(
             input=np.append(0.0, output[:-1]),
@@ -92,7 +92,7 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     )
 
 
-def costs_from_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
+def costs_from_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
     """Return the costs of layers that all have exact memory records (`MemoryDetail`).
 
     `n` is the index of a micro-batch size in the profile.
@@ -107,7 +107,7 @@ def costs_from_records(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     boundaries = _boundaries(details, crossing_bytes, unkept, writes)
     gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
     at_end = _stored_at_stage_end(boundaries, passing)
-    return SizeCosts(
+    return ProfiledLayerCosts(
         gradients=gradients,
         boundaries=boundaries,
         memory=_exact_levels(layers, details, boundaries, saved=saved, gradients=gradients, at_end=at_end),

@@ -111,7 +111,7 @@ def split_backward_times(
     )
 
 
-def hidden_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
+def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
     """Return how much longer the next stage's optimizer step may take than this stage's, at no cost.
 
     The result is F + B - R + 2 C, with this stage's forward F, backward B, recomputation R and transfer C. The next
@@ -121,31 +121,31 @@ def hidden_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> Float
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
 
 
-def delay_with_added_stage_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> FloatArray:
+def delay_with_added_stage_us(tail_us: Numbers, own_us: Numbers, slack_us: Numbers) -> FloatArray:
     """Return the delay of the next step by all-reduces and optimizer steps, if a stage is added before all others.
 
     Args:
         tail_us: Delay for the pipeline without the added stage.
         own_us: Time of the added stage's all-reduce and optimizer step.
-        hidden_us: Result of the function `hidden_us` for the added stage.
+        slack_us: Result of the function `optimizer_slack_us` for the added stage.
     """
-    tail: FloatArray = np.maximum(own_us, np.subtract(tail_us, hidden_us))
+    tail: FloatArray = np.maximum(own_us, np.subtract(tail_us, slack_us))
     return tail
 
 
-def optimizer_delay_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
+def optimizer_delay_us(own_us: FloatArray, slack_us: FloatArray) -> FloatArray:
     """Return the delay of the next step by all-reduces and optimizer steps.
 
     A later device ends its last backward earlier and begins the next step later than device 0. So part of its optimizer
-    step, the sum of `hidden_us` over all earlier devices, does not delay the next step.
+    step, the sum of `optimizer_slack_us` over all earlier devices, does not delay the next step.
 
     Args:
         own_us: Time of all-reduces and optimizer steps of each device, in the last dimension.
-        hidden_us: Result of the function `hidden_us` for each device's first stage, in the last dimension.
+        slack_us: Result of the function `optimizer_slack_us` for each device's first stage, in the last dimension.
     """
     tail: FloatArray = np.zeros(own_us.shape[:-1])
     for k in reversed(range(own_us.shape[-1])):
-        tail = delay_with_added_stage_us(tail, own_us[..., k], hidden_us[..., k])
+        tail = delay_with_added_stage_us(tail, own_us[..., k], slack_us[..., k])
     return tail
 
 

@@ -180,7 +180,7 @@ class Schedule(ABC):
         one_after_the_other = (micro_batches - 1) * loads.backward_us if chunks == 1 else 0.0
         return max(micro_batches * loads.pair_us, loads.work_us + one_after_the_other)
 
-    def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
+    def longest_stage_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
         """Return the longest forward plus backward time of any stage in a plan that is faster than `upper_us`.
 
         Args:

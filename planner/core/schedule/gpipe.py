@@ -36,6 +36,6 @@ class GPipe(Schedule):
         """Return a lower bound of the step time: one micro-batch in all stages, plus M-1 times the slowest F and B."""
         return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
 
-    def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
+    def longest_stage_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
         """Return the longest forward plus backward time of any stage in a plan that is faster than `upper_us`."""
         return inf if micro_batches == 1 else max(0.0, upper_us - work_us) / (micro_batches - 1)

@@ -30,7 +30,7 @@ class Interleaved(Schedule):
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the action order of torch's schedule, without idle slots, which torch draws but never executes."""
-        per_round = self.per_round(num_devices, micro_batches)
+        per_round = self.micro_batches_per_round(num_devices, micro_batches)
         stages = self.stages_on(device, num_devices, chunks)
         forwards = in_rounds("F", stages, micro_batches, per_round)
         backwards = in_rounds("B", stages[::-1], micro_batches, per_round)
@@ -60,7 +60,7 @@ class Interleaved(Schedule):
                 f"or `--schedule {self.one_stage_name}`",
             )
 
-    def per_round(self, num_devices: int, micro_batches: int) -> int:
+    def micro_batches_per_round(self, num_devices: int, micro_batches: int) -> int:
         """Return the number of micro-batches that a chunk runs in one round."""
         return micro_batches // _num_rounds(num_devices, micro_batches)
 

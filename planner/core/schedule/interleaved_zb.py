@@ -24,7 +24,7 @@ class InterleavedZB(Interleaved):
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the action order of torch's schedule, without idle slots."""
         stages = self.stages_on(device, num_devices, chunks)
-        per_round = self.per_round(num_devices, micro_batches)
+        per_round = self.micro_batches_per_round(num_devices, micro_batches)
         return alternating_order(
             in_rounds("F", stages, micro_batches, per_round),
             in_rounds("I", stages[::-1], micro_batches, per_round),

@@ -139,7 +139,7 @@ class _RankTraining:
         several ranks share. Parameters that were built without values use the memory of the reference's file.
         """
         if self._trial.options.lean:
-            self._before.lend_parameters(self._named)
+            self._before.use_as_parameters(self._named)
         for name, tensor in self._held_tensors().items():
             kind = "parameter" if name in self._named else "buffer"
             right = self._before.tensors.get(f"{kind}:{name}")

@@ -95,7 +95,7 @@ class StageModule(nn.Module):
         super().__init__()
         for index, layer in enumerate(layers):
             if isinstance(layer.module, ModelStage):
-                layer.module.share_with(self)
+                layer.module.register_tensors_in(self)
                 layer.module.keep_state()
                 # There is one `ModelStage` for all layers, or one for each layer.
                 layer.module.call_at_layers(partial(self._seed, index))
@@ -141,7 +141,7 @@ class StageModule(nn.Module):
         """Yield names and current tensors of all buffers. A layer may have replaced a buffer's tensor."""
         parts = [layer for layer in self._layers if isinstance(layer, ModelStage)]
         for part in parts:
-            part.share_with(self)
+            part.register_tensors_in(self)
         yield from super().named_buffers(prefix, *args, **kwargs)
         for name, buffer in (each for part in parts for each in part.replaced_buffers()):
             yield f"{prefix}.{name}" if prefix else name, buffer

@@ -298,7 +298,7 @@ class FailureWatch:
             return
         self._has_left = True
         with suppress(dist.DistError):  # without torchrun, the first rank holds the store, and may have left before
-            self._liveness.leave()
+            self._liveness.announce_exit()
 
     # Private methods: the thread
 

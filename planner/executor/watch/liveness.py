@@ -40,7 +40,7 @@ class Heartbeats:
         """Number of each rank's last beat, and the time at which this rank first read it."""
         self._first_look = 0.0
         self._left: set[int] = set()
-        """Ranks that are known to have left with `leave`."""
+        """Ranks that are known to have left with `announce_exit`."""
 
     def write(self, activity: RankActivity) -> None:
         """Write the activity of this rank to the store, as a sign of life."""
@@ -54,13 +54,13 @@ class Heartbeats:
         """
         return (self._phase_s - time.monotonic()) % self.beat_s
 
-    def leave(self) -> None:
+    def announce_exit(self) -> None:
         """Announce that this rank leaves the job and is not dead. Call this method only once."""
         self._store.set(f"left/{self._rank}", "1")
         self._store.add("left", 1)
 
     def wait_for_ranks(self, seconds: float) -> None:
-        """Wait for at most `seconds` until all other ranks have left. This rank must have called `leave`."""
+        """Wait for at most `seconds` until all other ranks have left. This rank must have called `announce_exit`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._store.add("left", 0) < self._world:
             time.sleep(self.beat_s / 5)

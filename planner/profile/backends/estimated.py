@@ -27,7 +27,7 @@ from planner.core.values.profile import Device
 from planner.core.values.rates import Rates, rates_of
 from planner.core.values.sustained import sustained_rate
 from planner.device.cuda import Cuda
-from planner.device.meter import Usage
+from planner.device.meter import MemoryUsage
 from planner.model.batch_norm import BatchStatistics
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.load import LoadedModel
@@ -155,10 +155,10 @@ def as_ghosts_if_lean(task: ProfilingTask) -> Iterator[None]:
     stages = [layer.module for layer in task.chain.layers if isinstance(layer.module, ModelStage)]
     with parameters_as_ghosts(task.chain.model):
         for stage in stages:
-            stage.share_with(stage)
+            stage.register_tensors_in(stage)
         yield
     for stage in stages:
-        stage.share_with(stage)
+        stage.register_tensors_in(stage)
 
 
 class GhostMeter:
@@ -167,7 +167,7 @@ class GhostMeter:
     def __init__(self) -> None:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def measure(self, work: Callable[[], object]) -> Usage:
+    def measure(self, work: Callable[[], object]) -> MemoryUsage:
         """Run `work` once and return the memory that it would use."""
         before = peak = self._live_bytes()
 
@@ -181,7 +181,7 @@ class GhostMeter:
 
         with OperatorWatch(after=count):
             work()
-        return Usage(peak - before, self._live_bytes() - before)
+        return MemoryUsage(peak - before, self._live_bytes() - before)
 
     def _know(self, tensor: Tensor, *, counts: bool) -> None:
         # A weak reference keeps the address from being reused.

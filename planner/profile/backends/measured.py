@@ -11,7 +11,7 @@ from planner.core.values.profile import Device, MemoryDetail
 from planner.device.clock import Clock
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory, release_freed_memory
-from planner.device.meter import Meter
+from planner.device.meter import MemoryMeter
 from planner.model.batch_norm import deferred_batch_norms
 from planner.model.lean import allocate_parameters
 from planner.model.load import LoadedModel
@@ -118,7 +118,7 @@ def _fill(task: ProfilingTask, device: torch.device, units: Sequence[LayerToMeas
 
 
 def _optimizer_costs(
-    task: ProfilingTask, records: LayerRecords, idle: Mapping[str, Collection[str]], *, meter: Meter, clock: Clock
+    task: ProfilingTask, records: LayerRecords, idle: Mapping[str, Collection[str]], *, meter: MemoryMeter, clock: Clock
 ) -> list[OptimizerCost]:
     # A training step accesses parameters and gradients of all layers between two updates of one layer.
     between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())

@@ -10,7 +10,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import SharedBytes, bytes_by_component, subtract_shared
 from planner.core.cost.parts import MemoryParts, memory_parts_on_shared_device, stage_memory_parts
 from planner.core.cost.peak_points import PARTS
-from planner.core.cost.stage_time import CHOICES, ChainSums, hidden_us
+from planner.core.cost.stage_time import CHOICES, ChainSums, optimizer_slack_us
 from planner.core.cost.stages import StageTable, stage_table
 from planner.core.schedule import KINDS
 from planner.core.values.plan import ITEMS, Recompute
@@ -160,10 +160,9 @@ def add_time_columns(
         pipeline: Devices and links of the pipeline.
 
     Returns:
-        Indices of columns by name. `durations` has two columns for each of `CHOICES` and each kind of action: for the
-            last micro-batch, and before it for all others. `again` has two such columns for the recomputation in the
-            action. `optimizer` is the optimizer step, `summed` the all-reduce over replicas, `hides` the result of
-            `hidden_us`.
+        Indices of columns by the name that the page uses. `durations` and `again` (recomputation) have two columns for
+            each of `CHOICES` and each kind of action: for the last micro-batch, and for all others. `optimizer` is the
+            optimizer step, `summed` the all-reduce over replicas, `hides` the result of `optimizer_slack_us`.
     """
     sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
     durations, again = [], []
@@ -185,7 +184,7 @@ def add_time_columns(
         "again": again,
         "optimizer": table.add(sums.own_us(cells.first, cells.end, speed) - summed_us),
         "summed": table.add(summed_us),
-        "hides": table.add(hidden_us(busy, 0.0)),
+        "hides": table.add(optimizer_slack_us(busy, 0.0)),
     }
 
 
@@ -202,7 +201,7 @@ def add_transfer_columns(
 
     Returns:
         Indices of columns by name: `send` is the time of one transfer, `send_hides` its part of the result of
-            `hidden_us`.
+            `optimizer_slack_us`.
     """
     sent = costs.boundaries.output[crossings.cut - 1].tolist()
     send_us = [pipeline.links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)]

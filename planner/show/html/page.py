@@ -22,7 +22,13 @@ from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, escape_text
 from planner.show.step import StepTimeline
 from planner.show.views.certainty import amount_words, fit_words, peak_words, rate_words, step_words
-from planner.show.views.cluster import days_words, hours_words, run_length_words, run_ratios, tokens_words
+from planner.show.views.cluster import (
+    days_words,
+    hours_words,
+    measured_to_predicted_ratios,
+    run_length_words,
+    tokens_words,
+)
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest_device
 from planner.show.views.numbers import method_name, not_measured_warning, percent
@@ -123,7 +129,7 @@ def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
         figures.append(("tokens/s", tokens_words(plan, certainty), ""))
     if predicted.flops_utilization:
         figures.append(("model FLOPs utilization", percent(predicted.flops_utilization), "of the peak rate"))
-    run, ratios = plan.training, run_ratios(plan, certainty)
+    run, ratios = plan.training, measured_to_predicted_ratios(plan, certainty)
     if run is not None:
         figures.append((run_length_words(plan.inputs), days_words(run, ratios), hours_words(run, None)))
     if run is not None and run.cost is not None:

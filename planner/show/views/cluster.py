@@ -20,7 +20,7 @@ def throughput_words(plan: Plan, certainty: Certainty | None) -> list[str]:
 
 def tokens_words(plan: Plan, certainty: Certainty | None) -> str:
     """Return the number of tokens per second with its error range."""
-    ratios = run_ratios(plan, certainty)
+    ratios = measured_to_predicted_ratios(plan, certainty)
     return amount_words(plan.predicted.tokens_per_s, None if ratios is None else (1 / ratios[1], 1 / ratios[0]))
 
 
@@ -28,7 +28,7 @@ def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
     """Return texts about the requested training run, with error ranges; an empty list if none was requested."""
     if plan.training is None:
         return []
-    return run_words(plan.training, plan.inputs, run_ratios(plan, certainty))
+    return run_words(plan.training, plan.inputs, measured_to_predicted_ratios(plan, certainty))
 
 
 def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | None = None) -> list[str]:
@@ -64,7 +64,7 @@ def days_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
     return amount_words(factor * run.days, ratios, unit)
 
 
-def run_ratios(plan: Plan, certainty: Certainty | None) -> tuple[float, float] | None:
+def measured_to_predicted_ratios(plan: Plan, certainty: Certainty | None) -> tuple[float, float] | None:
     """Return the smallest and largest ratio of measured to predicted step times, or None."""
     step_us = plan.predicted.step_us
     if certainty is None or certainty.step_us is None or not step_us:

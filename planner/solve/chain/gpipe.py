@@ -49,7 +49,7 @@ class TableWidth:
                 stage in the tables.
         """
         case = self.case
-        limit_us = case.longest_us(upper_us)
+        limit_us = case.longest_stage_us(upper_us)
         even_us = case.work_us * case.highest_speed / case.num_devices
         longest_layer = float((case.costs.forward_us + case.costs.backward_us).max(initial=0.0))
         self._longest_us = max(2 * self._longest_us, _FIRST_WINDOW * max(even_us, longest_layer))
@@ -143,7 +143,7 @@ def best_of_equally_fast(case: Case, step_us: float, *, deadline: Deadline = NEV
     """
     recurrence = GPipeRecurrence(case.micro_batches)
     upper_us = step_us * (1 + _EQUAL) if step_us else 1e-9
-    width = max_stage_layers(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=max(case.limits_bytes))
+    width = max_stage_layers(case.costs, longest_us=case.longest_stage_us(upper_us), limit_bytes=max(case.limits_bytes))
     lowest: ChainCuts | None = None
     for count in _stage_counts(case):
         search = CutDynamicProgram(

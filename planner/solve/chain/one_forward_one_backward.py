@@ -52,7 +52,7 @@ def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadli
 def _search_all(progress: Progress) -> None:
     for num_stages in range(progress.case.num_devices, 0, -1):
         # Fewer stages take longer.
-        if progress.case.least_us(num_stages) >= progress.upper_us or not _search_stages(progress, num_stages):
+        if progress.case.least_step_us(num_stages) >= progress.upper_us or not _search_stages(progress, num_stages):
             return
 
 
@@ -65,7 +65,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
     while table_width.widen(progress.upper_us):
         cells = num_stages * (case.costs.num_layers + 1) * table_width.width
         if not budget.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
-            progress.leave_out(max(progress.case.least_us(num_stages), case.bound_us))
+            progress.leave_out(max(progress.case.least_step_us(num_stages), case.bound_us))
             return False
         problem = case.chain_problem(num_stages, width=table_width.width, exact=True)
         search = CutDynamicProgram(problem, recurrence, deadline=progress.deadline)

@@ -158,7 +158,13 @@ class GPipeRecurrence:
         F, C = stages.forward, stages.link
         x, a, d = self._add_machine((x, a, d), (C, C, C))
         x, a, d = self._add_machine((x, a, d), (F, stages.backward, stages.last_backward))
-        return np.maximum(np.maximum(f, C), F), x, a, d, delay_with_added_stage_us(u, stages.own_us, stages.hidden_us)
+        return (
+            np.maximum(np.maximum(f, C), F),
+            x,
+            a,
+            d,
+            delay_with_added_stage_us(u, stages.own_us, stages.slack_us),
+        )
 
     def _add_machine(self, numbers: _Passed, machine: _Machine) -> _Passed:
         (x, a, d), (F, p, q) = numbers, machine
@@ -225,7 +231,7 @@ class OneForwardOneBackwardRecurrence:
         trips = (M - 1) // w * s + r
         # The slowest later stage also bounds it, plus one forward, one backward and two transfers.
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
-        return g, s, r, delay_with_added_stage_us(u, stages.own_us, stages.hidden_us)
+        return g, s, r, delay_with_added_stage_us(u, stages.own_us, stages.slack_us)
 
     def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
         # Every difference in g, s and r changes the step time, so only u is raised.

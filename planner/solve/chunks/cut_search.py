@@ -49,7 +49,7 @@ class CutSearch(Descent[PartitionCandidate]):
         self.descend(
             (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),
             most_actions,
-            fruitless=_FRUITLESS if is_bounded else _FRUITLESS_ALONE,
+            most_restarts=_FRUITLESS if is_bounded else _FRUITLESS_ALONE,
             promising=_PROMISING if is_bounded else _PROMISING_ALONE,
         )
 
@@ -62,7 +62,9 @@ class CutSearch(Descent[PartitionCandidate]):
             most_actions: Limit on simulated actions.
         """
         is_open = np.full((1, self.evaluator.num_devices), False)
-        self.descend([self._evaluate(cuts[None], choices[None], is_open)], most_actions, fruitless=_FRUITLESS_FROM_BEST)
+        self.descend(
+            [self._evaluate(cuts[None], choices[None], is_open)], most_actions, most_restarts=_FRUITLESS_FROM_BEST
+        )
 
     def pick_best(self, candidate: PartitionCandidate, cuts: IntArray) -> PartitionCandidate:
         """Return the best partition after one move, with the recomputation chosen again for the fastest moves."""

@@ -106,14 +106,14 @@ class Descent(ABC, Generic[CandidateT]):
         return self.progress.budget.spent >= self._ends or self.progress.budget.left <= 0
 
     def descend(
-        self, starts: Iterable[CandidateT], most_actions: int, *, fruitless: int, promising: float = inf
+        self, starts: Iterable[CandidateT], most_actions: int, *, most_restarts: int, promising: float = inf
     ) -> None:
         """Improve each given partition, then repeatedly change the best result at random and improve it.
 
         Args:
             starts: Partitions to start from.
             most_actions: Limit on simulated actions.
-            fruitless: Number of restarts in a row without a better plan after which the search ends.
+            most_restarts: Largest number of restarts in a row without a better plan.
             promising: Largest ratio of the result's step time to the best known step time that allows a restart.
         """
         self._ends = self.progress.budget.spent + most_actions
@@ -124,12 +124,12 @@ class Descent(ABC, Generic[CandidateT]):
             best = candidate if best is None or candidate.beats(best) else best
             if self.is_over:
                 break
-        left = fruitless
+        left = most_restarts
         while best is not None and left and not self.is_over:
             if best.excess_bytes == 0 and best.step_us > self.progress.upper_us * promising:
                 break
             candidate = self._downhill(self.perturb(best))
-            left = fruitless if candidate.beats(best) else left - 1
+            left = most_restarts if candidate.beats(best) else left - 1
             best = candidate if not best.beats(candidate) else best
 
     def random_cuts(self, cuts: IntArray) -> IntArray:

@@ -110,7 +110,7 @@ def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float
     if case.is_too_large:
         return
     for num_devices in range(case.num_devices, 0, -1):
-        least_us = progress.rest_us = max(progress.case.least_us(num_devices), case.bound_us)
+        least_us = progress.rest_us = max(progress.case.least_step_us(num_devices), case.bound_us)
         if least_us >= progress.upper_us:
             return
         evaluator = Evaluator(case, num_devices)
@@ -195,7 +195,7 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
         starts += [linear.solution.cuts] if evaluator.case.rules.allows(linear.solution.cuts[None])[0] else []
     # If time runs out during this search, plans on fewer devices are not searched either.
     fewer = evaluator.num_devices - 1
-    fewer_us = max(progress.case.least_us(fewer), progress.case.bound_us) if fewer else inf
+    fewer_us = max(progress.case.least_step_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
     CutSearch(progress, evaluator).search(starts, actions_per_descent(progress, evaluator))
     return max(least_us, raised_bound_us(progress, evaluator, linear))

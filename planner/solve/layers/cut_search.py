@@ -113,7 +113,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             most_actions: Limit on simulated actions.
             initial: Partition that recomputes whole stages, or None.
         """
-        self.descend(self._starts(starts, initial), most_actions, fruitless=_FRUITLESS if len(self.moves) else 0)
+        self.descend(self._starts(starts, initial), most_actions, most_restarts=_FRUITLESS if len(self.moves) else 0)
 
     def evaluate(self, every_cuts: Sequence[IntArray]) -> list[LayerCandidate]:
         """Simulate partitions with these cuts, and with the fastest recomputation found for each device."""

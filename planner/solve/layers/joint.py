@@ -105,7 +105,7 @@ def search_one_forward_one_backward_by_layers(progress: Progress, initial: Parti
     case = replace(progress.case, least_recompute_us=layers.table)
     for num_stages in range(case.num_devices, 0, -1):
         # Fewer stages take longer.
-        if progress.case.least_us(num_stages) >= progress.upper_us:
+        if progress.case.least_step_us(num_stages) >= progress.upper_us:
             return
         initial_here = initial if initial is not None and len(initial.balance) == num_stages else None
         if not _StageCountSearch(progress, Evaluator(case, num_stages), layers).run(initial_here):
@@ -129,7 +129,7 @@ class _StageCountSearch:
             cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * table_width.width
             if not budget.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
                 self._cuts.search([], actions_per_descent(progress, self._evaluator), initial)
-                progress.leave_out(max(progress.case.least_us(self._evaluator.num_stages), case.bound_us))
+                progress.leave_out(max(progress.case.least_step_us(self._evaluator.num_stages), case.bound_us))
                 return False
             least, search = self._least(table_width.width)
             if least is None:

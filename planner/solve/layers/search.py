@@ -68,11 +68,11 @@ def _search_devices(progress: Progress, initial: Partition | None) -> None:
 def _surely_fits_without_recomputation(case: Case, upper_us: float) -> bool:
     if case.schedule.is_to_be_made:
         return False
-    width = max_stage_layers(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=inf)
+    width = max_stage_layers(case.costs, longest_us=case.longest_stage_us(upper_us), limit_bytes=inf)
     if case.schedule.has_known_peak_points:
         return case.memory_table(width, case.num_devices - 1).most_bytes() <= min(case.limits_bytes)
     # Every chunk is assumed to be the largest possible stage, so the result may be False although all plans fit.
-    counts = [n for n in range(1, case.num_devices + 1) if case.least_us(n) < upper_us]
+    counts = [n for n in range(1, case.num_devices + 1) if case.least_step_us(n) < upper_us]
     return all(_holds_all(Evaluator(case, num_devices), width) for num_devices in counts)
 
 

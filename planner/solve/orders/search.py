@@ -67,7 +67,7 @@ def _search_all(progress: Progress, start: Partition | None) -> None:
         return
     trip_us = least_round_trip_us(case)
     for num_devices in range(case.num_devices, 0, -1):
-        least_us = max(progress.case.least_us(num_devices), case.bound_us, trip_us)
+        least_us = max(progress.case.least_step_us(num_devices), case.bound_us, trip_us)
         if least_us >= progress.upper_us or progress.budget.left <= 0:
             progress.leave_out(least_us)
             return

@@ -1,4 +1,4 @@
-"""Case of a request: one schedule and numbers of micro-batches, chunks and replicas; and tables of its stages."""
+"""Case of a request: one schedule and numbers of micro-batches, chunks and replicas."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -172,16 +172,16 @@ class Case:
         speeds = sum(self.cluster.speed(d) for d in range(self.num_devices))
         return max(float(times.max(initial=0.0)) / self.highest_speed, float(times.sum()) / speeds)
 
-    def longest_us(self, upper_us: float) -> float:
+    def longest_stage_us(self, upper_us: float) -> float:
         """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.
 
         The time is for the profiled device.
         """
         if not np.isfinite(upper_us):
             return np.inf
-        return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.highest_speed
+        return self.schedule.longest_stage_us(upper_us, self.work_us, self.micro_batches) * self.highest_speed
 
-    def least_us(self, num_stages: int) -> float:
+    def least_step_us(self, num_stages: int) -> float:
         """Return a lower bound of the step time with `num_stages` stages. It never increases with more stages."""
         pair_us = self.costs.forward_us + self.least_backward_us
         speeds = sorted((self.cluster.speed(d) for d in range(self.num_devices)), reverse=True)

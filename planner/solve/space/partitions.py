@@ -22,7 +22,13 @@ from planner.core.cost.device_memory import (
 from planner.core.cost.layer_memory import SavedAndPeaks, least_saved_and_peaks, most_bytes_freed
 from planner.core.cost.peak_points import PARTS, peak_part_counts
 from planner.core.cost.simulate import makespans
-from planner.core.cost.stage_time import CHOICES, SplitBackwardTimes, StageBusyTimes, hidden_us, optimizer_delay_us
+from planner.core.cost.stage_time import (
+    CHOICES,
+    SplitBackwardTimes,
+    StageBusyTimes,
+    optimizer_delay_us,
+    optimizer_slack_us,
+)
 from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
 from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule
@@ -143,7 +149,7 @@ class Evaluator:
             return makespans(self.actions, times, blocking=self.blocking, own_us=own, sums_us=sums)
         pipeline = makespans(self.actions, times, blocking=self.blocking)
         # The drain and fill of later stages hide the optimizer step of a device.
-        return pipeline + optimizer_delay_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
+        return pipeline + optimizer_delay_us(own, optimizer_slack_us(busy, crossing)[:, : self.num_devices])
 
     def excess_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, shape (partitions, devices).

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from planner.core.cost.arrays import ChoiceArray, FloatArray, IndexArray, IntArray
-from planner.core.cost.stage_time import ChainSums, hidden_us
+from planner.core.cost.stage_time import ChainSums, optimizer_slack_us
 from planner.core.values.cluster import Link
 from planner.solve.space.tables import NO_CHOICE
 
@@ -28,7 +28,7 @@ class StageTimeArrays(NamedTuple):
     """Backward time of micro-batches 0..M-2, with recomputation."""
     last_backward: FloatArray
     """Backward time of micro-batch M-1, with recomputation."""
-    hidden_us: FloatArray
+    slack_us: FloatArray
     """Time of later stages' optimizer steps that this stage and its link to the next stage hide."""
     link: FloatArray
     """Time on the link to the next stage, shape (n, 1)."""
@@ -49,7 +49,7 @@ class StageTimeArrays(NamedTuple):
         return cls(*each)
 
     def select(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageTimeArrays":
-        """Return some stages of a stack from `of_variants`, by their indices in its dimensions.
+        """Return some of the stages in an array with several tables, as `of_variants` returns it.
 
         Args:
             variant: Index of the table of each stage.
@@ -210,7 +210,7 @@ class ChainProblem:
             forward=busy.forward_us + receive,
             backward=busy.backward_us + receive_back,
             last_backward=busy.last_backward_us + receive_back,
-            hidden_us=hidden_us(busy, behind.transfer_us[end]),
+            slack_us=optimizer_slack_us(busy, behind.transfer_us[end]),
             link=link,
             own_us=self.sums.own_us(first, end, table.speed),
             sent_bytes=self.sums.crossing_bytes[end],

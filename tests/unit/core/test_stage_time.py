@@ -9,7 +9,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.cost.simulate import StageTimes
-from planner.core.cost.stage_time import CHOICES, LAYERS, ChainSums, busy_times, hidden_us, optimizer_delay_us
+from planner.core.cost.stage_time import CHOICES, LAYERS, ChainSums, busy_times, optimizer_delay_us, optimizer_slack_us
 from planner.core.values.cluster import Cluster, Link
 from planner.core.values.plan import Recompute
 from tests.support.chains import even_chain, random_profile
@@ -17,7 +17,7 @@ from tests.support.chains import even_chain, random_profile
 
 def tail_of(stages: list[StageTimes], own_us: list[float]) -> float:
     """Return the tail of the optimizer steps `own_us`."""
-    return float(optimizer_delay_us(np.array(own_us), np.array([hidden_us(s, s.send_us) for s in stages])))
+    return float(optimizer_delay_us(np.array(own_us), np.array([optimizer_slack_us(s, s.send_us) for s in stages])))
 
 
 def test_optimizer_step_is_hidden_by_drain_and_fill() -> None:
@@ -103,7 +103,7 @@ def test_tables_of_stage_times_equal_partitions() -> None:
         own = sums.own_us(first, end, 1.0)
         assert own == pytest.approx(evaluation.between_steps_us)
         crossing = cluster.link.transfer_us(sums.crossing_bytes[end]) * (end < num_layers)
-        tail = optimizer_delay_us(own, np.asarray(hidden_us(busy, crossing)))
+        tail = optimizer_delay_us(own, np.asarray(optimizer_slack_us(busy, crossing)))
         assert tail == pytest.approx(evaluation.optimizer_us)
 
 

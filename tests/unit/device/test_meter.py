@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.device.meter import CpuMeter, Usage, recorded_allocations
+from planner.device.meter import CpuMeter, MemoryUsage, recorded_allocations
 
 KEPT: list[Tensor] = []
 
@@ -41,17 +41,17 @@ def _hand_over() -> None:
 @pytest.mark.parametrize(
     ("work", "usage"),
     [
-        (lambda: None, Usage(0, 0)),
-        (lambda: _keep(1000), Usage(1000, 1000)),
-        (lambda: _keep(1000, 24), Usage(1024, 1024)),
-        (_drop, Usage(1000, 0)),
-        (_overlap, Usage(1500, 0)),
-        (_hand_over, Usage(12288, 8192)),
-        (lambda: KEPT.append(torch.empty(0)), Usage(0, 0)),
+        (lambda: None, MemoryUsage(0, 0)),
+        (lambda: _keep(1000), MemoryUsage(1000, 1000)),
+        (lambda: _keep(1000, 24), MemoryUsage(1024, 1024)),
+        (_drop, MemoryUsage(1000, 0)),
+        (_overlap, MemoryUsage(1500, 0)),
+        (_hand_over, MemoryUsage(12288, 8192)),
+        (lambda: KEPT.append(torch.empty(0)), MemoryUsage(0, 0)),
     ],
     ids=["nothing", "kept", "two kept", "dropped", "overlapping", "handed over", "empty"],
 )
-def test_peak_and_end_of_known_allocations(work: Callable[[], None], usage: Usage) -> None:
+def test_peak_and_end_of_known_allocations(work: Callable[[], None], usage: MemoryUsage) -> None:
     assert CpuMeter().measure(work) == usage
 
 
@@ -62,7 +62,7 @@ def test_views_and_in_place_operators_take_nothing() -> None:
         KEPT.append(tensor.view(10, 100)[2:5].t())
         tensor.neg_().zero_()
 
-    assert CpuMeter().measure(work) == Usage(0, 0)
+    assert CpuMeter().measure(work) == MemoryUsage(0, 0)
 
 
 def test_temporaries_inside_an_operator_are_measured() -> None:
@@ -75,8 +75,8 @@ def test_temporaries_inside_an_operator_are_measured() -> None:
 
 def test_releasing_earlier_allocations_ends_below_zero() -> None:
     meter = CpuMeter()
-    assert meter.measure(lambda: _keep(3000)) == Usage(3000, 3000)
-    assert meter.measure(KEPT.clear) == Usage(0, -3000)
+    assert meter.measure(lambda: _keep(3000)) == MemoryUsage(3000, 3000)
+    assert meter.measure(KEPT.clear) == MemoryUsage(0, -3000)
 
 
 def test_measurements_do_not_depend_on_each_other() -> None:
@@ -86,7 +86,7 @@ def test_measurements_do_not_depend_on_each_other() -> None:
         _keep(size)
         seen.add(meter.measure(_overlap))
         KEPT.clear()
-    assert seen == {Usage(1500, 0)}
+    assert seen == {MemoryUsage(1500, 0)}
 
 
 def test_a_failed_measurement_does_not_affect_the_next() -> None:
@@ -96,7 +96,7 @@ def test_a_failed_measurement_does_not_affect_the_next() -> None:
     meter = CpuMeter()
     with pytest.raises(ValueError, match=r"^$"):
         meter.measure(fail)
-    assert meter.measure(_drop) == Usage(1000, 0)
+    assert meter.measure(_drop) == MemoryUsage(1000, 0)
 
 
 def test_backward_is_measured() -> None:

@@ -175,7 +175,7 @@ def test_a_dead_reader_is_replaced_and_named(watches: Watches, monkeypatch: pyte
 
 def test_a_rank_that_has_left_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(4, monkeypatch)
-    job.ranks[1].leave()
+    job.ranks[1].announce_exit()
     job.killed = {1}
     assert job.ranks[0].wait_for_silent() == []
 

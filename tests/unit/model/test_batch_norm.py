@@ -30,7 +30,7 @@ def train_deferred(module: nn.Module, steps: list[Tensor], pieces: list[int]) ->
                 made.append(module(piece))
             assert torch.equal(made[-1], module(piece))
         torch.cat(made).square().sum().backward()
-        statistics.commit()
+        statistics.update_running_statistics()
     return module.state_dict()
 
 
@@ -83,7 +83,7 @@ def test_a_layer_that_is_called_twice_is_updated_twice() -> None:
         value = torch.randn(6, 4)
         with statistics.collecting():
             model(value)
-        statistics.commit()
+        statistics.update_running_statistics()
         second = theirs[0](theirs[0](value * 3 + 1))
         if step:
             theirs[1](second[:, :2])
