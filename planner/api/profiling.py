@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,6 +11,7 @@ from planner.api import texts
 from planner.api.configuration import Configuration, configuration_of, is_for_formula, note_language_model_only
 from planner.api.formula import chosen_precision, profile_by_formula, refuse_shapes
 from planner.api.keywords import on_model
+from planner.api.option import ignore
 from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import calibration_of, path_of
 from planner.api.texts import File
@@ -73,7 +75,7 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
     measuring = _measuring(parsed)
     loaded = _loaded(model, parsed)
     check_optimizer_of(loaded, options.device)
-    loaded, checked = _checked(loaded, parsed)
+    loaded, checked = _checked(loaded, model, parsed)
     # First, because an interrupt after this loses no measurement.
     executor = _executor_cost(options) if options.device.startswith("cpu") and parsed.calibration is None else None
     if earlier is not None:
@@ -247,19 +249,23 @@ def _with_checked_loss(loaded: "LoadedModel", parsed: _ParsedOptions) -> "Loaded
     return checked.loaded
 
 
-def _checked(loaded: "LoadedModel", parsed: _ParsedOptions) -> "tuple[LoadedModel, EquivalenceResult | None]":
-    from planner.executor import check_buildable, check_equivalence  # noqa: PLC0415 - torch
+def _checked(
+    loaded: "LoadedModel", model: File | Any, parsed: _ParsedOptions
+) -> "tuple[LoadedModel, EquivalenceResult | None]":
+    from planner.executor import check_buildable, check_loaded  # noqa: PLC0415 - torch
     from planner.profile import layer_digests  # noqa: PLC0415 - torch
 
     options = parsed.options
     if not parsed.proof_budget_s:
         check_buildable(loaded)
         return loaded, None
-    checked = check_equivalence(
+    silent = replace(parsed, options=replace(options, progress=ignore, note=ignore, warn=ignore))
+    checked = check_loaded(
         loaded,
+        partial(_loaded, model, silent),
+        lambda text: options.progress(f"equivalence check: {text}", 0, 0),
         budget_s=parsed.proof_budget_s,
         digests=layer_digests,
-        progress=lambda text: options.progress(f"equivalence check: {text}", 0, 0),
     )
     if not checked.proof.layers:  # no stage was built, so it is not known if the ranks of a run can build theirs
         check_buildable(checked.loaded)

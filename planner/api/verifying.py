@@ -1,7 +1,9 @@
 """`verify`: run a plan on this machine, or read the report of a run, and compare it with the prediction."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,7 +120,7 @@ def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: Ve
     report = run_plan(plan, profile, profile_folder=folder, steps=steps, progress=options.progress)
     loaded = _loaded(profile, folder)
     options.progress("equivalence check of the plan's stages", steps, steps)
-    proof, wrong = _proof(plan, loaded)
+    proof, wrong = _proof(plan, loaded, partial(_loaded, profile, folder))
     wrong = (*wrong, *_other_losses(plan, loaded, report))
     crowded = reason_times_are_invalid(plan, profile)
     return verification_of(plan, profile, report, tolerance, crowded=crowded, proof=proof, wrong=wrong)
@@ -178,11 +180,13 @@ def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple
     )
 
 
-def _proof(plan: Plan, loaded: "LoadedModel") -> tuple[Proof, tuple[str, ...]]:
-    from planner.executor import check_equivalence  # noqa: PLC0415 - torch
+def _proof(plan: Plan, loaded: "LoadedModel", load: Callable[[], "LoadedModel"]) -> tuple[Proof, tuple[str, ...]]:
+    from planner.executor import check_loaded  # noqa: PLC0415 - torch
 
     ends = tuple(accumulate(plan.balance))[:-1]
-    checked = check_equivalence(loaded, budget_s=_PROOF_S, ends=ends)
+    if not ends:
+        return Proof(layers=0, cuts=0, reason="the plan has a single stage"), ()
+    checked = check_loaded(loaded, load, budget_s=_PROOF_S, ends=ends)
     checked.raise_if_not_compared()
     recomputes = any(stage.recompute != "never" for stage in plan.stages)
     differs = checked.proof.differs_recomputed

@@ -7,6 +7,7 @@ with importing("train"):
     from planner.executor.build.loss_check import check_loss
     from planner.executor.checkpoints import Checkpoints
     from planner.executor.equivalence.check import EquivalenceResult, check_equivalence, reference_losses
+    from planner.executor.equivalence.new_process import check_loaded
     from planner.executor.keep.saved import latest_checkpoint, no_checkpoint_error
     from planner.executor.keep.weights import export_weights
     from planner.executor.measure.calibrate import executor_cost
@@ -26,6 +27,7 @@ __all__ = [
     "arguments",
     "check_buildable",
     "check_equivalence",
+    "check_loaded",
     "check_loss",
     "checkpoints",
     "executor_cost",

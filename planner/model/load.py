@@ -30,6 +30,7 @@ from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
 from planner.model.optimizers import Builder, optimizer_builder
 from planner.model.process_group import hidden_process_group
+from planner.model.seeding import preserve_torch_generators
 from planner.model.settings import public_names, typed_settings
 from planner.model.shared_memory import check_separate_memory
 from planner.model.user_errors import explain_user_errors
@@ -109,7 +110,7 @@ class LoadedModel:
         Finding the layers of a Sequential does not call the loss.
         """
         quiet = contextlib.suppress(Exception, SystemExit)  # running the layers raises the error again
-        with torch.random.fork_rng(), undo_changes(model, self.loss_fn), parameters_as_ghosts(model), quiet:
+        with preserve_torch_generators(), undo_changes(model, self.loss_fn), parameters_as_ghosts(model), quiet:
             batch = self.example_batch(SIZES[0])
             args, kwargs = arguments_of(batch.inputs)
             self.loss_fn(model(*args, **kwargs), batch.targets)

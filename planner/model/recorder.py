@@ -32,7 +32,7 @@ from planner.model.operators import OperatorWatch, depends_on_values, written_te
 from planner.model.recording import END, Call, CarriedState, FunctionResult, Operator, Recording
 from planner.model.refusals import explain_refusals
 from planner.model.regions import RegionFinder, without_reentrance
-from planner.model.seeding import host_generator_states, seeded_host
+from planner.model.seeding import host_generator_states, preserve_torch_generators, seeded_host
 from planner.model.variables import undo_changes
 
 
@@ -58,7 +58,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     with ExitStack() as stack:
         stack.enter_context(undo_changes(model))
         stack.enter_context(without_shape_log())
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(preserve_torch_generators())
         # Random choices, such as skipped layers, are the same in each recording.
         torch.manual_seed(0)
         stack.enter_context(seeded_host(0))

@@ -4,12 +4,14 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
 import torch
+
+from planner.device.kinds import accelerator_in_use
 
 _MASK = (1 << 64) - 1
 
@@ -50,6 +52,15 @@ def seeded_host(seed: int) -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+def preserve_torch_generators() -> AbstractContextManager[None]:
+    """Return a context manager that restores torch's random generators, of the host and of the accelerator in use.
+
+    Without `devices`, `fork_rng` starts CUDA where there is one. Processes that are forked later could not use it.
+    """
+    device = accelerator_in_use()
+    return torch.random.fork_rng(devices=[] if device is None else [device.device])
 
 
 def host_generator_states() -> tuple[object, ...]:

@@ -18,6 +18,7 @@ from planner.model.lean import build_lean
 from planner.model.load import LoadedModel
 from planner.model.optimizer_scope import check_optimizer
 from planner.model.precision import parameter_dtype_name
+from planner.model.seeding import preserve_torch_generators
 from planner.model.shared_memory import has_hooks
 from planner.model.user_errors import error_location
 from planner.profile.backends.choice import backend_of
@@ -113,19 +114,21 @@ def profile_model(
 def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
     """Raise an error if a model's optimizer or gradient hooks cannot work on stages.
 
+    The optimizer runs on the CPU, because processes that use CUDA cannot be forked, as the equivalence check does.
+
     Raises:
         ModelError: The model cannot be built, or its optimizer or a hook is refused (`check_optimizer`, `check_hooks`).
         UsageError: The device is unknown or not on this machine.
     """
-    where = backend_of(device).device
+    backend_of(device)  # raises an error for a device that does not exist
     with torch.random.fork_rng(devices=[]):
         model = None
         with suppress(Exception):  # a model that needs values is built normally below, which raises other errors again
             model = build_lean(loaded.build)
         parameters = list((loaded.build() if model is None else model).parameters())
-    check_optimizer(loaded.build_optimizer, parameters, where)
+    check_optimizer(loaded.build_optimizer, parameters, torch.device("cpu"))
     if any(map(has_hooks, parameters)):
-        find_chain(loaded, where)
+        find_chain(loaded, torch.device("cpu"))
 
 
 _MANY_SIZES = (
@@ -157,7 +160,7 @@ def keep_model_unchanged(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
-    with torch.random.fork_rng():
+    with preserve_torch_generators():
         try:
             yield
         finally:

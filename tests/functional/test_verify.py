@@ -193,3 +193,11 @@ def calibration(folder: Path, **device: str) -> Path:
     )
     assert files.read_calibration(str(path)).link is None
     return path
+
+
+@pytest.mark.slow
+def test_a_plan_of_one_stage_can_be_verified(here: Path, capsys: Capsys) -> None:
+    assert call(capsys, "solve", "--devices", "1", "--mem", "8GB", "-o", "one.yaml").code == 0
+    done = call(capsys, "verify", "one.yaml", "--steps", "3", "--tolerance-time", "99%")
+    assert done.code in (0, 1), done.err
+    assert "not compared with the unpartitioned model: the plan has a single stage" in " ".join(done.out.split())

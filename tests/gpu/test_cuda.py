@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from planner import api
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.values.plan import Recompute
@@ -27,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
 ]
 
+ROOT = Path(__file__).parents[2]
 SIZE, WIDTH = 256, 2048
 CUDA = torch.device("cuda")
 
@@ -158,3 +161,11 @@ def test_recorded_times_lie_within_the_step() -> None:
     assert again.end_ns <= backward.end_ns <= optimizer.start_ns <= optimizer.end_ns <= end + slack_ns
     assert forward.end_ns - forward.start_ns > 1_000_000
     assert recorder.peak.outside_bytes > 0
+
+
+def test_the_equivalence_check_runs_beside_cuda() -> None:
+    """The check forks processes, which this process could not after it has used CUDA."""
+    torch.zeros(1, device=CUDA)
+    profile = api.profile(ROOT / "sample_models" / "mlp.py", batch_sizes=(2,), device="cuda", time_budget="0s")
+    assert profile.proof is not None
+    assert profile.proof.cuts == len(profile.layers) - 1

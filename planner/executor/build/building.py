@@ -28,6 +28,7 @@ from planner.model.module_tensors import (
     replace_tensors,
 )
 from planner.model.precision import convert_in_place
+from planner.model.seeding import preserve_torch_generators
 
 
 class StageRange(NamedTuple):
@@ -84,7 +85,7 @@ def check_buildable(loaded: LoadedModel) -> None:
     Raises:
         ModelError: The structure or the shapes cannot be found.
     """
-    with torch.random.fork_rng():
+    with preserve_torch_generators():
         torch.manual_seed(0)
         inputs = loaded.example_batch(SIZES[0]).inputs
     chain_shapes(build_structure(loaded), inputs, precision=loaded.precision, device=torch.device("cpu"))

@@ -76,7 +76,7 @@ class ChildProcess:
             warnings.simplefilter("ignore")  # the warning about threads: the child does not use this process's threads
             self._pid = os.fork()
         if self._pid == 0:
-            _run_and_exit(work, theirs, limit_s)
+            run_and_exit(work, theirs, limit_s)
         theirs.close()
         self._limit_s = limit_s
         self._is_over = False
@@ -141,7 +141,14 @@ def _child_error_arguments(error: BaseException) -> dict[str, Any]:
     return {"message": f"{type(error).__name__}: {first}", "is_raised": is_raised}
 
 
-def _run_and_exit(work: Callable[[Connection], Any], connection: Connection, limit_s: float) -> NoReturn:
+def run_and_exit(work: Callable[[Connection], Any], connection: Connection, limit_s: float) -> NoReturn:
+    """Run `work(connection)` in this process, send its result or its error, and exit when the other side closes.
+
+    Args:
+        work: Function to run.
+        connection: Connection to the parent process.
+        limit_s: Seconds after which this process is ended.
+    """
     code = 1
     try:
         for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):

@@ -1,0 +1,110 @@
+"""Run the equivalence check in a new process, on machines with accelerators.
+
+The check forks processes (`isolation`), which train on the CPU. Once a process has looked for CUDA devices, as
+`torch.cuda.is_available()` does, no process that is forked from it can run a backward. Model files and libraries look
+for CUDA devices when they are imported, so the check runs in a new Python process to which no CUDA device is visible.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planner.core.errors import UsageError
+from planner.core.values.proof import Proof
+from planner.device.kinds import DEVICE_KINDS
+from planner.executor.equivalence.check import EquivalenceResult, check_equivalence
+from planner.executor.equivalence.isolation import ChildError, ChildProcess, run_and_exit
+from planner.model.load import LoadedModel
+
+_LONGEST_S = 24 * 3600.0
+
+
+class _Finding(NamedTuple):
+    """The parts of an `EquivalenceResult` that can be sent to another process."""
+
+    uncut: tuple[str, ...]
+    proof: Proof
+    warnings: tuple[str, ...]
+    is_failure: bool
+
+
+def check_loaded(
+    loaded: LoadedModel,
+    load: Callable[[], LoadedModel],
+    progress: Callable[[str], None] = lambda _text: None,
+    **options: Any,
+) -> EquivalenceResult:
+    """Compare a model's stages with a plain loop (`check_equivalence`), in a new process if a GPU is visible.
+
+    Args:
+        loaded: The model.
+        load: Function that loads the same model again. It and its arguments are sent to the new process.
+        progress: Function that is called with a text about the current activity.
+        options: Other arguments of `check_equivalence`.
+
+    Returns:
+        The model without wrong cuts, the record of the comparison, and warnings.
+
+    Raises:
+        ModelError: All cuts are wrong, or the model does not train in a plain loop.
+        UsageError: The model cannot be sent to another process.
+    """
+    if not any(kind.has_own_memory and kind.count() for kind in DEVICE_KINDS.values()):
+        return check_equivalence(loaded, progress=progress, **options)
+    process = _NewProcess()
+    try:
+        process.send((load, options))
+        finding: _Finding = process.result(progress)
+    except ChildError as error:
+        raise error.as_model_error() from None
+    finally:
+        process.end()
+    return EquivalenceResult(replace(loaded, uncut=finding.uncut), *finding[1:])
+
+
+class _NewProcess(ChildProcess):
+    """Python process without accelerators. It receives and runs one check."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        invisible = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+        os.set_inheritable(theirs.fileno(), True)
+        command = [sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno())]
+        self._pid = os.posix_spawn(sys.executable, command, {**os.environ, **invisible, "PYTHONPATH": paths})
+        theirs.close()
+        self._limit_s = _LONGEST_S
+        self._is_over = self.is_done = False
+
+    def send(self, request: Any) -> None:
+        """Send a function and its arguments.
+
+        Raises:
+            UsageError: An object, such as a class of the main script, cannot be sent.
+        """
+        try:
+            with contextlib.suppress(BrokenPipeError):  # `result` tells why the process ended
+                self.connection.send(request)
+        except Exception as error:
+            raise UsageError(
+                f"the model object cannot be sent to another process for the equivalence check: {error}",
+                hint='give the path of a model file instead; `proof_budget="0s"` skips the check',
+            ) from error
+
+
+def main() -> None:
+    """Receive a check over the connection whose file descriptor is the first argument, run it, and send its result."""
+    connection = Connection(int(sys.argv[1]))
+    load, options = connection.recv()
+    run_and_exit(partial(_finding, load, options), connection, _LONGEST_S)
+
+
+def _finding(load: Callable[[], LoadedModel], options: dict[str, Any], connection: Connection) -> _Finding:
+    checked = check_equivalence(load(), progress=lambda text: connection.send(("progress", text)), **options)
+    return _Finding(checked.loaded.uncut, checked.proof, checked.warnings, checked.is_failure)
