@@ -56,6 +56,20 @@ def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractCon
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, enabled=False)
 
 
+@contextmanager
+def weight_casts_kept() -> Iterator[None]:
+    """Keep autocast's cached weight copies when autocast contexts end within the block.
+
+    Autocast clears its cache, which all threads share, when the outermost context of a thread ends. Backwards of a GPU
+    run on a thread of their own, outside `weight_cast_cache`.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()  # unlike the end of a context, this clears nothing
+
+
 def caching_only_with_graph() -> AbstractContextManager[None]:
     """Return a context manager in which autocast caches only weight copies that have a graph."""
     return nullcontext() if torch.is_grad_enabled() or _copies_have_graphs() else _without_cache()
