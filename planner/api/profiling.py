@@ -11,7 +11,7 @@ from planner.api import texts
 from planner.api.configuration import Configuration, configuration_of, is_for_formula, note_language_model_only
 from planner.api.formula import chosen_precision, profile_by_formula, refuse_shapes
 from planner.api.keywords import on_model
-from planner.api.option import ignore
+from planner.api.option import ignore_arguments
 from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import calibration_of, path_of
 from planner.api.texts import File
@@ -259,7 +259,7 @@ def _checked(
     if not parsed.proof_budget_s:
         check_buildable(loaded)
         return loaded, None
-    silent = replace(parsed, options=replace(options, progress=ignore, note=ignore, warn=ignore))
+    silent = replace(parsed, options=replace(options, progress=ignore_arguments, note=ignore_arguments, warn=ignore_arguments))
     checked = check_loaded(
         loaded,
         partial(_loaded, model, silent),

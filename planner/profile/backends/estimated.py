@@ -219,7 +219,7 @@ class RooflineClock:
             flops = _flops(func, args, kwargs, result)
             self.flops += flops
             self.has_experts |= func._schema.name == _GROUPED_PRODUCT
-            half = bool(results) and all(t.element_size() < 4 for t in results if t.is_floating_point())
+            half = bool(results) and results[0].is_floating_point() and results[0].element_size() < 4
             rate = self._rates.half_flops_per_s if half else self._rates.float32_flops_per_s
             moved = _moved_bytes(func, _read(func, args, received), results)
             self._total_us += max(_LAUNCH_US, 1e6 * flops / rate, 1e6 * moved / self._rates.bytes_per_s)
