@@ -88,7 +88,7 @@ def main() -> None:
     print(
         f"`{shlex.join(['python', *sys.argv])}` on {kind.model_name}, torch {torch.__version__}, Python "
         f"{platform.python_version()}. Each model is planned for {NUM_DEVICES} such devices of {options.mem}. An error "
-        "is predicted / measured - 1, without the memory outside torch's allocator.\n"
+        "is measured / predicted - 1, without the memory outside torch's allocator.\n"
     )
     print("| model | plan | stage | measured peak | predicted | error |")
     print("|---|---|---|---|---|---|", flush=True)
@@ -123,7 +123,7 @@ def _rows(name: str, subject: Subject, device: torch.device, mem: int, *, small:
             str(stage.index),
             format_bytes(peak_bytes),
             format_bytes(predicted_bytes),
-            f"{predicted_bytes / peak_bytes - 1:+.2%}",
+            f"{peak_bytes / predicted_bytes - 1:+.2%}",
         )
 
 

@@ -72,7 +72,7 @@ def main() -> None:
     print("# Whole models on one GPU\n")
     print(
         f"`{shlex.join(['python', *sys.argv])}` on {kind.model_name}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}. An error is predicted / measured - 1.\n"
+        f"{platform.python_version()}. An error is measured / predicted - 1.\n"
     )
     print(
         f"One stage, M = {MICRO_BATCHES}. The step is the median of the steps after the warm-up. Memory outside: "
@@ -127,10 +127,10 @@ def _trained(name: str, subject: Subject, options: argparse.Namespace) -> Iterat
                 recompute,
                 f"{plan.predicted.step_us / 1e3:.1f} ms",
                 f"{step_us / 1e3:.1f} ms",
-                f"{plan.predicted.step_us / step_us - 1:+.1%}",
+                f"{step_us / plan.predicted.step_us - 1:+.1%}",
                 format_bytes(peak_bytes),
                 format_bytes(stage.peak_bytes),
-                f"{peak_bytes / stage.peak_bytes - 1:+.2%}",
+                f"{stage.peak_bytes / peak_bytes - 1:+.2%}",
                 f"{format_bytes(plan.stages[0].memory.reserve)}, {format_bytes(stage.outside_bytes)}",
             )
 

@@ -259,10 +259,10 @@ def _checked(
     if not parsed.proof_budget_s:
         check_buildable(loaded)
         return loaded, None
-    silent = replace(parsed, options=replace(options, progress=ignore_arguments, note=ignore_arguments, warn=ignore_arguments))
+    silenced = replace(options, progress=ignore_arguments, note=ignore_arguments, warn=ignore_arguments)
     checked = check_loaded(
         loaded,
-        partial(_loaded, model, silent),
+        partial(_loaded, model, replace(parsed, options=silenced)),
         lambda text: options.progress(f"equivalence check: {text}", 0, 0),
         budget_s=parsed.proof_budget_s,
         digests=layer_digests,

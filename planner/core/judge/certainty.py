@@ -41,8 +41,8 @@ STEPS: Final = {
     "short": StepErrors(source="measured on the CPU, micro-batches shorter than 20 ms", least=0.686, most=1.222),
     # Second run of a plan, predicted with the calibration of the first: verify.md.
     "calibrated": StepErrors(source="calibrated by a run", least=0.954, most=1.067),
-    # Published layer times and step times: published.md.
-    "cuda": StepErrors(source="measured on GPUs", least=0.986, most=1.171),
+    # Published layer times and step times: published.md. Runs on one GPU: gpu.md.
+    "cuda": StepErrors(source="measured on GPUs", least=0.738, most=1.171),
     # Formulas with the rate of another run of the same engine and cluster, and with the peak rate: published.md.
     "rate": StepErrors(source="estimated by formula at a given rate", least=0.764, most=1.266),
     "A100": StepErrors(source="estimated by formula at the rate of published runs on A100", least=0.829, most=1.225),
@@ -57,7 +57,8 @@ SHORTEST_US: Final = 20_000.0
 """Shortest forward plus backward time of the slowest stage among the rows of `STEPS["cpu"]`, in microseconds."""
 
 PEAKS: Final = {
-    "measured": 1 / 0.99,  # the 954 peaks of memory.md
+    "measured": 1 / 0.99,  # on a CPU: the 954 peaks of memory.md
+    "cuda": 1.045,  # measured on a GPU: gpu.md
     "compiled": 1 / 0.952,  # single stages: tpu-composition.md
     "estimated": 1 / 0.960,  # published.md, which rounds to whole GB
 }
@@ -230,7 +231,8 @@ def _formula_errors(profile: Profile) -> StepErrors | None:
 def _peak_ratios(profile: Profile) -> tuple[float | None, float]:
     device = profile.device
     unseen = device.how == "measured" and device.kind not in TORCH_KINDS
-    return None if unseen else PEAKS[device.how], ALLOCATOR if device.kind == "cuda" else 1.0
+    basis = "cuda" if device.how == "measured" and device.kind == "cuda" else device.how
+    return None if unseen else PEAKS[basis], ALLOCATOR if device.kind == "cuda" else 1.0
 
 
 def _most_bytes(need_bytes: int, ratio: float) -> int:

@@ -34,6 +34,22 @@ SUSTAINED: Final = (
 """Rates of published runs, by chip and kind of model; all are in half precision."""
 
 
+_PRODUCTS: Final = {"H100": 700e12}
+"""Half-precision FLOP/s of matrix products alone, by chip. docs/measurements/gpu.md compares estimates at this rate
+with times on an H200."""
+
+
+def product_rate(name: str) -> float | None:
+    """Return the half-precision FLOP/s that matrix products alone reach on an accelerator; None if not measured.
+
+    Sustained rates are lower, because the time of a step also contains all other operators.
+
+    Args:
+        name: Name of the accelerator, as in `planner.core.values.devices`.
+    """
+    return _PRODUCTS.get(_CHIPS.get(name, ""))
+
+
 def sustained_rate(name: str, *, experts: bool = False) -> SustainedRate | None:
     """Return the rate that an accelerator reached in published runs; None if there are no such runs.
 

@@ -4,10 +4,10 @@ A layer's forward and backward run on ghosts, tensors without values. The operat
 results, are those of a real run. From these follow
 
 - memory: each storage counts from its creation to its release. Workspaces of kernels are not included.
-- time: the time of an operator is the longest of three. They are its floating-point operations divided by the sustained
-rate (by the peak rate if none is known), its bytes divided by the peak bandwidth, and the time to launch a kernel. Real
-kernels take longer, because none reaches both peaks. But the ratio of real to estimated time is similar for all layers.
-If a layer runs a grouped product (of experts), the sustained rate of models with experts is used for all layers.
+- time: the time of an operator is the longest of three. They are its floating-point operations divided by the rate of
+matrix products, its bytes divided by the peak bandwidth, and the time to launch a kernel. If the rate of products was
+not measured on such a GPU, the sustained rate of published runs is used, else the peak rate. If a layer runs a grouped
+product (of experts), the sustained rate of models with experts is used for all layers.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,7 +25,7 @@ from planner.core.errors import ModelError
 from planner.core.values.devices import ASSUMED_RESERVE_BYTES, Accelerator
 from planner.core.values.profile import Device
 from planner.core.values.rates import Rates, rates_of
-from planner.core.values.sustained import sustained_rate
+from planner.core.values.sustained import product_rate, sustained_rate
 from planner.device.cuda import Cuda
 from planner.device.meter import MemoryUsage
 from planner.model.batch_norm import BatchStatistics
@@ -85,9 +85,10 @@ class EstimatedBackend:
     def clock(self, *, experts: bool = False) -> "RooflineClock":
         """Return a clock with the rates of the GPU. `experts` selects the sustained rate of models with experts."""
         sustained = sustained_rate(self._absent.name, experts=experts)
-        if sustained is None:
-            return RooflineClock(self._rates)
-        return RooflineClock(replace(self._rates, half_flops_per_s=sustained.flops_per_s))
+        rate = None if experts else product_rate(self._absent.name)
+        if rate is None and sustained is not None:
+            rate = sustained.flops_per_s
+        return RooflineClock(self._rates if rate is None else replace(self._rates, half_flops_per_s=rate))
 
     def check_model(self, loaded: LoadedModel) -> None:
         """Accept any model."""

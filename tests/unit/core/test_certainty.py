@@ -75,12 +75,15 @@ SEEN = {
     # Between the two kinds of rows there is none: what is shorter than the one may be as the other.
     "short": lambda: [ratio for _, ratio in on_the_cpu()],
     "calibrated": lambda: [ms(cells[7]) / ms(cells[4]) for cells in of_two_machines("verify.md")],
-    "cuda": lambda: published(
-        "GPT on 8 A100: nothing fitted",
-        "One plan from another plan's times",
-        "OPT-350M on GH200: one number fitted",
-        "Schedules with split backward, on A100",
-    ),
+    "cuda": lambda: [
+        *published(
+            "GPT on 8 A100: nothing fitted",
+            "One plan from another plan's times",
+            "OPT-350M on GH200: one number fitted",
+            "Schedules with split backward, on A100",
+        ),
+        *(ms(cells[4]) / ms(cells[3]) for cells in rows("gpu.md", "Whole models")),
+    ],
     "rate": lambda: published("A rate that is given", "Steps of another chip", "Time by formula"),
     "A100": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached() if cells[0] == "A100"],
     "H100": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached() if cells[0] == "H100"],
@@ -110,6 +113,8 @@ def test_peak_ranges_cover_their_rows_and_are_tight():
     for cells in measured:
         largest_bytes = float(cells[5].split()[-2]) * 2**20
         assert 1 / (1 + shares([cells[6]])[0]) * largest_bytes <= PEAKS["measured"] * largest_bytes + SLACK_BYTES
+    on_a_gpu = [*rows("gpu.md", "Peak memory of stages"), *rows("gpu.md", "Whole models")]
+    assert PEAKS["cuda"] == pytest.approx(max(1 + shares(cells)[-1] for cells in on_a_gpu), abs=1e-3)
     compiled = [1 / float(cells[-1]) for cells in rows("tpu-composition.md")]
     assert PEAKS["compiled"] == pytest.approx(max(compiled), abs=1e-3)
     assert PEAKS["estimated"] == pytest.approx(max(published("Memory by formula")), abs=1e-3)

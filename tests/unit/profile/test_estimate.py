@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.gpu_estimates import MEASURED, estimates_of
 from planner import api
 from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
@@ -22,7 +23,8 @@ from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
 from planner.core.values.plan import ProfileReference
 from planner.core.values.profile import Profile
 from planner.core.values.rates import RATES, rates_of
-from planner.core.values.sustained import sustained_rate
+from planner.core.values.sustained import product_rate, sustained_rate
+from planner.files import read_profile
 from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
 from planner.profile import ProfilerOptions, profile_model
@@ -252,18 +254,49 @@ def test_rates_are_plausible_and_have_a_source(name: str) -> None:
     assert rates.source
 
 
-def large_product_us(dtype: torch.dtype) -> float:
-    """Return the microseconds of a large product on an H100."""
+def large_product_us(chip: str, dtype: torch.dtype) -> float:
+    """Return the microseconds of a large product."""
     a = torch.empty(8192, 8192, dtype=dtype, device="meta")
-    return EstimatedBackend(accelerator("h100")).clock().time_us(lambda: a @ a)
+    return EstimatedBackend(accelerator(chip)).clock().time_us(lambda: a @ a)
 
 
-def test_products_in_half_precision_run_at_the_rate_of_published_runs() -> None:
-    """No such rate is known in float32, so the data sheet's is used."""
-    sustained = sustained_rate("h100")
-    flops = 2 * 8192**3
-    assert large_product_us(torch.bfloat16) == pytest.approx(1e6 * flops / sustained.flops_per_s)
-    assert large_product_us(torch.float32) == pytest.approx(1e6 * flops / rates_of("h100").float32_flops_per_s)
+@pytest.mark.parametrize(
+    ("chip", "rate"),
+    [
+        ("h100", product_rate("h100")),  # measured
+        ("a100-80gb", sustained_rate("a100-80gb").flops_per_s),  # of published runs
+        ("l40s", rates_of("l40s").half_flops_per_s),  # of the data sheet
+    ],
+)
+def test_products_in_half_precision_run_at_the_best_known_rate(chip: str, rate: float) -> None:
+    assert large_product_us(chip, torch.bfloat16) == pytest.approx(1e6 * 2 * 8192**3 / rate)
+
+
+def test_products_in_float32_run_at_the_rate_of_the_data_sheet() -> None:
+    expected_us = 1e6 * 2 * 8192**3 / rates_of("h100").float32_flops_per_s
+    assert large_product_us("h100", torch.float32) == pytest.approx(expected_us)
+
+
+def test_fused_attention_runs_at_the_rate_of_its_result() -> None:
+    """The kernel also returns a statistic in float32."""
+    query = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+    clock = EstimatedBackend(accelerator("h100")).clock()
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    time_us = clock.time_us(lambda: attention(query, query, query))
+    assert time_us == pytest.approx(1e6 * 4 * 16 * 4096**2 * 128 / product_rate("h100"))
+
+
+@pytest.mark.slow
+def test_estimates_of_a_llama_are_near_the_times_on_a_gpu() -> None:
+    pytest.importorskip("transformers")
+    estimate, by_formula = estimates_of("llama-3-70b")
+    measured = read_profile(str(MEASURED / "llama-3-70b.yaml"))
+    total_us, real_us, formula_us = (
+        sum(layer.forward_us[0] + layer.backward_us[0] for layer in of.layers)
+        for of in (estimate, measured, by_formula)
+    )
+    assert total_us == pytest.approx(real_us, rel=0.03)
+    assert formula_us > 1.1 * real_us  # its rate also pays for communication
 
 
 MODEL = """\
@@ -337,5 +370,5 @@ def test_models_with_grouped_products_run_at_the_rate_of_experts() -> None:
 
         return estimated(loaded_model(build, tokens), 2048).layers[0].forward_us[0]
 
-    dense, routed = sustained_rate("h100"), sustained_rate("h100", experts=True)
-    assert first_us(Routed) / first_us() == pytest.approx(dense.flops_per_s / routed.flops_per_s, rel=1e-3)
+    dense, routed = product_rate("h100"), sustained_rate("h100", experts=True)
+    assert first_us(Routed) / first_us() == pytest.approx(dense / routed.flops_per_s, rel=1e-3)
