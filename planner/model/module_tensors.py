@@ -6,7 +6,7 @@ replaces parameters must replace them in these attributes, too.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -80,9 +80,20 @@ def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> It
             attributes[name] = value
 
 
-def parameters_as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
-    """Replace parameters and buffers in the `with` block by ghosts (tensors without values). Tied tensors stay tied."""
-    return replaced_tensors(module, _ghost)
+@contextmanager
+def parameters_as_ghosts(module: nn.Module) -> Iterator[None]:
+    """Replace parameters and buffers in the `with` block by ghosts (tensors without values). Tied tensors stay tied.
+
+    Meta tensors in plain attributes are replaced too, because autocast ignores meta tensors.
+    """
+    with replaced_tensors(module, _ghost):
+        loose = {id(tensor): _ghost(tensor) for tensor in attribute_tensors(module) if tensor.is_meta}
+        changed = replace_attribute_tensors(module, lambda tensor: loose.get(id(tensor), tensor))
+        try:
+            yield
+        finally:
+            for attributes, name, value in changed:
+                attributes[name] = value
 
 
 def copy_attributes(parameter: Tensor, other: Tensor) -> None:

@@ -1,8 +1,11 @@
-"""Tables that a module shared by blocks caches, guarded by a number."""
+"""Tensors in attributes: tables that a shared module caches, and running statistics under autocast."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from planner.executor.build.building import build_structure
 from planner.executor.equivalence.check import check_equivalence
 from tests.support.measure import loaded_model
 
@@ -51,3 +54,36 @@ class Net(nn.Module):
 def test_a_table_that_is_cached_with_its_length_may_be_shared_by_layers() -> None:
     proof = check_equivalence(loaded_model(Net, WIDTH), budget_s=30.0).proof
     assert (proof.cuts, proof.uncovered, proof.differs_recomputed) == (2, 0, "")
+
+
+class Scaled(nn.Module):
+    """Layer that divides by a running scale, which is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), torch.ones(())
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.linear(value) / self.scale
+        self.scale = 0.9 * self.scale + 0.1 * value.detach().abs().mean()
+        return torch.tanh(value)
+
+
+class ScaledNet(nn.Module):
+    """Layers with running scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+def test_layers_with_tensors_in_attributes_send_the_dtype_of_autocast() -> None:
+    loaded = replace(loaded_model(ScaledNet, WIDTH), precision="bf16-mixed")
+    outline = build_structure(loaded).outline
+    assert outline is not None
+    assert [dtype for cut in outline.crossing_shapes for _, dtype in cut] == ["torch.bfloat16"] * 2
