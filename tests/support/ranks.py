@@ -74,6 +74,8 @@ class ForkedProcess:
 
     def __init__(self, arguments: Sequence[str], folder: Path, *, out: Path, err: Path, **environment: str) -> None:
         words = {"arguments": list(arguments), "folder": str(folder), "environment": environment}
+        for path in (out, err):
+            path.touch()  # it may be read before the process opens it
         self.pid = int(_answer({**words, "out": str(out), "err": str(err)}))
         self.returncode: int | None = None
 
