@@ -216,16 +216,12 @@ print(chain_digest(chain_of(nn.Sequential(Apply(lambda x: x))), {{}}))
 
 
 @pytest.mark.slow
-def test_digest_contains_no_memory_addresses() -> None:
+def test_digest_contains_no_memory_addresses(capsys: pytest.CaptureFixture[str]) -> None:
     """A layer whose repr shows a function has the same digest in the next process."""
-    digests = set()
-    for junk in (0, 200_000):
-        code = _WITH_A_FUNCTION.format(junk=junk)
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
-        )
-        digests.add(done.stdout)
-    assert len(digests) == 1
+    exec(_WITH_A_FUNCTION.format(junk=0), {})
+    code = _WITH_A_FUNCTION.format(junk=200_000)
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == capsys.readouterr().out != ""
 
 
 def test_digest_ignores_ranges_of_quantization_observers() -> None:
