@@ -6,16 +6,18 @@ for CUDA devices when they are imported, so the check runs in a new Python proce
 """
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planner.core.errors import UsageError
+import torch
+
+from planner.core.errors import ModelError
 from planner.core.values.proof import Proof
 from planner.device.kinds import DEVICE_KINDS
 from planner.executor.equivalence.check import EquivalenceResult, check_equivalence
@@ -23,6 +25,9 @@ from planner.executor.equivalence.isolation import ChildError, ChildProcess, run
 from planner.model.load import LoadedModel
 
 _LONGEST_S = 24 * 3600.0
+
+_NOT_SENT = "the model object cannot be sent to another process for the equivalence check: {error}"
+_HINT = 'give the path of a model file instead; `proof_budget="0s"` skips the check'
 
 
 class _Finding(NamedTuple):
@@ -52,8 +57,7 @@ def check_loaded(
         The model without wrong cuts, the record of the comparison, and warnings.
 
     Raises:
-        ModelError: All cuts are wrong, or the model does not train in a plain loop.
-        UsageError: The model cannot be sent to another process.
+        ModelError: All cuts are wrong, or the model does not train in a plain loop, or it cannot be sent to a process.
     """
     if not any(kind.has_own_memory and kind.count() for kind in DEVICE_KINDS.values()):
         return check_equivalence(loaded, progress=progress, **options)
@@ -86,25 +90,26 @@ class _NewProcess(ChildProcess):
         """Send a function and its arguments.
 
         Raises:
-            UsageError: An object, such as a class of the main script, cannot be sent.
+            ModelError: An object, such as a function within a function, cannot be sent.
         """
+        sent = io.BytesIO()
         try:
+            torch.save(request, sent)  # `Connection.send` would share tensors, which needs a common parent
             with contextlib.suppress(BrokenPipeError):  # `result` tells why the process ended
-                self.connection.send(request)
+                self.connection.send_bytes(sent.getvalue())
         except Exception as error:
-            raise UsageError(
-                f"the model object cannot be sent to another process for the equivalence check: {error}",
-                hint='give the path of a model file instead; `proof_budget="0s"` skips the check',
-            ) from error
+            raise ModelError(_NOT_SENT.format(error=error), hint=_HINT) from error
 
 
 def main() -> None:
     """Receive a check over the connection whose file descriptor is the first argument, run it, and send its result."""
-    connection = Connection(int(sys.argv[1]))
-    load, options = connection.recv()
-    run_and_exit(partial(_finding, load, options), connection, _LONGEST_S)
+    run_and_exit(_finding, Connection(int(sys.argv[1])), _LONGEST_S)
 
 
-def _finding(load: Callable[[], LoadedModel], options: dict[str, Any], connection: Connection) -> _Finding:
+def _finding(connection: Connection) -> _Finding:
+    try:
+        load, options = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)  # from the parent process
+    except Exception as error:
+        raise ModelError(_NOT_SENT.format(error=error), hint=_HINT) from error
     checked = check_equivalence(load(), progress=lambda text: connection.send(("progress", text)), **options)
     return _Finding(checked.loaded.uncut, checked.proof, checked.warnings, checked.is_failure)

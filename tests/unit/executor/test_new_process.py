@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from planner.core.errors import ModelError, UsageError
+from planner.core.errors import ModelError
 from planner.executor.equivalence import new_process
 from planner.executor.equivalence.check import check_equivalence
 from planner.executor.equivalence.new_process import check_loaded
-from planner.model import load_model
+from planner.model import load_model, load_object
 from planner.model.load import LoadedModel
 from planner.model.seeding import preserve_torch_generators
-from tests.support.measure import loaded_model
+from tests.support.measure import loaded_model, mean_loss
 
 MODEL = """
 import os
@@ -81,7 +81,7 @@ def test_a_model_object_that_cannot_be_sent_is_refused() -> None:
     def load() -> LoadedModel:
         return loaded
 
-    with pytest.raises(UsageError, match="cannot be sent to another process") as refused:
+    with pytest.raises(ModelError, match="cannot be sent to another process") as refused:
         check_loaded(loaded, load, budget_s=30.0)
     assert "give the path of a model file" in str(refused.value.hint)
 
@@ -94,3 +94,10 @@ def test_saving_random_states_does_not_start_cuda(monkeypatch: pytest.MonkeyPatc
     with preserve_torch_generators():
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.slow
+def test_a_model_object_is_sent_with_its_values() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    load = partial(load_object, model, loss_fn=mean_loss, inputs=("4",))
+    assert check_loaded(load(), load, budget_s=30.0).proof.cuts == 1
