@@ -9,7 +9,7 @@ from planner.api import texts
 from planner.api.keywords import on_plan
 from planner.api.options.emitting import EmitOptions
 from planner.api.question import calibrated_options
-from planner.api.reading import fresh_verdict, plan_of, profile_for
+from planner.api.reading import judge_again_from_profile, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import UsageError
 from planner.core.values.findings import Finding
@@ -95,7 +95,7 @@ def _nodes(options: EmitOptions) -> Nodes | None:
 
 
 def _fresh(plan: Plan, profile: Profile, place: str, tell: Callable[[Finding], None]) -> Plan:
-    verdict = fresh_verdict(plan, profile, place)
+    verdict = judge_again_from_profile(plan, profile, place)
     for finding in verdict.findings:
         tell(finding)
     return verdict.plan or plan

@@ -8,7 +8,7 @@ from planner import files
 from planner.api.keywords import on_plan
 from planner.api.options.exploring import ExploreOptions
 from planner.api.question import solve_options
-from planner.api.reading import NOWHERE, fresh_verdict, path_of, plan_of, profile_for
+from planner.api.reading import NOWHERE, judge_again_from_profile, path_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
@@ -43,7 +43,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
         files.check_outputs({"--output": output}, (source.path, place))
         files.check_writable(output)
     profile = source.profile
-    now = fresh_verdict(read, profile, place).plan or read
+    now = judge_again_from_profile(read, profile, place).plan or read
     counts = micro_batch_counts(profile, Request(inputs=now.inputs), replicas=now.replicas, required=False)
     page = explore_html(
         ExplorerRequest(

@@ -104,7 +104,7 @@ def profile_reference(source: ReadProfile, plan_path: str) -> ProfileReference:
     return ProfileReference(path=where, digest=files.digest_of(source.profile), how=source.profile.device.how)
 
 
-def fresh_verdict(plan: Plan, profile: Profile, place: str) -> Verdict:
+def judge_again_from_profile(plan: Plan, profile: Profile, place: str) -> Verdict:
     """Recompute a plan from its profile, and return the verdict of `check`.
 
     Args:

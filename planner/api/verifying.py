@@ -14,7 +14,7 @@ from planner.api.keywords import on_plan
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.verifying import VerifyOptions
 from planner.api.question import calibrated_options
-from planner.api.reading import NOWHERE, ReadProfile, fresh_verdict, path_of, plan_of, profile_for
+from planner.api.reading import NOWHERE, ReadProfile, judge_again_from_profile, path_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.extras import check_installed
@@ -82,7 +82,7 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
         files.check_writable(written)
     read, place = plan_of(plan)
     source = profile_for(read, place, options.profile)
-    now = fresh_verdict(read, source.profile, place).plan or read
+    now = judge_again_from_profile(read, source.profile, place).plan or read
     if options.run is None:
         verification = _of_trial(now, source, tolerance, options)
     else:

@@ -96,10 +96,10 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
     return found
 
 
-def guarded_tables(first: Recording, second: SecondForward) -> dict[Key, int]:
-    """Return the attributes with tables that the second forward did not compute, and the numbers that prevent it.
+def reused_tables(first: Recording, second: SecondForward) -> dict[Key, int]:
+    """Return attributes with cached tables that the second forward reused, and with numbers that control the caching.
 
-    Each has the time at which the call that sets it ends in the first forward.
+    The values are the times at which the calls that set the attributes end in the first forward.
     """
     set_again = set(map(attribute_key, second.recording.calls[0].changes))
     once = {attribute_key(change): change for change in first.calls[0].changes}

@@ -92,7 +92,7 @@ class PossibleCuts:
             with_unread: True if outputs that the loss does not read count as used.
 
         Returns:
-            The tensors, and the names of parameters and buffers that code reads which runs both before and after the
+            The tensors, and the names of parameters and buffers whose readers run both before and after the
             cut.
         """
         # Uses are in order, so the first one after the cut decides whether the version is used before `used_before`.

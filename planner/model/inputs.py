@@ -28,10 +28,10 @@ _OBJECT_DEPTH = 3
 """Objects are searched to this depth: a graph of torch_geometric holds its tensors in an object within an object."""
 
 
-def object_with_samples(value: Any, num_samples: int) -> str:
+def type_that_holds_samples(value: Any, num_samples: int) -> str:
     """Return the type of an object in a nested batch that holds tensors of `num_samples` samples; empty if none does.
 
-    Such an object cannot be cut into micro-batches.
+    Such an object cannot be split into micro-batches.
     """
     objects = [leaf for leaf in tree_leaves(value) if not isinstance(leaf, Tensor)]
     return next((type(each).__name__ for each in objects if _holds_samples(each, num_samples, _OBJECT_DEPTH)), "")

@@ -25,7 +25,7 @@ from planner.model.configuration import configuration_module
 from planner.model.copying import copy_module
 from planner.model.default_loss import DefaultLoss
 from planner.model.growth import SIZES
-from planner.model.inputs import BATCH_FIRST, PLAIN_CONTAINERS, input_tensor, object_with_samples
+from planner.model.inputs import BATCH_FIRST, PLAIN_CONTAINERS, input_tensor, type_that_holds_samples
 from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
 from planner.model.optimizers import Builder, optimizer_builder
@@ -354,7 +354,7 @@ def _example_batch(
                 f"expected {size} samples in its first dimension",
                 hint=BATCH_FIRST,
             )
-        kind = object_with_samples(pair, size)
+        kind = type_that_holds_samples(pair, size)
         if kind:
             raise ModelError(
                 f"{path}: `example_batch({size})` returned a {kind}, which cannot be cut into micro-batches",

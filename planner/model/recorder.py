@@ -18,7 +18,7 @@ from planner.model.carried_state import (
     SecondForward,
     attribute_key,
     attribute_states,
-    guarded_tables,
+    reused_tables,
     written_states,
 )
 from planner.model.differentiation import refusing_gradients, without_shape_log
@@ -31,7 +31,7 @@ from planner.model.nests import flatten, tensors_in
 from planner.model.operators import OperatorWatch, depends_on_values, written_tensors
 from planner.model.recording import END, Call, CarriedState, FunctionResult, Operator, Recording
 from planner.model.refusals import explain_refusals
-from planner.model.regions import RegionFinder, without_reentrance
+from planner.model.regions import RegionFinder, without_reentrant_checkpointing
 from planner.model.seeding import host_generator_states, preserve_torch_generators, seeded_host
 from planner.model.variables import undo_changes
 
@@ -71,7 +71,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         stack.enter_context(refusing_gradients())
         # Tensors saved for backward would look as if code still used them.
         stack.enter_context(saved_tensors_hooks(_forget, _forget))
-        stack.enter_context(without_reentrance())
+        stack.enter_context(without_reentrant_checkpointing())
         before = host_generator_states()
         output = recorder.output_of(model, inputs)
         recorder.recording.draws_on_host = host_generator_states() != before
@@ -99,7 +99,7 @@ def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: An
         return []
     fixed = frozenset(key for key, tensors in left.items() if not any(map(recorder.is_tainted, tensors)))
     second = SecondForward(recording=again.recording, storages=storages, fixed=fixed)
-    recorder.recording.guarded_tables = guarded_tables(recorder.recording, second)
+    recorder.recording.reused_tables = reused_tables(recorder.recording, second)
     return attribute_states(recorder.recording, second)
 
 

@@ -146,7 +146,7 @@ class Recording:
     output_nest: Nest = field(default_factory=Nest)
     states: tuple[CarriedState, ...] = ()
     """State that the model keeps from one forward to the next."""
-    guarded_tables: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict)
+    reused_tables: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict)
     """Attributes with tables that only the first forward computes, and numbers that the same module sets then, as in
     `if length > self.cached_length`; with the time at which the call that sets them ends."""
     draws_on_host: bool = False

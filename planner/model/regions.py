@@ -98,7 +98,7 @@ class RegionFinder:
 
 
 @contextmanager
-def without_reentrance() -> Iterator[None]:
+def without_reentrant_checkpointing() -> Iterator[None]:
     """Replace re-entrant checkpointing in the `with` block by non-reentrant checkpointing."""
     before = checkpointing.CheckpointFunction
     checkpointing.CheckpointFunction = _NotReentrant  # type: ignore[assignment, misc]

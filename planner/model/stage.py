@@ -93,7 +93,7 @@ class ModelStage(nn.Module):
         part, calls = self._part, self._part.outline.recording.calls
         paths = {call.path for call in calls if part.begin <= call.exit and (call.exit < part.stop or part.stop == END)}
         # Numbers of tables that earlier stages compute are undone after each forward.
-        tables = {path for path, _ in part.outline.recording.guarded_tables} - {path for path, _ in part.kept}
+        tables = {path for path, _ in part.outline.recording.reused_tables} - {path for path, _ in part.kept}
         return {path: part.model.get_submodule(path) for path in sorted(paths - tables)}
 
     @property

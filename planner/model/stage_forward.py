@@ -28,7 +28,7 @@ from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf
 from planner.model.nests import ABSENT, align_leaves, flatten, leaf_names, unflatten
 from planner.model.recording import END, Call, FunctionResult
 from planner.model.refusals import control_flow_error
-from planner.model.regions import without_reentrance
+from planner.model.regions import without_reentrant_checkpointing
 from planner.model.stage_part import StagePart
 from planner.model.stand_ins import StandInFactory
 
@@ -86,7 +86,7 @@ class StageForward:
         args, kwargs = arguments_of(self._inputs)
         with ExitStack() as stack:
             stack.enter_context(self._stand_ins.in_model(part.absent))
-            stack.enter_context(without_reentrance())
+            stack.enter_context(without_reentrant_checkpointing())
             stack.enter_context(undo_attribute_changes(part.model, part.leftovers))
             stack.enter_context(intercept_calls(part.watched, self._run))
             stack.callback(self._watch.stop_intercepting)

@@ -44,7 +44,7 @@ class StagePart:
         self.kept = [state.attribute for state in states if state.attribute is not None]
         """Attributes whose tensors a forward of the stage sets and later forwards read."""
         # A stage that does not compute a table receives it in every forward.
-        tables = outline.recording.guarded_tables
+        tables = outline.recording.reused_tables
         self.kept += [key for key, time in tables.items() if self.begin <= time < self.stop]
         self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()
         self.when_begun: Callable[[], None] = lambda: None

@@ -99,14 +99,14 @@ def measure_times(
 
         def add_to(times: Samples, timer: WholeTimer, keys: Sequence[Key]) -> None:
             announced = progress(keys)
-            for stretch in split_into_passes(keys, kept_bytes):
+            for stretch in group_layers_to_time(keys, kept_bytes):
                 layers = [(next(kinds[key[0]]), inputs[key]) for key in islice(announced, len(stretch))]
                 for key, times_us in zip(stretch, time_neighbors(timer, layers, idle), strict=True):
                     times[key].append(times_us)
             next(announced, None)  # counts the last measurement as done
 
         for timer in (whole_timer, split_timer):
-            for stretch in split_into_passes(list(inputs) * _WARM_UPS, kept_bytes):
+            for stretch in group_layers_to_time(list(inputs) * _WARM_UPS, kept_bytes):
                 time_neighbors(timer, [(next(kinds[key[0]]), inputs[key]) for key in stretch], idle)
         # Whole and split backwards take turns, so that a slowdown of the machine affects both alike.
         while short := [key for key in inputs if min(len(samples[key]), len(split_samples[key])) < repeats]:
@@ -118,7 +118,7 @@ def measure_times(
             add_to(split_samples, split_timer, list(inputs) * _BLOCK)
 
 
-def split_into_passes(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
+def group_layers_to_time(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
     """Divide keys into lists of neighboring layers to time together, of one micro-batch size each.
 
     The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has only one layer.
@@ -188,7 +188,7 @@ def layers_exceeding_cache(units: Sequence[LayerToMeasure], digest: str) -> list
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
 
 
-def statistics_us(unit: LayerToMeasure, received: MeasurementInput, *, clock: Clock, repeats: int) -> float:
+def statistics_update_us(unit: LayerToMeasure, received: MeasurementInput, *, clock: Clock, repeats: int) -> float:
     """Return the time of a step for updating running statistics of batch normalization in a layer, in microseconds.
 
     Args:

@@ -26,7 +26,7 @@ from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.operators import OperatorWatch
 from planner.model.refusals import explain_error
-from planner.model.regions import without_reentrance
+from planner.model.regions import without_reentrant_checkpointing
 from planner.model.stage import ModelStage
 from planner.model.user_errors import explain_user_errors
 from planner.model.variables import undo_changes
@@ -78,7 +78,7 @@ class LayerToMeasure:
             values: Flat inputs, as `received.non_leaf_copies()` returns them.
             received: Structure of the inputs, and targets of the loss.
         """
-        with forward_context(self.precision, self.device), without_reentrance():
+        with forward_context(self.precision, self.device), without_reentrant_checkpointing():
             output = self.module(tree_unflatten(list(values), received.spec))
             if self.loss_fn is not None:
                 output = self.loss_fn(output, received.targets)
@@ -117,7 +117,7 @@ def trace_layers(
             # Attributes are restored afterwards: no ghost may stay in one, and numbers in them affect the digest.
             stack.enter_context(undo_changes(chain.model, loaded.loss_fn))
             stack.enter_context(parameters_as_ghosts(chain.model))
-        stack.enter_context(without_reentrance())
+        stack.enter_context(without_reentrant_checkpointing())
         for size in sizes:
             batch = loaded.example_batch(size)
             if not ghosts:

@@ -8,7 +8,7 @@ from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Device
 from planner.core.values.run_report import RunReport, StageRun
-from planner.executor.measure.run_times import ProcessRun, RunSpan, RunStep, add_waits, typical_action_us
+from planner.executor.measure.run_times import ProcessRun, RunSpan, RunStep, typical_action_us, with_waits
 
 STEPS = 5
 _WARM_UP = 2
@@ -60,7 +60,7 @@ def report_of(plan: Plan, evaluation: Evaluation, *, peak_factor: float = 1.0) -
         warmup_steps=_WARM_UP,
         stages=tuple(stages),
     )
-    return add_waits(report, runs, overlaps=not evaluation.cluster.link.blocking)
+    return with_waits(report, runs, overlaps=not evaluation.cluster.link.blocking)
 
 
 def slower(cluster: Cluster, *, compute: float, overhead_us: float, link: float) -> Cluster:

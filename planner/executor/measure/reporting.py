@@ -23,7 +23,7 @@ from planner.core.values.profile import Device, Environment, Generator
 from planner.core.values.run_report import RunReport, StageRun
 from planner.device.kinds import kind_of
 from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
-from planner.executor.measure.run_times import ProcessRun, RunStep, add_waits
+from planner.executor.measure.run_times import ProcessRun, RunStep, with_waits
 from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.stage_module import StageModule
 from planner.model.precision import parameter_dtype_name
@@ -76,7 +76,7 @@ def run_report(
         step_us=recorder.step_us,
     )
     report = replace(report, stages=tuple(stages))
-    return runs, add_waits(report, runs, overlaps=kind.transfers_overlap)
+    return runs, with_waits(report, runs, overlaps=kind.transfers_overlap)
 
 
 def steps_report(

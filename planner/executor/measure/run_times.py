@@ -210,7 +210,7 @@ def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
     )
 
 
-def add_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
+def with_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
     """Return a run report with bubble, idle times, transfers and engine time after the warm-up.
 
     Args:

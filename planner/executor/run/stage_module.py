@@ -34,7 +34,7 @@ from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Layer, register_at_path
 from planner.model.layout import match_layout
 from planner.model.process_group import hidden_process_group
-from planner.model.regions import without_reentrance
+from planner.model.regions import without_reentrant_checkpointing
 from planner.model.stage import ModelStage
 
 
@@ -248,7 +248,7 @@ class StageModule(nn.Module):
     def _run_layer(self, index: int, micro_batch: int, value: Any) -> Any:
         vars(self)["_running"] = micro_batch  # a module's own `__setattr__` takes 5 us
         self._seed(index)
-        with without_reentrance():
+        with without_reentrant_checkpointing():
             return self._layers[index](value)
 
     def _loss_of(self, run: Callable[[Any], Any], targets: Any, value: Any) -> Tensor:

@@ -35,7 +35,7 @@ from planner.profile.timing import (
     measure_times,
     median_times,
     split_backward_times,
-    statistics_us,
+    statistics_update_us,
     time_uncertainty,
 )
 from planner.profile.units import Key, LayerToMeasure, with_random_values
@@ -83,7 +83,7 @@ class MeasuredBackend:
         release_freed_memory()
         # The updates are timed a second time, because the machine may have been busy during the first few.
         after = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
-        updating_us = records.measure_distinct(partial(statistics_us, clock=clock, repeats=task.options.repeats))
+        updating_us = records.measure_distinct(partial(statistics_update_us, clock=clock, repeats=task.options.repeats))
         optimizer = [
             replace(cost, step_us=min(cost.step_us, earlier.step_us) + updating_us[unit.digest])
             for unit, earlier, cost in zip(records.units, before, after, strict=True)

@@ -165,7 +165,7 @@ class _Layers:
             name=block.kind,
             # Each device has whole normalizations, and whole biases of products whose inputs are split.
             parameters=sum(each.parameters(t) for each in local)
-            + block.whole_parameters(shape.hidden, shape.norm_parameters),
+            + block.num_unsplit_parameters(shape.hidden, shape.norm_parameters),
             largest_weight=max(map(self._weight, local)) // t,
             forward_flops=products + attention,
             input_flops=products + (3 if again else 2) * attention,

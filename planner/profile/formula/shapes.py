@@ -230,7 +230,7 @@ class Block:
         if self.kind == "mtp":
             yield MatrixProduct(inputs=2 * hidden, outputs=(hidden,))
 
-    def whole_parameters(self, hidden: int, norm_parameters: int) -> int:
+    def num_unsplit_parameters(self, hidden: int, norm_parameters: int) -> int:
         """Return the number of parameters, except biases, that tensor parallelism does not split.
 
         Args:
@@ -295,7 +295,7 @@ class Transformer:
     def block_parameters(self, block: Block) -> int:
         """Return the number of parameters of a block."""
         products = sum(linear.parameters() for linear in block.matrix_products(self.hidden))
-        return products + block.whole_parameters(self.hidden, self.norm_parameters)
+        return products + block.num_unsplit_parameters(self.hidden, self.norm_parameters)
 
     @property
     def parameters(self) -> int:

@@ -128,9 +128,9 @@ class _NearbyStages:
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
     def widths(self, most: int) -> dict[int, int]:
-        """Return by how many layers a cut may move, for each number of stages.
+        """Return the largest number of layers by which a cut may move on the page, for each number of stages.
 
-        The page then has about `most` stages: half of them for the plan's number of stages, half for other numbers.
+        About `most` stages are then on the page: half of them for the plan's number of stages, half for other numbers.
         """
         num_layers, own = self.chain.one.num_layers, len(self.chain.request.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= most:

@@ -82,10 +82,7 @@ class Evaluator:
 
     @property
     def has_layers(self) -> bool:
-        """Return True if there are enough layers for all stages.
-
-        Cuts that the request fixes must have this number of stages.
-        """
+        """Return True if there are enough layers for all stages. Cuts of the request must have as many stages."""
         balance = self.case.rules.balance
         return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
 

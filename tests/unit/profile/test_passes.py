@@ -13,7 +13,7 @@ from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import SplitBackward
 from planner.profile.crossing import LayerOutputs, make_layer_inputs, own_storages_of
 from planner.profile.passes import EmptyLayer, SplitTimer, WholeTimer, time_neighbors
-from planner.profile.timing import split_into_passes
+from planner.profile.timing import group_layers_to_time
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -205,13 +205,13 @@ def test_output_gradients_are_ones_in_the_memory_of_the_next_layer() -> None:
 
 def test_passes_end_at_a_new_size_and_at_many_saved_bytes() -> None:
     kept = {("a", 1): 2**27, ("b", 1): 2**27, ("c", 1): 1, ("big", 1): 2**30, ("a", 2): 3, ("b", 2): 4}
-    assert list(split_into_passes(list(kept), kept)) == [
+    assert list(group_layers_to_time(list(kept), kept)) == [
         [("a", 1), ("b", 1)],
         [("c", 1)],
         [("big", 1)],
         [("a", 2), ("b", 2)],
     ]
-    assert list(split_into_passes([("c", 1)] * 2, kept)) == [[("c", 1)]] * 2
+    assert list(group_layers_to_time([("c", 1)] * 2, kept)) == [[("c", 1)]] * 2
 
 
 def test_code_before_and_after_a_layer_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
