@@ -185,7 +185,8 @@ RULES: Final = (
         "ran out. The finding gives their number.",
         why="Stages at a cut that was not compared may train with wrong gradients, without an error message.",
         remedy="Profile with more time (`--proof-budget 300s`), or on a machine with more memory. Or profile the model "
-        "with fewer layers (`--set layers=4`): if its layers are of the same kinds, its cuts are, too.",
+        "with fewer layers of the same kinds (`--set layers=4`). This smaller model has the same kinds of cuts, so its "
+        "comparison is evidence for the large model, too. The note remains.",
     ),
     Rule(
         code="GP401",
