@@ -36,8 +36,8 @@ import torch.distributed as dist
 
 from planner.device.machine import cpu_name
 from planner.executor.watch import failure
+from planner.executor.watch.activity import ANY
 from planner.executor.watch.failure import FailureWatch, StoppedBySignal
-from planner.executor.watch.position import ANY
 
 STEP_S = 1.0
 REST_S = 20.0
@@ -174,16 +174,16 @@ class Simulation:
         return 0
 
     def _train(self, watch: FailureWatch, rank: int) -> NoReturn:
-        watch.position.set_activity("between steps")
+        watch.activity.begin("between steps")
         if self._scenario == "waiting" and rank:
-            watch.position.set_activity("a checkpoint", waits_for=ANY)
+            watch.activity.begin("a checkpoint", waits_for=ANY)
         while True:
             step = int((time.monotonic() - self._begun) / STEP_S) + 1
             time.sleep(max(0.0, self._begun + step * STEP_S - time.monotonic()))
             if self._has_happened[0] and self._scenario == "killed":
                 raise RuntimeError("Connection closed by peer")
-            if self._has_happened[0] and self._scenario == "hanging" and watch.position.waits_for is None and rank:
-                watch.position.set_activity("forward of micro-batch 0", waits_for=ANY)
+            if self._has_happened[0] and self._scenario == "hanging" and watch.activity.waits_for is None and rank:
+                watch.activity.begin("forward of micro-batch 0", waits_for=ANY)
             signalled = watch.stops_after(step)
             if signalled:
                 raise StoppedBySignal(128 + signalled)
