@@ -28,7 +28,7 @@ def emit_device_map(layout: PlanLayout) -> EngineFile:
     """
     layout.module_paths(_NAME)
     device_map, device_of = {}, {}
-    for stage, device in zip(layout.stages, layout.devices, strict=True):
+    for stage, device in zip(layout.stages, layout.devices_of_stages, strict=True):
         for layer in stage:
             device_of[layer.name] = device
             device_map.update(dict.fromkeys(module_paths_of(layer), device))

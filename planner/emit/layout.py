@@ -106,7 +106,7 @@ class PlanLayout:
         return tuple(layer for stage in self.stages for layer in stage)
 
     @property
-    def devices(self) -> tuple[int, ...]:
+    def devices_of_stages(self) -> tuple[int, ...]:
         """Index of each stage's device."""
         return tuple(self.plan.device_of(stage) for stage in self.plan.stages)
 

@@ -54,7 +54,7 @@ def emit_torchgpipe(layout: PlanLayout) -> EngineFile:
         BALANCE=list(layout.plan.balance),
         CHUNKS=layout.plan.micro_batches,
         CHECKPOINT=_CHECKPOINT[checkpoint],
-        DEVICES=list(layout.devices),
+        DEVICES=list(layout.devices_of_stages),
         LAYERS=[path for stage in paths for path in stage],
     )
     return EngineFile(

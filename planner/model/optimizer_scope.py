@@ -190,7 +190,7 @@ class _Comparison:
             parameters.take_numbers(optimizer)
 
     def differing(self, step: int, scales: tuple[float, float]) -> set[int]:
-        """Make a step; return the positions in the sample of parameters whose updates differ."""
+        """Make a step; return the parameters whose updates differ, as indices in the sample."""
         together = self._together.step(step, scales)
         apart: dict[int, list[Tensor]] = {}
         for parameters in self._apart:

@@ -47,8 +47,8 @@ def tensor_parallel_widths(profile: Profile) -> tuple[int, ...]:
     return tuple(sorted(layers_by_width(profile)))
 
 
-def has_collectives(profile: Profile, width: int) -> bool:
-    """Return True if the times in the profile lack the all-reduces among `width` GPUs."""
+def needs_all_reduces(profile: Profile, width: int) -> bool:
+    """Return True if layers that `width` GPUs share need all-reduces, whose time depends on the link."""
     layers = layers_by_width(profile)[width]
     return width > 1 and any(layer.collectives or layer.collective_bytes for layer in layers)
 
@@ -105,7 +105,7 @@ def usable_tensor_parallel_widths(profile: Profile, inputs: Inputs) -> tuple[int
     if not usable:
         listed = ", ".join(map(str, tensor_parallel_widths(profile)))
         raise UsageError(next(iter(problems.values())), hint=f"the profile has costs for `--tensor-parallel` {listed}")
-    unpriced = [width for width in usable if inputs.link == Link() and has_collectives(profile, width)]
+    unpriced = [width for width in usable if inputs.link == Link() and needs_all_reduces(profile, width)]
     if unpriced:
         alone = ", or `--tensor-parallel 1`" if usable[0] == 1 else ""
         raise UsageError(

@@ -42,7 +42,7 @@ from planner.executor.watch import explain
 from planner.executor.watch.activity import ANY, STORE, RankActivity
 from planner.executor.watch.handlers import SignalHandlers
 from planner.executor.watch.liveness import Heartbeats
-from planner.executor.watch.store import holds_store, job_store, rank_and_world_size
+from planner.executor.watch.store import is_store_host, job_store, rank_and_world_size
 
 _FEW_RANKS = 64
 """Largest number of ranks at which all ranks always check `stop` after every step, so that they can stop at once."""
@@ -285,7 +285,7 @@ class FailureWatch:
         if self._store is None:
             sys.exit(code)
         self._note_leaving()
-        if holds_store():  # other ranks must be able to read the store until they leave
+        if is_store_host():  # other ranks must be able to read the store until they leave
             with suppress(dist.DistError):
                 self._liveness.wait_for_ranks(3 * self._liveness.beat_s)
         # The interpreter's normal exit would wait for transfers and files that other ranks never finish.

@@ -28,8 +28,8 @@ def rank_and_world_size() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def holds_store() -> bool:
-    """Return True if this process holds the job's store. The store then ends with the process."""
+def is_store_host() -> bool:
+    """Return True if the job's store is in this process. The store then ends with the process."""
     return rank_and_world_size()[0] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -50,7 +50,7 @@ def _launchers_store(timeout: timedelta) -> Store:
     store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not export all public names
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=holds_store(),
+        is_master=is_store_host(),
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,

@@ -273,7 +273,7 @@ class LinearProgram:
         tables, most_saved = whole.bytes_at_point(counts), np.full(self._L, -np.inf)
         kept_table = tables[0]
         if self.evaluator.case.policy == "layers":
-            least, most_saved = whole.least_by_layers(counts)
+            least, most_saved = whole.memory_bounds_by_layers(counts)
             kept_table = np.minimum(kept_table, least)
         kept, least_bytes = _linear_lower_bound(kept_table)
         changed: dict[int, float] = {}

@@ -198,7 +198,7 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
     fewer_us = max(progress.case.least_step_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
     CutSearch(progress, evaluator).search(starts, actions_per_descent(progress, evaluator))
-    return max(least_us, raised_bound_us(progress, evaluator, linear))
+    return max(least_us, branch_and_bound_us(progress, evaluator, linear))
 
 
 class LinearBound(NamedTuple):
@@ -231,7 +231,7 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
     return None if first is None else LinearBound(first, search)
 
 
-def raised_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBound | None) -> float:
+def branch_and_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBound | None) -> float:
     """Return a lower bound of the step time from branch and bound, in microseconds; 0 if the budget is limited.
 
     Args:

@@ -16,8 +16,8 @@ from planner.solve.answer import Answer
 from planner.solve.chunks.search import (
     actions_per_descent,
     all_cuts,
+    branch_and_bound_us,
     evaluators_by_devices,
-    raised_bound_us,
     solve_linear_program,
     start_cuts,
 )
@@ -109,7 +109,7 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
     if least_us >= progress.upper_us:
         return least_us
     search.search(starts, actions_per_descent(progress, evaluator), initial)
-    return max(least_us, raised_bound_us(progress, evaluator, linear))
+    return max(least_us, branch_and_bound_us(progress, evaluator, linear))
 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator, search: CutAndLayerSearch) -> float:

@@ -211,7 +211,7 @@ class Evaluator:
         """
         return _sum_parts(self.parts, counts)
 
-    def least_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def memory_bounds_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return bounds of the memory of stages that recompute some of their layers, at one point in the step.
 
         Args:

@@ -250,7 +250,7 @@ def test_least_memory_of_per_layer_recomputation_is_at_most_the_memory_of_a_stag
     for counts in evaluator.peak_counts[0][:, 0]:
         first = rng.randrange(6)
         end = rng.randrange(first + 1, 8)
-        least, saved = evaluator.least_by_layers(counts)
+        least, saved = evaluator.memory_bounds_by_layers(counts)
         some = rng.sample(range(first, end), rng.randint(0, end - first))
         splits_backward = evaluator.case.schedule.splits_backward
         chunk = chunk_memory(
