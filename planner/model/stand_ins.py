@@ -71,7 +71,11 @@ class StandInFactory:
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
                 like = torch.empty(shape, dtype=meta.dtype, device="meta")
-                call = recording.exposures[storage][0][1]
+                # A result within an autograd function is not exposed, because it has no graph.
+                exposed = recording.exposures.get(storage)
+                if exposed is None:
+                    return ghost_like(like, self._device, "a result within an autograd function")
+                call = exposed[0][1]
                 return ghost_like(
                     like, self._device, "an input of the model" if call < 0 else recording.calls[call].path
                 )
