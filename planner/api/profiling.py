@@ -1,6 +1,8 @@
 """`profile`: measure the costs of every layer of a model."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ from planner.api.option import ignore_arguments
 from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import calibration_of, path_of
 from planner.api.texts import File
-from planner.core.errors import UsageError
+from planner.core.errors import PlannerError, UsageError
 from planner.core.extras import check_installed
 from planner.core.judge.calibration import calibrated_executor
 from planner.core.values.calibration import Calibration
@@ -82,14 +84,15 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
         options.note(f"continuing from {unfinished}")
     options.progress("", 0, 0)
     try:
-        measured = profile_model(
-            loaded,
-            measuring,
-            options.progress,
-            warn=options.warn,
-            note=options.note,
-            earlier=earlier,
-        )
+        with _explained_by(checked):
+            measured = profile_model(
+                loaded,
+                measuring,
+                options.progress,
+                warn=options.warn,
+                note=options.note,
+                earlier=earlier,
+            )
     except InterruptedProfileError as interrupt:
         if unfinished is not None and interrupt.partial.measurements:
             files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=_name_of(model)))
@@ -110,6 +113,19 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)
     return measured
+
+
+@contextmanager
+def _explained_by(checked: "EquivalenceResult | None") -> Iterator[None]:
+    """Report a failed comparison in place of an error of the model's own code, such as its backward."""
+    try:
+        yield
+    except PlannerError:
+        raise
+    except Exception:
+        if checked is not None:
+            checked.raise_if_not_compared()
+        raise
 
 
 def _by_formula(model: File | Any | None, configuration: Configuration | None, options: ProfileOptions) -> Profile:

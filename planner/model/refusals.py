@@ -8,6 +8,18 @@ from planner.core.errors import ModelError, PlannerError
 
 _IN_PLACE = re.compile(r"in an in-place operation|modified by an inplace operation|to be modified inplace")
 
+_DTYPES = re.compile(r"self\.dtype|same dtype|scalar type|BFloat16")
+
+_DTYPE_HINT = (
+    "`--dtype bf16-mixed` and `fp16-mixed` run the model under `torch.autocast`, where some results have 16 bits: cast "
+    "where dtypes must agree (`h.to(x.dtype)`); else check the dtypes of `example_batch`"
+)
+
+_INPUT_HINT = (
+    "check that `example_batch` fits the model (and the `--set` settings); a dict of inputs is passed as keyword "
+    "arguments"
+)
+
 _HOOK = "cannot register a hook on a tensor that doesn't require gradient"
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
@@ -45,8 +57,7 @@ def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError
         )
     return ModelError(
         f"{where} raised {type(error).__name__} on {inputs}: {_first_line(error)}",
-        hint="check that `example_batch` fits the model (and the `--set` settings); a dict of inputs is passed as "
-        "keyword arguments",
+        hint=_DTYPE_HINT if _DTYPES.search(str(error)) else _INPUT_HINT,
     )
 
 

@@ -479,6 +479,22 @@ def test_errors_of_the_model_file_are_reported_as_user_errors(
     assert message in done.error
 
 
+HALVED = """
+class Out(nn.Linear):
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+            return super().forward(x)
+def build_model(): return nn.Sequential(nn.Linear(8, 4), Out(4, 4))
+"""
+
+
+def test_an_error_that_torch_raises_in_the_models_backward_is_no_bug(here: Path, capsys: Capsys) -> None:
+    write_model(here, HEAD + HALVED + EXAMPLE + LOSS, name="bad.py")
+    done = refused(capsys, here, "profile", "bad.py", "--batch-sizes", "1,2", "--dtype", "bf16-mixed")
+    assert "error: the stages cannot be compared with the model in a plain loop: RuntimeError: expected m" in done.err
+    assert "under `torch.autocast`" in done.err
+
+
 @pytest.mark.slow
 def test_a_loss_fn_with_input_needs_targets(here: Path, capsys: Capsys) -> None:
     """`--input` gives no targets, so the `loss_fn` of the file cannot be called."""

@@ -36,6 +36,7 @@ from planner.executor.equivalence.subject import (
     is_large_model,
     layer_starts,
 )
+from planner.model.autocast import autocast_dtype
 from planner.model.load import LoadedModel
 from planner.model.python_state import numbers_in_attributes, without_leftover_tensors
 from planner.model.reference import ReferenceOptions, train_reference
@@ -76,9 +77,12 @@ class EquivalenceResult(NamedTuple):
             ModelError: The model or the comparison raised an error.
         """
         if self.is_failure:
+            loop = "a plain loop"
+            if autocast_dtype(self.loaded.precision) is not None:
+                loop += f" under `torch.autocast` (`--dtype {self.loaded.precision}`)"
             raise ModelError(
                 f"the stages cannot be compared with the model in a plain loop: {self.proof.reason}",
-                hint="check that the model trains in a plain loop with `example_batch(1)` and `example_batch(2)`; "
+                hint=f"check that the model trains in {loop} with `example_batch(1)` and `example_batch(2)`; "
                 "`--proof-budget 0s` plans without the comparison",
             )
 

@@ -1,6 +1,7 @@
 """Models that cannot be trained as a pipeline are refused with a hint."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +294,23 @@ def test_hooks_on_activations_are_refused_with_a_hint_to_a_condition() -> None:
     with pytest.raises(ModelError, match='layer "0" registers a hook on an activation') as refused:
         profile_of_model(loaded)
     assert "if h.requires_grad" in refused.value.hint
+
+
+class Scatters(nn.Module):
+    """Writes results of a layer, which have 16 bits under autocast, into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = value.scatter(1, torch.zeros_like(value, dtype=torch.long), layer(value))
+        return value
+
+
+def test_dtypes_that_differ_under_autocast_are_explained() -> None:
+    loaded = replace(loaded_model(Scatters, WIDTH), precision="bf16-mixed")
+    with pytest.raises(ModelError, match=r"scatter.*dtype") as refused:
+        find_chain(loaded, torch.device("cpu"))
+    assert "cast where dtypes must agree" in refused.value.hint
