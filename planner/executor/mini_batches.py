@@ -143,7 +143,7 @@ class MiniBatches:
                 f"got a mini-batch of {size} samples, the plan is for {planned}",
                 hint="plan for this batch, or pass it in pieces to `accumulate`",
             )
-        rounds_of = schedule_of(balance.schedule).round_size(self._job.place.num_devices)
+        rounds_of = schedule_of(balance.schedule).micro_batch_multiple(self._job.place.num_devices)
         yield from mini_batch_parts(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)
 
     def parts_of_any_size(self, batch: Batch) -> list[MiniBatchPart]:

@@ -214,7 +214,7 @@ def search_cases(
         )
     for n, case in enumerate(ordered):
         upper_us = results.upper_us
-        least_us = least_case_us(case, upper_us)
+        least_us = lower_bound_of_case_us(case, upper_us)
         if least_us >= upper_us:
             continue
         start = starts.get(CaseKey.of(case))
@@ -251,7 +251,7 @@ def _has_enough_chunks(case: Case, answers: Mapping[CaseKey, Answer]) -> bool:
     return fewer is not None and fewest is not None and fewer.step_us > fewest.step_us * _CLEARLY
 
 
-def least_case_us(case: Case, upper_us: float) -> float:
+def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
     """Return a lower bound of the step time of all plans of a case.
 
     Memory is considered only if the result is below `upper_us`.

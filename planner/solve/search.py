@@ -24,7 +24,7 @@ from planner.solve.methods import (
     gains_from_longer_search,
     has_linear_program,
     improve_fastest_answers,
-    least_case_us,
+    lower_bound_of_case_us,
     search_cases,
 )
 from planner.solve.request import Request
@@ -165,7 +165,7 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
     again = _search_orders_twice(near, alone, deadline.share(0.5), upper_us=upper_us * NEARBY)
     # The search ignores plans slower than its limit, so its lower bound holds up to that limit only.
-    least_us = min([again.bound_us, upper_us, *(least_case_us(case, upper_us) for case in far)])
+    least_us = min([again.bound_us, upper_us, *(lower_bound_of_case_us(case, upper_us) for case in far)])
     bounds_us = {**first.bounds_us, SEARCHED.name: least_us}
     is_better = again.best is not None and again.best.step_us <= upper_us * (1 + SAME)
     best, complete = again.best if is_better else first.best, first.complete and again.complete
@@ -285,7 +285,7 @@ def _search_orders_ranked(
         far = []
     if first.best is None:
         return first
-    bound_us = min([first.bound_us, *(least_case_us(case, first.best.step_us) for case in far)])
+    bound_us = min([first.bound_us, *(lower_bound_of_case_us(case, first.best.step_us) for case in far)])
     answers = dict(first.answers)
     nearest = [a for a in answers.values() if a.partition is not None and a.step_us <= first.best.step_us * NEARBY]
     for answer in sorted(nearest, key=lambda answer: answer.step_us)[:_MOST_IMPROVED]:

@@ -190,7 +190,7 @@ def with_verdict(row: ComparedFigure, tolerance: Tolerance, *, are_times_judged:
 
     Args:
         row: Compared figure.
-        tolerance: Tolerated errors.
+        tolerance: Allowed errors.
         are_times_judged: False to leave the step time without a verdict.
     """
     if row.what == "step_us" and are_times_judged:

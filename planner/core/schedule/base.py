@@ -145,8 +145,8 @@ class Schedule(ABC):
         """Return the largest number of devices that can run with `micro_batches` micro-batches."""
         return inf
 
-    def round_size(self, num_devices: int) -> int:
-        """Return the number of micro-batches in a round. If there are more, their number must be a multiple of it."""
+    def micro_batch_multiple(self, num_devices: int) -> int:
+        """Return the number that a larger number of micro-batches must be a multiple of; 1 for no restriction."""
         return 1
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:

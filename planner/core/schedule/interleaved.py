@@ -64,8 +64,8 @@ class Interleaved(Schedule):
         """Return the number of micro-batches that a chunk runs in one round."""
         return micro_batches // _num_rounds(num_devices, micro_batches)
 
-    def round_size(self, num_devices: int) -> int:
-        """Return the number of devices: a round has as many micro-batches."""
+    def micro_batch_multiple(self, num_devices: int) -> int:
+        """Return the number of devices."""
         return num_devices
 
 

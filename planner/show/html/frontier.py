@@ -17,7 +17,7 @@ from planner.show.html.parts import (
 )
 from planner.show.markup import element
 from planner.show.views.numbers import NOTHING, percent
-from planner.show.views.plan import frontier_table, has_several_replicas
+from planner.show.views.plan import frontier_has_replicas, frontier_table
 from planner.show.views.table import Table
 
 _COLUMNS = ("micro_batches", "micro_batch_size", "step", "samples", "bubble", "peak", "recompute", "devices")
@@ -40,7 +40,7 @@ class _Figure:
 def frontier_section(plan: Plan) -> Section:
     """Return charts and a table of the best plan for each number of micro-batches. The plan must have a frontier."""
     points = plan.frontier
-    several = has_several_replicas(plan)
+    several = frontier_has_replicas(plan)
     names = [f"{p.micro_batches}, R {p.replicas}" if several else str(p.micro_batches) for p in points]
     numbers = frontier_table(plan)
     chosen = [row in numbers.column("micro_batches").marked for row in range(len(points))]

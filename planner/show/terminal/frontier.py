@@ -8,8 +8,8 @@ from planner.show.terminal.style import Style
 from planner.show.terminal.tables import GAP, fit_columns, table_width, terminal_table
 from planner.show.views.plan import (
     SHORT_MARK,
+    frontier_has_replicas,
     frontier_table,
-    has_several_replicas,
     schedules_table,
     short_search_note,
     untried_schedules_note,
@@ -26,7 +26,7 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
     """Return a table of the best plan for each number of micro-batches and replicas; empty without a frontier."""
     if not plan.frontier:
         return []
-    several = has_several_replicas(plan)
+    several = frontier_has_replicas(plan)
     view = frontier_table(plan)
     unneeded = [] if several else ["replicas"]
     unneeded += [] if len({p.schedule for p in plan.frontier if p.fits}) > 1 else ["schedule"]

@@ -125,7 +125,7 @@ def _placed(stage: Stage, plan: Plan) -> str:
 NO_PLAN = "no plan fits"
 
 
-def has_several_replicas(plan: Plan) -> bool:
+def frontier_has_replicas(plan: Plan) -> bool:
     """Return True if the plan's frontier has a plan with several replicas."""
     return any(point.replicas != 1 for point in plan.frontier)
 
