@@ -5,8 +5,8 @@ Options have the same names and defaults as on the command line. An option is a 
 print nothing. A profile or plan is written to a file only if `output` names the file. Errors are those of
 `planner.core.errors`.
 
-The module of a function is imported when the function is first used, because the command line reads only the options
-before it runs a command.
+The module of a function is imported when the function is first used. So the command line, which needs only the options
+before it runs a command, starts fast.
 """
 
 from typing import TYPE_CHECKING

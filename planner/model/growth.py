@@ -92,7 +92,8 @@ def cut_errors(
     """Return an error for each cut where the model depends on the batch size or the data.
 
     Args:
-        cuts: For every cut: its time, the name of the layer before it, and the indices of the tensors that cross it.
+        cuts: For every cut: its position in the recorded forward, the name of the layer before it, and the indices of
+            the tensors that cross it.
         shapes: Shapes by index of the tensor, from `shapes_in_both`.
         varying: Calls that call other submodules for another batch size.
     """

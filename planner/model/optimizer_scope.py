@@ -185,7 +185,7 @@ class _Comparison:
         )
 
     def take_numbers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the numbers of all optimizers to those of another optimizer with the same groups."""
+        """Copy options (such as learning rates) and step counts from an optimizer with the same groups to all."""
         for parameters in (self._together, *self._apart):
             parameters.take_numbers(optimizer)
 

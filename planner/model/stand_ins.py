@@ -91,7 +91,7 @@ class StandInFactory:
             return zeros_without_memory(tensor.shape, tensor.dtype, self._device)
 
     def output(self, number: int, name: str, leaf: Any) -> Any:
-        """Return a replacement for a leaf of the model's output that the loss does not read.
+        """Return a replacement for an output that the loss does not read: one leaf of the model's nested output.
 
         Args:
             number: Index of the leaf.

@@ -1,8 +1,10 @@
-"""Time forward and backward of every distinct layer at every micro-batch size; the backward whole and split.
+"""Measure the times of forward and backward of every distinct layer at every micro-batch size.
+
+The backward is timed as a whole, and split into the passes I and W.
 
 All layers are timed once, then all a second time, and so on. If the machine slows down for a while, this affects all
-layers alike. This order also prevents that a layer finds data in a cache that would not be there in training. For the
-same reason, equal layers of a model take turns: one alone would keep its parameters in the cache.
+layers alike. This order also keeps data out of the cache that would not be there in training. For the
+same reason, the copies of a layer take turns: one alone would keep its parameters in the cache.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Choice of the search function and budget for each case, and the search of several cases in turn."""
+"""Choice of the search for each case (schedule, number of micro-batches, devices), and of its number of simulations."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

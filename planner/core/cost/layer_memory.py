@@ -86,7 +86,8 @@ class SavedAndPeaks(NamedTuple, Generic[Bytes]):
 class StageLayers:
     """Memory of each layer of one stage, with and without recomputation of the layer, in whole bytes.
 
-    If `stacked` is true, a peak is added to the bytes that earlier layers have saved, else to the bytes of all layers.
+    If `stacked` is true, each layer's peak counts from the bytes that the layers before it have saved. Otherwise,
+    it counts from the bytes that all layers have saved.
     """
 
     first: int

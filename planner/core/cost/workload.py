@@ -57,7 +57,7 @@ def workload_of(profile: Profile) -> SampleWork:
 
 
 def training_run(inputs: Inputs, step_us: float, workload: SampleWork, *, devices: int = 0) -> TrainingRun | None:
-    """Return the duration and cost of a training run, or None if the request gives neither a length nor a price.
+    """Return the duration and cost of a training run; those of one step if the request gives only a price.
 
     Args:
         inputs: The request, with the length of the run or a price.
@@ -66,8 +66,8 @@ def training_run(inputs: Inputs, step_us: float, workload: SampleWork, *, device
         devices: Number of devices to pay for; 0 for all devices of the request.
 
     Returns:
-        The training run, which has one step if only the price is given. None also if the length is in tokens and the
-        number of tokens of a sample is not known.
+        The training run. None if the request gives neither a length nor a price, or if it gives a length in tokens and
+        the number of tokens of a sample is not known.
     """
     samples = inputs.samples
     if inputs.tokens and workload.tokens:

@@ -369,7 +369,7 @@ class Plan:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs that the plan uses: replicas times devices times GPUs per device."""
+        """Number of GPUs that the plan uses: replicas times devices per replica times GPUs that share each layer."""
         return self.num_devices * self.replicas * self.tensor_parallel
 
     @property

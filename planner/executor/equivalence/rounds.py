@@ -203,7 +203,8 @@ class EquivalenceRound:
         """Train a pipeline with these cuts, and compare it with the reference.
 
         Returns:
-            Differences of each rank, and the largest difference that is not a rounding error; empty if there is none.
+            Differences of each rank, and a text on the largest difference that is not a rounding error. The text is
+            empty if there is none.
         """
         balance = _balance(self.subject, cuts, recompute)
         limit_s = self.request.time_limit_s

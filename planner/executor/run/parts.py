@@ -70,7 +70,7 @@ def count_samples(batch: Batch) -> int | None:
 
 
 def mini_batch_parts(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[MiniBatchPart]:
-    """Yield the parts of a mini-batch.
+    """Yield the parts of a mini-batch. A part is a group of micro-batches of one size that runs through the schedule.
 
     Args:
         batch: Mini-batch. On this rank, inputs or targets or both may be missing.

@@ -174,13 +174,13 @@ def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
 
 
 def run_length_encode(*columns: IntArray) -> list[int]:
-    """Return sorted rows in a short form, for rows in which mostly the last number grows by 1.
+    """Encode sorted rows by runs in which only the last number grows, by 1 from row to row.
 
     Args:
         columns: Columns of the rows.
 
     Returns:
-        A flat list: for each run of such rows, its first row and its last number.
+        A flat list: for each run, its first row and the last number of its last row.
     """
     rows = np.stack(columns, axis=1)
     is_next = (np.diff(rows[:, :-1], axis=0) == 0).all(axis=1) & (np.diff(rows[:, -1]) == 1)

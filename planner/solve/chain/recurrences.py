@@ -112,7 +112,7 @@ class Recurrence(Protocol):
         """
 
     def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Return the numbers of partial plans, raised to lower bounds that hold for every complete plan."""
+        """Return the figures of partial plans, each at least its lower bound over all complete plans."""
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of all plans that contain a partial plan; exact for complete plans."""

@@ -209,7 +209,9 @@ class LinearBound(NamedTuple):
 
 
 def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> LinearBound | None:
-    """Solve the linear program. Return None if it takes too long, cuts are fixed, or HiGHS is not installed.
+    """Solve a linear program that bounds the step time from below, and return the bound.
+
+    The result is None if this takes too long, cuts are fixed, or HiGHS is not installed.
 
     Args:
         progress: State of the search.

@@ -70,7 +70,7 @@ def cheapest_layers(
     limit_bytes: float,
     most_choices: int = 4096,
 ) -> LayerChoice | None:
-    """Return the layers to recompute so that a stage fits in the least time; None if no choice fits.
+    """Return the layers whose recomputation makes a stage fit and takes the least time; None if no choice fits.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.

@@ -122,7 +122,7 @@ class Evaluator:
     ) -> tuple[StageBusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
         """Return stage times with whole and with split backwards, transfer times, and times between steps.
 
-        Times between steps are for the optimizer step and the whole all-reduce of replicas, shape (partitions,
+        Times between steps are those of the optimizer step and of all all-reduces of replicas, shape (partitions,
         devices). All other arrays have shape (partitions, stages). Times are in microseconds.
         """
         busy, crossing, own = self._times(cuts, choices)
