@@ -37,6 +37,16 @@ chunks, because such searches made plans up to 9.5 % faster."""
 _CLOSE: Final = 1.05
 """Like `_FAR`, over several widths."""
 
+_CLEARLY: Final = 1.01
+"""Ratio of step times above which no action orders are searched from the best plan with a named schedule, because a
+searched plan is faster."""
+
+_TIED: Final = 1.002
+"""Largest ratio of a plan's step time to the fastest one at which action orders are searched from both plans."""
+
+_MOST_STARTS: Final = 2
+"""Largest number of plans with different numbers of chunks or placements from which action orders are searched."""
+
 _MOST_ACTIONS_OF_CASE: Final = 200_000
 """Number of actions to simulate for one of several cases of a searched schedule."""
 
@@ -167,11 +177,13 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     # The search ignores plans slower than its limit, so its lower bound holds up to that limit only.
     least_us = min([again.bound_us, upper_us, *(lower_bound_of_case_us(case, upper_us) for case in far)])
     bounds_us = {**first.bounds_us, SEARCHED.name: least_us}
-    is_better = again.best is not None and again.best.step_us <= upper_us * (1 + SAME)
-    best, complete = again.best if is_better else first.best, first.complete and again.complete
-    searched = SearchedCases(best, bounds_us, complete, {**first.answers, **again.answers})
-    # The best searched plan was the start of such a search already.
-    return searched if is_better else _with_own_orders(searched, own, request, deadline)
+    complete, answers = first.complete and again.complete, {**first.answers, **again.answers}
+    searched = SearchedCases(first.best, bounds_us, complete, answers)
+    searched_us = inf if again.best is None else again.best.step_us
+    # The best searched plan was the start of a search for action orders already.
+    improved = searched if searched_us * _CLEARLY <= upper_us else _with_own_orders(searched, own, request, deadline)
+    improved_us = upper_us if improved.best is None else improved.best.step_us
+    return improved._replace(best=again.best) if searched_us <= improved_us * (1 + SAME) else improved
 
 
 def _key_without_schedule(case: Case) -> tuple[object, ...]:
@@ -193,12 +205,15 @@ def _with_own_orders(
     best = searched.best
     if best is None or searched.bound_us >= best.step_us:
         return searched
-    for case in cases:
-        is_alike = CaseKey.of(case)._replace(schedule=best.case.schedule) == CaseKey.of(best.case)
-        if is_alike and case.schedule.placement == best.case.schedule.placement:
-            again = _improved_orders(case, best, request, deadline)
-            return searched._replace(best=again or best)
-    return searched
+    own = {_key_without_schedule(case): case for case in cases}
+    # Plans that are almost equally fast may lead to very different orders.
+    tied = [a for a in searched.answers.values() if a.partition is not None and a.step_us <= best.step_us * _TIED]
+    starts = {_key_without_schedule(a.case): a for a in sorted(tied, key=lambda a: -a.step_us)}
+    starts = {_key_without_schedule(best.case): best, **dict(reversed(starts.items()))}
+    for key, start in [*starts.items()][:_MOST_STARTS]:
+        again = _improved_orders(own[key], start, request, deadline) if key in own else None
+        best = again if again is not None and again.step_us < best.step_us else best
+    return searched._replace(best=best)
 
 
 def _improved_orders(case: Case, start: Answer, request: Request, deadline: Deadline) -> Answer | None:

@@ -38,6 +38,12 @@ _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 _ALL_LENGTHS = 8
 """Number of successive cuts up to which blocks of every number of cuts are moved; larger numbers grow 1.5-fold."""
 
+_SHORT_SHARE = 2
+"""Divisor of the budget for short descents from all starts."""
+
+_SHORT_BATCHES = 6
+"""Smallest number of batches per start that the budget must allow for short descents from all starts."""
+
 _PERTURBATIONS = 2, 8
 """Smallest and largest number of random moves before a restart."""
 
@@ -116,10 +122,18 @@ class Descent(ABC, Generic[CandidateT]):
             most_restarts: Largest number of restarts in a row without a better plan.
             promising: Largest ratio of the result's step time to the best known step time that allows a restart.
         """
-        self._ends = self.progress.budget.spent + most_actions
+        begin, ordered = self.progress.budget.spent, sorted(starts, key=lambda start: start.rank)
+        batches = most_actions // (2 * self.evaluator.num_actions + BATCH)
+        if self.progress.budget.is_bounded and 2 < len(ordered) <= batches // _SHORT_BATCHES:
+            # The budget may suffice for one descent only, so a short descent from each start shows the best one.
+            short = []
+            for start in ordered:
+                self._ends = self.progress.budget.spent + most_actions // (_SHORT_SHARE * len(ordered))
+                short.append(self._downhill(start))
+            ordered = sorted(short, key=lambda start: start.rank)
+        self._ends = begin + most_actions
         best: CandidateT | None = None
-        # The best start comes first, because the budget may suffice for one start only.
-        for start in sorted(starts, key=lambda start: start.rank):
+        for start in ordered:
             candidate = self._downhill(start)
             best = candidate if best is None or candidate.beats(best) else best
             if self.is_over:

@@ -3,8 +3,9 @@
 The chunks of a device share its memory, so stages cannot be chosen one by one. If there are few partitions, all are
 simulated without recomputation. If a partition would be faster than the best one but does not fit, it is simulated with
 the minimal combinations of recomputation choices (`fitting.py`). If there are many partitions, a local search
-(`cut_search.py`) starts from even cuts, from cuts that minimize the longest backward of any stage, and from the rounded
-cuts of a linear program (`linear_program.py`). The linear program and the work of all layers give the lower bound.
+(`cut_search.py`) starts from even cuts, from cuts that minimize the longest backward of any stage, from cuts with the
+evenest work of devices (`even_loads.py`), and from the rounded cuts of a linear program (`linear_program.py`). The
+linear program and the work of all layers give the lower bound.
 
 Complexity: O(V K M) for every batch of partitions, with V chunks on each of K devices and M micro-batches.
 """
@@ -26,6 +27,7 @@ from planner.core.values.cluster import Cluster
 from planner.solve.answer import Answer
 from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound
 from planner.solve.chunks.cut_search import CutSearch
+from planner.solve.chunks.even_loads import cuts_with_even_loads
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram, approximate_num_constraints
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
@@ -37,6 +39,10 @@ from planner.solve.space.prefixes import BoundKind, PrefixBounds
 _MOST_OF_SEARCH, _SHARE = 20_000, 4
 """Most actions of one descent on fewer devices than there are, and divisor of the budget left that it may use, if the
 effort is limited."""
+
+_MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
+"""Number of micro-batches per device from which cuts with even work of devices are a start, and then the share of a
+limited budget that one descent may use."""
 
 _MOST_OF_SEARCH_ALONE = 100_000
 """Largest number of actions of one descent with an unlimited budget: some tenths of a second."""
@@ -180,7 +186,8 @@ def actions_per_descent(progress: Progress, evaluator: Evaluator) -> int:
     if not progress.budget.is_bounded:
         return _MOST_OF_SEARCH_ALONE
     if evaluator.num_devices == evaluator.case.num_devices:
-        return min(_MOST_OF_SEARCH_ALONE, progress.budget.left // 2)
+        share = _LARGE_SHARE if _is_bound_by_work(evaluator) else 1 / 2
+        return min(_MOST_OF_SEARCH_ALONE, int(progress.budget.left * share))
     # Plans that leave devices unused are rarely fast.
     return min(_MOST_OF_SEARCH, progress.budget.left // _SHARE)
 
@@ -253,8 +260,9 @@ def _bound_limit_s(progress: Progress) -> float:
 
 
 def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
-    """Return cuts to start from: even cuts, and cuts that minimize the longest backward of any stage.
+    """Return cuts to start from: even cuts, cuts that minimize the longest backward of any stage, and evenest work.
 
+    Cuts with the evenest work of devices are left out if there are few micro-batches.
     Forbidden cuts are left out. If the request fixes the cuts, only these are returned.
     """
     case, num_stages = evaluator.case, evaluator.num_stages
@@ -268,9 +276,15 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     problem = single.chain_problem(num_stages, width=evaluator.width, exact=True)
     backward = {"backward": BoundKind(np.maximum, lambda stages: stages.backward)}
     cuts = PrefixBounds(problem, backward, deadline=progress.deadline).cuts_with_smallest_maximum("backward")
-    if cuts is not None and not np.array_equal(cuts, even):
-        starts.append(np.array(cuts))
-    return starts
+    starts += [] if cuts is None else [np.array(cuts)]
+    if starts and num_stages > 1 and _is_bound_by_work(evaluator):
+        starts.append(cuts_with_even_loads(evaluator, starts[0]))
+    return [cuts for n, cuts in enumerate(starts) if not any(np.array_equal(cuts, other) for other in starts[:n])]
+
+
+def _is_bound_by_work(evaluator: Evaluator) -> bool:
+    # With fewer micro-batches, the start and the end of the step matter more than the busiest device.
+    return evaluator.case.micro_batches >= _MANY_MICRO_BATCHES * evaluator.num_devices
 
 
 def _even_cuts(before: FloatArray, num_stages: int) -> IntArray:

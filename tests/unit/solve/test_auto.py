@@ -295,3 +295,24 @@ def test_descent_starts_from_the_fastest_start() -> None:
 def progress(case: Case) -> Progress:
     """Return the state of a search without results."""
     return Progress(case=case, budget=SimulationBudget(None), deadline=NEVER, upper_us=inf)
+
+
+@pytest.mark.parametrize(("slower", "starts"), [(1.001, ["zbv", "interleaved"]), (1.01, ["zbv"])])
+def test_orders_are_searched_from_two_plans_if_both_are_almost_equally_fast(monkeypatch, slower, starts):
+    inputs = replace(inputs_of(2, 4), schedule="auto", chunks=2)
+    cases = cases_of(uneven(0), Request(inputs=inputs, micro_batches=4))
+
+    def found(schedule: str, step_us: float) -> Answer:
+        case = next(case for case in cases if case.schedule.name == schedule)
+        return Answer(case, case.partition([0, 4, 8, 12, 16], [0] * 4), step_us, 0.0, "simulated")
+
+    answers = [found("zbv", 100.0), found("interleaved", 100.0 * slower), found("interleaved-zb", 100.01 * slower)]
+    first = methods.SearchedCases(
+        answers[0], {"search": 0.0}, complete=True, answers={methods.CaseKey.of(a.case): a for a in answers}
+    )
+    begun: list[str] = []
+    monkeypatch.setattr(search, "_improved_orders", lambda _, start, *__: begun.append(start.case.schedule.name))
+    own = [case for case in cases if case.schedule.is_to_be_made]
+    request = Request(inputs=inputs, micro_batches=4)
+    assert search._with_own_orders(first, own, request, NEVER).best == answers[0]
+    assert begun == starts
