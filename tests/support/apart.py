@@ -143,7 +143,7 @@ def compare_apart(
     for number, loss in enumerate(losses):
         _backward(stages, loss, number)
     for statistics in dict.fromkeys(stage.module.statistics for stage in stages):
-        statistics.commit()
+        statistics.update_running_statistics()
     return _differences(whole, [stage.module for stage in stages], losses)
 
 
