@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from planner.core.errors import ModelError
 from planner.model.optimizers import Builder, ParameterGroup, WholeModelOptimizer
+from planner.model.seeding import preserve_torch_generators
 
 _STEPS = (
     *((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0)),
@@ -72,7 +73,7 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
     if any(map(is_lazy, parameters)):
         return  # `chain_of` refuses a lazy model, with its own message
     whole = WholeModelOptimizer(build, parameters)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with preserve_torch_generators():
         sample = _sample(_groups(whole), _MOST_PARAMETERS)
         differing = _num_differing(whole, sample, _STEPS, device)
         if not differing:
@@ -160,7 +161,7 @@ class _Watch:
     def check_next_step(self) -> None:
         if self._comparison is None:
             return
-        with torch.random.fork_rng(devices=[]):
+        with preserve_torch_generators():
             self._comparison.take_numbers(self._optimizer)
             try:
                 scales = _STEPS[self._num_steps % len(_STEPS)]

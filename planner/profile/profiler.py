@@ -121,7 +121,7 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
         UsageError: The device is unknown or not on this machine.
     """
     backend_of(device)  # raises an error for a device that does not exist
-    with torch.random.fork_rng(devices=[]):
+    with preserve_torch_generators():
         model = None
         with suppress(Exception):  # a model that needs values is built normally below, which raises other errors again
             model = build_lean(loaded.build)
