@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from planner.model.leaves import TensorLeaf, is_plain
-from planner.model.nests import Nest, flatten, unflatten
+from planner.model.nests import ABSENT, Nest, flatten, unflatten
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
+"""Names of attributes that every module has, which hold no state of a model. Libraries replace `forward`."""
+
 
 _DEEPEST = 3
 """Depth to which objects within objects are followed."""
-
-_NOTHING = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class AttributeSnapshot:
         leaves: list[Any] = []
         for container in self._containers.values():
             live = dict(enumerate(container.live)) if isinstance(container.live, list) else container.live
-            leaves += tree_leaves([v for key, v in live.items() if container.keys or key not in _OF_EVERY_MODULE])
+            leaves += tree_leaves([v for key, v in live.items() if container.keys or key not in OF_EVERY_MODULE])
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def restore(self) -> None:
@@ -94,7 +94,7 @@ class AttributeSnapshot:
             if isinstance(live, list):
                 live[:] = before
                 continue
-            for key in [key for key in live if key not in before and key not in _OF_EVERY_MODULE]:
+            for key in [key for key in live if key not in before and key not in OF_EVERY_MODULE]:
                 del live[key]
             live.update(before)
 
@@ -106,7 +106,7 @@ class AttributeSnapshot:
         items = (
             list(container)
             if isinstance(container, list)
-            else {key: value for key, value in container.items() if keys or key not in _OF_EVERY_MODULE}
+            else {key: value for key, value in container.items() if keys or key not in OF_EVERY_MODULE}
         )
         # The container is added before its content is followed, because objects may refer to each other in cycles.
         self._containers[id(container)] = _Container(path, keys, container, items)
@@ -170,14 +170,14 @@ def undo_attribute_changes(model: nn.Module, changes: Iterable[AttributeChange])
         except LookupError:  # forward creates the container, within another container that is restored
             continue
         if change.kind == "set":
-            before.append((container, change.keys[-1], container.get(change.keys[-1], _NOTHING)))
+            before.append((container, change.keys[-1], container.get(change.keys[-1], ABSENT)))
         else:
             before.append((container, slice(None), list(container)))
     try:
         yield
     finally:
         for container, key, value in reversed(before):
-            if value is _NOTHING:
+            if value is ABSENT:
                 container.pop(key, None)
             else:
                 container[key] = value
@@ -192,7 +192,7 @@ def _changes(container: _Container) -> Iterator[AttributeChange]:
             yield from _followed(path, keys, "extended" if is_longer else "replaced", tuple(items))
         return
     for key, value in live.items():
-        if not keys and key in _OF_EVERY_MODULE:
+        if not keys and key in OF_EVERY_MODULE:
             continue
         if key not in before or not _is_same(value, before[key]):
             yield from _followed(path, (*keys, key), "set", value)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.core.errors import ModelError
+from planner.model.calling import restore_forward
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -46,9 +47,7 @@ def deferred_batch_norms(model: nn.Module) -> Iterator["BatchStatistics"]:
         yield BatchStatistics(model.named_modules())
     finally:
         for module, forward in before.items():
-            vars(module).pop("forward", None)
-            if forward is not None:
-                vars(module)["forward"] = forward
+            restore_forward(module, forward)
 
 
 class BatchStatistics:

@@ -23,7 +23,7 @@ def intercept_calls(modules: Iterable[nn.Module], run: Callable[..., Any]) -> It
     """Replace each module's forward in the `with` block by `run(module, forward, args, kwargs)`."""
     with ExitStack() as stack:
         for module in dict.fromkeys(modules):
-            stack.callback(_restore, module, vars(module).get("forward"))
+            stack.callback(restore_forward, module, vars(module).get("forward"))
             module.__dict__["forward"] = _wrapper(module, module.forward, run)
         yield
 
@@ -36,8 +36,8 @@ def _wrapper(module: nn.Module, forward: Callable[..., Any], run: Callable[..., 
     return call
 
 
-def _restore(module: nn.Module, forward: Any) -> None:
-    # A forward is usually a method of the class. Libraries that replace it set an attribute of the object.
+def restore_forward(module: nn.Module, forward: Any) -> None:
+    """Restore a replaced `forward`: an attribute of the object, or None if it is only a method of the class."""
     if forward is None:
         module.__dict__.pop("forward", None)
     else:

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_HELD_BY_MODULE = ("_parameters", "_buffers", "_modules")
-
 
 def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors that code and hooks of modules can read, except parameters and buffers.
@@ -28,7 +26,8 @@ def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tenso
     """
     own = {id(part): part for module in modules for part in module.modules()}
     held = {id(t) for part in own.values() for t in (*part._parameters.values(), *part._buffers.values())}
-    todo: list[Any] = [value for part in own.values() for value in _own_values(part)]
+    tables = ("_parameters", "_buffers", "_modules")
+    todo: list[Any] = [v for part in own.values() for name, v in vars(part).items() if name not in tables]
     todo.extend(hooks for tensor in hooked for hooks in _hooks(tensor))
     seen: dict[int, Any] = dict(own)  # holds the objects, because the address of a freed object could be reused
     found = []
@@ -43,10 +42,6 @@ def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tenso
             found.append(value)
             todo.extend(_hooks(value))
     return found
-
-
-def _own_values(module: nn.Module) -> list[Any]:
-    return [value for name, value in vars(module).items() if name not in _HELD_BY_MODULE]
 
 
 def _hooks(tensor: Tensor) -> Iterator[Any]:

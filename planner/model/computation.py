@@ -9,20 +9,18 @@ another release is not another model.
 import ast
 import functools
 import inspect
-import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from planner.model.chain import digest_of, without_addresses
 from planner.model.load import LoadedModel
+from planner.model.python_state import global_names, is_user_module
 
 _SCALARS: Final = (bool, int, float, str, type(None))
-_INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 def code_digests(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
@@ -69,7 +67,7 @@ class _CodeReader:
 
     def _code(self, thing: Any) -> Any:
         name = _name_of(thing)
-        if id(thing) in self._seen or not _is_user_code(thing):
+        if id(thing) in self._seen or not is_user_module(thing.__module__):
             return name
         self._seen.add(id(thing))
         functions = [thing] if isinstance(thing, FunctionType) else _methods(thing)
@@ -91,16 +89,7 @@ def _is_function(value: Any) -> bool:
 def _name_of(thing: Any) -> str:
     module = str(getattr(thing, "__module__", None) or "")
     # A user's file is imported under a generated module name.
-    return f"{'' if _is_user_code(thing) else module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
-
-
-def _is_user_code(thing: Any) -> bool:
-    try:
-        file = Path(inspect.getsourcefile(thing) or "<none>")
-    except TypeError:  # builtins
-        return False
-    library = Path(sysconfig.get_path("stdlib"))
-    return file.suffix == ".py" and not any(part in _INSTALLED for part in file.parts) and library not in file.parents
+    return f"{'' if is_user_module(module) else module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
 
 
 def _methods(thing: type) -> Iterator[FunctionType]:
@@ -111,7 +100,7 @@ def _methods(thing: type) -> Iterator[FunctionType]:
 
 
 def _outer_variables(function: FunctionType) -> dict[str, Any]:
-    names = set(_names(function.__code__))
+    names = global_names(function.__code__)
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -119,13 +108,6 @@ def _outer_variables(function: FunctionType) -> dict[str, Any]:
         except ValueError:  # the variable has no value yet
             continue
     return values
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _normalized_source(thing: Callable[..., Any]) -> str:

@@ -30,7 +30,7 @@ from planner.model.carried_state import reason_against_cut
 from planner.model.recording import END, Call, FunctionResult, Operator, Recording
 from planner.model.regions import Region
 from planner.model.repeated_code import RepeatedCode
-from planner.model.sent_results import find_sent_results
+from planner.model.sent_results import SentResultFinder
 
 _NEAR = 1.1
 """Cuts are kept if at most this many times the bytes of the best nearby cut cross them."""
@@ -61,7 +61,7 @@ class PossibleCuts:
         self.recording = recording
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.repeated_code = RepeatedCode(recording)
-        self._sent_results = find_sent_results(recording, self.repeated_code)
+        self._sent_results = SentResultFinder(recording, self.repeated_code).sent_results
         self._sent_results_in: dict[tuple[int, int], list[FunctionResult]] = {}
         for result in self._sent_results.values():
             self._sent_results_in.setdefault((result.call, result.gap), []).append(result)
@@ -146,7 +146,7 @@ class PossibleCuts:
         read_after = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
         makers = (flow[v]["operator"] for v, created, last, _ in self._lives if created < cut <= last)
-        repeated = (number for number in makers if number >= 0 and self.repeated_code.is_repeated(number, cut))
+        repeated = (number for number in makers if self.repeated_code.is_repeated(number, cut))
         return len(crossing - read_after), sum(self.sent_result(number, cut) is None for number in repeated)
 
     def model_tensors(self, first: int, end: int) -> frozenset[str]:
@@ -176,7 +176,7 @@ class PossibleCuts:
         for version in self._ancestors_of_unread:
             data = self.recording.flow.nodes[version]
             number = data["operator"]
-            if number >= 0 and self.sent_result(number, cut) is not None:
+            if self.sent_result(number, cut) is not None:
                 is_there = data["storage"] in received
             elif number >= 0 and (data["created"] >= cut or self.repeated_code.is_repeated(number, cut)):
                 # This version is computed after the cut, if its operands are available there.
@@ -373,7 +373,7 @@ class _Needs:
             self._fail(region.problem)
         elif not is_exposed:
             self._fail(f"a tensor made in {where} ({operator.name}) is used after it, but is not returned")
-        elif self._was_made_outside(storage):
+        elif self._cuts.repeated_code.is_repeated(self._cuts._creator[storage], self._cut):
             # The code around the call would make the tensor again, without the values that the call wrote.
             self._fail(f"{where} writes into a tensor ({operator.name}) that the code around it uses afterwards")
 
@@ -401,13 +401,9 @@ class _Needs:
     def _name_of(self, operator: Operator) -> str:
         return self._cuts.recording.calls[operator.call].path or "the model itself"
 
-    def _was_made_outside(self, storage: int) -> bool:
-        creator = self._cuts._creator[storage]
-        return creator >= 0 and self._cuts.repeated_code.is_repeated(creator, self._cut)
-
     def _is_repeated(self, version: int) -> bool:
         maker = self._cuts.recording.flow.nodes[version]["operator"]
-        return maker >= 0 and self._cuts.repeated_code.is_repeated(maker, self._cut)
+        return self._cuts.repeated_code.is_repeated(maker, self._cut)
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or problem  # the first one is reported

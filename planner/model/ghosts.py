@@ -31,6 +31,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 
 from planner.core.errors import ModelError
+from planner.model.nests import tensors_in
+from planner.model.operators import written_tensors
 from planner.model.refusals import control_flow_error, sparse_gradient_error
 
 SHAPE_ONLY = frozenset(
@@ -258,41 +260,25 @@ def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
     return ghost
 
 
-def _has_values(arguments: Any) -> bool:
-    """Return True if the arguments have a real tensor, not a ghost, with at least one dimension."""
-    found = False
-
-    def look(tensor: Tensor) -> Tensor:
-        nonlocal found
-        found = found or (tensor.ndim > 0 and not isinstance(tensor, FakeTensor))
-        return tensor
-
-    _mapped(look, arguments)
-    return found
-
-
 def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> None:
     """Fill ordinary tensors with NaN if `func` writes an absent ghost into them, because they cannot become ghosts.
 
     Raises:
         ModelError: The tensor cannot contain NaN, or an optimizer's step computes with an ordinary tensor and a ghost.
     """
-    if _is_updating.get() and _has_values((args, kwargs)):
+    real = (tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, FakeTensor))
+    if _is_updating.get() and any(tensor.ndim > 0 for tensor in real):
         raise _update_error(f'computes with "{origin}", which another stage has')
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+    for tensor in written_tensors(func, args, kwargs):
+        if isinstance(tensor, FakeTensor):
             continue
-        target = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in target if isinstance(target, tuple | list) else [target]:
-            if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
-                continue
-            if not tensor.is_floating_point():
-                raise ModelError(
-                    f'the model writes "{origin}", which another stage has, into a tensor of {tensor.dtype} ({func})',
-                    hint="make a new tensor of it (`torch.cat`, `torch.where`) instead of writing into one",
-                )
-            with torch.no_grad():
-                tensor.fill_(torch.nan)
+        if not tensor.is_floating_point():
+            raise ModelError(
+                f'the model writes "{origin}", which another stage has, into a tensor of {tensor.dtype} ({func})',
+                hint="make a new tensor of it (`torch.cat`, `torch.where`) instead of writing into one",
+            )
+        with torch.no_grad():
+            tensor.fill_(torch.nan)
 
 
 def _mapped(function: Any, value: Any) -> Any:

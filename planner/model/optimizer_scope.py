@@ -243,7 +243,9 @@ class _SmallParameters:
             # A step size that is computed from all parameters is an option of their group.
             for numbers in (self._optimizer.state.get(tensor, {}), groups.get(id(tensor), {})):
                 results[n] += [
-                    torch.as_tensor(value).clone() for _, value in sorted(numbers.items()) if _is_number(value)
+                    torch.as_tensor(value).clone()
+                    for _, value in sorted(numbers.items())
+                    if isinstance(value, (int, float, Tensor))
                 ]
         self._optimizer.zero_grad()
         return results
@@ -324,10 +326,6 @@ def _gradient(like: Tensor, n: int, step: int, scale: float) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + n)
     size = 10 ** (2 * torch.rand((), generator=generator) - 1.5)
     return (steady + 0.3 * noise) * (scale * size).to(like.dtype)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, Tensor))
 
 
 def _is_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

@@ -37,13 +37,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from planner.model.attributes import OF_EVERY_MODULE
+
 NUMBERS = (bool, int, float)
 """Types of Python numbers that count as state."""
 
 TENSOR = ".tensor"
 """Suffix of the name of a number that represents the values of a tensor."""
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -110,7 +111,7 @@ def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str
         if function is None or id(function) in seen or not is_user_module(function.__module__):
             continue
         seen.add(id(function))
-        for name in _names_in(function.__code__) & function.__globals__.keys():
+        for name in global_names(function.__code__) & function.__globals__.keys():
             found.add(f"{function.__module__}:{name}")
             waiting.append(function.__globals__[name])
     return found
@@ -217,7 +218,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def _add_attributes(numbers: dict[str, float], path: str, module: nn.Module, depth: int) -> None:
     for name, value in list(vars(module).items()):
-        if name not in _OF_EVERY_MODULE:
+        if name not in OF_EVERY_MODULE:
             _add(numbers, f"{path}.{name}", value, depth)
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         _add_fields(numbers, f"{path}.{name}", vars(tensor) if tensor is not None else {}, depth + 1)
@@ -257,11 +258,12 @@ def _function_of(value: Any) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
-def _names_in(code: CodeType) -> set[str]:
+def global_names(code: CodeType) -> set[str]:
+    """Return the names of global variables and attributes that code uses, with the functions defined in it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _names_in(constant)
+            names |= global_names(constant)
     return names
 
 
@@ -292,8 +294,5 @@ def is_user_module(module_name: str | None) -> bool:
     """Return True if a Python module is the user's own file, not of a package or the standard library."""
     top = (module_name or "").partition(".")[0]
     file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""
-    return bool(file) and top not in sys.stdlib_module_names and top not in _LIBRARIES and _is_local(file)
-
-
-def _is_local(file: str) -> bool:
-    return "site-packages" not in file and "dist-packages" not in file
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return bool(file) and top not in sys.stdlib_module_names and top not in _LIBRARIES and not is_installed

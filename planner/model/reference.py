@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -307,13 +308,9 @@ def _has_gradient(model: nn.Module, loss: Tensor) -> bool:
 def _micro_batches(batch: Batch, options: ReferenceOptions) -> list[Batch]:
     size = options.micro_batch_size
     return [
-        Batch(*tree_map_only(Tensor, partial(_rows, first=number * size, end=(number + 1) * size), tuple(batch)))
-        for number in range(options.micro_batches)
+        Batch(*tree_map_only(Tensor, itemgetter(slice(first, first + size)), tuple(batch)))
+        for first in range(0, options.micro_batches * size, size)
     ]
-
-
-def _rows(tensor: Tensor, first: int, end: int) -> Tensor:
-    return tensor[first:end]
 
 
 def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:

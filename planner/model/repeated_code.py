@@ -21,7 +21,9 @@ class RepeatedCode:
         self._runner_of = [self._runner(call) for call in recording.calls]
 
     def is_repeated(self, operator: int, cut: int) -> bool:
-        """Return True if the operator runs before the cut and again after it."""
+        """Return True if an operator runs before the cut and again after it; False for -1, which is no operator."""
+        if operator < 0:
+            return False
         run = self._recording.operators[operator]
         return run.time < cut <= self._exit_of(self._runner_of[run.call])
 

@@ -22,12 +22,7 @@ from planner.model.recording import FunctionResult, Operator, Recording
 from planner.model.repeated_code import RepeatedCode
 
 
-def find_sent_results(recording: Recording, repeated_code: RepeatedCode) -> dict[int, FunctionResult]:
-    """Return the `Recording.candidates` that are sent across cuts, by number of their operator."""
-    return _SentResultFinder(recording, repeated_code).sent_results
-
-
-class _SentResultFinder:
+class SentResultFinder:
     """Search for sent results, in execution order, because operands of a sent result may be sent results themselves."""
 
     def __init__(self, recording: Recording, repeated_code: RepeatedCode) -> None:
@@ -39,6 +34,7 @@ class _SentResultFinder:
         for version, data in self._flow.items():
             self._versions.setdefault(data["storage"], []).append(version)
         self.sent_results: dict[int, FunctionResult] = {}
+        """The `Recording.candidates` that are sent across cuts, by number of their operator."""
         for candidate in recording.candidates:  # in order of creation
             number = self._flow[candidate.version]["operator"]
             # Stages would draw different random numbers, so these are sent whatever their size.
@@ -78,7 +74,7 @@ class _SentResultFinder:
             needs_held = needs_held or bool(self._recording.operators[number].model_tensors)
             for data in map(self._flow.__getitem__, self._sources(number, cut)):
                 maker = data["operator"]
-                if maker < 0 or not self._repeated_code.is_repeated(maker, cut):
+                if not self._repeated_code.is_repeated(maker, cut):
                     # The tensor is an input or the result of a finished call, so it would be sent.
                     replaced_bytes += sum(
                         map(self._num_bytes, self._repeated_code.exposed_tensors(data["storage"], cut))

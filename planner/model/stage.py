@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from planner.model.carried_state import attribute_key
 from planner.model.outline import ModelOutline
 from planner.model.recording import END
 from planner.model.stage_forward import StageForward, tensor_named
@@ -75,17 +76,22 @@ class ModelStage(nn.Module):
 
     def keep_state(self) -> None:
         """Keep tensors in attributes after a forward if later forwards read them."""
-        self._part.keep_state()
+        part = self._part
+        part.leftovers = [change for change in part.leftovers if attribute_key(change) not in part.kept]
 
     @property
     def running_paths(self) -> list[str]:
-        """Paths of the modules whose code runs in the stage."""
-        return self._part.running_paths
+        """Paths of the modules whose code runs in the stage, at least partly."""
+        part = self._part
+        whole = [path for layer in part.layers for path in part.outline.modules[layer]]
+        inside = [p for path in whole for p, _ in part.model.get_submodule(path).named_modules(prefix=path)]
+        return sorted({part.outline.recording.calls[number].path for number in part.open}.union(inside))
 
     @property
     def repeated_paths(self) -> list[str]:
         """Paths of the modules whose `forward` begins in an earlier stage, and runs again in this stage."""
-        return self._part.repeated_paths
+        begin, calls = self._part.begin, self._part.outline.recording.calls
+        return sorted({call.path for call in calls if call.enter < begin <= call.exit})
 
     @property
     def finished_modules(self) -> dict[str, nn.Module]:

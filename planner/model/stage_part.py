@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from planner.model.carried_state import attribute_key
 from planner.model.functions import Called
 from planner.model.outline import ModelOutline
 from planner.model.recording import END, FunctionResult
@@ -54,36 +53,15 @@ class StagePart:
         """Index of the stage's layer that begins at each time; empty without a listener."""
         self.earlier: list[tuple[int, int]] = []
         """For each layer before the stage: the time at which it begins, and its index (-1 just before the stage)."""
-        self._layers = range(first, end)
-        self._cuts = [outline.start_and_end(layer, layer + 1)[0] for layer in self._layers]
+        self.layers = range(first, end)
+        self._cuts = [outline.start_and_end(layer, layer + 1)[0] for layer in self.layers]
         self._watch([self.begin, self.stop])
 
-    @property
-    def running_paths(self) -> list[str]:
-        """Paths of the modules whose code runs in the stage, at least partly, with submodules."""
-        calls = self.outline.recording.calls
-        whole = [path for layer in self._layers for path in self.outline.modules[layer]]
-        inside = [p for path in whole for p, _ in self.model.get_submodule(path).named_modules(prefix=path)]
-        return sorted({calls[number].path for number in self.open}.union(inside))
-
-    @property
-    def repeated_paths(self) -> list[str]:
-        """Paths of the modules whose `forward` begins in an earlier stage, and runs again in this stage."""
-        return sorted({call.path for call in self.outline.recording.calls if call.enter < self.begin <= call.exit})
-
-    def keep_state(self) -> None:
-        """Keep tensors in attributes after a forward if later forwards read them."""
-        self.leftovers = [change for change in self.leftovers if attribute_key(change) not in self.kept]
-
     def call_at_layers(self, listener: Callable[[int], None]) -> None:
-        """In each forward, call `listener` when a layer begins, with its index in the stage.
-
-        If the model draws from Python's or NumPy's generator, earlier layers count too, with negative indices. Their
-        code runs again and must draw the same numbers.
-        """
+        """Call `listener` in each forward when a layer begins (`ModelStage.call_at_layers`)."""
         self.when_layer_begins = listener
-        if self.outline.recording.draws_on_host:
-            first = self._layers.start
+        if self.outline.recording.draws_on_host:  # earlier layers that run again must draw the same numbers
+            first = self.layers.start
             self.earlier = [(self.outline.start_and_end(layer, layer + 1)[0], layer - first) for layer in range(first)]
         self.layer_at = {time: layer for layer, time in enumerate(self._cuts)}
         self._watch([*self._cuts, self.stop])

@@ -11,13 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from planner.model.attributes import OF_EVERY_MODULE
+from planner.model.nests import ABSENT
 from planner.model.python_state import NUMBERS
 from planner.model.stage import ModelStage
-
-ABSENT = object()
-"""Placeholder for a missing value."""
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 _SUM_BYTES = 16
 """Bytes per channel for the sum of the values and the sum of their squares, both in float64."""
@@ -58,7 +55,7 @@ class StateOwner:
             module: The module.
             elsewhere: Names of the module's tensors that belong to other layers.
         """
-        plain = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+        plain = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
         tensors = tuple(name for name, value in plain if value is None or isinstance(value, Tensor))
         numbers = tuple(name for name, value in plain if type(value) in NUMBERS)
         return cls(path, module, elsewhere, tensors, numbers)

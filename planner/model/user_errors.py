@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -61,13 +60,10 @@ def error_location(model: nn.Module, loss_fn: Callable[..., Any], error: BaseExc
     """
     names = {type(part).__module__ for part in model.modules()} | {getattr(loss_fn, "__module__", "")}
     modules = set(map(sys.modules.get, names))
-    files = {getattr(module, "__file__", None) for module in modules if not _is_of(module, "torch", "planner")}
+    others = [m for m in modules if m is not None and m.__name__.partition(".")[0] not in ("torch", "planner")]
+    files = {getattr(module, "__file__", None) for module in others}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-def _is_of(module: ModuleType | None, *packages: str) -> bool:
-    return module is not None and module.__name__.partition(".")[0] in packages
 
 
 def _first_cause(error: BaseException) -> BaseException:

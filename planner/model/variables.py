@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.model.attributes import AttributeSnapshot
 from planner.model.leaves import is_plain
+from planner.model.nests import ABSENT
 from planner.model.python_state import is_user_module, is_user_object, user_files
 
 _MOST_CONTAINERS = 10_000
@@ -25,8 +26,6 @@ _MOST_ITEMS = 10_000
 
 _MOST_BYTES = 2**20
 """Size in bytes up to which tensors are copied; larger ones count as data, which a forward does not change."""
-
-_ABSENT = object()
 
 
 @contextmanager
@@ -64,14 +63,14 @@ class _Variables(NamedTuple):
             if tensor._version != version:
                 tensor.detach().copy_(copy)
         now = _content(self.container)
-        changed = [k for k in now.keys() | self.before.keys() if now.get(k, _ABSENT) is not self.before.get(k, _ABSENT)]
+        changed = [k for k in now.keys() | self.before.keys() if now.get(k, ABSENT) is not self.before.get(k, ABSENT)]
         keys = [k for k in changed if _is_state(now.get(k, self)) or _is_state(self.before.get(k, self))]
         if keys and isinstance(self.container, MutableSequence):
             self.container.clear()
             self.container.extend(self.before.values())
             return
         for key in keys:
-            _set_or_remove(self.container, key, self.before.get(key, _ABSENT))
+            _set_or_remove(self.container, key, self.before.get(key, ABSENT))
 
 
 def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Any]:
@@ -117,8 +116,8 @@ def _set_or_remove(container: Any, key: Any, value: Any) -> None:
     if isinstance(container, FunctionType):
         container.__closure__[container.__code__.co_freevars.index(key)].cell_contents = value  # type: ignore[index]
     elif isinstance(container, type):
-        delattr(container, key) if value is _ABSENT else setattr(container, key, value)
-    elif value is _ABSENT:
+        delattr(container, key) if value is ABSENT else setattr(container, key, value)
+    elif value is ABSENT:
         container.pop(key, None)
     else:
         container[key] = value

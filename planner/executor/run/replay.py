@@ -33,8 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
+from planner.model.nests import ABSENT
 from planner.model.python_state import NUMBERS
-from planner.model.state import ABSENT, StateLocation, state_owners
+from planner.model.state import StateLocation, state_owners
 
 
 @dataclass(slots=True)
