@@ -1,4 +1,5 @@
 """Core: frozen values, and models of memory, time and schedules.
 
-The lowest layer of the package: only the standard library and numpy, without printing, files or clocks.
+All other packages may import `core`. It uses only the standard library and numpy, and never prints, reads files or
+reads clocks.
 """

@@ -105,12 +105,12 @@ def test_replicas_share_a_schedule_file(here: Path) -> None:
         ("0F0,0f1,0B0\n", "row 1, column 2: `0f1` must be in upper case"),
         ("0F0,0SEND_F0\n", "row 1, column 2: `0SEND_F0` is a transfer"),
         ("0F0,0B0\n,,\n1F0,1B0\n", "row 2: the device has no action"),
-        ("0F0,0I0\n1F0,1B0\n", "device 0: 0I0 is an input-gradient pass, its weight-gradient pass 0W0 is missing"),
-        ("0B0,0F0\n1F0,1B0\n", "device 0: 0B0 comes before 0F0"),
+        ("0F0,0I0\n1F0,1B0\n", "device 0: micro-batch 0 passes stage 0 by 0F0, 0I0"),
+        ("0B0,0F0\n1F0,1B0\n", "deadlock: device 0 cannot start 0B0 before 1B0"),
         ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "deadlock: device 0 cannot start"),
         ("0F0,2F0,2B0,0B0\n1F0,1B0\n", "device 1 has 1 stages, device 0 has 2"),
         ("0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n", "which is neither a loop nor a V"),
-        ("0F999999999,0B999999999\n", "device 0: 0F0 is missing"),
+        ("0F999999999,0B999999999\n", "device 0: micro-batch 0 passes stage 0 by no action"),
         ("\x00\n", "row 1"),
     ],
 )  # fmt: skip
@@ -161,10 +161,10 @@ def test_infeasible_schedule_files_name_a_limit_that_fits(here: Path) -> None:
     ("old", "new", "said"),
     [
         ("0F0 0F1", "0F0 0F0", "device 0: 0F0 occurs twice"),
-        ("0I0 0W0", "0W0 0I0", "device 0: 0W0 comes before 0I0, which it needs"),
+        ("0I0 0W0", "0W0 0I0", "device 0 cannot start 0W0 before 0I0 (device 0)"),
         ("2F0", "0F9", "device 1: stage 0 of 0F9 is on device 0"),
         ("1F0 2F0 1F1 2F1 2I0", "1F1 2F1 1F0 2F0 2I0", ""),
-        ("3W0", "", "device 0: 3I0 is an input-gradient pass, its weight-gradient pass 3W0 is missing"),
+        ("3W0", "", "device 0: micro-batch 0 passes stage 3 by 3F0, 3I0"),
     ],
 )
 def test_check_judges_an_edited_action_order(here, capsys, old, new, said):

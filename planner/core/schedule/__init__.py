@@ -96,11 +96,7 @@ SCHEDULE_CHOICES: Final = (*SCHEDULES, SEARCHED.name, "auto")
 
 @lru_cache(maxsize=64)
 def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
-    """Return the schedule with this name, or the schedule that action orders define.
-
-    Args:
-        name: Name of the schedule.
-        order: Action order of each device as text, for a schedule that the solver makes; empty if not known yet.
+    """Return the schedule with this name; with `order`, the schedule of these action orders, one text per device.
 
     Raises:
         UsageError: A word of `order` is not an action.
@@ -111,7 +107,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
 
 
 def schedules_of_policy(policy: ScheduleName) -> tuple[Schedule, ...]:
-    """Return all schedules if `policy` is `auto`, else the named one."""
+    """Return the schedules that a value of `--schedule` allows: all schedules for `auto`, else the named one."""
     searched = SEARCHED, SEARCHED_IN_V
     if policy == "auto":
         return *SCHEDULES.values(), *searched

@@ -47,7 +47,7 @@ class Action(NamedTuple):
 
 
 class LoadBounds(NamedTuple):
-    """Lower bounds of the compute time of one micro-batch, valid for every partition, in microseconds."""
+    """Lower bounds of compute times for one micro-batch in microseconds, valid for every partition."""
 
     work_us: float
     """Forward plus backward time of all layers on the fastest device."""
@@ -99,7 +99,7 @@ class Schedule(ABC):
         """
 
     def stages_on(self, device: int, num_devices: int, chunks: int) -> tuple[int, ...]:
-        """Return the stages of a device.
+        """Return the stages that a device runs, in pipeline order.
 
         Args:
             device: Index of the device.
@@ -114,7 +114,7 @@ class Schedule(ABC):
         return ()
 
     def runs_chunks(self, chunks: int) -> bool:
-        """Return True if the schedule allows `chunks` stages per device; 0 means any number."""
+        """Return True if the schedule allows `chunks` stages per device; 0 leaves the number open."""
         if self.exact_chunks is not None:
             return chunks in (0, self.exact_chunks)
         return self.is_chunked or chunks in (0, 1)
@@ -146,7 +146,7 @@ class Schedule(ABC):
         return inf
 
     def micro_batch_multiple(self, num_devices: int) -> int:
-        """Return the number that a larger number of micro-batches must be a multiple of; 1 for no restriction."""
+        """Return a number whose multiples are always allowed as the number of micro-batches; 1 if all are allowed."""
         return 1
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:

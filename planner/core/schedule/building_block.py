@@ -41,7 +41,7 @@ _Message = tuple[MessageKind | None, int, int]
 
 
 class PassStartTimes(NamedTuple):
-    """Start times of the first micro-batch's passes on a device, as a multiple of the duration of a pass."""
+    """Start times of the first micro-batch's four passes on a device, in units: a pass takes one unit."""
 
     forward_down: int
     """F of the device's first stage, on the way down the V."""
@@ -74,11 +74,8 @@ class BuildingBlockSchedule(VSchedule):
 def _squeezed_orders(
     blocks: tuple[PassStartTimes, ...], micro_batches: int, most_held: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of every device, in O(K^2 M) steps.
-
-    The start times of one device must differ modulo six. `most_held` is the largest number of forwards on a device that
-    may wait for their W, and at least the number in the pattern.
-    """
+    # O(K^2 M). The start times of one device must differ modulo six. `most_held` is the largest number of forwards on a
+    # device that may wait for their W, and at least the number in the pattern.
     stages = [stages_on(device, len(blocks), 2, "v") for device in range(len(blocks))]
     rows = [_repeated(block, down, up, micro_batches) for block, (down, up) in zip(blocks, stages, strict=True)]
     squeezed = _squeezed(rows, most_held)

@@ -61,7 +61,7 @@ class Interleaved(Schedule):
             )
 
     def micro_batches_per_round(self, num_devices: int, micro_batches: int) -> int:
-        """Return the number of micro-batches that a chunk runs in one round."""
+        """Return the number of micro-batches that a stage runs before the device turns to its next stage."""
         return micro_batches // _num_rounds(num_devices, micro_batches)
 
     def micro_batch_multiple(self, num_devices: int) -> int:

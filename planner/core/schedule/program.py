@@ -112,11 +112,9 @@ def devices_of(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:
     """Return the instruction lists of all devices: their actions and the transfers between them.
 
-    Any two devices have their transfers in the same order, so they cannot block each other. An activation is received
-    before the receiver's own action of that turn, so that the transfer overlaps with this action.
-
-    Args:
-        actions: Actions of each device, in order.
+    `actions` has the actions of each device, in order. Any two devices have their transfers in the same order, so they
+    cannot block each other. An activation is received before the receiver's own action of that turn, so that the
+    transfer overlaps with this action.
 
     Raises:
         DeadlockError: The action orders wait for each other in a circle, or for a missing action.
@@ -137,10 +135,7 @@ def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instru
 
 
 def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
-    """Return all actions in an order in which each action comes after the actions that it depends on.
-
-    Args:
-        actions: Actions of each device, in order.
+    """Return all actions of all devices in an order in which each action comes after the actions that it depends on.
 
     Raises:
         DeadlockError: The action orders wait for each other in a circle, or for a missing action.

@@ -46,7 +46,7 @@ class VSchedule(Schedule):
 class OrderBuilder:
     """Builder of the action order of a device with several stages (chunks).
 
-    Each method adds an action of one chunk, for the chunk's next micro-batch.
+    Each method adds the action of a chunk's next micro-batch.
 
     Args:
         stages: Stages of the device, by chunk.

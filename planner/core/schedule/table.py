@@ -21,19 +21,12 @@ _TRANSFER = re.compile(r"[0-9]+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)
 
 
 def orders_as_csv(actions: Sequence[Sequence[Action]]) -> str:
-    """Return the CSV table of action orders: a line for each device, without idle slots.
-
-    Args:
-        actions: Actions of each device, in order.
-    """
+    """Return the CSV table of action orders: a line for each device, without idle slots."""
     return "".join(",".join(map(str, row)) + "\n" for row in actions)
 
 
 def orders_from_csv(text: str) -> tuple[tuple[Action, ...], ...]:
     """Return the action orders in a CSV table, without idle slots; `check_orders` checks if they can run.
-
-    Args:
-        text: The CSV table.
 
     Raises:
         UsageError: A cell is not an action, or a row has no action; the message names row and column, from 1.

@@ -3,47 +3,38 @@
     - Stages are numbered along the pipeline from 0. Each stage is on one device, and all devices have the same number
       of stages.
     - Every micro-batch, 0 to M-1, passes every stage once: F and B, or F, I and W.
-    - No action comes before an action of the same device that it needs.
-    - Devices do not wait for each other in a circle.
+    - Devices do not wait in a circle: for each other, or for a later action in their own order.
 
 Stages may be placed on devices in any way, and micro-batches may overtake each other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from planner.core.errors import UsageError
 from planner.core.schedule.base import Action
-from planner.core.schedule.kinds import KINDS, MessageKind
+from planner.core.schedule.kinds import KINDS
 from planner.core.schedule.program import DeadlockError, execution_order, needed_message
-
-_Position = tuple[int, int]
-"""Device, and index in its action order."""
 
 _MOST_NAMED = 4
 """Number of devices that a deadlock message names."""
 
 
 def check_orders(actions: Sequence[Sequence[Action]], num_micro_batches: int) -> None:
-    """Raise UsageError if the action orders do not form a valid step.
-
-    Args:
-        actions: Actions of each device, in order.
-        num_micro_batches: Number of micro-batches.
+    """Check that each device's actions, in the given order, form a step that can run.
 
     Raises:
         UsageError: The action orders are invalid; the message names the device, the action and the problem.
     """
     devices = _devices(actions)
-    positions = _positions(actions, num_micro_batches)
+    distinct = _distinct_actions(actions, num_micro_batches)
     for stage, device in enumerate(devices):
         for micro_batch in range(num_micro_batches):
-            _refuse_incomplete(stage, device, micro_batch, positions)
-    _refuse_too_early(devices, positions)
+            _refuse_incomplete(stage, device, micro_batch, distinct)
     try:
         execution_order(actions)
     except DeadlockError as error:
         raise UsageError(
-            f"deadlock: {_describe_deadlock(error, devices, positions)}",
+            f"deadlock: {_describe_deadlock(error, devices, distinct)}",
             hint="change the order on one of these devices: each action comes after the actions that it needs",
         ) from None
 
@@ -77,72 +68,47 @@ def _devices(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     return tuple(devices[stage] for stage in range(len(devices)))
 
 
-def _positions(actions: Sequence[Sequence[Action]], num_micro_batches: int) -> dict[Action, _Position]:
-    positions: dict[Action, _Position] = {}
+def _distinct_actions(actions: Sequence[Sequence[Action]], num_micro_batches: int) -> set[Action]:
+    distinct: set[Action] = set()
     for device, row in enumerate(actions):
-        for index, action in enumerate(row):
+        for action in row:
             if not 0 <= action.micro_batch < num_micro_batches:
                 raise UsageError(
                     f"device {device}: {action} needs micro-batch {action.micro_batch}, there are {num_micro_batches}",
                     hint=f"micro-batches are numbered from 0 to {num_micro_batches - 1}",
                 )
-            if action in positions:
+            if action in distinct:
                 raise UsageError(f"device {device}: {action} occurs twice", hint=f"remove one {action}")
-            positions[action] = device, index
-    return positions
+            distinct.add(action)
+    return distinct
 
 
-def _refuse_incomplete(stage: int, device: int, micro_batch: int, positions: dict[Action, _Position]) -> None:
-    have = "".join(letter for letter in KINDS if Action(stage, letter, micro_batch) in positions)
-    if have in ("FB", "FIW"):
-        return
-    forward = str(Action(stage, "F", micro_batch))
-    whole, inputs, weights = (str(Action(stage, letter, micro_batch)) for letter in ("B", "I", "W"))
-    if "F" not in have:
-        text = f"{forward} is missing"
-    elif "B" in have:
-        text = f"{whole} is the whole backward, {inputs if 'I' in have else weights} is part of the same backward"
-    elif "I" in have:
-        text = f"{inputs} is an input-gradient pass, its weight-gradient pass {weights} is missing"
-    elif "W" in have:
-        text = f"{weights} is a weight-gradient pass, its input-gradient pass {inputs} is missing"
-    else:
-        text = f"{forward} has no backward, {whole} is missing"
-    raise UsageError(
-        f"device {device}: {text}",
-        hint="every micro-batch passes every stage once, by F and B, or by F, I and W",
-    )
+def _refuse_incomplete(stage: int, device: int, micro_batch: int, distinct: set[Action]) -> None:
+    every = (Action(stage, letter, micro_batch) for letter in KINDS)
+    passes = [action for action in every if action in distinct]
+    if "".join(action.kind for action in passes) not in ("FB", "FIW"):
+        raise UsageError(
+            f"device {device}: micro-batch {micro_batch} passes stage {stage} by "
+            f"{', '.join(map(str, passes)) or 'no action'}",
+            hint="every micro-batch passes every stage once, by F and B, or by F, I and W",
+        )
 
 
-def _refuse_too_early(devices: Sequence[int], positions: dict[Action, _Position]) -> None:
-    for action, (device, index) in positions.items():
-        for needed in _needed_actions(action, len(devices), positions):
-            if positions[needed][0] == device and positions[needed][1] > index:
-                raise UsageError(
-                    f"device {device}: {action} comes before {needed}, which it needs",
-                    hint=f"put {needed} before {action}",
-                )
-
-
-def _needed_actions(action: Action, num_stages: int, positions: dict[Action, _Position]) -> Iterator[Action]:
-    need = needed_message(action.kind, action.stage, num_stages)
-    if need is not None:
-        yield _sending_action(need.message_kind, need.stage, action.micro_batch, positions)
-    if KINDS[action.kind].follows == "F":
-        yield Action(action.stage, "F", action.micro_batch)
-
-
-def _sending_action(
-    message_kind: MessageKind, stage: int, micro_batch: int, positions: dict[Action, _Position]
-) -> Action:
-    makers = (Action(stage, letter, micro_batch) for letter, kind in KINDS.items() if kind.message_kind == message_kind)
-    return next(action for action in makers if action in positions)
-
-
-def _describe_deadlock(error: DeadlockError, devices: Sequence[int], positions: dict[Action, _Position]) -> str:
+def _describe_deadlock(error: DeadlockError, devices: Sequence[int], distinct: set[Action]) -> str:
     texts = []
     for device, action in list(error.waiting.items())[:_MOST_NAMED]:
-        awaited = next(_needed_actions(action, len(devices), positions))
-        texts.append(f"device {device} cannot start {action} before {awaited} (device {devices[awaited.stage]})")
+        needed = _needed_action(action, len(devices), distinct)
+        texts.append(f"device {device} cannot start {action} before {needed} (device {devices[needed.stage]})")
     more = len(error.waiting) - _MOST_NAMED
     return ", ".join(texts) + (f", and {more} more" if more > 0 else "")
+
+
+def _needed_action(action: Action, num_stages: int, distinct: set[Action]) -> Action:
+    need = needed_message(action.kind, action.stage, num_stages)
+    assert need is not None  # An action that needs no message never waits.
+    senders = (
+        Action(need.stage, letter, action.micro_batch)
+        for letter, kind in KINDS.items()
+        if kind.message_kind == need.message_kind
+    )
+    return next(sender for sender in senders if sender in distinct)

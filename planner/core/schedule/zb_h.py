@@ -31,7 +31,7 @@ class ZBH1(Schedule):
     """Warm-up forwards for each later stage, and deferred W passes for each earlier stage."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the order of 1F1B with split backwards, additional warm-up forwards, and deferred weight gradients."""
+        """Return the actions of 1F1B with split backwards, additional warm-up forwards and deferred W passes."""
         return alternating_order(
             [Action(device, "F", i) for i in range(micro_batches)],
             [Action(device, "I", i) for i in range(micro_batches)],
