@@ -10,12 +10,12 @@ Other functions:
     load_plan       read a plan
     solve_family    make a plan for each of several numbers of devices
     compare         compare plans
-    sweep           find the smallest cluster
+    sweep           find the smallest cluster that trains a model
     explore         write an interactive report with adjustable cuts
     verify          run a plan and compare the run with its prediction
     export          write the weights of a checkpoint as one file
 
-They are imported on first use, so `import planner` itself takes no time.
+Functions are imported on first use, so `import planner` is fast.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,7 +62,10 @@ __version__ = "0.1.0"
 
 
 def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package whose names are imported on first use, each from a module of its own."""
+    """Return the `__getattr__` of a package that imports names on first use.
+
+    `modules` has the module of each name, relative to the package.
+    """
 
     def get(name: str) -> Any:
         if name in modules:
@@ -83,8 +86,8 @@ __getattr__ = lazy_attributes(
 )
 
 
-# `profile`, `solve` and `emit` are subpackages, too. Python makes a subpackage an attribute of its package when it is
-# first imported. That is done here, so that the functions keep their names whatever is imported later.
+# `profile`, `solve` and `emit` are also subpackages. Python makes a subpackage an attribute of its package when it is
+# first imported. They are imported here, so that a later import does not replace the functions.
 for _name in ("emit", "profile", "solve"):
     import_module(f"{__name__}.{_name}")
     del globals()[_name]

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-_MOMENT_S = 0.01
+_INTERRUPT_DELAY_S = 0.01
 
 
 def main() -> NoReturn:
     """Run the console script; Ctrl-C ends it with one line and exit code 130, also while modules are imported."""
-    signal.signal(signal.SIGINT, _leave)
-    sys.unraisablehook = _once_more
+    signal.signal(signal.SIGINT, _exit_interrupted)
+    sys.unraisablehook = _repeat_lost_interrupt
     _keep_output_for_results()
-    from planner.cli.main import run  # noqa: PLC0415 - takes time, in which people press Ctrl-C, too
+    from planner.cli.main import run  # noqa: PLC0415 - takes time, in which users may press Ctrl-C
 
     try:
-        # From here on there may be something to put in order first.
+        # Commands clean up after an exception, for example temporary files.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run(sys.argv[1:])
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _exit_interrupted)
     except KeyboardInterrupt:
-        _leave()
+        _exit_interrupted()
     if "torch" not in sys.modules:
-        # All that is left goes with the process: the collector need not look at each of it once more. Beside torch it
-        # has to: triton, which comes with some releases, complains at the end of what it finds left.
+        # A last garbage collection would take a tenth of the time of `--help`. With torch it is needed: triton prints
+        # warnings about objects that still exist at exit.
         gc.freeze()
     sys.exit(code)
 
@@ -42,10 +42,9 @@ def _keep_output_for_results() -> None:
     It is not moved back: the C library writes the rest of its buffer only when the process ends.
     """
     if sys.stdout is not sys.__stdout__ or not isinstance(sys.stdout, io.TextIOWrapper):
-        return  # closed, or put in place by a program that calls this one
+        return  # stdout is closed, or was replaced by a calling program
     results = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)  # never 2, which may be closed
-    elsewhere = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else 2
-    os.dup2(elsewhere, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else 2, 1)
     before = sys.stdout
     sys.stdout = io.TextIOWrapper(
         os.fdopen(results, "wb"),
@@ -56,17 +55,17 @@ def _keep_output_for_results() -> None:
     )
 
 
-def _once_more(unraisable: "UnraisableHookArgs") -> None:
-    # Python drops what is raised while an object is torn down, which torch's often are. Ctrl-C there comes once more,
-    # a moment later: now it would be raised in here, and dropped, too.
+def _repeat_lost_interrupt(unraisable: "UnraisableHookArgs") -> None:
+    # Python ignores exceptions in destructors, which torch calls often. If this was a Ctrl-C, its signal is sent again.
+    # This happens later, because Python would ignore an exception in this function, too.
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        threading.Timer(_MOMENT_S, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(_INTERRUPT_DELAY_S, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(unraisable)
 
 
-def _leave(*_: Any) -> NoReturn:
-    # An exception would come out of whatever module is half imported, as anything.
+def _exit_interrupted(*_: Any) -> NoReturn:
+    # An exception could be caught, or replaced by another one, in a module that is being imported.
     if sys.stderr is not None:
         os.write(2, b"interrupted\n")
     os._exit(130)

@@ -2,11 +2,11 @@
 
 Options have the same names and defaults as on the command line. An option is a text as on the command line ("8GB",
 "25GB/s,5us") or a Python value (bytes, numbers, lists, a `Link`). Profiles and plans may be values or paths. Functions
-print nothing. A profile or plan is written to a file only if `output` names the file. Errors are those of
+print nothing. A profile or plan is written to a file only if `output` names the file. All errors are defined in
 `planner.core.errors`.
 
-The module of a function is imported when the function is first used. So the command line, which needs only the options
-before it runs a command, starts fast.
+The module of a function is imported when the function is first used. The command line starts fast, because it needs
+only the options before it runs a command.
 """
 
 from typing import TYPE_CHECKING

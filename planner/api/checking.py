@@ -64,19 +64,20 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     if options.model is not None:
         verdict = with_findings(verdict, _changes(os.fspath(options.model), profile))
     if verdict.is_over and verdict.plan is not None:
-        from planner.api.question import solve_options  # noqa: PLC0415 - as below
-        from planner.core.values.balance import replan_command  # noqa: PLC0415 - as below
-        from planner.solve.questions.remedy import changes_that_fit  # noqa: PLC0415 - a plan that fits needs no solver
+        # A plan that fits needs no solver.
+        from planner.api.question import solve_options  # noqa: PLC0415
+        from planner.core.values.balance import replan_command  # noqa: PLC0415
+        from planner.solve.questions.remedy import changes_that_fit  # noqa: PLC0415
 
         def command(inputs: Inputs) -> str:
             return replan_command(inputs.profile.path, solve_options(inputs, profile.device))
 
         verdict = replace(verdict, would_fit=changes_that_fit(verdict.plan, profile, command))
     if options.against is not None:
-        from planner.api.comparing import earlier_plan  # noqa: PLC0415 - seldom asked for
+        from planner.api.comparing import earlier_plan  # noqa: PLC0415 - rarely needed
 
-        before, recomputed, called = earlier_plan(options.against, place)
-        verdict = with_difference(verdict, before, against=called, recomputed=recomputed)
+        before, recomputed, name = earlier_plan(options.against, place)
+        verdict = with_difference(verdict, before, against=name, recomputed=recomputed)
     return verdict
 
 

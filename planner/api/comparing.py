@@ -40,10 +40,10 @@ def compare(*plans: File | Plan) -> Comparison:
 
 
 def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
-    """Return the plan that `--against` names, True if it was recomputed from its profile, and its name for messages.
+    """Return the plan to compare with, True if it was recomputed from its profile, and its name for messages.
 
     Args:
-        against: A plan, its file, or `git:REVISION` for a revision of the file `place`.
+        against: Value of `--against`: a plan, its file, or `git:REVISION` for a revision of the file `place`.
         place: Path of the checked plan.
 
     Raises:
@@ -82,5 +82,5 @@ def _compared(file: File | Plan, index: int) -> ComparedPlan:
     now, recomputed = _recomputed_from_profile(plan, lambda: profile_for(plan, place).profile)
     limits = (now.stages[d].memory_bytes for d in range(now.num_devices))
     fits = all(need <= limit for need, limit in zip(now.peak_bytes_by_device(), limits, strict=True))
-    called = f"plan {index + 1}" if isinstance(file, Plan) else place
-    return ComparedPlan(path=called, recomputed=recomputed, fits=fits, plan=now)
+    name = f"plan {index + 1}" if isinstance(file, Plan) else place
+    return ComparedPlan(path=name, recomputed=recomputed, fits=fits, plan=now)

@@ -31,10 +31,7 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
 
 
 def default_batch(profile: Profile, devices: int) -> int:
-    """Return the default number of samples in a mini-batch: at least one for each device.
-
-    It is the smallest such multiple of the largest profiled micro-batch size.
-    """
+    """Return the default mini-batch: the smallest multiple of the largest profiled size with a sample per device."""
     largest = max(profile.micro_batch_sizes)
     return largest * max(1, ceil(devices / largest))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from planner.api import texts
 from planner.api.keywords import on_plan
+from planner.api.option import ignore_arguments
 from planner.api.options.emitting import EmitOptions
 from planner.api.question import calibrated_options
 from planner.api.reading import judge_again_from_profile, plan_of, profile_for
@@ -41,19 +42,19 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
             the plan needs, or a plan in `smaller` is not a smaller plan of the same training.
         FileError: A file cannot be read or written, or balance.yaml was edited.
     """
-    return emit_files(plan, options, tell=lambda _: None, say=lambda _: None).paths
+    return emit_files(plan, options, on_finding=ignore_arguments, note=ignore_arguments).paths
 
 
 def emit_files(
-    plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding], None], say: Callable[[str], None]
+    plan: File | Plan, options: EmitOptions, *, on_finding: Callable[[Finding], None], note: Callable[[str], None]
 ) -> "EmitResult":
     """Report the findings of `check` on a plan, then write its files as `emit` does.
 
     Args:
         plan: A plan, or its file.
         options: Options of `emit`.
-        tell: Called with every finding of `check`.
-        say: Called before each slow step, with its description.
+        on_finding: Called with every finding of `check`.
+        note: Called with a description of each slow operation before it begins.
 
     Returns:
         The paths of the written files, and the command that uses them.
@@ -66,7 +67,7 @@ def emit_files(
     read, place = plan_of(plan)
     source = profile_for(read, place, options.profile)
     smaller = [plan_of(other) for other in others]
-    fresh = [_fresh(each, source.profile, where, tell) for each, where in ((read, place), *smaller)]
+    fresh = [_recomputed(each, source.profile, where, on_finding) for each, where in ((read, place), *smaller)]
     return write_engine_files(
         fresh[0],
         source.profile,
@@ -78,7 +79,7 @@ def emit_files(
         launch=options.launch,
         nodes=nodes,
         repeat_options=calibrated_options,
-        say=say,
+        note=note,
     )
 
 
@@ -94,8 +95,8 @@ def _nodes(options: EmitOptions) -> Nodes | None:
     return Nodes(count=count, devices=devices)
 
 
-def _fresh(plan: Plan, profile: Profile, place: str, tell: Callable[[Finding], None]) -> Plan:
+def _recomputed(plan: Plan, profile: Profile, place: str, on_finding: Callable[[Finding], None]) -> Plan:
     verdict = judge_again_from_profile(plan, profile, place)
     for finding in verdict.findings:
-        tell(finding)
+        on_finding(finding)
     return verdict.plan or plan

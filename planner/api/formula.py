@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from planner.api import texts
 from planner.api.configuration import Configuration, note_language_model_only
-from planner.api.option import option_fields_of
+from planner.api.option import option_fields_of, option_name
 from planner.api.options.profiling import FormulaOptions, ModelSizeOptions, ProfileOptions
 from planner.core.errors import UsageError
 from planner.core.values.cluster import ExecutorCost, Link
@@ -93,7 +93,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     for name, of in _LIMITS.items():
         value = getattr(options, name)
         if value is not None:
-            texts.parse_number(_spelled(name), value, *of)
+            texts.parse_number(option_name(name), value, *of)
     shape = _shape(options) if configuration is None else _configured(configuration, options)
     if options.mtp_layers:
         if shape.is_encoder_decoder:
@@ -101,19 +101,19 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
         shape = with_multi_token_prediction(shape, texts.parse_number("--mtp-layers", options.mtp_layers, "block", 64))
     precision = chosen_precision(options, default="" if configuration is None else "bf16-mixed")
     half = precision not in ("", "fp32")
-    pace, device = _pace(options, half=half, experts=shape.has_experts)
+    rates, device = _device_rates(options, half=half, experts=shape.has_experts)
     # Without a link, no plan can compare several widths.
     widths = _tensor_parallel(options, shape, several=configuration is not None and device.executor is not None)
     execution = replace(
         _execution(options, shape, widths),
-        # A rate that is given for one width includes its collectives.
+        # A rate that the user gives for one width includes the time of collectives.
         counts_collectives=len(widths) > 1 or (options.rate is None and device.executor is not None),
     )
     profile = transformer_profile(
         shape,
         execution,
-        _widths(options, precision, fused=execution.fused),
-        pace,
+        _element_bytes(options, precision, fused=execution.fused),
+        rates,
         device=device,
         dtype=precision or "float32",
         optimizer=_optimizer(options),
@@ -130,14 +130,10 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     return replace(profile, model=replace(profile.model, settings=settings))
 
 
-def refuse_shapes(options: ProfileOptions) -> None:
-    """Raise UsageError if a model's file is given together with an option for formulas."""
+def refuse_formula_options(options: ProfileOptions) -> None:
+    """Raise UsageError if an option is given that only a formula or a config.json can use."""
     _refuse(options, [name for name in _FORMULA_OPTIONS if name != "from_formula"], "`--from-formula`")
     _refuse(options, ["sequence", "task"], "a config.json or a formula")
-
-
-def _spelled(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _refuse(options: ProfileOptions, names: list[str], owner: str) -> None:
@@ -145,14 +141,14 @@ def _refuse(options: ProfileOptions, names: list[str], owner: str) -> None:
     for name in names:
         option, value = defaults[name].option, getattr(options, name)
         if value and value != defaults[name].default:
-            spelled = option.forms if option is not None and option.forms else _spelled(name)
-            raise UsageError(f"`{spelled}` needs {owner}", hint="see `gpipe-plan profile --help`")
+            shown = option.forms if option is not None and option.forms else option_name(name)
+            raise UsageError(f"`{shown}` needs {owner}", hint="see `gpipe-plan profile --help`")
 
 
 def _configured(configuration: Configuration, options: ProfileOptions) -> Transformer:
     for name in _SHAPE_OPTIONS:
         if getattr(options, name):
-            raise UsageError(f"`{_spelled(name)}`: {configuration.name} has this size", hint="leave it out")
+            raise UsageError(f"`{option_name(name)}`: {configuration.name} has this size", hint="leave it out")
     note_language_model_only(configuration, options)
     family = configuration.content.get("model_type")
     if options.from_formula not in (None, "auto", family):
@@ -191,7 +187,7 @@ def _check_complete(family: str, options: ProfileOptions) -> None:
     names = list(_NEEDED)
     names += ["feed_forward"] if family not in (_GPT, "gpt2") else []
     names += ["experts", "experts_per_token"] if family in ("mixtral", "qwen3_moe") else []
-    missing = [f"`{_spelled(name)}`" for name in names if getattr(options, name) is None]
+    missing = [f"`{option_name(name)}`" for name in names if getattr(options, name) is None]
     if options.rate is None and not options.device.startswith(_ESTIMATE):
         missing.append("`--device estimate:h100` or `--rate`")
     if missing:
@@ -206,7 +202,7 @@ def _check_complete(family: str, options: ProfileOptions) -> None:
 def _gpt(options: ProfileOptions) -> Transformer:
     for name in ("key_value_heads", "experts", "experts_per_token"):
         if getattr(options, name) is not None:
-            raise UsageError(f"`{_spelled(name)}`: the formula `{_GPT}` has none", hint="use `--from-formula llama`")
+            raise UsageError(f"`{option_name(name)}`: the formula `{_GPT}` has none", hint="use `--from-formula llama`")
     sizes: dict[str, int] = {name: getattr(options, name) for name in _NEEDED}
     if sizes["hidden"] % sizes["heads"]:
         raise UsageError(
@@ -272,7 +268,7 @@ def _capacity(value: float | str | None) -> float:
     return number
 
 
-def _widths(options: ProfileOptions, precision: Precision, *, fused: bool) -> ElementBytes:
+def _element_bytes(options: ProfileOptions, precision: Precision, *, fused: bool) -> ElementBytes:
     mixed = precision.endswith("-mixed")
     activation = 4 if precision in ("", "fp32") else 2
     # Under autocast, sums of half-precision results and float32 states are in float32. Megatron's are not.
@@ -308,14 +304,9 @@ def _optimizer(options: ProfileOptions) -> str:
 
 
 def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Precision:
-    """Return the precision of `--dtype`, or the default precision of an estimated GPU.
+    """Return the precision of `--dtype`; without it, that of an estimated GPU, or `default` for other devices.
 
-    Args:
-        options: Options of `profile`.
-        default: Precision to return for other devices.
-
-    Returns:
-        The precision; empty for the precision in which the model was built.
+    An empty precision means the one in which the model was built.
     """
     if options.dtype:
         return texts.parse_precision(options.dtype)
@@ -326,7 +317,7 @@ def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Pre
     return default
 
 
-def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[DeviceRates, Device]:
+def _device_rates(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[DeviceRates, Device]:
     rate = None if options.rate is None else texts.parse_rate("--rate", options.rate)
     if not options.device.startswith(_ESTIMATE):
         if rate is None or options.device != "cpu":

@@ -36,28 +36,19 @@ class _OnModel(Protocol[P, Result_co]):
 def on_profile(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[AnyProfile, Record], Result]], _OnProfile[P, Result]]:
-    """Return a decorator that turns `command(profile, options)` into `command(profile="profile.yaml", *, …)`.
-
-    The keywords are the fields of the dataclass `record`.
-    """
+    """Return a decorator: `command(profile, options)` becomes `command(profile="profile.yaml", *, option=…)`."""
     return lambda verb: _with_keywords(verb, record, default="profile.yaml")
 
 
 def on_plan(record: Callable[P, Record]) -> Callable[[Callable[[File | Plan, Record], Result]], _OnPlan[P, Result]]:
-    """Return a decorator that turns `command(plan, options)` into `command(plan="plan.yaml", *, …)`.
-
-    The keywords are the fields of the dataclass `record`.
-    """
+    """Return a decorator: `command(plan, options)` becomes `command(plan="plan.yaml", *, option=…)`."""
     return lambda verb: _with_keywords(verb, record, default="plan.yaml")
 
 
 def on_model(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[File | Any | None, Record], Result]], _OnModel[P, Result]]:
-    """Return a decorator that turns `command(model, options)` into `command(model=None, *, …)`.
-
-    The keywords are the fields of the dataclass `record`.
-    """
+    """Return a decorator: `command(model, options)` becomes `command(model=None, *, option=…)`."""
     return lambda verb: _with_keywords(verb, record, default=None)
 
 

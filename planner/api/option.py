@@ -11,12 +11,12 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True, slots=True)
 class OptionConversion:
-    """How a solver option is converted to the field of `Inputs` with the same name, and back."""
+    """Conversion between a solver option and the field of `Inputs` with the same name."""
 
     read: Callable[[str, Any], Any]
-    """Function of the option's name and value that returns the field; raises `UsageError` for invalid values."""
+    """Function (option's name, option's value) -> field. It raises `UsageError` for invalid values."""
     write: Callable[[Any], str] = str
-    """Function of the field (of a repeatable option: of one entry) that returns the option's text."""
+    """Function (field) -> option's text. For a repeatable option, the argument is one entry of the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class OptionField:
     """Option on the command line; None if the keyword exists only in Python."""
 
     @property
-    def typed(self) -> Any:
+    def command_line_type(self) -> Any:
         """Type of the option on the command line, such as `str`, or `list[str]` if it is repeatable."""
         if self.option is not None and self.option.repeatable:
             return list[str]
@@ -64,6 +64,11 @@ def option_fields_of(record: type[Any]) -> tuple[OptionField, ...]:
         option, text = (about, about.help) if isinstance(about, Option) else (None, about)
         keywords.append(OptionField(name=of.name, annotation=plain, default=of.default, help=text, option=option))
     return tuple(keywords)
+
+
+def option_name(keyword: str) -> str:
+    """Return the name on the command line of a keyword in Python: `--time-limit` for `time_limit`."""
+    return f"--{keyword.replace('_', '-')}"
 
 
 def option_values(options: Any) -> dict[str, Any]:

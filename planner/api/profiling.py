@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from planner import files
 from planner.api import texts
 from planner.api.configuration import Configuration, configuration_of, is_for_formula, note_language_model_only
-from planner.api.formula import chosen_precision, profile_by_formula, refuse_shapes
+from planner.api.formula import chosen_precision, profile_by_formula, refuse_formula_options
 from planner.api.keywords import on_model
 from planner.api.option import ignore_arguments
 from planner.api.options.profiling import ProfileOptions
@@ -62,7 +62,7 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
 
 
 def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
-    refuse_shapes(options)
+    refuse_formula_options(options)
     if model is None:
         raise UsageError(
             "the argument MODEL is missing", hint="name the model's file or its config.json, or use `--preset`"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from planner import files
 from planner.api import texts
+from planner.api.option import option_name
 from planner.api.texts import File, Numbers
 from planner.core.cost.width import merge_tensor_parallel_profiles
 from planner.core.errors import StaleError, UsageError
@@ -20,7 +21,7 @@ NOWHERE = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadProfile:
+class ProfileSource:
     """Profile and the path from which it was read."""
 
     profile: Profile
@@ -29,31 +30,31 @@ class ReadProfile:
     """Files from which the profile was merged, one per tensor-parallel size; the merged profile has no file yet."""
 
 
-AnyProfile = File | Profile | ReadProfile | Sequence[File]
+AnyProfile = File | Profile | ProfileSource | Sequence[File]
 
 
-def profile_of(profile: AnyProfile) -> ReadProfile:
+def profile_of(profile: AnyProfile) -> ProfileSource:
     """Return a profile with its path. Files for several tensor-parallel sizes are merged.
 
     Raises:
         FileError: A file cannot be read.
         UsageError: The files are not of the same model.
     """
-    if isinstance(profile, ReadProfile):
+    if isinstance(profile, ProfileSource):
         return profile
     if isinstance(profile, Sequence) and not isinstance(profile, str):
         paths = tuple(os.fspath(path) for path in profile)
         if len(paths) == 1:
             return profile_of(paths[0])
-        return ReadProfile(
+        return ProfileSource(
             profile=merge_tensor_parallel_profiles({path: files.read_profile(path) for path in paths}),
             path=NOWHERE,
             merged=paths,
         )
     if isinstance(profile, Profile):
-        return ReadProfile(profile=profile, path=NOWHERE)
+        return ProfileSource(profile=profile, path=NOWHERE)
     path = os.fspath(profile)
-    return ReadProfile(profile=files.read_profile(path), path=path)
+    return ProfileSource(profile=files.read_profile(path), path=path)
 
 
 def load_plan(plan: File = "plan.yaml") -> Plan:
@@ -72,14 +73,14 @@ def load_plan(plan: File = "plan.yaml") -> Plan:
 
 
 def plan_of(plan: File | Plan) -> tuple[Plan, str]:
-    """Return a plan and its path, which is `NOWHERE` for a plan that is no file."""
+    """Return a plan and its path, which is `NOWHERE` for a plan that was passed as a value."""
     if isinstance(plan, Plan):
         return plan, NOWHERE
     path = os.fspath(plan)
     return files.read_plan(path), path
 
 
-def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -> ReadProfile:
+def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -> ProfileSource:
     """Return the profile of a plan.
 
     Args:
@@ -88,9 +89,9 @@ def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -
         profile: Profile to use instead of the one that the plan names.
     """
     if isinstance(profile, Profile):
-        return ReadProfile(profile=profile, path="profile.yaml")
+        return ProfileSource(profile=profile, path="profile.yaml")
     path = files.profile_path(plan, place, path_of(profile))
-    return ReadProfile(profile=files.read_profile(path), path=path)
+    return ProfileSource(profile=files.read_profile(path), path=path)
 
 
 def path_of(value: object) -> str | None:
@@ -98,10 +99,10 @@ def path_of(value: object) -> str | None:
     return os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
 
 
-def profile_reference(source: ReadProfile, plan_path: str) -> ProfileReference:
-    """Return how a plan in the file `plan_path` refers to its profile."""
-    where = files.reference_path(source.path, plan_path)
-    return ProfileReference(path=where, digest=files.digest_of(source.profile), how=source.profile.device.how)
+def profile_reference(source: ProfileSource, plan_path: str) -> ProfileReference:
+    """Return the reference to a profile that a plan in the file `plan_path` stores."""
+    path = files.reference_path(source.path, plan_path)
+    return ProfileReference(path=path, digest=files.digest_of(source.profile), how=source.profile.device.how)
 
 
 def judge_again_from_profile(plan: Plan, profile: Profile, place: str) -> Verdict:
@@ -155,9 +156,8 @@ def links_of(links: File | Sequence[Link] | None, **other_options: object) -> tu
     shown = os.fspath(links) if isinstance(links, (str, os.PathLike)) else "…"
     for name, value in other_options.items():
         if value is not None:
-            option = name.replace("_", "-")
             raise UsageError(
-                f"`--links {shown}` and `--{option} {value}`: both define the links", hint="remove one of them"
+                f"`--links {shown}` and `{option_name(name)} {value}`: both define the links", hint="remove one of them"
             )
     if isinstance(links, (str, os.PathLike)):
         return tuple(boundary.link for boundary in files.read_links(os.fspath(links)).boundaries)
@@ -169,7 +169,7 @@ def cuts_of(balance: Numbers | File, profile: Profile) -> tuple[int, ...]:
 
     `balance` is a text such as `6,6,6,6`, numbers, or a file (also of another engine).
     """
-    from planner.emit import SUFFIXES, read_balance_list  # noqa: PLC0415 - seldom needed
+    from planner.emit import SUFFIXES, read_balance_list  # noqa: PLC0415 - rarely needed
 
     if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance.endswith(SUFFIXES)):
         return read_balance_list(os.fspath(balance), profile.layers)

@@ -105,12 +105,7 @@ def check_cuts(options: SolverOptions, lists: ListedSchedule, cuts: Sequence[int
 
 
 def refuse_schedule_file(schedule: File, verb: str) -> None:
-    """Raise UsageError if `--schedule` names a file.
-
-    Args:
-        schedule: Value of `--schedule`.
-        verb: Name of the command, for the message.
-    """
+    """Raise UsageError if `--schedule` names a file, which the command `verb` does not support."""
     path = schedule_file_path(schedule)
     if path is not None:
         raise UsageError(

@@ -28,7 +28,7 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
 
     Args:
         profile: The profile.
-        reference: How the plan refers to the profile.
+        reference: Reference from the plan to the profile.
         options: Options of `solve`.
 
     Raises:

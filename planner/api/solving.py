@@ -10,9 +10,9 @@ from planner.api import texts
 from planner.api.defaults import AUTO, default_batch_note, headroom_of
 from planner.api.keywords import on_profile
 from planner.api.notebooks import enable_notebook_display
-from planner.api.option import option_values
+from planner.api.option import ignore_arguments, option_values
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
-from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, profile_reference
+from planner.api.reading import NOWHERE, AnyProfile, ProfileSource, path_of, profile_of, profile_reference
 from planner.api.schedule_file import refuse_schedule_file, schedule_file_path
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.extras import install_command
@@ -83,11 +83,11 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
     for path, count in zip(paths, counts or (None,), strict=True):
         _check_output(path, source, options)
         # The notes on the options are the same for all plans.
-        asked = replace(options, devices=count)
+        of_count = replace(options, devices=count)
         if plans:
-            asked = replace(asked, batch=plans[0].inputs.batch, note=lambda _: None)
+            of_count = replace(of_count, batch=plans[0].inputs.batch, note=ignore_arguments)
         try:
-            plans.append(_solved(source, asked, path))
+            plans.append(_solved(source, of_count, path))
         except InfeasibleError as error:
             if len(paths) == 1:
                 raise
@@ -122,18 +122,18 @@ def merged_path(output: str) -> str:
     return str(path.with_name(f"{path.stem}-profile.yaml"))
 
 
-def _placed(source: ReadProfile, output: str | None) -> ReadProfile:
+def _placed(source: ProfileSource, output: str | None) -> ProfileSource:
     if not source.merged or output in (None, NOWHERE):
         return source
     return replace(source, path=merged_path(str(output)))
 
 
-def _write_merged(source: ReadProfile) -> None:
+def _write_merged(source: ProfileSource) -> None:
     if source.merged and source.path != NOWHERE:
         files.write(source.path, source.profile, header=f"Merged from {', '.join(source.merged)}.")
 
 
-def _check_output(output: str | None, source: ReadProfile, options: SolveOptions) -> None:
+def _check_output(output: str | None, source: ProfileSource, options: SolveOptions) -> None:
     if output is not None:
         merged = {"the merged profile": source.path} if source.merged else {}
         read = source.merged or (source.path,)
@@ -141,7 +141,7 @@ def _check_output(output: str | None, source: ReadProfile, options: SolveOptions
         files.check_writable(output)
 
 
-def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> Plan:
+def _solved(source: ProfileSource, options: SolveOptions, output: str | None) -> Plan:
     # `planner.solve` is slow to import, and `--help` does not need it.
     from planner.api.solver_request import ineffective_options, request_of  # noqa: PLC0415
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
@@ -184,11 +184,11 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
 
 
 def _with_details(profile: Profile, request: "Request", plan: Plan, options: SolveOptions) -> Plan:
-    from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415 - as in `_solved`
+    from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415 - slow to import
     from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415
 
     is_stopped = options.watch.is_stopped
-    # The watch's `found` is for plans of the request itself.
+    # `on_plan` of the observer is only for plans of the request itself.
     request = replace(request, watch=SearchObserver(is_stopped=is_stopped))
     if options.frontier and not is_stopped():
         points = frontier_of(profile, request, plan)
@@ -276,7 +276,7 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
         UsageError: The options contradict each other or the profile.
         FileError: The profile cannot be read, or a plan cannot be written.
     """
-    from planner.api.solver_request import request_of  # noqa: PLC0415 - as in `solve`
+    from planner.api.solver_request import request_of  # noqa: PLC0415 - slow to import
     from planner.solve.questions.sweep import sweep_of  # noqa: PLC0415
 
     refuse_schedule_file(options.schedule, "sweep")

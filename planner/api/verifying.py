@@ -1,7 +1,11 @@
 """`verify`: run a plan on this machine, or read the report of a run, and compare it with the prediction."""
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -14,11 +18,17 @@ from planner.api.keywords import on_plan
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.verifying import VerifyOptions
 from planner.api.question import calibrated_options
-from planner.api.reading import NOWHERE, ReadProfile, judge_again_from_profile, path_of, plan_of, profile_for
+from planner.api.reading import NOWHERE, ProfileSource, judge_again_from_profile, path_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.extras import check_installed
-from planner.core.judge.verification import Tolerance, Verification, samples_per_step_if_unplanned, verification_of
+from planner.core.judge.verification import (
+    Tolerance,
+    Verification,
+    core_shortage_reason,
+    samples_per_step_if_unplanned,
+    verification_of,
+)
 from planner.core.values.balance import replan_command
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
@@ -26,6 +36,8 @@ from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import RunReport
+from planner.device.machine import usable_cores
+from planner.emit.native import child_environment, decisions_digest, emit_native
 
 enable_notebook_display(Verification)
 
@@ -43,6 +55,9 @@ _LOSSES_S = 120.0
 
 _LOSS_ERROR, _LOW_PRECISION_LOSS_ERROR = 1e-3, 3e-2
 """Largest relative differences of losses after one update: rounding errors, which optimizers enlarge."""
+
+_STOP_S = 30
+"""Seconds that torchrun may take to end its processes."""
 
 _HEADER = """\
 Measured by `gpipe-plan verify` in a run of a plan. You may edit these values."""
@@ -111,9 +126,7 @@ def _check_steps(options: VerifyOptions) -> None:
         raise UsageError(f"`--steps {options.steps}`: the first 2 steps warm up, so at least 3 are needed")
 
 
-def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: VerifyOptions) -> Verification:
-    from planner.api.trial import reason_times_are_invalid, run_plan  # noqa: PLC0415 - only here
-
+def _of_trial(plan: Plan, source: ProfileSource, tolerance: Tolerance, options: VerifyOptions) -> Verification:
     profile, folder = source.profile, str(Path(source.path).parent)
     check_installed("train")
     steps = _STEPS if options.steps is None else options.steps
@@ -127,8 +140,6 @@ def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: Ve
 
 
 def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) -> RunReport:
-    from planner.emit import decisions_digest  # noqa: PLC0415 - only here
-
     report = run if isinstance(run, RunReport) else files.read_run(os.fspath(run))
     name = path_of(run) or "the run"
     if report.plan_digest != decisions_digest(plan):
@@ -191,3 +202,79 @@ def _proof(plan: Plan, loaded: "LoadedModel", load: Callable[[], "LoadedModel"])
     recomputes = any(stage.recompute != "never" for stage in plan.stages)
     differs = checked.proof.differs_recomputed
     return checked.proof, (*checked.warnings, *([f"recomputed, {differs}"] if recomputes and differs else []))
+
+
+def run_plan(
+    plan: Plan, profile: Profile, *, profile_folder: str, steps: int, progress: Callable[[str, int, int], None]
+) -> RunReport:
+    """Run `train.py` in a temporary folder with torchrun, and return the run's report.
+
+    Args:
+        plan: The plan.
+        profile: Profile of the plan.
+        profile_folder: Folder of the profile; the path of the model file is relative to this folder.
+        steps: Number of optimizer steps.
+        progress: Called after every step.
+
+    Raises:
+        UsageError: The executor cannot run the plan.
+        MeasurementError: The run failed; the message has its error.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as folder:
+        emitted = emit_native(plan, profile, folder=folder, profile_folder=profile_folder)
+        for name, text in (("balance.yaml", emitted.balance), ("train.py", emitted.script)):
+            Path(folder, name).write_text(text, encoding="utf-8")
+        report = Path(folder, "run.json")
+        count = plan.num_devices * plan.replicas
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command += [str(Path(folder, "train.py")), "--steps", str(steps), "--report", str(report)]
+        output = Path(folder, "stderr.txt")
+        with output.open("w", encoding="utf-8") as errors, _started(command, profile, errors.fileno()) as process:
+            assert process.stdout is not None
+            of_steps = (line.strip() for line in process.stdout if line.startswith("step "))
+            for done, line in enumerate(of_steps, start=1):
+                progress(line, done, steps)
+        if process.returncode != 0 or not report.exists():
+            raise _failure(output.read_text(encoding="utf-8", errors="replace"), process.returncode)
+        return files.read_run(str(report))
+
+
+def reason_times_are_invalid(plan: Plan, profile: Profile) -> str:
+    """Return why a plan's step times cannot be measured on this machine; empty if they can."""
+    if training_kind(profile.device.kind) != "cpu":
+        return ""
+    return core_shortage_reason(plan.num_devices * plan.replicas, profile.environment.threads, usable_cores())
+
+
+@contextmanager
+def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["subprocess.Popen[str]"]:
+    own = child_environment(OMP_NUM_THREADS=str(profile.environment.threads))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=own, stdout=pipe, stderr=stderr, text=True) as process:  # noqa: S603 - ours
+        try:
+            yield process
+            process.wait()
+        except BaseException:
+            # torchrun passes the signal on to its processes and waits for them.
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+
+
+def _failure(output: str, code: int) -> MeasurementError | UsageError:
+    lines = output.splitlines()
+    starts = [n for n, line in enumerate(lines) if line.startswith("error: ")]
+    if starts:
+        hints = [line.removeprefix("hint: ") for line in lines[starts[0] :] if line.startswith("hint: ")]
+        return MeasurementError(
+            f"the plan does not run here: {lines[starts[0]].removeprefix('error: ')}", hint=hints[0] if hints else ""
+        )
+    # The error is in the first line without indentation after the first traceback.
+    raised = [line for line in lines if line and not line[0].isspace() and "Error: " in line]
+    return MeasurementError(
+        f"the plan does not run here: {raised[0] if raised else f'torchrun ended with exit code {code}'}",
+        hint="use `gpipe-plan emit` and run train.py as its first lines say, to see its output",
+    )

@@ -7,8 +7,7 @@ import typer
 from planner.api.option import option_values
 from planner.api.options.checking import CheckOptions
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import PlanFile, Quiet, check_format
-from planner.cli.records import with_options
+from planner.cli.options import PlanFile, Quiet, check_format, with_options
 from planner.core.errors import ExitCode
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from planner.api.options.emitting import EmitOptions
 from planner.cli.console import Console
-from planner.cli.options import PlanFile, Quiet
-from planner.cli.records import with_options
+from planner.cli.options import PlanFile, Quiet, check_format, with_options
 
 if TYPE_CHECKING:
     from planner.core.values.findings import Finding
@@ -21,18 +20,19 @@ def emit(
 ) -> None:
     """Write balance.yaml and train.py, or the plan in another engine's format."""
     from planner.api.emitting import emit_files
+    from planner.emit import format_names
     from planner.files import json_text
 
     console = Console(quiet=quiet)
 
-    def tell(finding: "Finding") -> None:
-        said = console.note if finding.severity == "note" else console.warning
-        said(f"{finding.code}: {finding.message}")
+    def print_finding(finding: "Finding") -> None:
+        show = console.note if finding.severity == "note" else console.warning
+        show(f"{finding.code}: {finding.message}")
 
-    as_json = options.engine == "json"
+    as_json = check_format(options.engine, (*format_names(), "json"))
     if as_json:
         options = replace(options, engine="native")
-    done = emit_files(plan, options, tell=tell, say=console.note)
+    done = emit_files(plan, options, on_finding=print_finding, note=console.note)
     paths = [str(path) for path in (done.paths[:-1] if done.kept else done.paths)]
     console.result(json_text({"written": paths, "next": done.use}) if as_json else "\n".join(paths))
     if done.kept:

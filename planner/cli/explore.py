@@ -5,8 +5,7 @@ from dataclasses import replace
 from planner.api.option import option_values
 from planner.api.options.exploring import ExploreOptions
 from planner.cli.console import Console
-from planner.cli.options import Format, Output, PlanFile, Quiet, check_format
-from planner.cli.records import with_options
+from planner.cli.options import Format, Output, PlanFile, Quiet, check_format, with_options
 
 
 @with_options(ExploreOptions)

@@ -1,10 +1,13 @@
-"""Options that several commands share."""
+"""Options that several commands share, and options made from the dataclasses in `planner.api.options`."""
 
 from collections.abc import Callable, Collection
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.api.option import Option, OptionField, option_fields_of, option_name
 from planner.cli.console import style_for_stdout
 from planner.core.errors import UsageError
 
@@ -51,3 +54,41 @@ def check_format(name: str, formats: Collection[str] = ("text", "json")) -> bool
     if name not in formats:
         raise UsageError(f"unknown `--format {name}`", hint=f"one of {', '.join(formats)}")
     return name == "json"
+
+
+def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a command an option for each field of the dataclass `record`.
+
+    These options replace the command's parameter `options`.
+    """
+    keywords = [(keyword, keyword.option) for keyword in option_fields_of(record) if keyword.option is not None]
+    with_value = [_parameter(*each) for each in keywords if each[0].command_line_type is not bool]
+    flags = [_parameter(*each) for each in keywords if each[0].command_line_type is bool]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[Parameter] = []
+        for own in signature(command).parameters.values():
+            parameters += flags if own.name == "quiet" else []
+            parameters += with_value if own.name == "options" else [own.replace(kind=Parameter.KEYWORD_ONLY)]
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            options = record(**{keyword.name: values.pop(keyword.name) for keyword, _ in keywords})
+            command(options=options, **values)
+
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _parameter(keyword: OptionField, option: Option) -> Parameter:
+    forms = option.forms.split() or [option_name(keyword.name)]
+    # Only the title of rich's panels is used: `planner.cli.help` makes sections of them.
+    declared = typer.Option(
+        *forms, metavar=option.metavar or None, help=option.help, rich_help_panel=option.section or None
+    )
+    kind: Any = keyword.command_line_type if keyword.default is not None else keyword.command_line_type | None
+    return Parameter(
+        keyword.name, Parameter.KEYWORD_ONLY, default=keyword.default, annotation=Annotated[kind, declared]
+    )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from planner.api.option import option_fields_of
+from planner.api.option import option_fields_of, option_name
 from planner.api.options.checking import CheckOptions
 from planner.cli.main import run
 
@@ -18,19 +18,15 @@ _SUFFIXES = (".yaml", ".json")
 
 
 def check_files(arguments: Sequence[str]) -> int:
-    """Check plans one by one.
+    """Check plans one by one, and return the largest exit code.
 
-    Args:
-        arguments: Options of `check`, and paths of plans or profiles.
-
-    Returns:
-        The largest exit code of the checks.
+    `arguments` are options of `check`, and paths of plans or profiles.
     """
     parser = argparse.ArgumentParser(prog="gpipe-plan check", allow_abbrev=False)
     parser.add_argument("files", nargs="*")
     for keyword in option_fields_of(CheckOptions):
-        name = f"--{keyword.name.replace('_', '-')}"
-        if keyword.typed is bool:
+        name = option_name(keyword.name)
+        if keyword.command_line_type is bool:
             parser.add_argument(name, dest=name, action="store_const", const=name)
         else:
             parser.add_argument(name, dest=name, type=f"{name}={{}}".format)

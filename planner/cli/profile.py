@@ -12,8 +12,7 @@ import typer
 from planner.api.option import option_values
 from planner.api.options.profiling import ProfileOptions
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Format, Output, Quiet, check_format
-from planner.cli.records import with_options
+from planner.cli.options import Format, Output, Quiet, check_format, with_options
 
 if TYPE_CHECKING:
     from planner.core.values.profile import LayerProfile, Profile

@@ -1,24 +1,26 @@
 """`gpipe-plan solve`: find the fastest plan that fits."""
 
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from planner.api.option import option_values
 from planner.api.options.solving import SolveOptions
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.interrupt import stopped_by_interrupt
-from planner.cli.options import Format, Output, ProfileFiles, Quiet, check_format
-from planner.cli.records import with_options
+from planner.cli.options import Format, Output, ProfileFiles, Quiet, check_format, with_options
 from planner.core.schedule import SCHEDULES, schedule_of
 from planner.core.values.cluster import Link
 from planner.core.values.devices import training_kind
 from planner.core.values.units import bytes_option, format_bytes, format_us, pluralize
 
 if TYPE_CHECKING:
-    from planner.api.reading import ReadProfile
+    from planner.api.reading import ProfileSource
     from planner.core.judge.certainty import Certainty
     from planner.core.values.plan import Plan, ScheduleName
     from planner.core.values.profile import Profile
@@ -44,8 +46,6 @@ def solve(
     from planner.api.reading import profile_of
     from planner.api.solving import (
         PLAN_HEADER,
-        faster_plan_with_replicas,
-        faster_schedule_for,
         merged_path,
         plan_paths,
         with_schedules,
@@ -64,9 +64,9 @@ def solve(
     )
     paths = plan_paths(output, () if options.devices is None else parse_device_counts(options.devices))
     began_s = time.monotonic()
-    with console.progress("solving", announces=False) as show, stopped_by_interrupt() as is_stopped:
+    with console.progress("solving", announces=False) as show, _stopped_by_interrupt() as is_stopped:
         show("", 0, 0)
-        watch = SearchObserver(is_stopped=is_stopped, on_plan=_Best(show).update)
+        watch = SearchObserver(is_stopped=is_stopped, on_plan=_BestPlanLine(show).update)
         plans = _plans(source, replace(options, watch=watch))
     plan = plans[0]
     if is_stopped():
@@ -85,11 +85,10 @@ def solve(
             console.warning(f"{finding.message}: {finding.hint}")
         for smaller in plans[1:]:
             console.result(_in_a_line(smaller, certainty_of(smaller, read)))
-        _simpler(console, shown)
+        _note_simpler_schedule(console, shown)
     _notes(console, plan, read, extrapolated=options.extrapolate)
     if not quiet and not is_stopped():
-        _with_replicas(console, plan, faster_plan_with_replicas(read, plan, options))
-        _faster(console, plan, faster_schedule_for(read, plan, options, spent_s=time.monotonic() - began_s))
+        _note_faster_plans(console, plan, read, options, spent_s=time.monotonic() - began_s)
     if read.device.how == "estimated" and options.reserve is None and options.calibration is None:
         console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
     merged = [merged_path(output)] if source.merged else []
@@ -100,7 +99,28 @@ def solve(
     console.note(f"next: {_emit_line(plans[:number], paths[:number])}{emit_format}")
 
 
-def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":
+@contextmanager
+def _stopped_by_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True after the first Ctrl-C. A second Ctrl-C interrupts as usual."""
+    is_stopped = False
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_stopped
+        is_stopped = True
+        signal.signal(signal.SIGINT, before)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: is_stopped
+        return
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield lambda: is_stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _plans(source: "ProfileSource", options: SolveOptions) -> "tuple[Plan, ...]":
     from planner import api
     from planner.core.errors import SolverError
 
@@ -112,7 +132,7 @@ def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":
         raise
 
 
-class _Best:
+class _BestPlanLine:
     def __init__(self, show: Callable[[str, int, int], None]) -> None:
         self._show, self._step_us, self._text = show, inf, ""
 
@@ -184,35 +204,36 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be underestimated")
 
 
-def _with_replicas(console: Console, plan: "Plan", other: "Plan | None") -> None:
-    from planner.show.views.numbers import percent
+def _note_faster_plans(
+    console: Console, plan: "Plan", profile: "Profile", options: SolveOptions, *, spent_s: float
+) -> None:
+    from planner.api.solving import faster_plan_with_replicas, faster_schedule_for
 
+    other = faster_plan_with_replicas(profile, plan, options)
     if other is not None:
-        less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
+        what = f"{other.replicas} replicas on {other.num_gpus} of {plan.inputs.devices} devices"
         free = "" if plan.inputs.allreduce else ", if summing gradients costs nothing (`--allreduce`)"
-        console.note(
-            f"note: {other.replicas} replicas on {other.num_gpus} of {plan.inputs.devices} devices would take "
-            f"{format_us(other.predicted.step_us)}, {less} less{free}: `--replicas auto`"
-        )
+        console.note(f"note: {what} would take {_less(plan, other)}{free}: `--replicas auto`")
+    other = faster_schedule_for(profile, plan, options, spent_s=spent_s)
+    if other is not None:
+        console.note(f"note: {schedule_of(other.schedule).title} would take {_less(plan, other)}: `--schedule auto`")
 
 
-def _faster(console: Console, plan: "Plan", other: "Plan | None") -> None:
+def _less(plan: "Plan", other: "Plan") -> str:
     from planner.show.views.numbers import percent
 
-    if other is not None:
-        less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
-        name, step = schedule_of(other.schedule).title, format_us(other.predicted.step_us)
-        console.note(f"note: {name} would take {step}, {less} less: `--schedule auto`")
+    less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
+    return f"{format_us(other.predicted.step_us)}, {less} less"
 
 
-def _simpler(console: Console, plan: "Plan") -> None:
+def _note_simpler_schedule(console: Console, plan: "Plan") -> None:
     from planner.show.views.numbers import percent
 
     names = list(SCHEDULES)
     own = names.index(plan.schedule) if plan.schedule in names else len(names)
     most_us = plan.predicted.step_us * (1 + _LITTLE_SLOWER)
-    able = [point for point in plan.schedules if point.fits and point.step_us <= most_us]
-    for point in able if not plan.inputs.simplest else []:
+    fast = [point for point in plan.schedules if point.fits and point.step_us <= most_us]
+    for point in fast if not plan.inputs.simplest else []:
         if point.schedule in names[:own]:
             more = percent(point.step_us / plan.predicted.step_us - 1)
             name, step = schedule_of(point.schedule).title, format_us(point.step_us)

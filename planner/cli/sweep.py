@@ -7,8 +7,7 @@ import typer
 from planner.api.option import option_values
 from planner.api.options.solving import SweepOptions
 from planner.cli.console import Console
-from planner.cli.options import MARKDOWN, OrMarkdown, ProfileFile, Quiet, check_format, formatted
-from planner.cli.records import with_options
+from planner.cli.options import MARKDOWN, OrMarkdown, ProfileFile, Quiet, check_format, formatted, with_options
 from planner.core.errors import ExitCode
 
 

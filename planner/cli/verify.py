@@ -8,8 +8,7 @@ import typer
 from planner.api.option import option_values
 from planner.api.options.verifying import VerifyOptions
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Format, PlanFile, Quiet, check_format
-from planner.cli.records import with_options
+from planner.cli.options import Format, PlanFile, Quiet, check_format, with_options
 from planner.core.errors import ExitCode
 
 

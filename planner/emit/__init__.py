@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from planner import lazy_attributes
 
 if TYPE_CHECKING:
-    from planner.emit.engines import ENGINES, EmitResult, check_engine, engine_file, write_engine_files
+    from planner.emit.engines import ENGINES, EmitResult, check_engine, engine_file, format_names, write_engine_files
     from planner.emit.layout import EngineFile
     from planner.emit.native import InputPaths, decisions_digest, emit_native
     from planner.emit.reading import SUFFIXES, read_balance_list
@@ -24,6 +24,7 @@ __all__ = [
     "decisions_digest",
     "emit_native",
     "engine_file",
+    "format_names",
     "is_edited",
     "read_balance_list",
     "write_engine_files",
@@ -32,7 +33,9 @@ __all__ = [
 __getattr__ = lazy_attributes(
     __name__,
     {
-        **dict.fromkeys(("ENGINES", "EmitResult", "check_engine", "engine_file", "write_engine_files"), "engines"),
+        **dict.fromkeys(
+            ("ENGINES", "EmitResult", "check_engine", "engine_file", "format_names", "write_engine_files"), "engines"
+        ),
         **dict.fromkeys(("InputPaths", "decisions_digest", "emit_native"), "native"),
         **dict.fromkeys(("SUFFIXES", "read_balance_list"), "reading"),
         "EngineFile": "layout",

@@ -39,6 +39,11 @@ FORMATS: Final = {**ENGINES, "csv": emit_schedule_csv}
 """Formats of other engines, and `csv`: the schedule alone, which several engines read."""
 
 
+def format_names() -> tuple[str, ...]:
+    """Return the names of all formats, that of the bundled executor first."""
+    return ("native", *registered_names("FORMATS"), *FORMATS)
+
+
 def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = False) -> None:
     """Raise UsageError if the engine is unknown, or does not support a requested option.
 
@@ -50,7 +55,7 @@ def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = 
     Raises:
         UsageError: The engine or the scheduler is unknown, or the engine does not support the option.
     """
-    formats = ("native", *registered_names("FORMATS"), *FORMATS)
+    formats = format_names()
     if engine not in formats:
         raise UsageError(f"unknown `--format {engine}`", hint=f"one of {', '.join(formats)}")
     for option, is_set in (("--launch", launch is not None), ("--smaller", has_smaller)):
@@ -86,7 +91,7 @@ def write_engine_files(
     launch: str | None = None,
     nodes: Nodes | None = None,
     repeat_options: RepeatOptions | None = None,
-    say: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> EmitResult:
     """Write the files with which an engine runs a plan.
 
@@ -95,7 +100,7 @@ def write_engine_files(
     Args:
         plan: Plan to write.
         profile: Profile of the plan.
-        engine: Name of the format.
+        engine: Name of the format, one of `format_names`.
         folder: Folder of the written files.
         input_paths: Paths of the plans and the profile.
         force: If true, overwrite edited files.
@@ -103,18 +108,17 @@ def write_engine_files(
         launch: Scheduler for which a launcher is written; None for no launcher.
         nodes: Nodes for the launcher; defaults to the nodes of the plan.
         repeat_options: Function that returns the `solve` options of a plan's request.
-        say: Function that is called with a description of each slow operation before it begins.
+        note: Function that is called with a description of each slow operation before it begins.
 
     Returns:
         Paths of the files, and notes for the user.
 
     Raises:
         InfeasibleError: In the engine, the plan needs more memory than its limit.
-        UsageError: The engine is unknown or cannot run the plan, an input would be overwritten, the nodes have too few
-            devices, or a plan in `smaller` is not a smaller plan of the same training.
+        UsageError: The engine cannot run the plan, an input would be overwritten, the nodes have too few devices, or a
+            plan in `smaller` is not a smaller plan of the same training.
         FileError: A file cannot be written, or was edited.
     """
-    check_engine(engine, launch=launch, has_smaller=bool(smaller))
     refuse_tensor_parallel_or_sharded(engine, plan)
     profile_folder = str(Path(input_paths.profile).parent)
     read = (input_paths.plan, input_paths.profile, files.model_path(profile, profile_folder), *input_paths.smaller)
@@ -131,7 +135,7 @@ def write_engine_files(
             plan, profile, smaller=smaller, input_paths=input_paths, repeat_options=repeat_options, **where
         )
     else:
-        emitted = load_extension("FORMATS", engine)(plan, profile, say=say, **where)
+        emitted = load_extension("FORMATS", engine)(plan, profile, note=note, **where)
     if launch is not None:
         script = Path(folder, emitted.name).as_posix()
         file = LAUNCHERS[launch](launch_job(emitted.plans, plan.inputs, script=script, nodes=nodes))

@@ -33,7 +33,7 @@ def emit(
     *,
     folder: str,
     profile_folder: str,
-    say: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> NativeFiles:
     """Return the balance configuration and the JAX training script of a plan.
 
@@ -42,7 +42,7 @@ def emit(
         profile: Profile of the plan.
         folder: Folder for the emitted files.
         profile_folder: Folder of the profile. The model's path in the profile is relative to this folder.
-        say: Function that is called with a message before the compiler runs, which takes long.
+        note: Function that is called with a message before the compiler runs, which takes long.
 
     Returns:
         The files to write, with a note on the program's memory.
@@ -60,7 +60,7 @@ def emit(
     limit_bytes = min(stage.memory_bytes for stage in plan.stages)
     chip = chip_of_device(profile.device.name) or "v2"
 
-    def emitted_to(folder: str, note: str) -> NativeFiles:
+    def emitted_to(folder: str, remark: str) -> NativeFiles:
         script = Path(folder, _SCRIPT)
         return emit_from_template(
             layout,
@@ -68,7 +68,7 @@ def emit(
             relocate_source(profile.model.source, profile_folder, folder),
             template=("planner.tpu", "train_template.py.txt"),
             script=script,
-            notes=(note,),
+            notes=(remark,),
             use=f"python {script}",
             predicted_bytes=memory.total,
             limit_bytes=limit_bytes,
@@ -76,11 +76,11 @@ def emit(
 
     if memory.total <= limit_bytes:
         predicted = f"the program needs about {format_bytes(memory.total)} on every device"
-        note = f"{predicted}, the limit is {format_bytes(limit_bytes)} (`--compile {chip}` asks the compiler)"
-        return emitted_to(folder, note)
+        remark = f"{predicted}, the limit is {format_bytes(limit_bytes)} (`--compile {chip}` asks the compiler)"
+        return emitted_to(folder, remark)
     refused = _too_large(plan, memory, limit_bytes)
     _raise_unless_compiler_can_decide(profile, refused)
-    say("note: according to the prediction, the program does not fit; asking the TPU's compiler, which takes a while")
+    note("note: according to the prediction, the program does not fit; asking the TPU's compiler, which takes a while")
     with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as asked:
         emitted = emitted_to(asked, "")
         emitted.write(asked)

@@ -93,6 +93,7 @@ def test_unknown_formats_list_the_valid_ones(here: Path, capsys: Capsys) -> None
     assert refused.code == 2
     assert "unknown `--format alpa`" in refused.error
     assert "native, jax, torchgpipe, torch, torchtitan" in refused.err
+    assert refused.err.rstrip().endswith("csv, json")
 
 
 def test_plans_that_a_format_cannot_express_write_nothing(here: Path, capsys: Capsys) -> None:

@@ -32,7 +32,7 @@ def test_ctrl_c_returns_the_best_plan_so_far(tmp_path: Path, capsys: Capsys, mon
     monkeypatch.chdir(tmp_path)
     files.write("profile.yaml", random_profile(1, 6))
     handler = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(solve._Best, "update", stop)
+    monkeypatch.setattr(solve._BestPlanLine, "update", stop)
     stopped = call(capsys, *SOLVE)
     assert stopped.code == 0
     assert "note: interrupted: this is the best plan that was found so far" in stopped.err

@@ -10,7 +10,7 @@ import pytest
 
 import planner
 from planner import files
-from planner.api import trial
+from planner.api import verifying
 from planner.cli.main import run
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import MeasurementError, UsageError
@@ -94,8 +94,8 @@ def test_failed_runs_print_the_message_of_the_script(here: Path) -> None:
 
 def test_failed_runs_print_the_first_exception_or_exit_code() -> None:
     said = "W1 torch\nTraceback (most recent call last):\n  File\nRuntimeError: out of cheese\n\nChildFailedError: x\n"
-    assert "here: RuntimeError: out of cheese" in trial._failure(said, 1).message
-    assert "exit code 7" in trial._failure("", 7).message
+    assert "here: RuntimeError: out of cheese" in verifying._failure(said, 1).message
+    assert "exit code 7" in verifying._failure("", 7).message
 
 
 @pytest.mark.slow
@@ -164,11 +164,11 @@ def test_times_on_too_few_cores_are_not_judged(here: Path, monkeypatch: pytest.M
     """Times of CUDA devices are judged."""
     plan, profile = files.read_plan("plans/plan.yaml"), files.read_profile("profile.yaml")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
-    assert "need 2 cores, and this machine has 1" in trial.reason_times_are_invalid(plan, profile)
+    assert "need 2 cores, and this machine has 1" in verifying.reason_times_are_invalid(plan, profile)
     cuda = replace(profile, device=replace(profile.device, kind="cuda"))
-    assert trial.reason_times_are_invalid(plan, cuda) == ""
+    assert verifying.reason_times_are_invalid(plan, cuda) == ""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert trial.reason_times_are_invalid(plan, profile) == ""
+    assert verifying.reason_times_are_invalid(plan, profile) == ""
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final, get_args
 
 from planner.api import texts
-from planner.api.option import Option, OptionConversion, ignore_arguments, option_fields_of
+from planner.api.option import Option, OptionConversion, ignore_arguments, option_fields_of, option_name
 from planner.api.texts import File, Numbers, Progress, Sizes
 from planner.core.schedule import SCHEDULE_CHOICES
 from planner.core.values.calibration import Calibration
@@ -206,7 +206,7 @@ _RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is
 
 def recorded_values(options: SolverOptions) -> dict[str, Any]:
     """Return the values of `Inputs` fields that options set, by name; raise `UsageError` for invalid ones."""
-    return {name: of.read(_typed(name), getattr(options, name)) for name, of in _RECORDED.items()}
+    return {name: of.read(option_name(name), getattr(options, name)) for name, of in _RECORDED.items()}
 
 
 def recorded_texts(inputs: Inputs) -> tuple[tuple[str, str], ...]:
@@ -214,15 +214,11 @@ def recorded_texts(inputs: Inputs) -> tuple[tuple[str, str], ...]:
     defaults = {field.name: field.default for field in fields(Inputs)}
     values = {name: getattr(inputs, name) for name in _RECORDED}
     return tuple(
-        (_typed(name), _RECORDED[name].write(each))
+        (option_name(name), _RECORDED[name].write(each))
         for name, value in values.items()
         if value != defaults[name]
         for each in (value if isinstance(value, tuple) else (value,))
     )
-
-
-def _typed(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _as_solved(name: str, **other: Any) -> Option:
