@@ -45,15 +45,12 @@ def format_names() -> tuple[str, ...]:
 
 
 def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = False) -> None:
-    """Raise UsageError if the engine is unknown, or does not support a requested option.
+    """Raise UsageError if a requested format or launcher is unknown, or the format does not support an option.
 
     Args:
         engine: Name of the format.
         launch: Scheduler of the requested launcher; None if no launcher is requested.
         has_smaller: True if plans for fewer processes are given.
-
-    Raises:
-        UsageError: The engine or the scheduler is unknown, or the engine does not support the option.
     """
     formats = format_names()
     if engine not in formats:
@@ -147,11 +144,11 @@ def write_engine_files(
 
 
 def engine_file(name: str, plan: Plan, profile: Profile) -> EngineFile:
-    """Return a plan as a file of an engine.
+    """Return a plan as a file in an engine's format.
 
     Args:
-        name: Name of the format: a key of `FORMATS`.
-        plan: Plan to express in the format.
+        name: Name of the format, a key of `FORMATS`.
+        plan: The plan.
         profile: Profile of the plan.
 
     Raises:

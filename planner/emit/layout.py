@@ -143,11 +143,11 @@ class PlanLayout:
 
     def tied_pairs(self) -> tuple[tuple[str, str], ...]:
         """Return pairs of names of layers that share parameters."""
-        owner = {path: n for n, layer in enumerate(self.layers) for path in module_paths_of(layer)}
+        layer_of = {path: n for n, layer in enumerate(self.layers) for path in module_paths_of(layer)}
         pairs: dict[tuple[int, int], None] = {}
         for n, layer in enumerate(self.layers):
-            owners = (owner.get(path) for name in layer.tied for path in paths_above(name))
-            pairs |= dict.fromkeys((other, n) for other in owners if other is not None and other < n)
+            others = (layer_of.get(path) for name in layer.tied for path in paths_above(name))
+            pairs |= dict.fromkeys((other, n) for other in others if other is not None and other < n)
         return tuple((self.layers[first].name, self.layers[second].name) for first, second in pairs)
 
     def tied_pairs_across_stages(self) -> tuple[tuple[str, str], ...]:
@@ -156,11 +156,7 @@ class PlanLayout:
         return tuple(pair for pair in self.tied_pairs() if stage_of[pair[0]] != stage_of[pair[1]])
 
     def together_option(self, first: str, second: str) -> str | None:
-        """Return the `solve` option that keeps two layers in one stage.
-
-        Returns:
-            Text of the option; None if all layers of the model would be in one stage.
-        """
+        """Return the `solve` option that keeps two layers in one stage; None if this stage would be the whole model."""
         names = [layer.name for layer in self.layers]
         num_layers = names.index(second) - names.index(first) + 1
         return None if num_layers == len(names) else f"`--together {first},{second}`"
@@ -168,9 +164,7 @@ class PlanLayout:
     def refuse_formula(self, engine: str, *, known: str = "") -> None:
         """Raise UsageError if the layers come from a formula for a model that the engine lacks.
 
-        Args:
-            engine: Name of the engine.
-            known: Kind of block that the engine has: `block`, `encoder` or `decoder`; empty if it has none.
+        `known` is the kind of block that the engine has (`block`, `encoder` or `decoder`); empty if it has none.
         """
         kinds = {match["kind"] for layer in self.layers if (match := _BLOCK.fullmatch(layer.name))}
         if self.formula and kinds - {known}:
@@ -197,12 +191,7 @@ class PlanLayout:
             )
 
     def schedule_notes(self, engine: str, *runs: Schedule) -> list[str]:
-        """Return a note if the engine cannot run the plan's schedule.
-
-        Args:
-            engine: Name of the engine.
-            *runs: Schedules that the engine can run. The note names the first one.
-        """
+        """Return a note if the plan's schedule is not in `runs`, which are the schedules of the engine."""
         if self.schedule in runs:
             return []
         planned = f"{'a ' * (self.plan.schedule == 'search')}{self.schedule_name}"
@@ -248,24 +237,20 @@ class PlanLayout:
 
 
 def refuse_tensor_parallel_or_sharded(engine: str, plan: Plan) -> None:
-    """Raise UsageError if the plan has tensor parallelism or a sharded optimizer, for engines that support neither."""
-    shared = {
-        f"in the plan, {plan.tensor_parallel} GPUs share each layer": (
-            "with `--tensor-parallel 1`",
-            plan.tensor_parallel > 1,
-        ),
-        f"in the plan, {plan.replicas} replicas divide the optimizer": (
-            "without `--shard-optimizer`",
-            plan.shards_optimizer,
-        ),
-    }
-    for what, (otherwise, is_true) in shared.items():
-        if is_true and engine not in (*_SHARING, "csv"):
-            name = "the bundled executor" if engine == "native" else f"`--format {engine}`"
-            raise UsageError(
-                f"{what}, which {name} does not support",
-                hint=f"emit `--format {'`, `'.join(_SHARING)}`; or solve {otherwise}",
-            )
+    """Raise UsageError if the plan has tensor parallelism or a sharded optimizer, and the engine supports neither."""
+    if engine in (*_SHARING, "csv"):
+        return
+    if plan.tensor_parallel > 1:
+        what, otherwise = f"{plan.tensor_parallel} GPUs share each layer", "with `--tensor-parallel 1`"
+    elif plan.shards_optimizer:
+        what, otherwise = f"{plan.replicas} replicas divide the optimizer", "without `--shard-optimizer`"
+    else:
+        return
+    name = "the bundled executor" if engine == "native" else f"`--format {engine}`"
+    raise UsageError(
+        f"in the plan, {what}, which {name} does not support",
+        hint=f"emit `--format {'`, `'.join(_SHARING)}`; or solve {otherwise}",
+    )
 
 
 def module_paths_of(layer: LayerProfile) -> tuple[str, ...]:
@@ -290,7 +275,7 @@ def signed_text(
         engine: Name of the engine, as shown to people.
         option: Name of the engine as a value of `emit --format`.
         notes: Remarks about parts of the plan that are not in the file.
-        docstring: Instructions for the use of the file.
+        docstring: Comment about the use of the file.
     """
     plan = layout.plan
     lines = [

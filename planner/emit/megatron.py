@@ -128,7 +128,7 @@ def _expanded(repeat: re.Match[str], *, most: int) -> str:
 
 
 LayerGroup = tuple[str, int]
-"""Letter in a layout string (E, t, m or L), and number of the block."""
+"""Group of layers with one letter in a layout string: the letter (E, t, m or L), and the number of the block."""
 
 
 def _layer_groups(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
@@ -139,8 +139,8 @@ def _layer_groups(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
             "cannot tell which layers are the transformer blocks: they have neither numbered names nor equal digests",
             hint="Megatron-LM runs its own GPT: an embedding, blocks named like `h.0`, `h.1`, …, and a head",
         )
-    further = [_MTP.search(layer.name) for layer in layers]
-    predicting = [n for n, match in enumerate(further) if match and n > inside[-1]]
+    mtp_names = [_MTP.search(layer.name) for layer in layers]
+    predicting = [n for n, match in enumerate(mtp_names) if match and n > inside[-1]]
     if inside[0] == 0 or max([inside[-1], *predicting]) == len(layers) - 1:
         raise UsageError(
             f'Megatron-LM\'s model begins with an embedding and ends with a head, this model with "{layers[0].name}" '
@@ -155,7 +155,7 @@ def _layer_groups(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
             kinds.append(("E" if n < inside[0] else "L", 0))
         else:
             # A norm before the layers of multi-token prediction has no letter of its own.
-            match = further[max(n, predicting[0])]
+            match = mtp_names[max(n, predicting[0])]
             kinds.append(("m", int(match["number"] or 0)) if match else kinds[-1])
     return kinds
 
@@ -202,7 +202,6 @@ def _times(letter: str, count: int) -> str:
 
 
 def _described(kind: LayerGroup) -> str:
-    block = "layer" if kind[0] == "m" else "block"
-    return {"E": "both part of the embedding", "L": "both part of the head"}.get(
-        kind[0], f"both part of {block} {kind[1]}"
-    )
+    letter, number = kind
+    whole = {"E": "the embedding", "L": "the head", "m": f"layer {number}", "t": f"block {number}"}[letter]
+    return f"both part of {whole}"

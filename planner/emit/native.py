@@ -65,16 +65,9 @@ class NativeFiles:
         return tuple(Path(folder, name) for name in ("balance.yaml", *self.smaller, *launch, self.name))
 
     def write(self, folder: str, *, force: bool = False) -> bool:
-        """Write all files, except a script that the user has edited.
+        """Write all files to `folder`, and return True if the script was written.
 
-        An edited script is kept, because it also runs the new `balance.yaml`.
-
-        Args:
-            folder: Folder of the files.
-            force: If true, overwrite edited files.
-
-        Returns:
-            True if the script was written.
+        An edited script is not overwritten without `force`, because it also runs the new `balance.yaml`.
 
         Raises:
             FileError: A balance configuration or the launcher was edited, the existing script was not written by
@@ -88,7 +81,6 @@ class NativeFiles:
                 refuse_edited(path, hint="edit the plan instead; `--force` overwrites this file")
             for path in launch:
                 refuse_edited(path, hint="to keep it, remove `--launch`; `--force` overwrites it")
-        # An edited script is kept if it reads the new balance.yaml.
         is_kept = not force and is_edited(script)
         if is_kept and not names_balance_file(script):
             refuse_edited(script)
@@ -359,11 +351,7 @@ def _escaped(character: str) -> str:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Return environment variables for a child process, so that it imports this copy of `planner`.
-
-    Args:
-        **more: Variables to add to those of this process.
-    """
+    """Return the environment of a child process that imports this copy of `planner`, with the variables `more`."""
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, **more}

@@ -27,12 +27,10 @@ _LAYOUT = re.compile(r"""--pipeline-model-parallel-layout[\s=]+["']*([EtmL|(][^\
 
 
 def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the number of layers of each stage, read from a file.
+    """Return the number of layers of each stage, read from a file. `layers` are the layers of the profile, in order.
 
-    Args:
-        path: A plan or balance.yaml, or a file with torchgpipe's balance, a `split_spec`, torchtitan's or Automodel's
-            `module_fqns_per_model_part`, DeepSpeed's parts, Megatron's layout string or a device map.
-        layers: Layers of the profile, in order.
+    The file is a plan or balance.yaml, or has torchgpipe's balance, a `split_spec`, torchtitan's or Automodel's
+    `module_fqns_per_model_part`, DeepSpeed's parts, Megatron's layout string or a device map.
 
     Raises:
         FileError: The file cannot be read or has no cuts, or its cuts do not match the layers.
@@ -123,10 +121,7 @@ def _from_balance(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]
 
 
 def _from_boundaries(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the number of layers of each stage.
-
-    `value` is the list [0, first layer of stage 1, …, number of layers].
-    """
+    # DeepSpeed's parts: [0, first layer of stage 1, …, number of layers].
     return _from_balance([end - first for first, end in pairwise(value)], layers)
 
 
@@ -137,7 +132,7 @@ def _from_split_spec(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, .
     for path, point in _mapping(value).items():
         boundaries = ends if point == "END" else begins
         if path not in boundaries:
-            raise _inside(path, layers)
+            raise _not_a_layer(path, layers)
         cuts.add(boundaries[path])
     return _from_boundaries([0, *sorted(cuts - {0, len(layers)}), len(layers)], layers)
 
@@ -155,11 +150,11 @@ def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
     stages = _places_of_layers(stage_of, layers)
     if stages != sorted(stages):
         raise UsageError("the stages are not in the order of the model's layers")
-    return _from_runs(stages)
+    return _run_lengths(stages)
 
 
 def _from_device_map(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    return _from_runs(_places_of_layers(_mapping(value), layers))
+    return _run_lengths(_places_of_layers(_mapping(value), layers))
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -168,7 +163,7 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value
 
 
-def _from_runs(labels: Sequence[Any]) -> tuple[int, ...]:
+def _run_lengths(labels: Sequence[Any]) -> tuple[int, ...]:
     return tuple(len(list(run)) for _, run in groupby(labels))
 
 
@@ -193,13 +188,13 @@ def _places_of_layers(place_of: Mapping[str, Any], layers: Sequence[LayerProfile
             where = "is on several stages" if stages else "is in none of the stages"
             raise UsageError(f'layer "{layer.name}" {where}', hint="every layer of the profile belongs to one stage")
         places += stages
-    strangers = [path for path in place_of if path not in named_paths]
-    if strangers:
-        raise _inside(strangers[0], layers)
+    unknown = [path for path in place_of if path not in named_paths]
+    if unknown:
+        raise _not_a_layer(unknown[0], layers)
     return places
 
 
-def _inside(path: str, layers: Sequence[LayerProfile]) -> UsageError:
+def _not_a_layer(path: str, layers: Sequence[LayerProfile]) -> UsageError:
     for layer in layers:
         if any(path.startswith(f"{module}.") for module in module_paths_of(layer)) or path in layer.modules:
             return UsageError(

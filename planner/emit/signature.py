@@ -10,10 +10,7 @@ _SIGNATURE = "\n# As emitted: "
 
 
 def with_signature(body: str) -> str:
-    """Return `body` followed by a comment with its digest.
-
-    The comment is valid in Python, shell, TOML and YAML.
-    """
+    """Return `body` and a comment with its digest. The comment is valid in Python, shell, TOML and YAML."""
     return f"{body}{_SIGNATURE}{_digest(body)}\n"
 
 
@@ -27,7 +24,7 @@ def is_edited(path: Path) -> bool:
 
 
 def names_balance_file(path: Path) -> bool:
-    """Return True if `emit` wrote the file, and its text names `balance.yaml`."""
+    """Return True if `emit` wrote the file (a user may have edited it since), and its text names `balance.yaml`."""
     text = _text(path)
     return text is not None and _SIGNATURE in text and "balance.yaml" in text
 

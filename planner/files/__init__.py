@@ -1,7 +1,7 @@
 """Read and write files: strict parsing, digests, atomic writes. Only this package uses yaml and pydantic."""
 
 from planner.files.canonical import digest_of, to_plain
-from planner.files.places import check_outputs, model_path, profile_path, reference_path, relocate_source
+from planner.files.paths import check_outputs, model_path, profile_path, reference_path, relocate_source
 from planner.files.reading import (
     json_schema,
     read,
@@ -13,11 +13,11 @@ from planner.files.reading import (
     read_plan,
     read_profile,
     read_run,
+    read_schedule,
     read_text,
     stage_lines,
 )
 from planner.files.revisions import read_revision
-from planner.files.schedule_csv import read_schedule
 from planner.files.validation import parse_json
 from planner.files.writing import check_writable, dump, json_text, write, write_text
 

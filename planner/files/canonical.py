@@ -12,7 +12,7 @@ from planner.core.values.profile import BoundaryTensor, MemoryDetail, ProgramMem
 from planner.core.values.proof import Proof
 
 _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMemory})
-"""Classes of which every field with its default value is left out, because a profile has thousands of objects."""
+"""Classes of which every field with its default value is left out, because a profile has thousands of their objects."""
 
 
 def to_plain(value: Any) -> Any:
@@ -55,15 +55,10 @@ def _left_out(field: "Field[Any]", kind: type) -> Callable[[Any], bool] | None:
     return lambda value: value is None or value in ("", (), {})
 
 
-def digest_of(value: Any, *, leave_out: tuple[str, ...] = ("generator",)) -> str:
-    """Return a digest `sha256:…` of a dataclass. It does not depend on the formatting of a file.
-
-    Args:
-        value: The dataclass.
-        leave_out: Top-level fields that do not count.
-    """
+def digest_of(value: Any) -> str:
+    """Return a digest `sha256:…` of the values in a dataclass, without its field `generator`."""
     plain = to_plain(value)
     if isinstance(plain, dict):
-        plain = {key: item for key, item in plain.items() if key not in leave_out}
+        plain.pop("generator", None)
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

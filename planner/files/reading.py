@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
-from planner.core.errors import FileError
+from planner.core.errors import FileError, UsageError
+from planner.core.schedule import ListedSchedule, check_orders, orders_from_csv
 from planner.files.checks import find_problems
 from planner.files.core_schemas import core_schema_of
 from planner.files.kinds import KINDS, kind_in_schema_key
@@ -83,6 +84,32 @@ read_calibration: "_Reader[Calibration]" = partial(_read_as, "calibration")
 read_partial: "_Reader[PartialProfile]" = partial(_read_as, "partial")
 
 
+def read_schedule(path: str) -> ListedSchedule:
+    """Read a schedule in torch's compute-only CSV format, and check that it can run.
+
+    Stages must be placed on devices in a loop or a V.
+
+    Raises:
+        FileError: The file cannot be read, a cell is not an action, or the action orders are invalid. The error names
+            the row (from 1) and the column, or the device (from 0) and the action.
+    """
+    text = read_text(path, "gpipe-plan emit --format csv")
+    try:
+        rows = orders_from_csv(text)
+    except UsageError as error:
+        raise FileError(error.message, path=path, hint=error.hint) from None
+    schedule = ListedSchedule(rows)
+    num_micro_batches = 1 + max(action.micro_batch for row in rows for action in row)
+    try:
+        check_orders(rows, num_micro_batches)
+        num_stages = len({action.stage for row in rows for action in row})
+        schedule.actions(len(rows), num_micro_batches, num_stages // len(rows))
+        _ = schedule.placement
+    except UsageError as error:
+        raise FileError(error.message, path=path, hint=f"{error.hint}; row 1 is device 0") from None
+    return schedule
+
+
 def stage_lines(path: str) -> tuple[int, ...]:
     """Return the line number of each stage in a plan's file; empty for a pipe."""
     if not is_replayable(path):
@@ -105,11 +132,9 @@ def _made_by(path: str, wanted: str | None) -> str:
 
 
 def read_text(path: str, made_by: str) -> str:
-    """Return the text of a file.
+    """Return the text of a file, or of standard input if `path` is `-`.
 
-    Args:
-        path: Path of the file; `-` is standard input.
-        made_by: Command that makes such a file, for the hint of an error.
+    `made_by` is the command that makes such a file, for the hint of an error.
 
     Raises:
         FileError: The file does not exist, cannot be read, or is too large.

@@ -28,8 +28,8 @@ class _Lines(list[Any]):
     pass
 
 
-_OLD_COMMAND = "##["
-"""Command marker that GitHub's runner recognizes anywhere in a line."""
+_COMMAND_MARKER = "##["
+"""Start of a command that GitHub's runner recognizes anywhere in a line."""
 
 
 class _Dumper(yaml.CSafeDumper):
@@ -39,7 +39,7 @@ class _Dumper(yaml.CSafeDumper):
 
 def _string(dumper: _Dumper, text: str) -> yaml.Node:
     # A quoted text keeps a line break in a name on one line, and is no command for a CI runner.
-    plain = text.isprintable() and _OLD_COMMAND not in text
+    plain = text.isprintable() and _COMMAND_MARKER not in text
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
 
@@ -69,7 +69,7 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
         plain["losses"] = [x if math.isfinite(x) else str(x) for x in value.losses]
     if as_json:
         text = json.dumps(plain, indent=2, allow_nan=False)
-        return text.replace("\x7f", r"\u007f").replace(_OLD_COMMAND, r"#\u0023[") + "\n"
+        return text.replace("\x7f", r"\u007f").replace(_COMMAND_MARKER, r"#\u0023[") + "\n"
     for key, item in plain.items():
         if kind in ("plan", "balance") and key == "order":
             plain[key] = _Lines(item)
@@ -96,7 +96,7 @@ def _yaml(plain: dict[str, Any], *, allow_unicode: bool) -> str:
     text: str = yaml.dump(
         plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=allow_unicode
     )
-    return text.replace(_OLD_COMMAND, r"#\x23[")  # the text is in double quotes, see `_string`
+    return text.replace(_COMMAND_MARKER, r"#\x23[")  # the text is in double quotes, see `_string`
 
 
 _UNROUNDED = ("inputs", "device", "settings", "proof")
@@ -168,11 +168,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def check_writable(path: str) -> None:
-    """Raise an error if `path` cannot be written.
-
-    Raises:
-        FileError: The path is a folder, or its folder does not accept files.
-    """
+    """Raise FileError if `path` is a folder, or its folder does not accept files. A missing folder is created."""
     target = Path(path)
     try:
         if path == "-" or (target.exists() and not target.is_dir()):
@@ -187,7 +183,6 @@ def check_writable(path: str) -> None:
 
 
 def _reason(error: OSError) -> str | None:
-    """Return why a file cannot be written."""
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         return "a folder of this path is a file"
     return error.strerror

@@ -22,8 +22,8 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from planner.tpu.layer_functions import random_key_shape
-from planner.tpu.places import count_slots, slots_waste_memory
 from planner.tpu.programs import num_bytes, shape_in_loops, tiled_shape
+from planner.tpu.slots import count_slots, slots_waste_memory
 from planner.tpu.stage import JaxStage, StageInput, State
 
 _Kind = tuple[tuple[int, ...], jnp.dtype]

@@ -20,7 +20,7 @@ buffers (jax 0.10.2, libtpu 0.0.52). The factor 1.1 accounts for gaps between ar
 the gaps within a stage (`planner.tpu.stage_memory`).
 
 If stages have arrays of different shapes, slots are used only if they take at most 1.5 times the memory of the largest
-stage's arrays. Otherwise arrays are concatenated to vectors without padding (`planner.tpu.places`). Measured errors are
+stage's arrays. Otherwise arrays are concatenated to vectors without padding (`planner.tpu.slots`). Measured errors are
 in docs/measurements/tpu-composition.md.
 """
 
@@ -38,7 +38,7 @@ from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import ArrayKind
-from planner.tpu.places import shared_slots
+from planner.tpu.slots import shared_slots
 from planner.tpu.stage_memory import CompiledLayerMemory, CompiledStageMemory, ProgramArrays
 
 _GAPS = 1.1

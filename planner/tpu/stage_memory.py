@@ -28,7 +28,7 @@ times the compiled memory (docs/measurements/tpu-composition.md). There, arrays 
 
 
 class ProgramArrays(NamedTuple):
-    """Arrays of one layer that a device stores in slots, which are the same on all devices (`planner.tpu.places`)."""
+    """Arrays of one layer that a device stores in slots, which are the same on all devices (`planner.tpu.slots`)."""
 
     trained: tuple[ArrayKind, ...]
     kept: tuple[ArrayKind, ...]

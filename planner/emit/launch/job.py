@@ -33,7 +33,7 @@ _GPU: Final = "cuda"
 
 
 class _AtTemplate(Template):
-    delimiter = "@"  # shell and Python use `$` and braces
+    delimiter = "@"  # the usual `$` occurs in shell scripts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class LaunchJob:
     threads: int
     """CPU threads of each process."""
     crossing: tuple[str, ...]
-    """Cuts of the largest plan that are between nodes."""
+    """Descriptions of the largest plan's cuts that are between nodes."""
     notes: tuple[str, ...] = ()
     """Remarks about assumptions of the plan that do not match the nodes."""
 

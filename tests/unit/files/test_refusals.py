@@ -462,7 +462,6 @@ def test_contradictory_balance_configurations_are_refused(change: tuple[str, str
         "schema: &s [*s]\n",
         "[" * 3000 + "]" * 3000,
         PROFILE.replace("kind: cpu", "kind: !!int abc"),
-        PROFILE.replace("kind: cpu", "kind: !!float abc"),
         PROFILE.replace("parameter_bytes: 10", "parameter_bytes: !!int 0x1f"),
         PROFILE.replace("parameter_bytes: 10", "parameter_bytes: " + "9" * 5000),
         PROFILE.replace("parameter_bytes: 10", "parameter_bytes: !!python/object/apply:os.getcwd []"),

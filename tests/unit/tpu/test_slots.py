@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.core.values.profile import ArrayKind
-from planner.tpu.places import count_slots, shared_slots, slots_waste_memory
+from planner.tpu.slots import count_slots, shared_slots, slots_waste_memory
 
 
 def array(kind: str, num_bytes: int, plain_bytes: int) -> ArrayKind:

@@ -14,7 +14,7 @@ from planner.files.reading import is_replayable
 
 
 def reference_path(profile_path: str, plan_path: str) -> str:
-    """Return the profile's path relative to the plan's folder; `-` for a pipe or standard input."""
+    """Return the profile's path relative to the plan's folder; `-` if the profile is in a pipe or standard input."""
     if not is_replayable(profile_path):
         return "-"
     if not is_replayable(plan_path):
@@ -65,14 +65,11 @@ def relocate_source(source: str, profile_folder: str, folder: str) -> str:
 
 
 def check_outputs(outputs: Mapping[str, str | None], inputs: Iterable[str | None]) -> None:
-    """Raise an error if an output file is also an input or another output.
+    """Raise UsageError if an output file is also an input or another output, perhaps under another name.
 
     Args:
         outputs: Paths of output files by option; `-` is standard output, None is no output.
         inputs: Paths of input files; `-` is standard input, None is no input.
-
-    Raises:
-        UsageError: An output is the same file as an input or another output, perhaps under another name.
     """
     read = [path for path in inputs if path is not None and path != "-"]
     written: dict[str, str] = {}
