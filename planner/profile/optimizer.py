@@ -13,6 +13,7 @@ from planner.device.machine import CACHE_BYTES
 from planner.device.meter import MemoryMeter
 from planner.model.ghosts import storage_of
 from planner.model.optimizers import WholeModelOptimizer
+from planner.profile.units import LayerToMeasure
 
 _MOST_NUMBERS = 2**22
 """Number of elements up to which a parameter is measured whole; with gradient and state it may take five times as much.
@@ -107,21 +108,16 @@ def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn
     return [p for name, p in module.named_parameters() if p.requires_grad and name not in idle]
 
 
-def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], whole: WholeModelOptimizer) -> list[int]:
+def first_of_same_cost(units: Sequence[LayerToMeasure], whole: WholeModelOptimizer) -> list[int]:
     """Return, for every layer, the index of the first layer whose update costs the same.
 
     Layers with equal operators may have other costs, because their parameters are in groups with other options.
-
-    Args:
-        modules: Module of every layer.
-        digests: Digest of the operators of every layer.
-        whole: Optimizer of the whole model.
     """
     options = {id(p): group.cost_options for group in whole.groups() for p in group.parameters}
     first: dict[tuple[str | None, ...], int] = {}
     return [
-        first.setdefault((digest, *(options.get(id(p)) for p in module.parameters())), n)
-        for n, (module, digest) in enumerate(zip(modules, digests, strict=True))
+        first.setdefault((unit.digest, *(options.get(id(p)) for p in unit.module.parameters())), n)
+        for n, unit in enumerate(units)
     ]
 
 

@@ -69,9 +69,8 @@ def profile_model(
     if not kind_of(backend.device).has_own_memory:
         # Large blocks are still returned to the system, so that a large model does not take its memory several times.
         keep_freed_memory(below=LARGE_BYTES)
-    backend.check_model(loaded)
     chain, lean = find_chain(loaded, backend.device)
-    backend.check_chain(lean=lean)
+    backend.check(loaded, lean=lean)
     for text in (
         () if chain.outline is None else (chain.outline.note_on_repeated_code, chain.outline.note_on_missing_cuts)
     ):

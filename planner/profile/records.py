@@ -130,21 +130,16 @@ def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> LayerRecords:
     )
 
 
-def record_memory(
-    sized_units: Sequence[SizedLayer], task: ProfilingTask, meter: MemoryMeter, *, splits_backward: bool
-) -> None:
+def record_memory(sized_units: Sequence[SizedLayer], task: ProfilingTask, meter: MemoryMeter) -> None:
     """Measure the memory of each layer that has no measurement yet.
 
     Args:
         sized_units: Distinct layers at one micro-batch size.
         task: Profiling task, whose `measurements` receive the results.
         meter: Meter of the device.
-        splits_backward: True to measure a split backward as well.
     """
     measurements = task.measurements
-    done = (
-        measurements.memory.keys() & measurements.split_memory.keys() if splits_backward else measurements.memory.keys()
-    )
+    done = measurements.memory.keys() & measurements.split_memory.keys()
     missing = {sized.key: sized for sized in sized_units if sized.key not in done}
     names = {digest: sized.unit.name for (digest, _), sized in missing.items()}
     for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
@@ -153,8 +148,7 @@ def record_memory(
             measurements.memory[key] = measure_memory(
                 sized.unit, sized.received, meter, task.buffer_bytes[sized.unit.name]
             )
-            if splits_backward:
-                measurements.split_memory[key] = measure_split_memory(sized.unit, sized.received, meter)
+            measurements.split_memory[key] = measure_split_memory(sized.unit, sized.received, meter)
         # Layers of different sizes leave holes in the allocator's memory.
         release_freed_memory()
 
@@ -162,7 +156,7 @@ def record_memory(
 def _traced_at(
     task: ProfilingTask, hooks: RecordingHooks, first: tuple[LayerToMeasure, ...], size: int
 ) -> tuple[tuple[LayerToMeasure, ...], list[SizedLayer]]:
-    units, traced = trace_layers(task.chain, task.loaded, (size,), hooks.device, ghosts=task.lean)
+    units, traced = trace_layers(task.chain, task.loaded, size, hooks.device, ghosts=task.lean)
     if not first:
         for text in task.loaded.notes:  # the layers have run, so the default loss is known
             task.note(text)
@@ -172,7 +166,7 @@ def _traced_at(
     for at_first, unit in zip(first, units, strict=True):
         key = (at_first.digest, size)
         if key not in sized_units:
-            sized_units[key] = SizedLayer(key=key, unit=unit, received=hooks.received(traced[unit.digest, size]))
+            sized_units[key] = SizedLayer(key=key, unit=unit, received=hooks.received(traced[unit.digest]))
     return first, list(sized_units.values())
 
 

@@ -36,9 +36,9 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
         chain = _checked_chain(loaded, build_lean(loaded.build))
         if all(parameter.is_meta for parameter in chain.model.parameters()):
             try:
-                trace_layers(chain, loaded, (1,), device, ghosts=True)
+                trace_layers(chain, loaded, 1, device, ghosts=True)
             except TooFewSamplesError:
-                trace_layers(chain, loaded, (2,), device, ghosts=True)
+                trace_layers(chain, loaded, 2, device, ghosts=True)
             move_buffers(chain.model, device)
             return chain, True
     return _checked_chain(loaded, loaded.build(), device), False
@@ -68,7 +68,7 @@ def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, .
     before = {layer.name: layer for layer in profile.layers}
     changes = [ModelChange(name, "was profiled, but is missing now") for name in before if name not in chain.names]
     changes += [ModelChange(name, "is new") for name in chain.names if name not in before]
-    units, _ = trace_layers(chain, loaded, profile.micro_batch_sizes[:1], torch.device("cpu"), ghosts=lean)
+    units, _ = trace_layers(chain, loaded, profile.micro_batch_sizes[0], torch.device("cpu"), ghosts=lean)
     for layer, unit in zip(chain.layers, units, strict=True):
         profiled = before.get(layer.name)
         if profiled is None:

@@ -90,8 +90,8 @@ class LayerToMeasure:
 
 
 def trace_layers(
-    chain: Chain, loaded: LoadedModel, sizes: Sequence[int], device: torch.device, *, ghosts: bool = False
-) -> tuple[tuple[LayerToMeasure, ...], dict[Key, MeasurementInput]]:
+    chain: Chain, loaded: LoadedModel, size: int, device: torch.device, *, ghosts: bool = False
+) -> tuple[tuple[LayerToMeasure, ...], dict[str, MeasurementInput]]:
     """Return every layer with a digest of its operators, and the inputs of the layers to measure.
 
     Of layers with equal digests, only the first one is measured.
@@ -99,46 +99,41 @@ def trace_layers(
     Args:
         chain: The layers. Their parameters must have values, except with `ghosts`.
         loaded: The model.
-        sizes: Micro-batch sizes.
+        size: Micro-batch size.
         device: Device of the inputs.
         ghosts: True if parameters, and tensors between layers, are ghosts without values. Then a layer that reads
             values raises `NeedsValuesError` or another error.
 
     Returns:
-        The units, and the inputs by digest and size.
+        All layers, and the inputs of the layers to measure, by digest.
 
     Raises:
         ModelError: A layer fails on the output of the previous layer.
     """
-    inputs: dict[Key, MeasurementInput] = {}
-    digests: dict[Layer, str] = {}
+    inputs: dict[str, MeasurementInput] = {}
+    units: list[LayerToMeasure] = []
     with ExitStack() as stack:
         if ghosts:
             # Attributes are restored afterwards: no ghost may stay in one, and numbers in them affect the digest.
             stack.enter_context(undo_changes(chain.model, loaded.loss_fn))
             stack.enter_context(parameters_as_ghosts(chain.model))
         stack.enter_context(without_reentrant_checkpointing())
-        for size in sizes:
-            batch = loaded.example_batch(size)
-            if not ghosts:
-                batch = Batch(to_device(batch.inputs, device), to_device(batch.targets, device))
-            value = _detached(batch.inputs)
-            for layer in chain.layers:
-                is_last = layer is chain.layers[-1]
-                received = _received(value, batch.targets if is_last else None)
-                check = partial(_check_loss, loaded, chain, batch.targets) if is_last else None
-                context = forward_context(loaded.precision, device)
-                value, trace = _traced(layer, value, size, context=context, check=check)
-                # The trace at the first size determines the digest at all sizes.
-                digest = digests.setdefault(layer, _digest([loaded.precision, *trace], received, last=is_last))
-                inputs.setdefault((digest, size), received)
-                value = None if is_last else _detached(value)
-    losses = (*[None] * (len(chain.layers) - 1), loaded.loss_fn)
-    units = tuple(
-        LayerToMeasure(layer.name, layer.module, loss_fn, digest, loaded.precision, device)
-        for (layer, digest), loss_fn in zip(digests.items(), losses, strict=True)
-    )
-    return units, inputs
+        batch = loaded.example_batch(size)
+        if not ghosts:
+            batch = Batch(to_device(batch.inputs, device), to_device(batch.targets, device))
+        value = _detached(batch.inputs)
+        for layer in chain.layers:
+            is_last = layer is chain.layers[-1]
+            received = _received(value, batch.targets if is_last else None)
+            check = partial(_check_loss, loaded, chain, batch.targets) if is_last else None
+            context = forward_context(loaded.precision, device)
+            value, trace = _traced(layer, value, size, context=context, check=check)
+            digest = _digest([loaded.precision, *trace], received, last=is_last)
+            loss_fn = loaded.loss_fn if is_last else None
+            units.append(LayerToMeasure(layer.name, layer.module, loss_fn, digest, loaded.precision, device))
+            inputs.setdefault(digest, received)
+            value = None if is_last else _detached(value)
+    return tuple(units), inputs
 
 
 def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
@@ -148,7 +143,7 @@ def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
     """
     for size in (1, 2):  # some layers, such as batch normalization, need two samples
         with suppress(Exception):
-            units, _ = trace_layers(chain, loaded, (size,), torch.device("cpu"), ghosts=True)
+            units, _ = trace_layers(chain, loaded, size, torch.device("cpu"), ghosts=True)
             return tuple(unit.digest for unit in units)
     return ()
 

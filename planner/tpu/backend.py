@@ -101,16 +101,16 @@ class CompiledBackend:
         """Return the TPU as the `device` of a profile."""
         return self._described
 
-    def check_model(self, loaded: LoadedModel) -> None:
-        """Raise `UsageError` if the model is trained under autocast, which is not supported on TPUs."""
+    def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002
+        """Raise `UsageError` if the model is trained under autocast, which is not supported on TPUs.
+
+        A model whose layers read values of tensors is built with these values.
+        """
         if loaded.precision not in _PRECISIONS:
             raise UsageError(
                 f"`--dtype {loaded.precision}`: autocast is a feature of torch, which programs for TPUs lack",
                 hint="use `--dtype bf16` or `--dtype fp32`",
             )
-
-    def check_chain(self, *, lean: bool) -> None:
-        """Accept every chain. A model whose layers read values of tensors is built with these values."""
 
     def measure(self, task: ProfilingTask) -> BackendResult:
         """Compile each distinct layer at each micro-batch size, and the optimizer step of the layer's parameters."""

@@ -41,22 +41,12 @@ class Backend(Protocol):
         """
         ...
 
-    def check_model(self, loaded: LoadedModel) -> None:
-        """Raise an error if a loaded model, not yet built, cannot be profiled.
-
-        Raises:
-            UsageError: The model cannot be profiled for this device.
-        """
-        ...
-
-    def check_chain(self, *, lean: bool) -> None:
-        """Raise an error if the backend cannot run the layers.
-
-        Args:
-            lean: Whether the layers run without the values of parameters.
+    def check(self, loaded: LoadedModel, *, lean: bool) -> None:
+        """Raise an error if the backend cannot run a model. `lean` is True if its parameters have no values.
 
         Raises:
             ModelError: The layers read values, which this backend does not have.
+            UsageError: The device does not support the model's precision.
         """
         ...
 

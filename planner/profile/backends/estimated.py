@@ -88,10 +88,7 @@ class EstimatedBackend:
             rate = sustained.flops_per_s
         return RooflineClock(self._rates if rate is None else replace(self._rates, half_flops_per_s=rate))
 
-    def check_model(self, loaded: LoadedModel) -> None:
-        """Accept any model."""
-
-    def check_chain(self, *, lean: bool) -> None:
+    def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002
         """Raise an error if the layers read tensor values.
 
         Raises:
@@ -106,9 +103,7 @@ class EstimatedBackend:
     def measure(self, task: ProfilingTask) -> BackendResult:
         """Estimate every distinct layer once at each micro-batch size."""
         meter, operators = GhostMeter(), set[str]()
-        hooks = RecordingHooks(
-            device=self.device, record=partial(record_memory, task=task, meter=meter, splits_backward=True)
-        )
+        hooks = RecordingHooks(device=self.device, record=partial(record_memory, task=task, meter=meter))
         with as_ghosts_if_lean(task), GpuKernels():
             records = record_sizes(task, hooks)
             flops = records.measure_distinct(partial(forward_flops, operators=operators))
@@ -116,7 +111,7 @@ class EstimatedBackend:
             peaks_add = _peaks_add(task)
             whole = task.whole_optimizer()
             units, idle = records.units, idle_parameters(task, records)
-            first = first_of_same_cost([unit.module for unit in units], [unit.digest for unit in units], whole)
+            first = first_of_same_cost(units, whole)
             by_first = {
                 n: _optimizer_cost(
                     units[n],

@@ -55,11 +55,8 @@ class MeasuredBackend:
         """Return the device, with the part of its memory that is not available for tensors."""
         return self._kind.describe()
 
-    def check_model(self, loaded: LoadedModel) -> None:
-        """Accept any model."""
-
-    def check_chain(self, *, lean: bool) -> None:
-        """Accept any layers, because parameters get values before layers run."""
+    def check(self, loaded: LoadedModel, *, lean: bool) -> None:
+        """Accept any model, because parameters get values before layers run."""
 
     def measure(self, task: ProfilingTask) -> BackendResult:
         """Measure memory first, while nothing else is allocated, and then times."""
@@ -68,7 +65,7 @@ class MeasuredBackend:
             device=self.device,
             prepare=partial(_fill, task, self.device),
             received=partial(with_random_values, device=self.device),
-            record=partial(record_memory, task=task, meter=meter, splits_backward=True),
+            record=partial(record_memory, task=task, meter=meter),
         )
         records = record_sizes(task, hooks)
         release_freed_memory()
@@ -123,7 +120,7 @@ def _optimizer_costs(
     # A training step accesses parameters and gradients of all layers between two updates of one layer.
     between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
     units, whole = records.units, task.whole_optimizer()
-    first = first_of_same_cost([unit.module for unit in units], [unit.digest for unit in units], whole)
+    first = first_of_same_cost(units, whole)
     distinct = list(dict.fromkeys(first))
     keys = [(units[n].digest, records.sizes[0]) for n in distinct]
     costs = {

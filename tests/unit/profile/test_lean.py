@@ -153,7 +153,7 @@ def test_a_changed_dropout_rate_is_reported() -> None:
 def test_traces_on_ghosts_and_on_values_have_the_same_units() -> None:
     loaded = loaded_model(mlp)
     values, ghosts = (
-        trace_layers(chain_of(loaded.build()), loaded, (2,), torch.device("cpu"), ghosts=on) for on in (False, True)
+        trace_layers(chain_of(loaded.build()), loaded, 2, torch.device("cpu"), ghosts=on) for on in (False, True)
     )
     assert [unit.digest for unit in values[0]] == [unit.digest for unit in ghosts[0]]
     for key, given in values[1].items():

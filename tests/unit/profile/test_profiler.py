@@ -526,8 +526,8 @@ def test_units_get_the_inputs_and_targets_of_the_model() -> None:
     loaded: LoadedModel = replace(
         loaded_model(deep(2)), example_batch=lambda b: Batch(torch.randn(b, 8), torch.arange(b))
     )
-    units, inputs = trace_layers(chain_of(loaded.build()), loaded, (2,), torch.device("cpu"))
-    first, last = inputs[units[0].digest, 2], inputs[units[-1].digest, 2]
+    units, inputs = trace_layers(chain_of(loaded.build()), loaded, 2, torch.device("cpu"))
+    first, last = inputs[units[0].digest], inputs[units[-1].digest]
     assert (first.values[0].requires_grad, last.values[0].requires_grad) == (False, True)
     assert last.values[0].is_leaf
     assert first.targets is None

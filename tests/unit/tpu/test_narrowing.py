@@ -84,8 +84,8 @@ def test_operands_of_products_only_are_found_in_layers() -> None:
 
     loaded = model()
     chain, lean = find_chain(loaded, torch.device("cpu"))
-    units, inputs = trace_layers(chain, loaded, (4,), torch.device("cpu"), ghosts=lean)
-    functions = [unit_function(unit, inputs[unit.digest, 4]) for unit in units]
+    units, inputs = trace_layers(chain, loaded, 4, torch.device("cpu"), ghosts=lean)
+    functions = [unit_function(unit, inputs[unit.digest]) for unit in units]
     readers = [matmul_operands_of(function, split_layer(function)) for function in functions]
     assert [reader.received[0] for reader in readers] == [True, False, False, True]
     assert [reader.inputs[0] for reader in readers] == [True, False, True, True]

@@ -83,8 +83,8 @@ def perceptron(width: int = 128) -> LoadedModel:
 def jobs_of(loaded: LoadedModel) -> list[Any]:
     """Return the distinct layers, each with its input of eight samples."""
     chain, lean = find_chain(loaded, torch.device("cpu"))
-    units, inputs = trace_layers(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
-    return [(unit, inputs[unit.digest, 8]) for unit in units]
+    units, inputs = trace_layers(chain, loaded, 8, torch.device("cpu"), ghosts=lean)
+    return [(unit, inputs[unit.digest]) for unit in units]
 
 
 @pytest.fixture
