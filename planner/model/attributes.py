@@ -62,7 +62,7 @@ class AttributeSnapshot:
 
     Args:
         modules: Pairs of a module's path and the module.
-        of_model: Snapshot of the whole model, whose paths are preferred for objects in both snapshots.
+        of_model: Snapshot of the whole model, or None. Objects that it contains keep their paths in it.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "AttributeSnapshot | None" = None) -> None:

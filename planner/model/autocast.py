@@ -71,7 +71,7 @@ def weight_casts_kept() -> Iterator[None]:
 
 
 def caching_only_with_graph() -> AbstractContextManager[None]:
-    """Return a context manager in which autocast caches only weight copies that have a graph."""
+    """Return a context manager in which autocast caches only weight copies that have an autograd graph."""
     return nullcontext() if torch.is_grad_enabled() or _copies_have_graphs() else _without_cache()
 
 

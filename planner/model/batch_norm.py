@@ -86,14 +86,9 @@ class BatchStatistics:
             self._add()
 
     def scratch_of(self, module: _BatchNorm, values: int) -> tuple[Tensor, Tensor]:
-        """Return the scratch tensors into which `module` writes the mean and variance of its next input.
+        """Return two scratch tensors of shape (channels,), to which `module` writes its next input's mean and variance.
 
-        Args:
-            module: Batch normalization.
-            values: Number of values per channel in the input of `module`.
-
-        Returns:
-            Mean and variance, each of shape (channels,).
+        `values` is the number of values per channel in this input.
         """
         # A layer that is called again in the same forward has a scratch pair for each call.
         number = 0

@@ -61,7 +61,7 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
 @dataclass(frozen=True, kw_only=True)
 class SecondForward:
-    """Second forward of a model, which shows which attributes of the first forward it reads."""
+    """Recording of a model's second forward. It shows which attributes that the first forward set are read again."""
 
     recording: Recording
     storages: Mapping[Key, frozenset[int]]
@@ -97,9 +97,9 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
 
 
 def reused_tables(first: Recording, second: SecondForward) -> dict[Key, int]:
-    """Return attributes with cached tables that the second forward reused, and with numbers that control the caching.
+    """Return attributes with tables that the first forward caches and the second reuses, and numbers that control this.
 
-    The values are the times at which the calls that set the attributes end in the first forward.
+    Each attribute is mapped to the time, in the first forward, at which the call that sets it ends.
     """
     set_again = set(map(attribute_key, second.recording.calls[0].changes))
     once = {attribute_key(change): change for change in first.calls[0].changes}

@@ -206,7 +206,7 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
     """Return, for each tied parameter, its names in other layers.
 
-    If a name does not show the layer, the layer's name is returned instead.
+    If a name does not begin with the name of its layer, the layer's name is returned instead.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 
 def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors that code and hooks of modules can read, except parameters and buffers.
+    """Return tensors, except parameters and buffers, that code of `modules` and hooks on `hooked` tensors can read.
 
-    Args:
-        modules: The modules, searched with their submodules.
-        hooked: Tensors whose hooks are searched.
+    Submodules and hooks of the found tensors are also searched.
     """
     own = {id(part): part for module in modules for part in module.modules()}
     held = {id(t) for part in own.values() for t in (*part._parameters.values(), *part._buffers.values())}

@@ -12,11 +12,9 @@ _UNCOPYABLE = (TypeError, RuntimeError)
 
 
 def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({})) -> _Module:
-    """Return a deep copy of a module. Objects that cannot be copied are shared with the original.
+    """Return a deep copy of a module or list of modules. Objects that cannot be copied are shared with the original.
 
-    Args:
-        module: Module, or list of modules.
-        instead: Objects to use in the copy, by the `id()` of the objects that they replace.
+    `instead` maps the `id()` of an object to the object that replaces it in the copy.
     """
     try:
         return copy.deepcopy(module, dict(instead))

@@ -159,14 +159,9 @@ class PossibleCuts:
         return frozenset(name for names in inside for name in names) | crossing.model_tensors | returned
 
     def missing_outputs(self, cut: int, model_tensors: frozenset[str]) -> frozenset[int]:
-        """Return the outputs that the loss does not read and that stages after `cut` cannot compute.
+        """Return indices of output leaves that the loss does not read and that stages after `cut` cannot compute.
 
-        Args:
-            cut: Time of the cut.
-            model_tensors: Names of the parameters and buffers in the stages after the cut.
-
-        Returns:
-            Indices of leaves of the model's output.
+        These stages have the parameters and buffers `model_tensors`.
         """
         unread = self.recording.unread
         if not unread:

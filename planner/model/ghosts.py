@@ -123,7 +123,7 @@ class AbsentGhost(Ghost):
 
 
 def check_present(tensors: Iterable[Any], where: str) -> None:
-    """Raise an error if a tensor was computed from a tensor of another stage.
+    """Raise an error if one of `tensors`, which the message calls `where`, was computed from another stage's tensor.
 
     Raises:
         ModelError: One of `tensors` is an `AbsentGhost`.
@@ -136,9 +136,6 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
 @contextmanager
 def updating_parameters(parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Refuse an optimizer whose step, in the `with` block, takes values of another stage for this stage's parameters.
-
-    Args:
-        parameters: Parameters of this stage by name.
 
     Raises:
         ModelError: The step, or a hook on it, computes with values of another stage and of this stage together.

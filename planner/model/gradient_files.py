@@ -22,10 +22,8 @@ def keep_gradients_in_files(parameters: Iterable[nn.Parameter], folder: Path) ->
     """Move each large gradient to a file after every backward that adds to it.
 
     If the parameter's memory is mapped to a file, its pages are released too, because backward no longer needs them.
-
-    Args:
-        parameters: The parameters. All other hooks on them must be registered before this call.
-        folder: Folder of the files, which are deleted at once and exist only while they are mapped.
+    All other hooks on the parameters must be registered before this call. The files in `folder` are deleted at once,
+    and exist only while they are mapped.
     """
     for parameter in parameters:
         if parameter.requires_grad and parameter.nbytes >= _LEAST_BYTES:

@@ -15,10 +15,8 @@ MASKED: Final = -100
 def label_count(inputs: Any, counted_labels: CountedLabels) -> float:
     """Return the number of labels in a micro-batch over which the model averages its loss.
 
-    Args:
-        inputs: Keyword arguments of the model, with `labels` of shape (samples, ..., tokens).
-        counted_labels: Labels that count; `shifted` leaves out the first label of each sample, because a token is
-            predicted from the tokens before it.
+    `inputs` are keyword arguments of the model, with `labels` of shape (samples, ..., tokens). If `counted_labels` is
+    `shifted`, the first label of each sample does not count, because a token is predicted from the tokens before it.
 
     Raises:
         UsageError: The labels are on the meta device and have no values.

@@ -12,12 +12,7 @@ from torch import Tensor
 
 
 def meta_tensor_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor on the meta device with the memory layout in which `tensor` is sent.
-
-    Args:
-        tensor: Tensor that is sent.
-        shape: Shape of the result; by default the shape of `tensor`.
-    """
+    """Return a tensor on the meta device in the memory layout in which `tensor` is sent, by default with its shape."""
     return torch.empty_permuted(
         tensor.shape if shape is None else tuple(shape),
         _order(tensor),

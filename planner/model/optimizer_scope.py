@@ -186,7 +186,7 @@ class _Comparison:
         )
 
     def take_numbers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy options (such as learning rates) and step counts from an optimizer with the same groups to all."""
+        """Copy numbers, such as learning rates and step counts, from a run's optimizer to those of small parameters."""
         for parameters in (self._together, *self._apart):
             parameters.take_numbers(optimizer)
 

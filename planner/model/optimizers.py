@@ -22,11 +22,7 @@ OPTIMIZERS: dict[str, Builder] = {
 
 
 def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tuple[Builder, str]:
-    """Return a function that builds the optimizer, and its name for messages.
-
-    Args:
-        user_builder: The user's `build_optimizer`, which has precedence; or None.
-        name: Key of `OPTIMIZERS`.
+    """Return a function that builds the optimizer, and its name: the user's `build_optimizer`, else that of `name`.
 
     Raises:
         UsageError: There is no optimizer of that name.
@@ -70,10 +66,7 @@ class WholeModelOptimizer:
         self._placeholders = [_placeholder(parameter) for parameter in self._parameters]
 
     def build_for(self, present: Iterable[tuple[Tensor, Tensor]]) -> torch.optim.Optimizer:
-        """Return a new optimizer for the parameters of this process.
-
-        Args:
-            present: Pairs of a parameter of the model and the tensor to optimize in its place.
+        """Return a new optimizer for `present`: pairs of a parameter of the model and the tensor to optimize instead.
 
         Raises:
             ModelError: The builder gave the optimizer tensors that are no parameters of the model.

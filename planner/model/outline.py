@@ -117,9 +117,7 @@ class ModelOutline:
     def batch_size_of(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> int:
         """Return the number of samples in a batch, computed from the shapes of some of its tensors.
 
-        Args:
-            indices: Indices of tensors in `Recording.values`.
-            tensors: The same tensors in the batch.
+        `indices` are the indices of these tensors in `Recording.values`.
         """
         for index, tensor in zip(indices, tensors, strict=True):
             # Only a dimension that grows with the batch determines the size; those of a common mask are constant.

@@ -26,12 +26,7 @@ def hidden_process_group() -> Iterator[None]:
 
 
 def hide_process_group_in_step(optimizer: torch.optim.Optimizer, before: Callable[[], None] | None = None) -> None:
-    """Hide the process group in every `step()` of an optimizer.
-
-    Args:
-        optimizer: The optimizer.
-        before: Function to call before each step, in which the process group is hidden, too.
-    """
+    """Hide the process group in every `step()` of an optimizer, and in `before`, which is called before each step."""
     step = optimizer.step
 
     @wraps(step)

@@ -10,8 +10,8 @@ values themselves. Each value becomes a number, which is identified by its path:
 
 The search follows containers, objects of user-defined classes, modules in plain attributes, closures, defaults and
 attributes of functions, class attributes, attributes of tensors, local variables of generator functions, and schedules
-of learning rates. A small tensor becomes a number as well (`TENSOR`), but counts only if it
-exists before the first forward (`without_leftover_tensors`). Other tensors may be results that a forward left behind.
+of learning rates. A small tensor becomes a number as well (`TENSOR`), but counts only if it exists before the first
+forward (`without_leftover_tensors`). Other tensors may be results that a forward left behind.
 """
 
 import functools
@@ -95,7 +95,7 @@ def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict
 
 
 def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Remove entries for tensors, except those whose names are in `kept`."""
+    """Return `numbers` without those that represent tensors, except the names in `kept`."""
     return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
 
 

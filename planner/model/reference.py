@@ -95,9 +95,9 @@ def train_reference(
 ) -> list[float]:
     """Train the model in a plain loop and write its states to `folder`.
 
-    The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`. After `options.steps` steps
-    follow late steps. The loop ends before a late step in which the loss is not finite or the model raises an error,
-    because the user's own data may not cause that.
+    The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`. Late steps follow after
+    `options.steps` steps. The loop ends before a late step in which the loss is not finite or the model raises an
+    error, because the user's own data may not cause that.
 
     Args:
         loaded: The model.

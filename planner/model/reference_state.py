@@ -36,11 +36,7 @@ class ReferenceState:
         return replace(self, tensors={n: None if t is None else sampled_values(t) for n, t in self.tensors.items()})
 
     def use_as_parameters(self, named: Mapping[str, Tensor]) -> None:
-        """Use the tensors of this state, loaded from a file, as memory of parameters.
-
-        Args:
-            named: Parameters by name. Writes into them do not change the file.
-        """
+        """Use this state's tensors, loaded from a file, as memory of parameters. Writes do not change the file."""
         for name, parameter in named.items():
             values = self.tensors[f"parameter:{name}"]
             assert values is not None
@@ -60,12 +56,7 @@ class ReferenceState:
 
 
 def wait_for_state(folder: Path, name: str) -> bool:
-    """Wait until the reference training has written a state; return False if it ended without it.
-
-    Args:
-        folder: Folder of the reference's states.
-        name: Name of the state.
-    """
+    """Wait until the reference training has written the state `name`; return False if it ended without it."""
     path, end = folder / name, folder / END
     while not path.exists():
         if end.exists():
@@ -152,14 +143,9 @@ def _numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor | None], dict[str, dict[str, float]]]:
-    """Return an optimizer's state, and the numeric options of its parameter groups.
+    """Return an optimizer's state for `named` parameters, and the numeric options of each parameter's group.
 
-    Args:
-        optimizer: The optimizer.
-        named: Parameters by name.
-
-    Returns:
-        State as tensors, by `optimizer:PARAMETER:KEY`; and, for each parameter, the numeric options of its group.
+    The state consists of tensors, by `optimizer:PARAMETER:KEY`.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in named.items():

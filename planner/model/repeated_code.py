@@ -14,7 +14,7 @@ from planner.model.recording import Call, Recording
 
 
 class RepeatedCode:
-    """Rules that tell which code runs both before a cut and again in the stage after it."""
+    """Rules that determine which code runs before a cut and again in the stage after it."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

@@ -35,12 +35,9 @@ class SkippedModule:
 
 
 def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
-    """Return the indices of layers that can be skipped.
+    """Return the indices of layers that can be skipped, given a key for each layer that is the same for equal layers.
 
-    Where a group of layers repeats, all its copies except two can be skipped.
-
-    Args:
-        keys: Key of each layer; equal layers have equal keys.
+    If a group of layers repeats, all its copies except two can be skipped.
     """
     dropped: list[int] = []
     first = 0

@@ -25,11 +25,7 @@ def modules_in(recording: Recording, span: Span) -> tuple[str, ...]:
 def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """Return a name for every layer: the path of its module with the most parameters.
 
-    The second layer with the same name gets the suffix `#2`.
-
-    Args:
-        model: The model.
-        modules: For each layer, the paths of its modules (`modules_in`).
+    The second layer with the same name gets the suffix `#2`. `modules` are the paths of each layer's modules.
     """
     by_path = dict(model.named_modules(remove_duplicate=False))
     counts: dict[str, int] = {}
@@ -73,7 +69,7 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
 
 
 def repeated_reads_and_writes(cuts: PossibleCuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
-    """Return the tensors that code reads and writes which runs both before and after a cut.
+    """Return the tensors that repeated code reads and writes: code before a cut that runs again after it.
 
     Returns:
         Names of the parameters and buffers that it reads, and numbers of the storages that it writes.

@@ -105,14 +105,9 @@ class SplitBackward:
         return self._mode
 
     def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> DeferredUses:
-        """Run pass I: compute all gradients except deferred weight gradients.
+        """Run pass I: compute all gradients except deferred weight gradients, which are returned for `backward_weight`.
 
-        Args:
-            outputs: Outputs of a forward that ran in `splitting`.
-            gradients: Gradients of the outputs.
-
-        Returns:
-            Deferred weight gradients, for `backward_weight`.
+        The forward that computed `outputs` ran in `splitting`.
         """
         collected: DeferredUses = []
         self.collected = collected

@@ -112,7 +112,7 @@ class ModelStage(nn.Module):
 
     @property
     def tensors_of_repeated_code(self) -> list[Tensor]:
-        """Parameters and buffers that code of earlier layers reads which runs again in this stage."""
+        """Parameters and buffers that code of earlier layers reads when it runs again in this stage."""
         return [tensor_named(self._part.model, name) for name in self._part.repeated]
 
     @property

@@ -63,7 +63,7 @@ class StandInFactory:
         self._device = device if self._with_ghosts else torch.device("cpu")
 
     def missing_result(self, value: int) -> Tensor:
-        """Return a stand-in for the result of an earlier call that is not sent to the stage."""
+        """Return a stand-in for `Recording.values[value]`, a result of an earlier call that the stage does not get."""
         recording = self._part.outline.recording
         storage, meta = recording.values[value]
         shape = self._part.outline.shape_of(value, self._size)

@@ -74,11 +74,9 @@ class StateOwner:
 
 
 def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
-    """Return the modules that own the state of some layers, each module once.
+    """Return the modules that own the state of some layers (pairs of a name and a module), each module once.
 
-    Args:
-        layers: Pairs of a layer's name and its module. For a `ModelStage`, the modules of the model that own its
-            tensors are returned.
+    For a `ModelStage`, these are the modules of the model that own its tensors.
     """
     by_module: dict[nn.Module, StateOwner] = {}
     for name, layer in layers:

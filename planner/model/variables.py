@@ -32,9 +32,7 @@ _MOST_BYTES = 2**20
 def undo_changes(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
     """Restore module attributes and variables of the user's files when the `with` block ends.
 
-    Args:
-        model: The model.
-        loss_fn: Loss of the model, if the block runs it as well.
+    `loss_fn` is needed if the block runs the loss as well.
     """
     attributes = AttributeSnapshot(model.named_modules())
     variables = [_Variables.of(container) for container in _containers(model, loss_fn)]

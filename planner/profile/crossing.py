@@ -49,11 +49,7 @@ class LayerOutputs:
         self.end: Tensor | None = _End.apply(self._gradients, *carrying) if carrying else None  # type: ignore[no-untyped-call]
 
     def create_gradients(self, next_inputs: LayerInputs | None) -> None:
-        """Create the gradients of the outputs if they do not exist yet.
-
-        Args:
-            next_inputs: Inputs of the next layer, whose gradients provide the memory if possible, or None.
-        """
+        """Create missing gradients of the outputs, if possible in the memory of the gradients of `next_inputs`."""
         for n, (like, shape) in self._shapes.items() if not self._gradients else ():
             there = None if next_inputs is None else next_inputs.gradient_of(n)
             if there is not None and _is_like(there, like, shape) and storage_key(there) not in self._own_storages:

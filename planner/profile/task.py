@@ -52,22 +52,12 @@ class ProgressCounter:
             self._done += passes * size
 
     def begin(self, text: str, samples: int) -> None:
-        """Announce that a measurement starts while others run.
-
-        Args:
-            text: Text of the announcement.
-            samples: Number of samples in the measurement.
-        """
+        """Announce with `text` that a measurement of so many `samples` starts while others run."""
         self._total += samples
         self._progress(text, self._done, self._total)
 
     def end(self, text: str, samples: int) -> None:
-        """Announce the end of a measurement that `begin` announced.
-
-        Args:
-            text: Text of the announcement.
-            samples: Number of samples in the measurement.
-        """
+        """Announce with `text` the end of a measurement that `begin` announced."""
         self._done += samples
         self._progress(text, self._done, self._total)
 

@@ -3,8 +3,8 @@
 The backward is timed as a whole, and split into the passes I and W.
 
 All layers are timed once, then all a second time, and so on. If the machine slows down for a while, this affects all
-layers alike. This order also keeps data out of the cache that would not be there in training. For the
-same reason, the copies of a layer take turns: one alone would keep its parameters in the cache.
+layers alike. This order also keeps data out of the cache that would not be there in training. For the same reason,
+layers with equal operators take turns: if only one of them ran, its parameters would stay in the cache.
 """
 
 import gc
@@ -181,10 +181,7 @@ def split_backward_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def layers_exceeding_cache(units: Sequence[LayerToMeasure], digest: str) -> list[LayerToMeasure]:
-    """Return layers with the same digest, enough for their parameters to exceed the cache.
-
-    If the parameters of all such layers fit into the cache, all are returned.
-    """
+    """Return layers with this digest: so many that their parameters exceed the cache, or all if they fit in it."""
     equal = [unit for unit in units if unit.digest == digest]
     size = equal[0].parameter_bytes
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]

@@ -72,11 +72,9 @@ class LayerToMeasure:
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
     def run(self, values: Sequence[Any], received: MeasurementInput) -> list[Any]:
-        """Run the layer's forward and return its outputs as a flat list.
+        """Run the layer's forward on a flat list of inputs, and return a flat list of outputs.
 
-        Args:
-            values: Flat inputs, as `received.non_leaf_copies()` returns them.
-            received: Structure of the inputs, and targets of the loss.
+        `received` has the structure of the inputs and the targets of the loss.
         """
         with forward_context(self.precision, self.device), without_reentrant_checkpointing():
             output = self.module(tree_unflatten(list(values), received.spec))

@@ -87,10 +87,7 @@ class ConfigReader:
         return tuple(map(str, value)) if isinstance(value, list) and len(value) == count else ()
 
     def raise_if_invalid(self, source: str) -> None:
-        """Raise an error if a key that was read is missing or wrong.
-
-        Args:
-            source: Name of the file, for the message.
+        """Raise an error, with the file's name `source`, if a key that was read is missing or wrong.
 
         Raises:
             UsageError: Keys are missing or wrong.

@@ -12,7 +12,7 @@ from planner.profile.formula.shapes import Attention, Block, Experts, FeedForwar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How a model's layers are divided among devices, and which kernels run them."""
+    """Division of a model's layers among devices, and kernels that run them."""
 
     tensor_parallel: int = 1
     """Number of devices that share each layer (t)."""

@@ -157,11 +157,9 @@ class Experts:
     """True if a gate multiplies the result of the shared experts."""
 
     def matrix_products(self, hidden: int, capacity: float = 1.0) -> Iterator[MatrixProduct]:
-        """Yield the matrix products with weights: router, experts, shared experts.
+        """Yield the matrix products with weights: router, experts, shared experts; `hidden` is the model's width (h).
 
-        Args:
-            hidden: Width of the model (h).
-            capacity: Number of tokens per expert, divided by the number under an even distribution.
+        `capacity` is the number of tokens per expert, divided by the number under an even distribution.
         """
         yield MatrixProduct(inputs=hidden, outputs=(self.count,), bias=self.bias, split="none")
         own = MatrixProduct(
@@ -233,9 +231,7 @@ class Block:
     def num_unsplit_parameters(self, hidden: int, norm_parameters: int) -> int:
         """Return the number of parameters, except biases, that tensor parallelism does not split.
 
-        Args:
-            hidden: Width of the model (h).
-            norm_parameters: Number of parameters per channel in a normalization.
+        A normalization has `norm_parameters` per channel, and `hidden` channels (h).
         """
         # A block that predicts a further token has three more normalizations: of its two inputs and of its result.
         norms = self.norms + self.post_norms + (3 if self.kind == "mtp" else 0)
