@@ -4,14 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property, partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from planner.core.schedule import schedule_of
-from planner.core.values.plan import Recompute
 from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
 from planner.executor.build.initial_values import equalize_copies, supports_equalize_copies
 from planner.executor.job import RankJob
@@ -133,15 +131,21 @@ class ProcessStages:
             return chain_shapes(self._chain, inputs, precision=self._job.balance.dtype, device=self._job.device)
 
     def _module(self, shapes: ChainShapes, index: int, layers: StageRange, built: Sequence[Layer]) -> StageModule:
-        stage, is_last = self._job.balance.stages[index], index == self._job.place.num_stages - 1
-        module = make_stage_module(
+        stage, (first, end, _) = self._job.balance.stages[index], layers
+        is_last, sent = index == self._job.place.num_stages - 1, shapes.boundaries[end]
+        recomputed = [stage.layers.index(name) for name in stage.recomputed]
+        module = StageModule(
             built,
-            layers,
-            shapes,
+            received=shapes.boundaries[first],
+            sent=None if is_last else sent,
             recompute=stage.recompute,
-            recomputed=[stage.layers.index(name) for name in stage.recomputed],
             micro_batches=self._job.balance.micro_batches,
             loss_fn=self._model.loss_fn if is_last else None,
+            # A first layer that is recomputed copies its input itself, and keeps the received tensor.
+            copies_input=shapes.stage_writes_input(first, end) and 0 not in recomputed,
+            carries=() if is_last else [tensor.requires_grad for tensor in sent.tensors],
+            recomputed={n: shapes.recomputed_layer(first + n, end) for n in recomputed},
+            first_layer=first,
             statistics=self.statistics,
         )
         module.timed_recomputation = partial(self.recorder.timed_recomputation, stage=index)
@@ -181,47 +185,3 @@ class ProcessStages:
             activity=job.activity,
             check_nan=job.check_nan,
         )
-
-
-def make_stage_module(
-    built: Sequence[Layer],
-    layers: StageRange,
-    shapes: ChainShapes,
-    *,
-    recompute: Recompute,
-    recomputed: Sequence[int] = (),
-    micro_batches: int,
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-    statistics: BatchStatistics,
-) -> StageModule:
-    """Return the module that runs a stage.
-
-    Args:
-        built: Layers of the stage, with their values.
-        layers: Range of the stage in the chain.
-        shapes: Boundary tensors of the chain.
-        recompute: Recompute choice of the stage.
-        recomputed: Indices, within the stage, of the layers that are recomputed one by one.
-        micro_batches: Number of micro-batches (M).
-        loss_fn: Loss function on the last stage; None on other stages.
-        statistics: Batch normalization statistics for all stages of this process.
-
-    Raises:
-        ModelError: A layer cannot be trained in micro-batches.
-    """
-    first, end = layers.first, layers.end
-    behind = shapes.boundaries[end]
-    return StageModule(
-        built,
-        received=shapes.boundaries[first],
-        sent=behind if loss_fn is None else None,
-        recompute=recompute,
-        micro_batches=micro_batches,
-        loss_fn=loss_fn,
-        # A first layer that is recomputed copies its input itself, and keeps the received tensor.
-        copies_input=shapes.stage_writes_input(first, end) and 0 not in recomputed,
-        carries=() if loss_fn is not None else [tensor.requires_grad for tensor in behind.tensors],
-        recomputed={n: shapes.recomputed_layer(first + n, end) for n in recomputed},
-        first_layer=first,
-        statistics=statistics,
-    )

@@ -2,7 +2,7 @@
 
 import contextlib
 import shlex
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from planner.model.module_tensors import (
     named_tensors,
     replace_tensors,
 )
+from planner.model.outline import ModelOutline
 from planner.model.precision import convert_in_place
 from planner.model.seeding import preserve_torch_generators
 
@@ -138,24 +139,27 @@ def build_stages(
     Returns:
         Layers of each stage.
     """
+    outline = chain.outline
 
     def wanted(model: nn.Module) -> list[Tensor]:
-        if chain.outline is None:
+        if outline is None:
             layers = loaded.chain(model).layers
             return _reachable_tensors([layer.module for s in stages for layer in layers[s.first : s.end]])
-        held = _needed_tensors(chain, model, stages)
-        return [*held, *other_reachable_tensors([model], held)]
+        needed = _needed_tensors(outline, model, stages)
+        return [*needed, *other_reachable_tensors([model], needed)]
 
     model = _build_only_wanted(loaded, wanted, seed)
     model = convert_in_place(model, loaded.precision)
-    if chain.outline is not None:
-        held = {id(tensor) for tensor in _needed_tensors(chain, model, stages)}
-        _move_in_place(other_reachable_tensors([model], _needed_tensors(chain, model, stages)), device)
-        keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in held else None, device)
-        move_attribute_tensors(model, lambda tensor: _moved_or_placeholder(tensor, held, device))
-    built = [chain_of_instance(chain, loaded, each) for each in _instances_for_stages(model, chain, len(stages))]
-    layers = [stage.layers_of(own) for stage, own in zip(stages, built, strict=True)]
-    if chain.outline is None:
+    if outline is not None:
+        needed = _needed_tensors(outline, model, stages)
+        needed_ids = {id(tensor) for tensor in needed}
+        _move_in_place(other_reachable_tensors([model], needed), device)
+        keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in needed_ids else None, device)
+        move_attribute_tensors(model, lambda tensor: _moved_or_placeholder(tensor, needed_ids, device))
+    instances = _instances_for_stages(model, chain, len(stages))
+    chains = [loaded.chain(own) if outline is None else chain_from_outline(outline, own) for own in instances]
+    layers = [stage.layers_of(own) for stage, own in zip(stages, chains, strict=True)]
+    if outline is None:
         # Move all layers at once, so that layers that share a tensor still share it.
         together = nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
         _move_in_place(other_reachable_tensors(together, together.parameters()), device)
@@ -173,31 +177,6 @@ def _build_only_wanted(loaded: LoadedModel, wanted: Callable[[nn.Module], list[T
     return model
 
 
-def chain_of_instance(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Chain:
-    """Return the chain of another instance of a model whose chain is known.
-
-    Args:
-        chain: Chain of one instance.
-        loaded: Loaded model file.
-        model: Another instance of the model.
-    """
-    return loaded.chain(model) if chain.outline is None else chain_from_outline(chain.outline, model)
-
-
-def tensor_names_of_layers(chain: Chain, first: int, end: int) -> frozenset[str]:
-    """Return the names of the parameters and buffers that a range of layers needs.
-
-    Args:
-        chain: Chain that contains the layers.
-        first: Index of the first layer.
-        end: Index after the last layer.
-    """
-    if chain.outline is not None:
-        return frozenset[str]().union(*chain.outline.model_tensors[first:end])
-    prefixes = tuple(f"{layer.name}." for layer in chain.layers[first:end])
-    return frozenset(name for name, _ in named_tensors(chain.model) if name.startswith(prefixes))
-
-
 def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device: torch.device) -> None:
     """Replace each parameter and buffer of a model by `keep(tensor)`, or by a placeholder without memory.
 
@@ -208,15 +187,16 @@ def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device:
     """
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
 
-    def other(tensor: Tensor) -> Tensor:
-        instead = keep(tensor)
-        return ghost_like(tensor, device, names[id(tensor)]) if instead is None else instead
+    def kept_or_placeholder(tensor: Tensor) -> Tensor:
+        kept = keep(tensor)
+        return ghost_like(tensor, device, names[id(tensor)]) if kept is None else kept
 
-    replace_tensors(model, other)
+    replace_tensors(model, kept_or_placeholder)
 
 
-def _needed_tensors(chain: Chain, model: nn.Module, stages: Sequence[StageRange]) -> list[Tensor]:
-    names = frozenset[str]().union(*(tensor_names_of_layers(chain, stage.first, stage.end) for stage in stages))
+def _needed_tensors(outline: ModelOutline, model: nn.Module, stages: Sequence[StageRange]) -> list[Tensor]:
+    needed = (names for stage in stages for names in outline.model_tensors[stage.first : stage.end])
+    names = frozenset[str]().union(*needed)
     return [tensor for name, tensor in named_tensors(model) if name in names]
 
 
@@ -242,8 +222,8 @@ def accumulated_leaf_ids(tensors: Iterable[Tensor]) -> set[int]:
     return leaves
 
 
-def _moved_or_placeholder(tensor: Tensor, held_ids: Collection[int], device: torch.device) -> Tensor:
-    if tensor.is_leaf or accumulated_leaf_ids([tensor]) <= set(held_ids):
+def _moved_or_placeholder(tensor: Tensor, available_ids: set[int], device: torch.device) -> Tensor:
+    if tensor.is_leaf or accumulated_leaf_ids([tensor]) <= available_ids:
         return tensor.to(device)
     return ghost_like(tensor, device, "a tensor computed from parameters of another stage")
 

@@ -13,9 +13,10 @@ recomputation, the check reports the difference, and keeps the cuts.
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -43,18 +44,8 @@ from planner.model.reference import ReferenceOptions, train_reference
 from planner.model.reference_state import ReferenceState
 from planner.model.seeding import seed_process
 
-
-class _Attempt(NamedTuple):
-    micro_batch_size: int
-    lean: bool
-    """True if parameters of a shortened model have random values, not those of the user's code."""
-
-
-_ATTEMPTS = (_Attempt(2, True), _Attempt(1, True), _Attempt(2, False), _Attempt(1, False))
-"""Attempts in order. Two samples are tried first, because with one sample a contrastive loss has no gradient."""
-
-_ATTEMPTS_OF_LARGE = (_Attempt(1, True), _Attempt(2, True), _Attempt(1, False), _Attempt(2, False))
-"""Attempts for large models. One sample is tried first, because its activations take half of the memory."""
+_MOST_ATTEMPTS = 4
+"""Number of attempts in `_first_successful_attempt`. Each needs a new process that trains the reference."""
 
 
 class EquivalenceResult(NamedTuple):
@@ -231,14 +222,14 @@ def _run_round_in_child(request: CheckRequest, progress: Callable[[str], None]) 
 
 def _run_round(request: CheckRequest, folder: Path, connection: Connection) -> RoundResult:
     # Fork the references before any code of the model runs here, so that module-level state is as in a new process.
-    folders = [folder / str(number) for number in range(len(_ATTEMPTS))]
-    works = [partial(_train_reference_on_request, request.loaded, each) for each in folders]
-    waiting = [ChildProcess(work, limit_s=request.time_limit_s) for work in works]
+    prepared: dict[Path, ChildProcess] = {}
+    for each in (folder / str(attempt) for attempt in range(_MOST_ATTEMPTS)):
+        work = partial(_train_reference_on_request, request.loaded, each)
+        prepared[each] = ChildProcess(work, limit_s=request.time_limit_s)
     try:
-        prepared = list(zip(folders, waiting, strict=True))
         return _first_successful_attempt(request, prepared, lambda text: connection.send(("progress", text)))
     finally:
-        for child in waiting:
+        for child in prepared.values():
             child.end()
 
 
@@ -251,7 +242,7 @@ def _train_reference_on_request(loaded: LoadedModel, folder: Path, connection: C
 
 
 def _first_successful_attempt(
-    request: CheckRequest, prepared: Sequence[tuple[Path, ChildProcess]], progress: Callable[[str], None]
+    request: CheckRequest, prepared: Mapping[Path, ChildProcess], progress: Callable[[str], None]
 ) -> RoundResult:
     progress("finding the layers")
     chain = build_structure(request.loaded)
@@ -260,19 +251,24 @@ def _first_successful_attempt(
     first: ChildError | None = None
     has_other_values = True
     blind: RoundResult | None = None
-    attempts = _ATTEMPTS_OF_LARGE if is_large_model(chain) else _ATTEMPTS
-    for attempt, (folder, child) in zip(attempts, prepared, strict=True):
-        if not attempt.lean and not has_other_values:
+    # With one sample, a contrastive loss has no gradient. The activations of two samples take twice the memory.
+    sizes = (1, 2) if is_large_model(chain) else (2, 1)
+    # First let parameters of a shortened model have random values, then those of the user's code.
+    attempts = product((True, False), sizes)
+    for (lean, size), (folder, child) in zip(attempts, prepared.items(), strict=True):
+        if not lean and not has_other_values:
             break
         try:
-            subject = CheckedModel.choose(request, chain, attempt.micro_batch_size, lean=attempt.lean)
+            subject = CheckedModel.choose(request, chain, size, lean=lean)
             has_other_values = subject.has_other_values
-            found = EquivalenceRound.start(request, subject, folder, child, progress=progress).compare()
+            found = EquivalenceRound(
+                request=request, subject=subject, folder=folder, child=child, progress=progress
+            ).compare()
         except ChildError as error:  # batch normalization, for example, needs two samples
             first = first or error
             continue
         gradient = ReferenceState.load(folder / "gradients-0").largest_gradient
-        if attempt.micro_batch_size == 1 and not gradient and blind is None:
+        if size == 1 and not gradient and blind is None:
             blind = found
             continue
         if not found.wrong and request.ends is None:

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from planner.core.errors import ModelError
-from planner.core.values.proof import Proof
 from planner.device.kinds import DEVICE_KINDS
 from planner.executor.equivalence.check import EquivalenceResult, check_equivalence
 from planner.executor.equivalence.isolation import ChildError, ChildProcess, run_and_exit
@@ -30,22 +29,13 @@ _NOT_SENT = "the model object cannot be sent to another process for the equivale
 _HINT = 'give the path of a model file instead; `proof_budget="0s"` skips the check'
 
 
-class _Finding(NamedTuple):
-    """The parts of an `EquivalenceResult` that can be sent to another process."""
-
-    uncut: tuple[str, ...]
-    proof: Proof
-    warnings: tuple[str, ...]
-    is_failure: bool
-
-
 def check_loaded(
     loaded: LoadedModel,
     load: Callable[[], LoadedModel],
     progress: Callable[[str], None] = lambda _text: None,
     **options: Any,
 ) -> EquivalenceResult:
-    """Compare a model's stages with a plain loop (`check_equivalence`), in a new process if a GPU is visible.
+    """Compare the stages of a model with a plain training loop. If a GPU is visible, use a new process.
 
     Args:
         loaded: The model.
@@ -64,12 +54,12 @@ def check_loaded(
     process = _NewProcess()
     try:
         process.send((load, options))
-        finding: _Finding = process.result(progress)
+        uncut, *others = process.result(progress)
     except ChildError as error:
         raise error.as_model_error() from None
     finally:
         process.end()
-    return EquivalenceResult(replace(loaded, uncut=finding.uncut), *finding[1:])
+    return EquivalenceResult(replace(loaded, uncut=uncut), *others)
 
 
 class _NewProcess(ChildProcess):
@@ -103,13 +93,13 @@ class _NewProcess(ChildProcess):
 
 def main() -> None:
     """Receive a check over the connection whose file descriptor is the first argument, run it, and send its result."""
-    run_and_exit(_finding, Connection(int(sys.argv[1])), _LONGEST_S)
+    run_and_exit(_check, Connection(int(sys.argv[1])), _LONGEST_S)
 
 
-def _finding(connection: Connection) -> _Finding:
+def _check(connection: Connection) -> tuple[Any, ...]:
     try:
         load, options = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)  # from the parent process
     except Exception as error:
         raise ModelError(_NOT_SENT.format(error=error), hint=_HINT) from error
     checked = check_equivalence(load(), progress=lambda text: connection.send(("progress", text)), **options)
-    return _Finding(checked.loaded.uncut, checked.proof, checked.warnings, checked.is_failure)
+    return checked.loaded.uncut, *checked[1:]  # the model itself cannot be sent

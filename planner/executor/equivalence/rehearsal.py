@@ -179,15 +179,7 @@ def _ignore(_index: int, _forward: int) -> None:
 
 
 class _SharedValues:
-    """Module-level values of the user's files.
-
-    All layers share these values in a plain loop, but stages do not.
-
-    Args:
-        loaded: Loaded model file.
-        model: Instance of the model, whose classes name the files.
-        modules: Layers, or stages that run parts of the model's `forward`.
-    """
+    """Module-level values of the user's files. In a plain loop, all layers share these values; stages do not."""
 
     def __init__(self, loaded: LoadedModel, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         self._find = partial(numbers_in_user_files, model, loaded.loss_fn)
@@ -196,13 +188,9 @@ class _SharedValues:
         self._at_start = self._values = self._find()
 
     def check(self, index: int, forward: int) -> None:
-        """Refuse a layer that has changed a value which another layer reads.
+        """Refuse a layer that changed a value which another layer reads.
 
-        The first forward may change values, to fill a cache.
-
-        Args:
-            index: Index of the layer that has just run.
-            forward: Index of the current forward.
+        Layer `index` has just run in forward `forward`. The first forward may change values, to fill a cache.
         """
         before, self._values = self._values, self._find()
         after = without_leftover_tensors(self._values, self._at_start)

@@ -26,10 +26,9 @@ from planner.executor.equivalence.differences import (
     largest_unexplained_difference,
     rounding_perturbation,
 )
-from planner.executor.equivalence.isolation import ChildError, ChildProcess, return_freed_blocks_to_system
+from planner.executor.equivalence.isolation import ChildError, ChildProcess
 from planner.executor.equivalence.stages import PipelineTrial, run_rank
 from planner.executor.equivalence.subject import CheckedModel, CheckRequest
-from planner.model.load import LoadedModel
 from planner.model.reference import ReferenceOptions, Shake, train_reference
 from planner.model.reference_state import ReferenceState
 
@@ -83,37 +82,17 @@ class EquivalenceRound:
     folder: Path
     """Folder of the reference's states."""
     child: ChildProcess
-    """Process of the reference."""
+    """Process of the reference, which waits for the options of its training."""
     progress: Callable[[str], None]
-
-    @classmethod
-    def start(
-        cls,
-        request: CheckRequest,
-        subject: CheckedModel,
-        folder: Path,
-        child: ChildProcess,
-        *,
-        progress: Callable[[str], None],
-    ) -> "EquivalenceRound":
-        """Start the training of the reference, and return the round.
-
-        Args:
-            request: Model, cuts and time limit of the check.
-            subject: Model to train.
-            folder: Folder of the reference's states.
-            child: Process of the reference, which waits for its options.
-            progress: Function that is called with a text about the current activity.
-        """
-        child.connection.send(subject.options)
-        progress("training the reference")
-        if subject.one_by_one:
-            _wait_for_reference(child)
-            child.end()
-        return cls(request=request, subject=subject, folder=folder, child=child, progress=progress)
+    """Function that is called with a text about the current activity."""
 
     def compare(self) -> RoundResult:
-        """Compare as many cuts as the time limit allows, and return the result."""
+        """Train the reference, compare as many cuts as the time limit allows, and return the result."""
+        self.child.connection.send(self.subject.options)
+        self.progress("training the reference")
+        if self.subject.one_by_one:
+            _wait_for_reference(self.child)
+            self.child.end()
         ends, shown = self.request.ends, self.subject.compared_cuts
         num_layers = len(self.subject.whole.layers)
         wanted = list(shown.values() if ends is None else (end for end in ends if end < num_layers))
@@ -206,15 +185,13 @@ class EquivalenceRound:
             Differences of each rank, and a text on the largest difference that is not a rounding error. The text is
             empty if there is none.
         """
-        balance = _balance(self.subject, cuts, recompute)
-        limit_s = self.request.time_limit_s
         trial = PipelineTrial(
             loaded=self.subject.loaded,
             chain=self.subject.chain,
-            balance=balance,
+            balance=_balance(self.subject, cuts, recompute),
             options=self.subject.options,
             reference=self.folder,
-            limit_s=limit_s,
+            limit_s=self.request.time_limit_s,
         )
         try:
             found = self._run_ranks(trial)
@@ -235,7 +212,7 @@ class EquivalenceRound:
     def _run_ranks(self, trial: PipelineTrial) -> list[Differences]:
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
         ranks = range(trial.balance.num_processes)
-        children = [ChildProcess(partial(_run_rank, trial, rank, rendezvous), limit_s=trial.limit_s) for rank in ranks]
+        children = [ChildProcess(partial(run_rank, trial, rank, rendezvous), limit_s=trial.limit_s) for rank in ranks]
         try:
             return self._results_of_ranks(children)
         finally:
@@ -286,9 +263,9 @@ class EquivalenceRound:
 
     def _train_another_reference(self, options: ReferenceOptions, shake: Shake | None) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
+        loaded = self.request.loaded
         child = ChildProcess(
-            partial(_train_apart, self.request.loaded, options, folder=folder, shake=shake),
-            limit_s=self.request.time_limit_s,
+            lambda _connection: train_reference(loaded, options, folder, shake), limit_s=self.request.time_limit_s
         )
         try:
             child.result()
@@ -320,18 +297,6 @@ class _GroupResult(NamedTuple):
     @property
     def relative(self) -> dict[str, float]:
         return _merged_differences(self.found)
-
-
-def _run_rank(trial: PipelineTrial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
-    if not trial.options.updates:
-        return_freed_blocks_to_system()
-    return run_rank(trial, rank, rendezvous)
-
-
-def _train_apart(
-    loaded: LoadedModel, options: ReferenceOptions, _connection: Connection, *, folder: Path, shake: Shake | None
-) -> None:
-    train_reference(loaded, options, folder, shake)
 
 
 def _balance(subject: CheckedModel, cuts: Sequence[int], recompute: Recompute) -> Balance:

@@ -12,6 +12,7 @@ import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from planner.executor.equivalence.differences import (
     compare_update,
     digest_of_values,
 )
+from planner.executor.equivalence.isolation import return_freed_blocks_to_system
 from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
 from planner.model.ghosts import updating_parameters
@@ -64,8 +66,8 @@ class PipelineTrial:
     limit_s: float
 
 
-def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path) -> Differences:
-    """Train the stages of one rank, and compare them with the reference.
+def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
+    """Train the stages of one rank, and return their differences from the reference.
 
     The process must run nothing else.
 
@@ -73,10 +75,9 @@ def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path) -> Differences:
         trial: Pipeline to train.
         rank: Rank of this process.
         rendezvous: File through which the ranks find each other.
-
-    Returns:
-        Differences of this rank from the reference.
     """
+    if not trial.options.updates:  # the model barely fits in memory
+        return_freed_blocks_to_system()
     world = trial.balance.num_processes
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     store = dist.FileStore(str(rendezvous), world)  # type: ignore[attr-defined]  # torch lists not all that is public
