@@ -7,6 +7,7 @@ step as the peak (`planner.core.cost.peak_points`), so the highest value is the 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 from typing import Final, NamedTuple, cast
 
 import numpy as np
@@ -226,3 +227,26 @@ def _levels(computing: Sequence[Span], device_bytes: _DeviceBytes, peak: int) ->
         if next_us > span.end_us:
             yield MemoryLevel(span.end_us, min(peak, device_bytes.after[n]))
     yield MemoryLevel(computing[-1].end_us, min(peak, device_bytes.optimizer_step))
+
+
+def memory_over_time(step: StepTimeline, *, columns: int, end_us: float) -> list[list[int]]:
+    """Return each device's highest memory in bytes, in each of `columns` equal intervals of time.
+
+    Args:
+        step: The step.
+        columns: Number of intervals from 0 to `end_us`.
+        end_us: End of the last interval in microseconds, above 0.
+    """
+    return [_highest(levels, columns, end_us) for levels in step.memory]
+
+
+def _highest(levels: Sequence[MemoryLevel], columns: int, end_us: float) -> list[int]:
+    highest = [0] * columns
+    ends = [*(after.start_us for _, after in pairwise(levels)), end_us]
+    for level, until_us in zip(levels, ends, strict=True):
+        # A level without duration still counts in its interval.
+        first = int(level.start_us / end_us * columns)
+        last = max(first + 1, ceil(min(until_us, end_us) / end_us * columns - 1e-9))
+        for column in range(first, min(last, columns)):
+            highest[column] = max(highest[column], level.bytes)
+    return highest

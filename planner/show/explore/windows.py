@@ -19,20 +19,23 @@ _FLOWS = ("F", "B")
 
 
 class StageRows(NamedTuple):
-    """Stages with their first layer, end, and device speed; sorted arrays of equal length."""
+    """Stages with their layers and device speeds, as sorted arrays of equal length."""
 
     speed: IntArray
     """Index into `DeviceGroup.speeds`."""
     first: IntArray
+    """Index of the stage's first layer."""
     end: IntArray
+    """Index after the stage's last layer."""
 
 
 class CutRows(NamedTuple):
-    """Cuts of the chain, each with a link that may carry its tensors; sorted arrays of equal length."""
+    """Cuts of the chain, each with a link that may carry its tensors, as sorted arrays of equal length."""
 
     link: IntArray
     """Index into `DeviceGroup.links`."""
     cut: IntArray
+    """Number of layers before the cut."""
 
 
 class DeviceGroup:
@@ -72,13 +75,7 @@ class StageLayout:
 
     @classmethod
     def of(cls, pipeline: DeviceGroup, chunks: int, placement: Placement) -> "StageLayout":
-        """Return the layout of `chunks` stages on each device.
-
-        Args:
-            pipeline: Devices and links of the pipeline.
-            chunks: Number of stages per device.
-            placement: Placement of the stages on the devices.
-        """
+        """Return the layout of `chunks` stages on each device of the pipeline."""
         num_devices = pipeline.num_devices
         devices = tuple(device_of(stage, num_devices, placement) for stage in range(num_devices * chunks))
         return cls(
@@ -96,9 +93,9 @@ class StageLayout:
     def json_data(self) -> dict[str, object]:
         """Return the dependencies and messages of every action, for the page's JSON data.
 
-        The action of a kind and a stage has the index 4 * stage + kind. A message is encoded as flow * S + stage, with
-        flow 0 for activations and 1 for gradients. A boundary is encoded as the index of the stage before it. -1 stands
-        for no message or boundary.
+        The action of a kind and a stage has the index 4 * stage + kind. A message is encoded as stage for activations,
+        and as S + stage for gradients, with the number of stages S. A boundary is encoded as the index of the stage
+        before it. -1 stands for no message or boundary.
         """
         every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
         makes = [
@@ -174,13 +171,10 @@ def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
 
 
 def run_length_encode(*columns: IntArray) -> list[int]:
-    """Encode sorted rows by runs in which only the last number grows, by 1 from row to row.
+    """Encode rows as runs. In a run, the last number grows by 1 from row to row, and the other numbers are equal.
 
-    Args:
-        columns: Columns of the rows.
-
-    Returns:
-        A flat list: for each run, its first row and the last number of its last row.
+    The rows, given by their `columns`, must be sorted. The result is a flat list: for each run, its first row and the
+    last number of its last row.
     """
     rows = np.stack(columns, axis=1)
     is_next = (np.diff(rows[:, :-1], axis=0) == 0).all(axis=1) & (np.diff(rows[:, -1]) == 1)

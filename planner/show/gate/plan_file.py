@@ -28,10 +28,7 @@ class PlanFile:
 
 
 def full_message(finding: Finding, verdict: Verdict) -> str:
-    """Return a finding's message, its hint, and changes with which the plan fits, a line each.
-
-    Formats with one text per finding use it.
-    """
+    """Return a finding's message, its hint, and changes with which the plan fits, a line each."""
     lines = [finding.message, finding.hint] if finding.hint else [finding.message]
     if finding.code == "GP101":
         lines += verdict.would_fit

@@ -29,7 +29,6 @@ _FEW = 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     style_class: str
-    """Style class."""
     words: str
     """Label in the legend."""
     of: Callable[[LayerProfile], float]
@@ -37,11 +36,9 @@ class _Part:
 
 
 def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
-    """Return charts and a table of the layers' times and bytes.
+    """Return charts and a table of the layers' times and bytes, with marks for the stages of `plan` if it is given.
 
-    Args:
-        profile: Profile with the layers; if None, the section says that it is missing.
-        plan: Plan whose stages are marked, or None.
+    If `profile` is None, the section says that the profile is missing.
     """
     if profile is None:
         body = remark("The profile, which has the layers, was not found: give it with --profile FILE.")

@@ -7,9 +7,8 @@ from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar_part, legend, remark, scroll_box
 from planner.show.markup import element, number
-from planner.show.step import StepTimeline
+from planner.show.step import StepTimeline, memory_over_time
 from planner.show.views.memory import DeviceMemory, component_title, device_memory, fullest_device, present_components
-from planner.show.views.memory_over_time import memory_over_time
 from planner.show.views.numbers import row_noun
 
 _ROOM_FOR_WORDS = 0.13

@@ -26,14 +26,13 @@ def layer_name_markup(name: str) -> str:
     return element("span", escape_text(name).replace(".", ".<wbr>"), class_="name")
 
 
-def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1, caption: str = "") -> str:
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1) -> str:
     """Return a table as markup: first columns with texts, then columns with numbers.
 
     Args:
         header: Titles of the columns.
         rows: Cells of each row, as markup.
         text: Number of columns with text, from the left.
-        caption: Caption; empty for none.
     """
 
     def cells(tag: str, row: Sequence[str]) -> str:
@@ -41,8 +40,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: in
 
     head = element("thead", element("tr", cells("th", [escape_text(name) for name in header])))
     body = element("tbody", *(element("tr", cells("td", row)) for row in rows))
-    title = element("caption", escape_text(caption)) if caption else ""
-    return element("div", element("table", title, head, body), class_="wide", tabindex="0", role="group")
+    return element("div", element("table", head, body), class_="wide", tabindex="0", role="group")
 
 
 def values_table(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None = None) -> str:
@@ -64,12 +62,7 @@ def _cells(column: Column, mark: str) -> list[str]:
 
 
 def scroll_box(content: str, label: str) -> str:
-    """Return a box of limited height that scrolls, also by keyboard. On paper it has its full height.
-
-    Args:
-        content: Markup in the box.
-        label: Name of the content, for screen readers.
-    """
+    """Return a box of limited height in which `content` (markup) scrolls. `label` is its name for screen readers."""
     return element("div", content, class_="tall", tabindex="0", role="group", aria_label=label)
 
 

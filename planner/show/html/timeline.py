@@ -18,11 +18,9 @@ _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
 
 
 def timeline_section(plan: Plan, step: StepTimeline | None) -> Section:
-    """Return the timeline: a canvas with controls, and a picture for browsers without scripts.
+    """Return the timeline of one step: a canvas with controls, and a picture for browsers without scripts.
 
-    Args:
-        plan: The plan.
-        step: One step of the plan; if None, the section says that the profile is missing.
+    If `step` is None, the section says that the profile is missing.
     """
     if step is None:
         body = remark("The timeline is computed from the profile, which was not found: give it with --profile FILE.")
@@ -39,12 +37,7 @@ def timeline_section(plan: Plan, step: StepTimeline | None) -> Section:
 
 
 def live_canvas(label: str, **attributes: str) -> str:
-    """Return the box in which a script draws a step, with buttons.
-
-    Args:
-        label: Description of the picture, for screen readers.
-        attributes: Attributes of the box.
-    """
+    """Return the box in which a script draws a step, with buttons. `label` describes the picture for screen readers."""
     buttons = "".join(
         element("button", sign, type="button", data_do=action, title=tip, aria_label=tip)
         for action, sign, tip in (

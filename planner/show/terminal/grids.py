@@ -25,12 +25,7 @@ class TextColumn:
 
 
 def facts_table(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
-    """Return a table without lines: names on the left, texts on the right.
-
-    Args:
-        rows: Name and text of each row.
-        style: Style of the output.
-    """
+    """Return a table without lines. Each row has a name on the left and a text on the right."""
     drawn = Table.grid(padding=(0, _FACTS_GAP, 0, 0), pad_edge=False)
     names = max(cell_len(name) for name, _ in rows)
     drawn.add_column(no_wrap=True)
@@ -41,12 +36,7 @@ def facts_table(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
 
 
 def rich_table(columns: Sequence[TextColumn], rows: Iterable[Sequence[str | Text] | None]) -> Table:
-    """Return a table with a line below its header, and one above its footer.
-
-    Args:
-        columns: Headers, footers and alignment of the columns.
-        rows: Cells of each row; None leaves a gap between rows.
-    """
+    """Return a table with a line below its header, and one above its footer. A row None is a gap between rows."""
     drawn = Table(
         box=SIMPLE,
         show_edge=False,

@@ -1,4 +1,4 @@
-"""Memory of every device of a pipeline, as stacked bars with the memory limit."""
+"""Memory of every device of a pipeline: stacked bars with the memory limit, and bars over the time of a step."""
 
 from collections.abc import Sequence
 from math import floor
@@ -6,10 +6,12 @@ from math import floor
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.values.plan import Stage
+from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import format_bytes
+from planner.show.step import StepTimeline, memory_over_time
 from planner.show.terminal.rendering import heading, wrap_items
 from planner.show.terminal.style import Style
+from planner.show.terminal.timeline import BUBBLE_COLUMNS
 from planner.show.views.memory import (
     COMPONENTS,
     DeviceMemory,
@@ -17,6 +19,7 @@ from planner.show.views.memory import (
     device_memory,
     fullest_device,
     present_components,
+    share_of_limit,
 )
 from planner.show.views.numbers import row_noun
 
@@ -35,23 +38,19 @@ _COLORS = {
 _FILLS = "█▓▒▀▚░▄▌·"
 """Fill of each component of memory, in the order of `StageMemory.items()`."""
 
-_NEW = 132
+_OTHER_COLOR = 132
 """Color of a component that has none in `_COLORS`."""
 
 _ENOUGH_TO_SEE = 0.25
+"""Share of the limits from which bars are scaled to the limits; otherwise the largest peak has the longest bar."""
+
+_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[RenderableType]:
-    """Return a bar per device, stacked by component, with a mark at the memory limit.
+    """Return a title, a bar per device, stacked by component with a mark at the memory limit, and a legend.
 
     If every device needs far less than the largest limit, the longest bar is the largest peak instead of the limit.
-
-    Args:
-        devices: Stages of each device of the pipeline.
-        style: Style of the output.
-
-    Returns:
-        Title, bars and legend.
     """
     needs = device_memory(devices)
     need, limit = max(n.total_bytes for n in needs), max(n.limit_bytes for n in needs)
@@ -113,9 +112,49 @@ def _fill(name: str) -> str:
 
 def _look(name: str) -> str:
     # Text and background have the same color, so the fill looks solid, but copied text still shows its characters.
-    color = _COLORS.get(name, _NEW)
+    color = _COLORS.get(name, _OTHER_COLOR)
     return f"color({color}) on color({color})"
 
 
 def _rounded(value: float) -> int:
     return floor(value + 0.5)
+
+
+def memory_over_time_parts(plan: Plan, step: StepTimeline, style: Style) -> list[RenderableType]:
+    """Return the memory of each device over the step, as a row of bars per device.
+
+    A bar of full height is the device's memory limit, or the largest peak if no device needs a quarter of its limit.
+
+    Args:
+        plan: The plan.
+        step: One step of the plan.
+        style: Style of the output.
+
+    Returns:
+        A title, and a row per device that ends with the peak as a share of the limit.
+    """
+    if step.pipeline_us <= 0:
+        return []
+    noun, limits = row_noun(plan.chunks), [chunks[0].memory_bytes for chunks in plan.by_device()]
+    margin = len(f"{noun} {plan.num_devices - 1} ")
+    columns = style.columns - margin - BUBBLE_COLUMNS
+    needs = plan.peak_bytes_by_device()
+    title = heading("memory over the step")
+    if all(need < limit * _ENOUGH_TO_SEE for need, limit in zip(needs, limits, strict=True)):
+        title.append(f", up to the largest need ({format_bytes(max(needs))})", "not bold")
+        full = [max(1, *needs)] * len(limits)
+    else:
+        title.append(", up to the memory limit of each device", "not bold")
+        full = [max(1, limit) for limit in limits]
+    rows: list[RenderableType] = [title]
+    for device, held in enumerate(memory_over_time(step, columns=columns, end_us=step.pipeline_us)):
+        row = Text(f"{noun} {device}".ljust(margin))
+        row.append("".join(_level(size, full[device]) for size in held), "color(172)")
+        share = share_of_limit(needs[device], limits[device]).rjust(BUBBLE_COLUMNS)
+        rows.append(row.append(share, "bold red" if needs[device] > limits[device] else ""))
+    return rows
+
+
+def _level(size: int, full: int) -> str:
+    # Rounding down: a bar has full height only if the memory reaches the limit.
+    return _LEVELS[min(len(_LEVELS) - 1, size * (len(_LEVELS) - 1) // full)]

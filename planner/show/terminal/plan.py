@@ -14,8 +14,7 @@ from planner.core.values.units import format_bytes, format_us, pluralize
 from planner.show.step import StepTimeline
 from planner.show.terminal.frontier import frontier_parts, schedules_parts
 from planner.show.terminal.grids import facts_table
-from planner.show.terminal.memory import memory_parts
-from planner.show.terminal.memory_over_time import memory_over_time_parts
+from planner.show.terminal.memory import memory_over_time_parts, memory_parts
 from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.stages import recomputed_layers, stages_table
 from planner.show.terminal.style import Style

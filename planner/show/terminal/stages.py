@@ -1,6 +1,5 @@
 """Table of a plan's stages, and the names of the layers that they recompute, as text."""
 
-from bisect import bisect_right
 from itertools import groupby
 from re import fullmatch
 
@@ -18,7 +17,8 @@ from planner.show.views.plan import has_unlike_devices, stage_table
 _MEDIUM = 76
 _WIDE = 96
 _DEVICE_COLUMN = 10
-_MOST_LINES = 3
+_MOST_NAMES = 16
+"""Largest number of names of layers, or of ranges of layers, that a terminal shows for a stage."""
 
 
 def stages_table(plan: Plan, style: Style) -> Table:
@@ -40,22 +40,12 @@ def stages_table(plan: Plan, style: Style) -> Table:
 
 
 def recomputed_layers(stage: Stage, style: Style) -> Text:
-    """Return a text of a few lines with the names of the layers that a stage recomputes."""
+    """Return the names of the layers that a stage recomputes: all in a pipe, a few lines of them in a terminal."""
     names = _names(stage)
-
-    def text(count: int) -> Text:
-        left = len(names) - count
-        items = [f"{name}," for name in names[: count - 1]] + names[count - 1 : count]
-        more = [f"and {left} more"] if left else []
-        return wrap_items([f"stage {stage.index} recomputes", *items, *more], style, gap=" ", indent="  ")
-
-    def lines(count: int) -> int:
-        return text(count).plain.count("\n") + 1
-
-    # In a pipe, all names are shown.
-    if not style.wrap or lines(len(names)) <= _MOST_LINES:
-        return text(len(names))
-    return text(max(1, bisect_right(range(1, len(names)), _MOST_LINES, key=lines)))
+    shown = names[:_MOST_NAMES] if style.wrap else names
+    left = len(names) - len(shown)
+    items = [*(f"{name}," for name in shown[:-1]), shown[-1], *([f"and {left} more"] if left else [])]
+    return wrap_items([f"stage {stage.index} recomputes", *items], style, gap=" ", indent="  ")
 
 
 def _names(stage: Stage) -> list[str]:

@@ -18,9 +18,7 @@ GAP = 2
 def terminal_table(view: Table, marks: Mapping[str, tuple[str, str]] | None = None) -> RichTable:
     """Return a table of values as a table for the terminal.
 
-    Args:
-        view: The table of values.
-        marks: For each column name, the suffix and the color of marked values.
+    `marks` has, by column name, the suffix and the color of marked values.
     """
     columns = [grids.TextColumn(header=_header(column, view), number=column.unit != "text") for column in view.columns]
     rows = list(zip(*(_cells(column, view, marks) for column in view.columns), strict=True))

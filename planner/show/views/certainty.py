@@ -109,15 +109,11 @@ def accuracy_words(certainty: Certainty) -> str:
 
 
 def num_certain_decimals(low: float, high: float) -> int:
-    """Return how many decimals to print of a number that is only known to be in a range.
+    """Return how many decimals to print of a number that is only known to be from `low` to `high`.
 
     The rule is from the Particle Data Group (Review of Particle Physics, Introduction, 5.3). Half of the range gets two
     digits if its first three digits are at most 354, otherwise one digit. The number gets as many decimals: -1 means
     tens, -2 hundreds.
-
-    Args:
-        low: Lower end of the range.
-        high: Upper end of the range.
     """
     half = (high - low) / 2
     if half <= 0:

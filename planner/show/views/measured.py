@@ -32,9 +32,7 @@ _LABELS: Mapping[Quantity, str] = {
 def figure_label(row: ComparedFigure, place: str) -> str:
     """Return the label of a compared figure, such as `forward, stage 2`.
 
-    Args:
-        row: The compared figure.
-        place: Noun for the place of a memory peak: `stage` or `device`.
+    For a memory peak, `place` is the noun of the label: `stage` or `device`.
     """
     label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
     return label if row.index is None else f"{label} {row.index}"

@@ -85,12 +85,7 @@ class Tick:
 
 
 def time_ticks(total_us: float, most: float) -> tuple[str, tuple[Tick, ...]]:
-    """Return the unit and the marks of a time axis: up to `most` + 1 round times.
-
-    Args:
-        total_us: End of the axis in microseconds, above 0.
-        most: Largest number of intervals between marks.
-    """
+    """Return the unit and the marks of a time axis from 0 to `total_us`: at most `most` + 1 round times."""
     step_us = _nice(total_us / most)
     scale = TimeScale.fitting([total_us])
     count = floor(total_us / step_us * (1 + 1e-9)) + 1
@@ -121,11 +116,7 @@ def row_noun(chunks: int) -> str:
 
 
 def not_measured_warning(how: str) -> str:
-    """Return a warning about numbers that were not measured; empty for a measured profile.
-
-    Args:
-        how: Origin of the profile's numbers: `measured`, `compiled` or `estimated`.
-    """
+    """Return a warning about numbers that are `compiled` or `estimated`; empty if `how` is `measured`."""
     return "" if how == "measured" else f"{how}, not measured: profile on the device before you rely on these numbers"
 
 

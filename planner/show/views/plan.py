@@ -83,16 +83,14 @@ def has_unlike_devices(plan: Plan) -> bool:
 def stage_table(plan: Plan, *, brief: bool = False) -> Table:
     """Return a table of a plan's stages, with marks for the slowest stage and exceeded limits.
 
-    Args:
-        plan: The plan.
-        brief: True to name the kind of recomputation instead of the number of recomputed layers.
+    With `brief`, the table has the recompute choice of a stage instead of its number of recomputed layers.
     """
     slowest = frozenset({plan.predicted.bottleneck_stage} if len(plan.stages) > 1 else ())
     over = frozenset(s.index for s in plan.stages if s.memory.total > s.memory_bytes)
     return table(
         plan.stages,
         column("stage", "stage", lambda s: str(s.index), marked=slowest),
-        column("layers", "layers", _both_ends if brief else _layers),
+        column("layers", "layers", lambda s: layer_range(s.first, s.last, s.layers)),
         column("recompute", "recompute", attrgetter("recompute") if brief else _recompute),
         column("device", "device", lambda s: str(plan.device_of(s))),
         column("placed", "device", lambda s: _placed(s, plan)),
@@ -102,14 +100,6 @@ def stage_table(plan: Plan, *, brief: bool = False) -> Table:
         column("limit", "limit", attrgetter("memory_bytes"), "bytes"),
         column("share", "share", lambda s: share_of_limit(s.memory.total, s.memory_bytes), "share", marked=over),
     )
-
-
-def _layers(stage: Stage) -> str:
-    return layer_range(stage.first, stage.last, stage.layers)
-
-
-def _both_ends(stage: Stage) -> str:
-    return f"{stage.first} … {stage.last} ({stage.layers})"
 
 
 def _recompute(stage: Stage) -> str:

@@ -20,8 +20,7 @@ BUBBLE_WORDS: Final = "bubble, from a row's first box to its last"
 def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
     """Return the share of the time from a device's first to its last action in which the device is idle.
 
-    Args:
-        busy_us: Start and end of each action, in microseconds.
+    `busy_us` has the start and the end of each action.
     """
     spans = tuple(busy_us)
     if not spans:
@@ -47,12 +46,7 @@ def recompute_style_class(step: StepTimeline) -> str:
 
 
 def span_style_class(span: Span, num_devices: int) -> str:
-    """Return the style class of a span.
-
-    Args:
-        span: The span.
-        num_devices: Number of devices of the pipeline, from which the span's chunk follows.
-    """
+    """Return the style class of a span in a pipeline of `num_devices` devices, which differs between chunks."""
     kind = BY_LABEL.get(span.kind)
     return span.kind[0] if kind is None else _look(kind, span.stage // num_devices)
 
@@ -63,12 +57,7 @@ def micro_batch_text(span: Span, step: StepTimeline) -> str:
 
 
 def legend_classes(step: StepTimeline, *, has_lanes: bool) -> list[tuple[str, str]]:
-    """Return the legend of a picture of a step, as pairs of style class and label.
-
-    Args:
-        step: The step.
-        has_lanes: True if the picture shows sends.
-    """
+    """Return the legend of a picture of a step, as pairs of style class and label. It has sends if `has_lanes`."""
     kinds = {span.kind for span in step.spans}
     chunks = min(step.chunks, HUES)
     looks = [
@@ -89,11 +78,7 @@ def legend_classes(step: StepTimeline, *, has_lanes: bool) -> list[tuple[str, st
 
 
 def action_color_css(prefix: str = "") -> str:
-    """Return the CSS rules for the colors of actions, a line per kind.
-
-    Args:
-        prefix: Selector before each class.
-    """
+    """Return the CSS rules for the colors of actions, a line per kind, with the selector `prefix` before each class."""
     return "\n".join(
         "".join(f"{prefix}.{_look(kind, hue)}{{color:{kind.paper[hue]}}}" for hue in range(HUES))
         for kind in KINDS.values()

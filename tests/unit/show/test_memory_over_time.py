@@ -5,8 +5,7 @@ import re
 import pytest
 
 from planner.show.html import plan_html
-from planner.show.step import MemoryLevel, StepTimeline
-from planner.show.views.memory_over_time import memory_over_time
+from planner.show.step import MemoryLevel, StepTimeline, memory_over_time
 from tests.unit.show.samples import MIB, in_a_v, interleaved, plan, profile, step_of_sample, style, whole_plan_text
 
 

@@ -222,7 +222,7 @@ def test_many_recomputed_layers_take_few_lines():
     lines = plan_text(recomputing(names), (), style(60)).splitlines()
     start = next(n for n, line in enumerate(lines) if "recomputes" in line)
     message = " ".join(lines[start : lines.index("", start)])
-    assert lines.index("", start) - start == 3
+    assert lines.index("", start) - start <= 3
     assert message.count("_") + int(message.split()[-2]) == 500
     assert message.endswith(" more")
     piped = plan_text(recomputing(names), (), WIDE)
