@@ -15,7 +15,7 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchObserver:
-    """Callbacks of a search: one may stop the search, another one receives each plan found."""
+    """Callbacks of a search: one can stop the search, the other one receives each faster plan."""
 
     is_stopped: Callable[[], bool] = lambda: False
     """Called often; True ends the search with the best plan so far."""
@@ -56,7 +56,7 @@ class Deadline:
         return -inf if self.watch.is_stopped() else self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
-        """Return an earlier deadline: when a fraction of the time left has passed. Without limit, return itself."""
+        """Return the time at which a fraction (`part`) of the remaining time has passed; itself without a limit."""
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def note(self, step_us: float, schedule: ScheduleName) -> None:

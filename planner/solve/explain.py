@@ -229,7 +229,7 @@ def smallest_limit_bytes(case: Case) -> float:
 
 
 def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -> float:
-    """Return the bytes by which the cuts that fit best exceed a memory limit; 0 or less if they fit."""
+    """Return the bytes by which a device exceeds its memory limit with the best cuts; 0 or less if they fit."""
     least, has_one_table = np.inf, len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first
     # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
     for count in range(1, case.num_devices + 1):
@@ -319,10 +319,7 @@ def _limits_text(inputs: Inputs) -> str:
 
 
 def _least_excess_found_bytes(case: Case) -> float:
-    """Return the bytes by which the best partition of a local search exceeds a memory limit.
-
-    The result is infinite if a rule forbids all partitions, or if the search would take too long.
-    """
+    # Infinite if a rule forbids all partitions, or if the search would take too long.
     least = np.inf
     for num_devices in range(case.num_devices, 0, -1):
         if least > 0:

@@ -86,8 +86,8 @@ def has_linear_program(schedule: Schedule) -> bool:
     return not (schedule.has_closed_form or schedule.is_to_be_made or schedule.is_one_forward_one_backward)
 
 
-def action_limits(request: Request) -> dict[ScheduleName, int]:
-    """Return the largest number of actions to simulate, by schedule. Schedules without an entry have no limit."""
+def _action_limits(request: Request) -> dict[ScheduleName, int]:
+    # Schedules without an entry have no limit.
     if request.inputs.schedule == SEARCHED.name:
         return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
     if request.inputs.schedule != "auto" or request.actions is None:
@@ -95,13 +95,11 @@ def action_limits(request: Request) -> dict[ScheduleName, int]:
     return {**dict.fromkeys(SCHEDULES, request.actions), SEARCHED.name: request.actions // 4}
 
 
-def sort_key_by_bound(case: Case) -> tuple[float, ...]:
-    """Return the key to sort cases: lower bound, then replicas, then number of micro-batches."""
+def _sort_key_by_bound(case: Case) -> tuple[float, ...]:
     return case.bound_us, case.replicas, case.micro_batches
 
 
-def sort_key_by_estimate(case: Case) -> tuple[float, ...]:
-    """Return the key to sort cases: schedule, then estimated step time."""
+def _sort_key_by_estimate(case: Case) -> tuple[float, ...]:
     rank = [*SCHEDULES, SEARCHED.name].index(case.schedule.name)
     return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches
 
@@ -204,13 +202,13 @@ def search_cases(
         budget: Number of actions to simulate per schedule; if empty, the request decides.
     """
     is_open = request.inputs.schedule == "auto"
-    results = _Pass(cases, budget or action_limits(request), upper_us, is_ranked=ranks is not None)
+    results = _Pass(cases, budget or _action_limits(request), upper_us, is_ranked=ranks is not None)
     # The most promising case comes first, because most other cases have a lower bound above the step time of its plan.
     # If the schedule is `auto`, GPipe comes before all others, because its best plan is found and proven quickly.
-    ordered = sorted(cases, key=sort_key_by_estimate if is_open else sort_key_by_bound)
+    ordered = sorted(cases, key=_sort_key_by_estimate if is_open else _sort_key_by_bound)
     if ranks:
         ordered.sort(
-            key=lambda case: (sort_key_by_estimate(case)[0], ranks.get(width_replicas_and_micro_batches(case), inf))
+            key=lambda case: (_sort_key_by_estimate(case)[0], ranks.get(width_replicas_and_micro_batches(case), inf))
         )
     for n, case in enumerate(ordered):
         upper_us = results.upper_us

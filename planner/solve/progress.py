@@ -52,11 +52,9 @@ class SimulationBudget:
         return self._most_actions - self.spent
 
     def try_reserve(self, actions: int, tables: int) -> bool:
-        """Return True if the budget suffices for tables and a simulation. If so, count the tables as spent.
+        """Return True if the budget suffices for tables and for `actions` to simulate. If so, spend the tables' part.
 
-        Args:
-            actions: Number of actions to simulate with the tables.
-            tables: Computing time of the tables, as the number of actions that take as long to simulate.
+        `tables` is the computing time of the tables, as the number of actions that take as long to simulate.
         """
         if not self.is_bounded:
             return True
@@ -66,7 +64,7 @@ class SimulationBudget:
         return True
 
     def affordable_partitions(self, evaluator: Evaluator) -> int:
-        """Return the number of partitions that half of the remaining budget can simulate."""
+        """Return how many partitions half of the remaining budget can simulate; at most `_MOST_SIMULATED`."""
         blocks = max(0, self.left // (2 * evaluator.num_actions))
         return min(_MOST_SIMULATED, BLOCK * (min(blocks, _FEW_BLOCKS) if self.is_bounded else blocks))
 

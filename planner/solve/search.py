@@ -237,11 +237,8 @@ def _search_orders_twice(
 
 
 def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> SearchedCases:
-    """Search cases of several tensor-parallel widths.
-
-    A quick search under 1F1B ranks the combinations of width, replicas and micro-batches. The most promising ones get
-    most of the budget of each schedule.
-    """
+    # A quick search under 1F1B ranks the combinations of width, replicas and micro-batches. The most promising ones get
+    # most of the budget of each schedule.
     is_open = request.inputs.schedule == "auto"
     if request.actions is None if is_open else not any(gains_from_longer_search(case.schedule) for case in cases):
         return search_cases(cases, request, deadline, upper_us=upper_us)
@@ -269,7 +266,7 @@ def _search_ranked(
     upper_us: float,
     ranks: Mapping[tuple[int, int, int], float],
 ) -> SearchedCases:
-    """Search the cases of one schedule in the order of `ranks`, and improve the best plans."""
+
     name = cases[0].schedule.name
     if name == SEARCHED.name:
         return _search_orders_ranked(cases, request, deadline, upper_us=upper_us, ranks=ranks)
@@ -323,11 +320,8 @@ def _improved_schedules(
     *,
     ranks: Mapping[tuple[int, int, int], float],
 ) -> SearchedCases:
-    """Search each schedule again with the width and replicas of the best plan, and return the better result.
-
-    Each schedule gets a short search with the best plan's number of micro-batches. The fastest ones are then searched
-    as if they were requested.
-    """
+    # Each schedule gets a short search with the width, replicas and micro-batches of the best plan. The fastest
+    # schedules are then searched as if they were requested.
     best, answers, actions = first.best, first.answers, request.actions or 0
     assert best is not None
     shape = width_replicas_and_micro_batches(best.case)

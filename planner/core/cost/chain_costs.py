@@ -81,13 +81,13 @@ class FixedLayerBytes:
 
 
 def profile_field_of(component: str) -> str:
-    """Return the name of the `LayerProfile` field that has a component's bytes: `cast_bytes` for `casts`."""
+    """Return the field of `LayerProfile` with the bytes of a memory component: `cast_bytes` for `casts`."""
     return f"{component.removesuffix('s')}_bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BoundaryBytes:
-    """Bytes that cross the boundaries before and after each layer, for one micro-batch."""
+    """Bytes that one micro-batch sends over the boundaries before and after each layer."""
 
     input: FloatArray
     """Bytes that cross the boundary before each layer; for layer 0, the model's input."""
@@ -107,10 +107,10 @@ class BoundaryBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerMemory:
-    """Memory that one micro-batch saves in each layer, and its peak memory while each layer runs.
+    """Bytes that one micro-batch saves in each layer, and peak memory while each layer runs.
 
-    A peak includes what earlier layers of the chain have saved for this micro-batch. For a stage that begins with layer
-    i, subtract `saved[:i].sum()`. If layers have no exact memory records, a peak is only temporary memory.
+    A peak includes the bytes that all earlier layers of the chain have saved. To get the peak in a stage that begins
+    with layer i, subtract `saved[:i].sum()`. Without exact memory records, a peak is only temporary memory.
     """
 
     saved: FloatArray
@@ -142,7 +142,8 @@ class LayerMemory:
 class SplitBackwardCosts:
     """Time and memory of each layer's input-gradient pass (I) and weight-gradient pass (W).
 
-    Peaks are defined as in `LayerMemory`. They include what other layers store between their I and their W.
+    Like the peaks in `LayerMemory`, peaks include saved bytes of earlier layers. They also include the bytes that other
+    layers store between their I and their W.
     """
 
     input_us: FloatArray
@@ -166,9 +167,9 @@ class SplitBackwardCosts:
 
 
 class StageMemoryModel(Protocol):
-    """Memory model that an extension supplies for stages, for example for compiled layers.
+    """Memory model of an extension for the stages in a `StageTable`, for example for compiled layers.
 
-    Arrays have one row per first layer and one column per last layer, as in a `StageTable`.
+    Arrays have one row per first layer of a stage and one column per last layer, as in the table.
     """
 
     def parts(self, s: "StageTable", recompute: Recompute, *, in_flight: int) -> "MemoryParts":
@@ -183,7 +184,7 @@ class StageMemoryModel(Protocol):
 
 
 class LayerMemoryModel(Protocol):
-    """Memory model that an extension supplies for layers."""
+    """Memory model of an extension for the layers of a chain, for example for compiled layers."""
 
     def in_stages(self, builder: "StageTableBuilder", micro_batches: int) -> StageMemoryModel:
         """Return the memory of the stages in a table, for a number of micro-batches."""
@@ -277,12 +278,12 @@ class ChainCosts:
 
 
 def prefix_sums(per_layer: FloatArray) -> FloatArray:
-    """Return prefix sums, one more than there are layers: entry i is the sum over the layers before layer i."""
+    """Return the prefix sums of L values, shape (L + 1,): entry i is the sum over the layers before layer i."""
     sums: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
     return sums
 
 
 def suffix_sums(per_layer: FloatArray) -> FloatArray:
-    """Return suffix sums: entry i is the sum over all layers after layer i."""
+    """Return the suffix sums of L values, shape (L,): entry i is the sum over all layers after layer i."""
     sums: FloatArray = per_layer.sum() - np.cumsum(per_layer)
     return sums

@@ -167,10 +167,7 @@ class CostsAtSize:
 
 
 def _blend(weighted: Sequence[tuple[Any, float]]) -> Any:
-    """Interpolate arrays, or records of arrays field by field. Negative results become 0.
-
-    Tuples and None are not interpolated, but taken from the nearest size.
-    """
+    # Interpolate arrays, or records of arrays field by field. Tuples and None are taken from the nearest size.
     (record, _), *_ = weighted
     if record is None or isinstance(record, tuple):
         return max(weighted, key=itemgetter(1))[0]

@@ -60,9 +60,7 @@ class ChunkMemory(NamedTuple):
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
         """Return the memory of this chunk without bytes that another chunk of the device also stores.
 
-        Args:
-            shared: Bytes to subtract, arrays of shape (1, 1).
-            exact: True if the costs come from exact memory records.
+        `shared` has these bytes, in arrays of shape (1, 1). `exact` is true for costs from exact memory records.
         """
         _, parts = subtract_shared(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
         left = dict(self.always.items())
@@ -76,7 +74,8 @@ class ChunkMemoryFunction(NamedTuple):
 
         bytes of a part = max(least, rest + saved * S) + peak
 
-    S is the number of bytes that one micro-batch saves for its backward. S and the peak depend on the choice.
+    S is the number of bytes that one micro-batch saves for its backward. S and the peak depend on the choice of layers,
+    `least`, `rest` and `saved` do not.
     """
 
     always: float
@@ -92,9 +91,8 @@ class ChunkMemoryFunction(NamedTuple):
     def parts(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
         """Return the bytes of each memory part (`PARTS`), in the last dimension.
 
-        Args:
-            saved: Bytes S that one micro-batch saves, shape (..., 1).
-            peaks: Peak memory in the order of `LayerPeaks`, then a 0 for parts without a peak; shape (..., 4).
+        `saved` has the bytes S that one micro-batch saves, shape (..., 1). `peaks` has the peak memory in the order of
+        `LayerPeaks`, then a 0 for parts without a peak, shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
         return parts
@@ -102,9 +100,7 @@ class ChunkMemoryFunction(NamedTuple):
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemoryFunction":
         """Return the memory of this chunk without bytes that another chunk of the device also stores.
 
-        Args:
-            shared: Bytes to subtract, arrays of shape (1, 1).
-            exact: True if the costs come from exact memory records.
+        `shared` has these bytes, in arrays of shape (1, 1). `exact` is true for costs from exact memory records.
         """
         always, least = subtract_shared(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
         _, rest = subtract_shared(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
@@ -192,14 +188,10 @@ def chunk_memory_function(
 
 
 def part_bytes_of_stages(stages: StageTable, recompute: Recompute) -> FloatArray:
-    """Return the permanent bytes of each stage of a table, and the bytes of each memory part (`PARTS`).
+    """Return the permanent bytes of each stage of a table, then the bytes of each memory part (`PARTS`).
 
-    Args:
-        stages: The stages; if `recompute` is `layers`, a result of `with_recomputed_layers`.
-        recompute: Recompute choice of the stages; stages without a backward recompute nothing.
-
-    Returns:
-        Whole bytes, shape (1 + parts, first layers, last layers). Entry 0 has the permanent bytes.
+    The result has whole bytes in the shape (1 + parts, first layers, last layers). Stages without a backward recompute
+    nothing. For the choice `layers`, `stages` is a result of `with_recomputed_layers`.
     """
     totals = memory_parts_on_shared_device(stages, recompute).totals(stages.shape)
     if recompute in ("never", "layers") or not stages.forward_only.any():
@@ -246,9 +238,7 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
 def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
     """Return an upper bound of the input bytes that `subtract_shared` removes from one device.
 
-    Args:
-        costs: Costs of the layers.
-        counts: How many of each memory part (`PARTS`) exist on the device.
+    `counts` says how many of each memory part (`PARTS`) exist on the device.
     """
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
@@ -335,13 +325,9 @@ def chunk_memory_at_peak(
 
 
 def bytes_by_component(parts: FloatArray) -> FloatArray:
-    """Return the bytes of each part by component (`ITEMS`), as a plan lists them.
+    """Divide the whole bytes of each memory part (`PARTS`) into the components that a plan lists (`ITEMS`).
 
-    Args:
-        parts: Whole bytes of each memory part (`PARTS`), in the last dimension.
-
-    Returns:
-        Bytes; the last two dimensions are the part and the component.
+    The last dimension of `parts` is the part. The last two dimensions of the result are the part and the component.
     """
     items = np.zeros((*parts.shape, len(ITEMS)))
     for part, item in _ITEM_OF.items():

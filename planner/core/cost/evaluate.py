@@ -27,7 +27,7 @@ from planner.core.cost.stage_time import (
     split_backward_times,
 )
 from planner.core.cost.step_time import gpipe_step_us
-from planner.core.cost.width import tensor_parallel_profile_of_plan
+from planner.core.cost.width import tensor_parallel_profile
 from planner.core.cost.workload import training_run
 from planner.core.schedule import Action
 from planner.core.values.cluster import Cluster
@@ -45,17 +45,13 @@ class Evaluation:
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> "Evaluation":
-        """Return the evaluation of the partition that a plan stores.
-
-        Args:
-            plan: The plan.
-            profile: Profile that has the plan's layers.
+        """Return the evaluation of the partition that a plan stores, with the costs of the layers in `profile`.
 
         Raises:
             UsageError: The profile lacks the plan's number of GPUs per layer, its micro-batch size, or one of its
                 layers.
         """
-        priced = tensor_parallel_profile_of_plan(plan, profile)
+        priced = tensor_parallel_profile(profile, plan.cluster)
         costs = costs_at(priced, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
         return cls(costs, Partition.of(plan, costs.names), plan.cluster)
 
@@ -115,7 +111,7 @@ class Evaluation:
 
     @cached_property
     def replica_sums_us(self) -> tuple[float, ...]:
-        """Time of the all-reduce of each stage's gradients over the replicas, in microseconds."""
+        """Time to all-reduce each stage's gradients over the replicas, in microseconds."""
         costs = self.costs
         sizes = (
             costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
@@ -279,11 +275,9 @@ class Evaluation:
         )
 
     def plan(self, inputs: Inputs, solver: SolverReport) -> Plan:
-        """Return a plan with the partition and its predictions.
+        """Return a plan with the partition, its predictions, the request `inputs` and the report of the search.
 
-        Args:
-            inputs: Request to the solver that the plan answers, for the same cluster.
-            solver: Report of the search, which becomes part of the plan; gap and lower bound are 0 for given cuts.
+        If the report says that the cuts are given, the plan's gap and lower bound are 0.
         """
         partition = self.partition
         return Plan(

@@ -86,8 +86,8 @@ class SavedAndPeaks(NamedTuple, Generic[Bytes]):
 class StageLayers:
     """Memory of each layer of one stage, with and without recomputation of the layer, in whole bytes.
 
-    If `stacked` is true, each layer's peak counts from the bytes that the layers before it have saved. Otherwise,
-    it counts from the bytes that all layers have saved.
+    While a layer runs, its peak is in memory together with saved bytes: those of the earlier layers of the stage if
+    `stacked` is true (exact memory records), else those of all layers of the stage.
     """
 
     first: int
@@ -152,10 +152,8 @@ class StageLayers:
     def saved_and_peaks_by_choice(self, recomputed: BoolArray) -> SavedAndPeaks[FloatArray]:
         """Return the stage's saved bytes and peaks for each of several choices of recomputed layers.
 
-        Args:
-            recomputed: True for recomputed layers, shape (choices, layers); ignored for layers without a backward.
-
-        Complexity: O(choices * layers).
+        `recomputed` is true for recomputed layers, shape (choices, layers). It is ignored for layers without a
+        backward. Complexity: O(choices * layers).
         """
         num = len(recomputed)
         held, highest = np.zeros(num), [np.zeros(num)] * len(LayerPeaks._fields)

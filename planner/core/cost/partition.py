@@ -32,11 +32,7 @@ class Partition:
 
     @classmethod
     def of(cls, plan: Plan, names: Sequence[str]) -> "Partition":
-        """Return the partition that a plan stores.
-
-        Args:
-            plan: The plan.
-            names: Names of the chain's layers, in order.
+        """Return the partition that a plan stores, for a chain with layers of these names, in order.
 
         Raises:
             UsageError: A recomputed layer is not in `names`.
@@ -68,7 +64,7 @@ class Partition:
 
     @property
     def schedule_object(self) -> Schedule:
-        """Schedule named `self.schedule`. If a search found its action orders, it has the orders in `self.order`."""
+        """Schedule of the partition. If a search found its action orders, it has the orders in `self.order`."""
         return schedule_of(self.schedule, self.order)
 
     @property

@@ -50,7 +50,7 @@ from planner.core.values.plan import ITEMS, Item, Recompute
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
-    """Size of one part of the memory, for many stages at once."""
+    """Size of one part of a stage's memory (one of `PARTS`), for many stages at once."""
 
     items: Mapping[Item, FloatArray]
     """Bytes by memory component."""
@@ -93,7 +93,7 @@ class MemoryParts:
         return items
 
     def one_stage_by_component(self) -> tuple[FloatArray, FloatArray]:
-        """Return the memory of one stage by component: the stage in the first row and the last column.
+        """Return the memory by component of the stage in the first row and the last column.
 
         Returns:
             Permanent bytes, in the order of `ITEMS`; and the bytes of each memory part, one row for each of `PARTS`,
@@ -108,13 +108,9 @@ class MemoryParts:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Return, for each stage, the permanent bytes and the bytes of each memory part (`PARTS`).
+        """Return, for each stage, the permanent bytes, then the bytes of each memory part (`PARTS`).
 
-        Args:
-            shape: Number of first layers, and number of last layers.
-
-        Returns:
-            Whole bytes, shape (1 + parts, first layers, last layers). Entry 0 has the permanent bytes.
+        `shape` has the numbers of first and of last layers. The result has whole bytes, shape (1 + parts, *shape).
         """
         always = sum(np.rint(size) for size in self.always.values())
         parts = [np.rint(self.sizes[name].total) if name in self.sizes else 0.0 for name in PARTS]

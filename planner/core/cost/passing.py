@@ -47,22 +47,18 @@ class RelayedTensors:
         """Bytes of tensors that the stage creates before its last layer and sends, and that a receiving layer saves."""
 
     def received_input_bytes(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the part of each layer's input that the stage received from earlier stages; shape (firsts, layers).
+        """Return the bytes of each layer's input that the stage received from earlier stages; shape (firsts, layers).
 
-        Args:
-            sizes: `unkept` or `all` of this object: the tensors that count.
-            own_input: Input of each of `layers`, in bytes, for stages that begin with the layer.
+        `own_input` has the input bytes of each layer, which counts if a stage begins with the layer. `sizes` is the
+        field `unkept` or `all` of this object. It selects the tensors that count for the other layers.
         """
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
     def passed_gradients(self, ends: IntArray) -> FloatArray:
         """Return the bytes of received gradients that no layer has used or changed when a layer's backward runs.
 
-        Args:
-            ends: Last layers of the stages: consecutive and ascending.
-
-        Returns:
-            One row per layer whose backward runs, one column per last layer of the stage. Zeros may have shape (1, 1).
+        The result has one row per layer whose backward runs, and one column for each of `ends`: consecutive, ascending
+        last layers of stages. Zeros may have shape (1, 1).
         """
         return _spanning(*self._relays, self._layers, ends)
 
@@ -88,11 +84,8 @@ class RelayedTensors:
     def peak_weight_backward(self, peaks: FloatArray, backward: Backward) -> FloatArray:
         """Return the peak memory of each stage's weight-gradient pass (W), shape (firsts, layers).
 
-        Gradients of a shared parameter wait until all layers that use the parameter have run W.
-
-        Args:
-            peaks: Peak memory of W of each of `layers`.
-            backward: `first` or `later` micro-batch.
+        `peaks` has the peak memory of each layer's W, in the first or in a later micro-batch. Gradients of a shared
+        parameter wait until all layers that use the parameter have run W.
         """
         running = np.maximum.accumulate(np.where(self._is_first | self._after_first, peaks, 0.0), axis=1)
         if not self._costs.ties:
@@ -167,10 +160,8 @@ def has_no_skips_or_ties(costs: ChainCosts) -> bool:
 
 
 def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:
-    """Return the total size of all spans of layers that contain a stage, for each first and last layer of the stage.
-
-    Span i covers the layers begins[i] to ends[i] and has sizes[i].
-    """
+    # Span i covers the layers begins[i] to ends[i] and has sizes[i]. Return the total size of all spans that contain a
+    # stage, for each first and last layer of the stage.
     some = (begins <= ends) & (begins <= firsts.max()) & (ends >= layers[0]) & (sizes > 0)
     if not some.any():
         return np.zeros((1, 1))

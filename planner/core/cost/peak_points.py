@@ -183,7 +183,8 @@ class PartCounts(NamedTuple):
 class CountChanges(NamedTuple):
     """Memory parts (`PARTS`) that one action of a device allocates or frees.
 
-    Each tuple is a flat list of pairs (index, number to add); index = chunk * len(PARTS) + position in `PARTS`.
+    `before` and `after` are flat lists of pairs: an index and the number to add to the count at this index. The index
+    is chunk * len(PARTS) + position in `PARTS`.
     """
 
     before: tuple[int, ...]
@@ -198,7 +199,7 @@ class CountChanges(NamedTuple):
 def count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
     """Return which memory parts (`PARTS`) each action of each device allocates and frees.
 
-    After the actions of a device, the changes by the optimizer's step of each chunk follow.
+    After the actions of a device come the changes by the optimizer's step of each of its chunks.
     """
     last = _last_micro_batch(actions)
     return tuple(
@@ -379,9 +380,8 @@ def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray,
 def optimizer_steps(chunks: int) -> IntArray:
     """Return how many of each memory part (`PARTS`) exist on a device during the optimizer's steps.
 
-    Returns:
-        Array with the dimensions: chunk whose parameters are updated, chunk that has the parts, part. The autocast
-        cache does not count.
+    The dimensions are: chunk whose parameters are updated, chunk that has the parts, part. The autocast cache does not
+    count.
     """
     steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1

@@ -110,11 +110,8 @@ class DeviceSpans(NamedTuple, Generic[Clock]):
 def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> tuple[Event, ...]:
     """Simulate one step and return all its actions and transfers, sorted by start time.
 
+    `actions` has the actions of each of K devices, in order. `stages` has the times of each stage, in pipeline order.
     Stages on one device need no transfer. In a loop placement, device K-1 also sends to device 0.
-
-    Args:
-        actions: Actions of each device, in order.
-        stages: Times of each stage, in pipeline order; a multiple of K.
 
     Raises:
         ValueError: The devices wait for each other in a circle, or the number of stages is not a multiple of K.

@@ -134,14 +134,12 @@ def delay_with_added_stage_us(tail_us: Numbers, own_us: Numbers, slack_us: Numbe
 
 
 def optimizer_delay_us(own_us: FloatArray, slack_us: FloatArray) -> FloatArray:
-    """Return the delay of the next step by all-reduces and optimizer steps.
+    """Return the time by which all-reduces and optimizer steps delay the next step.
 
-    A later device ends its last backward earlier and begins the next step later than device 0. So part of its optimizer
-    step, the sum of `optimizer_slack_us` over all earlier devices, does not delay the next step.
-
-    Args:
-        own_us: Time of all-reduces and optimizer steps of each device, in the last dimension.
-        slack_us: Result of the function `optimizer_slack_us` for each device's first stage, in the last dimension.
+    A later device ends its last backward earlier and begins the next step later than device 0. So part of its
+    all-reduces and optimizer steps (`own_us`) does not delay the next step: the sum of `slack_us` over all earlier
+    devices, which the function `optimizer_slack_us` computes for a device's first stage. The last dimension of both
+    arrays is the device.
     """
     tail: FloatArray = np.zeros(own_us.shape[:-1])
     for k in reversed(range(own_us.shape[-1])):

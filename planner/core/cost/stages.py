@@ -141,11 +141,9 @@ def stage_table(
 
 
 def with_recomputed_layers(stages: StageTable, levels: SavedAndPeaks[Any]) -> StageTable:
-    """Return a table of the same stages if they recompute some of their layers.
+    """Return a table of the same stages if each recomputes some of its layers.
 
-    Args:
-        stages: The stages without recomputation.
-        levels: Saved bytes and peaks of these stages with the recomputation.
+    `levels` has the stages' saved bytes and peaks with this recomputation.
     """
 
     def of_all(size: FloatArray | float) -> FloatArray:
@@ -311,8 +309,7 @@ class StageTableBuilder:
     def highest(self, levels: FloatArray) -> FloatArray:
         """Return, for each stage, the maximum of `levels` over its layers.
 
-        Args:
-            levels: Bytes, one row per first layer of a stage, one column per layer; or fewer rows, to broadcast.
+        `levels` has one row per first layer of a stage, or one for all, and one column per layer.
         """
         running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, levels, 0.0), axis=1)
         return running
@@ -375,12 +372,9 @@ class StageTableBuilder:
     def _with_gradients_of_casts(
         self, backward: FloatArray, first_backward: FloatArray, output: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Return the peak memory of a later backward, and of a first backward with recomputation, under autocast.
-
-        Gradients of low-precision weight copies exist until the backward ends. Autograd then converts them to gradients
-        of parameters, which are twice as large. In a first backward without recomputation, autograd converts each
-        gradient at once.
-        """
+        # Gradients of low-precision weight copies exist until the backward ends. Autograd then converts them to
+        # gradients of parameters, which are twice as large. In a first backward without recomputation, autograd
+        # converts each gradient at once.
         costs, levels, columns = self.costs, self.costs.memory, self.columns
         waiting = self.highest(cast_gradient_peaks(costs)[columns])
         casts = self.sums(costs.state.casts)
@@ -395,11 +389,8 @@ class StageTableBuilder:
     def _message_peaks(
         self, first_backward: FloatArray, backward: FloatArray, gradients: FloatArray, output: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Return the peak memory of the first and of a later backward, while gradients are sent to other replicas.
-
-        A stage whose gradients fit into one message sends them during the backward of its first trained layer. For
-        other stages, and under autocast, the result is an upper bound: the peak of the whole backward.
-        """
+        # A stage whose gradients fit into one message sends them during the backward of its first trained layer. For
+        # other stages, and under autocast, the result is an upper bound: the peak of the whole backward.
         costs, levels = self.costs, self.costs.memory
         if not costs.bucket_bytes or costs.state.casts.any():
             return first_backward, backward

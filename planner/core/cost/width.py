@@ -22,7 +22,7 @@ from typing import Final
 from planner.core.cost.costs import CostTable
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Cluster, Link
-from planner.core.values.plan import Inputs, Plan
+from planner.core.values.plan import Inputs
 from planner.core.values.profile import LayerProfile, Profile, WidthCosts
 from planner.core.values.units import pluralize
 
@@ -47,25 +47,12 @@ def tensor_parallel_widths(profile: Profile) -> tuple[int, ...]:
     return tuple(sorted(layers_by_width(profile)))
 
 
-def needs_all_reduces(profile: Profile, width: int) -> bool:
-    """Return True if layers that `width` GPUs share need all-reduces, whose time depends on the link."""
-    layers = layers_by_width(profile)[width]
-    return width > 1 and any(layer.collectives or layer.collective_bytes for layer in layers)
-
-
 def tensor_parallel_profile(profile: Profile, cluster: Cluster) -> Profile:
-    """Return the profile for the cluster's tensor-parallel width: the number of GPUs that share each layer.
+    """Return the profile for one tensor-parallel width: the number of GPUs per device of `cluster`.
 
-    Times of the result include the all-reduces among these GPUs. If replicas shard the optimizer, each layer has the
-    optimizer costs of one replica. If experts are spread over E of R replicas, the optimizer is sharded among the R/E
-    replicas with the same experts.
-
-    Args:
-        profile: Profile with one or several widths.
-        cluster: Cluster in which each device is a group of GPUs that share each layer.
-
-    Returns:
-        Profile with one width; `profile` itself if it needs no change.
+    Times of the result include the all-reduces among the GPUs that share each layer. If replicas shard the optimizer,
+    each layer has the optimizer costs of one replica. If experts are spread over E of R replicas, the optimizer is
+    sharded among the R/E replicas with the same experts. A profile that needs no change is returned as it is.
 
     Raises:
         UsageError: The profile has no costs for the width.
@@ -80,21 +67,8 @@ def tensor_parallel_profile(profile: Profile, cluster: Cluster) -> Profile:
     return replace(profile, tensor_parallel=width, layers=priced, widths=())
 
 
-def tensor_parallel_profile_of_plan(plan: Plan, profile: Profile) -> Profile:
-    """Return the profile at the plan's tensor-parallel width, with times that include all-reduces.
-
-    Raises:
-        UsageError: The profile has no costs for this width.
-    """
-    return tensor_parallel_profile(profile, plan.cluster)
-
-
 def usable_tensor_parallel_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
     """Return the tensor-parallel widths (GPUs that share each layer) that a request allows, ascending; at least one.
-
-    Args:
-        profile: The profile.
-        inputs: The request.
 
     Raises:
         UsageError: No width is possible, or the link within a node is unknown.
@@ -105,8 +79,9 @@ def usable_tensor_parallel_widths(profile: Profile, inputs: Inputs) -> tuple[int
     if not usable:
         listed = ", ".join(map(str, tensor_parallel_widths(profile)))
         raise UsageError(next(iter(problems.values())), hint=f"the profile has costs for `--tensor-parallel` {listed}")
-    unpriced = [width for width in usable if inputs.link == Link() and needs_all_reduces(profile, width)]
-    if unpriced:
+    layers = layers_by_width(profile)
+    unpriced = [w for w in usable if w > 1 and any(each.collectives or each.collective_bytes for each in layers[w])]
+    if unpriced and inputs.link == Link():
         alone = ", or `--tensor-parallel 1`" if usable[0] == 1 else ""
         raise UsageError(
             f"{unpriced[0]} GPUs that share layers sum their results, but the link within a node is unknown",
@@ -116,13 +91,9 @@ def usable_tensor_parallel_widths(profile: Profile, inputs: Inputs) -> tuple[int
 
 
 def merge_tensor_parallel_profiles(profiles: Mapping[str, Profile]) -> Profile:
-    """Return one profile from several profiles of a model with different tensor-parallel widths.
+    """Return one profile from profiles of a model with different tensor-parallel widths, by the names of their files.
 
-    Args:
-        profiles: The profiles by the names of their files.
-
-    Returns:
-        The merged profile; the smallest width comes first.
+    The smallest width comes first in the result.
 
     Raises:
         UsageError: Two profiles differ in more than the width, or have the same width.

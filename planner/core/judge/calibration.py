@@ -13,7 +13,7 @@ from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 
 def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Calibration:
-    """Return the costs that a run of a plan has measured, to replace costs of the profile in predictions.
+    """Return the costs that a run of a plan has measured. Predictions can use them instead of the profile's costs.
 
     Args:
         plan: Plan with current predictions.
@@ -76,7 +76,7 @@ def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
 
 
 def timed_steps_us(report: RunReport) -> tuple[float, ...]:
-    """Return the step times after the warm-up, in microseconds; all step times if the run was only warm-up."""
+    """Return a run's step times after the warm-up, in microseconds; all of them if there are only warm-up steps."""
     return report.step_us[report.warmup_steps :] or report.step_us
 
 

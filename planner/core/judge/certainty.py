@@ -98,14 +98,9 @@ class Certainty:
 
 
 def certainty_of(plan: Plan, profile: Profile) -> Certainty:
-    """Return the error ranges of the predictions of a plan.
-
-    Args:
-        plan: Plan with current predictions.
-        profile: Profile of the plan.
-    """
+    """Return the error ranges of a plan's predictions, which must be those of its profile."""
     errors, step_us = _step_errors(plan, profile), plan.predicted.step_us
-    sampling = sampling_error(plan, tensor_parallel_profile(profile, plan.cluster))
+    sampling = _sampling_error(plan, tensor_parallel_profile(profile, plan.cluster))
     if errors is None:
         source, step_ratio, range_us = f"{profile.device.how} for {profile.device.kind}", None, None
     else:
@@ -132,13 +127,13 @@ def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
     limits = [chunks[0].memory_bytes for chunks in plan.by_device()]
     if any(need > limit for need, limit in zip(plan.peak_bytes_by_device(), limits, strict=True)):
         return "does not fit"
-    return "tight" if certainty is not None and tight_devices(plan, certainty) else "fits"
+    return "tight" if certainty is not None and _tight_devices(plan, certainty) else "fits"
 
 
 def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
     """Yield a finding for each device whose predicted peak fits, but the upper bound of its error range does not."""
     chunks = plan.by_device()
-    for device in tight_devices(plan, certainty):
+    for device in _tight_devices(plan, certainty):
         most, limit = (
             certainty.device_bytes[device],
             plan.inputs.device_memory_for_limit(chunks[device][0].memory_bytes),
@@ -151,8 +146,7 @@ def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
         yield finding("GP103", message, hint=hint, stage=chunks[device][0].index)
 
 
-def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
-    """Return the devices whose predicted peak fits, but the upper bound of its error range exceeds their memory."""
+def _tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
     devices = zip(plan.by_device(), plan.peak_bytes_by_device(), certainty.device_bytes, strict=False)
     return tuple(
         device
@@ -161,13 +155,7 @@ def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
     )
 
 
-def sampling_error(plan: Plan, profile: Profile) -> float:
-    """Return the relative error of the step time that comes from the spread of measurements.
-
-    Args:
-        plan: The plan.
-        profile: Profile at the plan's width.
-    """
+def _sampling_error(plan: Plan, profile: Profile) -> float:
     size, sizes = plan.micro_batch_size, profile.micro_batch_sizes
     below = max((each for each in sizes if each <= size), default=min(sizes))
     above = min((each for each in sizes if each >= size), default=max(sizes))
@@ -178,9 +166,7 @@ def sampling_error(plan: Plan, profile: Profile) -> float:
 def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
     """Return the share of memory to keep free so that peaks fit even at the upper end of the error range.
 
-    Args:
-        profile: Profile that plans are made from.
-        limits: Memory limit of each device in bytes.
+    `limits` has the memory limit of each device, in bytes.
 
     Raises:
         UsageError: No peak was measured for this kind of profile, so that the accuracy of predictions is unknown.

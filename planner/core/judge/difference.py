@@ -34,7 +34,7 @@ class StageDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Differences between a plan and a reference plan, whose values are in the fields `…_before`."""
+    """Values of a plan and of a reference plan; fields `…_before` have the values of the reference plan."""
 
     against: str
     """Reference plan: a file, or `git:REVISION`."""

@@ -46,7 +46,7 @@ def deviating_figures(balance: Balance, report: RunReport, *, are_times_judged: 
 
 
 def drift_text(drift: Sequence[ComparedFigure]) -> str:
-    """Return a sentence about the step time and about the device peak that deviates most."""
+    """Return a sentence about the deviating step time, and about the device peak that deviates most."""
     said, tolerance = [], DEFAULT_TOLERANCE
     for row in drift:
         if row.what == "step_us":

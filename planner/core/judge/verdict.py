@@ -237,7 +237,7 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
 def _edited(plan: Plan, now: Plan) -> list[Finding]:
     was_us, is_us = plan.predicted.step_us, now.predicted.step_us
     changed = [k for k, (a, b) in enumerate(zip(plan.stages, now.stages, strict=True)) if a.memory != b.memory]
-    figures = [f"`{place}`" for place in differing_values(plan, now) if ".memory." not in place]
+    figures = [f"`{place}`" for place in _differing_values(plan, now) if ".memory." not in place]
     if not figures and not changed:
         return []
     message = f"the plan has {was_us / 1e3:.1f} ms per step, the cost model computes {is_us / 1e3:.1f} ms"
@@ -263,11 +263,9 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
 
 
 def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
-    """Return the solver report of a plan, or None if its lower bound and gap cannot be checked.
+    """Return the solver report of a stored plan, or None if its lower bound and gap cannot be checked.
 
-    Args:
-        written: Plan as stored.
-        verdict: Result of the check of that plan with its profile.
+    `verdict` is the result of the check of this plan with its profile.
     """
     now, codes = verdict.plan, {each.code for each in verdict.findings}
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:
@@ -277,8 +275,7 @@ def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
     return None if is_bare else claimed
 
 
-def differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
-    """Return the paths of predicted values in `plan` that differ from those in `now`, which was computed again."""
+def _differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
     places = [*_differing(plan.predicted, now.predicted, "predicted")]
     for k, (written, computed) in enumerate(zip(plan.stages, now.stages, strict=True)):
         places += _differing(written, computed, f"stages[{k}]")
@@ -286,7 +283,7 @@ def differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
 
 
 def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
-    """Return contradictions between a plan's solver report and its step time, as texts."""
+    """Return contradictions between a solver report and the step time and frontier of a plan, as texts."""
     step_us, bound_us = plan.predicted.step_us, solver.lower_bound_us
     problems = []
     if solver.status == "given":

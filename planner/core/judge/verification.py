@@ -131,7 +131,7 @@ def compared_figures(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...
 
 
 def core_shortage_reason(processes: int, threads: int, cores: int) -> str:
-    """Return why times are not judged: the machine has too few CPU cores for its processes. Empty if it has enough.
+    """Return the reason not to judge times if a machine has too few CPU cores for its processes; else an empty text.
 
     Args:
         processes: Number of processes on the machine.
@@ -145,13 +145,13 @@ def core_shortage_reason(processes: int, threads: int, cores: int) -> str:
 
 
 def disturbance_reason(report: RunReport) -> str:
-    """Return why times are not judged: processes of the run had to wait for CPU cores. Empty if they did not."""
+    """Return the reason not to judge times if processes of the run waited for CPU cores; else an empty text."""
     waited = cpu_time_phrase(report)
     return f"times are not judged: {waited}; end other programs, and run it again" if waited else ""
 
 
 def cpu_time_phrase(report: RunReport) -> str:
-    """Return a phrase with the smallest share of time that a process had a CPU core; empty if it is large."""
+    """Return a phrase with the smallest share of its CPU time that a process got; empty if every process got enough."""
     share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
     if share >= LEAST_CORE_SHARE:
         return ""
@@ -159,7 +159,7 @@ def cpu_time_phrase(report: RunReport) -> str:
 
 
 def samples_per_step_if_unplanned(report: RunReport) -> float | None:
-    """Return the number of samples per step of a run, or None if it is the planned number."""
+    """Return the median number of samples per step of a run; None if it is the planned number, or unknown."""
     rates = report.samples_per_s[report.warmup_steps :]
     if not report.batch or not rates:
         return None
@@ -173,9 +173,7 @@ def samples_per_step_if_unplanned(report: RunReport) -> float | None:
 def compared_peaks(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) -> Iterator[ComparedFigure]:
     """Yield the highest measured peak and the predicted peak of every device, in bytes.
 
-    Args:
-        devices: Stages and predicted allocator peak of each device of a pipeline.
-        report: Report of the run.
+    `devices` has the stages and the predicted allocator peak of each device of a pipeline.
     """
     runs = {run.index: run for run in stage_runs(report)}
     for device, (stages, need) in enumerate(devices):

@@ -148,14 +148,9 @@ def quote_options(options: Iterable[str]) -> str:
 
 
 def memory_options(inputs: Inputs, how: str) -> tuple[str, ...]:
-    """Return the options of `solve` that give a request's memory limits and headroom.
+    """Return the options of `solve` that state a request's memory limits and headroom, such as `--mem 8GB`.
 
-    Args:
-        inputs: The request.
-        how: `Device.how` of the profile; profiles with `estimated` values have another default headroom.
-
-    Returns:
-        Options such as `--mem 8GB`.
+    `how` is `Device.how` of the profile: profiles with `estimated` values have another default headroom.
     """
     sizes = tuple(map(inputs.device_memory_for_limit, inputs.memory_bytes))
     limits = sizes[:1] if len(set(sizes)) == 1 else sizes

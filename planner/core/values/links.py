@@ -25,7 +25,7 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Links between all neighbors of a pipeline, in order."""
+    """Links between all neighboring processes of a pipeline, in order (`links.yaml`)."""
 
     schema: Literal["gpipe-plan/links/v1"] = LINKS_SCHEMA
     generator: Generator | None = None

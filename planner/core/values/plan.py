@@ -109,7 +109,7 @@ class Inputs:
     """Price of a GPU-hour, in any currency; 0 if it was not given."""
 
     def device_memory_for_limit(self, limit_bytes: int) -> int:
-        """Return the device memory, in bytes, that is needed for a memory limit of `limit_bytes` after the headroom."""
+        """Return the device memory in bytes of which `limit_bytes` are left if the request's headroom stays free."""
         size = ceil(limit_bytes / (1 - self.headroom))
         return size if memory_limit_of_device(size, self.headroom) >= limit_bytes else size + 1
 
@@ -124,11 +124,9 @@ class Inputs:
         return self.cluster_of_groups(1)
 
     def cluster_of_groups(self, tensor_parallel: int, replicas: int = 1) -> Cluster:
-        """Return the cluster in which each device is a group of GPUs that share every layer.
+        """Return the cluster in which each device is a group of `tensor_parallel` GPUs that share every layer.
 
-        Args:
-            tensor_parallel: Number of GPUs of a group. GPUs that fill no group are left out.
-            replicas: Number of data-parallel pipelines, which may shard the optimizer.
+        GPUs that fill no group are left out. The data-parallel `replicas` may shard the optimizer.
         """
         count = self.devices // tensor_parallel
         groups: dict[str, Any] = {
@@ -149,7 +147,7 @@ def memory_limit_of_device(device_bytes: int, headroom: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """How good the plan is: its status, lower bound and gap, and the method of the search."""
+    """Quality of a plan: its status, lower bound and gap, and the method of the search."""
 
     method: str
     status: Literal["optimal", "feasible", "given"]
@@ -185,7 +183,7 @@ class StageMemory:
         return cls(**items, total=sum(items.values()))
 
     def items(self) -> tuple[tuple[str, int], ...]:
-        """Return the name and the bytes of every component, without the total."""
+        """Return the name and the bytes of every memory component, without the total."""
         return tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "total")
 
 

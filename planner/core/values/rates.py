@@ -97,7 +97,7 @@ _WITHOUT_BFLOAT16: Final = frozenset({"v100", "v100-32gb", "t4"})
 
 
 def usual_precision(name: str) -> Precision:
-    """Return the precision in which models are usually trained on an accelerator; empty for TPUs."""
+    """Return the precision in which models are usually trained on the accelerator `name`; empty for TPUs."""
     if name.startswith("tpu"):
         return ""
     return "fp16-mixed" if name in _WITHOUT_BFLOAT16 else "bf16-mixed"

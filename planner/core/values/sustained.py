@@ -42,10 +42,8 @@ with times on an H200."""
 def product_rate(name: str) -> float | None:
     """Return the half-precision FLOP/s that matrix products alone reach on an accelerator; None if not measured.
 
-    Sustained rates are lower, because the time of a step also contains all other operators.
-
-    Args:
-        name: Name of the accelerator, as in `planner.core.values.devices`.
+    Sustained rates are lower, because the time of a step also contains all other operators. `name` is a name in
+    `planner.core.values.devices`, such as `h100`.
     """
     return _PRODUCTS.get(_CHIPS.get(name, ""))
 
@@ -53,9 +51,8 @@ def product_rate(name: str) -> float | None:
 def sustained_rate(name: str, *, experts: bool = False) -> SustainedRate | None:
     """Return the rate that an accelerator reached in published runs; None if there are no such runs.
 
-    Args:
-        name: Name of the accelerator, as in `planner.core.values.devices`.
-        experts: True for a mixture of experts. If no such runs are published, the rate of other models is returned.
+    `name` is a name in `planner.core.values.devices`, such as `h100`. With `experts`, runs of mixtures of experts are
+    preferred to runs of other models.
     """
     found = [each for each in SUSTAINED if each.chip == _CHIPS.get(name)]
     same = next((each for each in found if each.experts == experts), None)

@@ -223,7 +223,7 @@ def _three_digits(value: float) -> str:
 
 
 def decimals_for_three_digits(value: float) -> int:
-    """Return the number of decimals that gives `value` three significant digits."""
+    """Return the number of decimals, 0 to 2, with which `value` is written with three significant digits."""
     for digits in (2, 1):
         if len(f"{value:.{digits}f}".lstrip("-").replace(".", "")) <= 3:
             return digits

@@ -15,7 +15,7 @@ from planner.core.cost.costs import CostTable
 from planner.core.cost.partition import Partition
 from planner.core.cost.peak_points import PARTS
 from planner.core.cost.stage_time import CHOICES
-from planner.core.cost.width import tensor_parallel_profile_of_plan
+from planner.core.cost.width import tensor_parallel_profile
 from planner.core.judge.certainty import SLACK_BYTES, certainty_of
 from planner.core.schedule import KINDS, Schedule
 from planner.core.values.placement import Placement
@@ -68,7 +68,7 @@ class _Chain:
 
     @classmethod
     def of(cls, request: ExplorerRequest) -> "_Chain":
-        plan, table = request.plan, CostTable(tensor_parallel_profile_of_plan(request.plan, request.profile))
+        plan, table = request.plan, CostTable(tensor_parallel_profile(request.profile, request.plan.cluster))
         sizes = {m: plan.inputs.batch // plan.replicas // m for m in request.micro_batches}
         costs = {m: table.at(size, extrapolate=plan.inputs.extrapolate) for m, size in sizes.items()}
         partition = Partition.of(plan, costs[plan.micro_batches].names)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from string import Template
 
 from planner import __version__
-from planner.core.cost.width import tensor_parallel_profile_of_plan
+from planner.core.cost.width import tensor_parallel_profile
 from planner.core.judge.certainty import Certainty, certainty_of
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
@@ -61,7 +61,7 @@ def plan_html(
         _stages(plan),
         *([frontier_section(plan)] if plan.frontier else []),
         *filter(None, [schedules_section(plan)]),
-        layers_section(tensor_parallel_profile_of_plan(plan, profile) if profile else None, plan),
+        layers_section(tensor_parallel_profile(profile, plan.cluster) if profile else None, plan),
         *([measured_section(plan, report), run_section(report)] if report else []),
         _provenance(plan, profile, digest),
     ]

@@ -79,12 +79,12 @@ class BottleneckSearch:
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
     def find_first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """Return a good partition faster than `upper_us`; None if the search finds none."""
+        """Return a partition with a step time below `upper_us`, from a short search; None if it finds none."""
         self.best_so_far = self._whole.find_first(self.bound_us, upper_us, (*SLACKS, np.inf))
         return self.best_so_far
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """Return the fastest partition, or None if none is faster than `upper_us`."""
+        """Return the fastest partition; None if no partition has a step time below `upper_us`."""
         # With a good plan or a limit, go to the boxes directly.
         if self.best_so_far is None and upper_us == np.inf:
             self.find_first()

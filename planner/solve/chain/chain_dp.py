@@ -107,7 +107,7 @@ class CutDynamicProgram:
         return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
 
     def least_values(self) -> dict[str, float]:
-        """Return lower bounds for all partitions by name, for example of the largest forward time of a stage."""
+        """Return lower bounds for all partitions, by their names in `Recurrence.needs`, such as `forward`."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
@@ -123,7 +123,7 @@ class CutDynamicProgram:
         return self.run(upper_us=best.step_us) or best
 
     def find_first(self, bound_us: float, upper_us: float, slacks: Sequence[float]) -> ChainCuts | None:
-        """Return a good partition faster than `upper_us`; None if there is none.
+        """Return a good partition faster than `upper_us`; None if the search finds none.
 
         Args:
             bound_us: Lower bound of the step time, in microseconds.
@@ -289,9 +289,9 @@ class CutDynamicProgram:
             return plans
         # If only a few partial plans are kept, keep those with the smallest bounds.
         keys = (*plans.rank, *plans.numbers) if most_plans is None else (plans.bound, *plans.rank)
-        # In this order, no partial plan is dominated by a later partial plan, as `undominated_partial_plans` requires.
+        # In this order, no partial plan is dominated by a later partial plan, as `_undominated_partial_plans` requires.
         plans = plans.take(np.lexsort((*keys[::-1], plans.first)))
-        return plans.take(undominated_partial_plans(plans.first, plans.numbers, most_plans))
+        return plans.take(_undominated_partial_plans(plans.first, plans.numbers, most_plans))
 
     def _trace(
         self, levels: list[_PartialPlans], num_later: int, index: int
@@ -308,7 +308,7 @@ class CutDynamicProgram:
 
 
 def just_below(upper_us: float) -> float:
-    """Return `upper_us` minus a tolerance for rounding errors."""
+    """Return a step time reduced by the rounding errors of sums: a shorter step time is surely shorter."""
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 
@@ -320,19 +320,9 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
     return before
 
 
-def undominated_partial_plans(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
-    """Return the indices of the partial plans that no other partial plan of their group dominates.
-
-    A plan dominates another one if none of its numbers is larger.
-
-    Args:
-        group: Group of each partial plan, ascending. A plan may be dominated only by an earlier one, or by an equal
-            one.
-        numbers: Numbers of the partial plans, one row per number; smaller is better.
-        most: Number of partial plans to return from each group; None for all.
-
-    Complexity: O(n) per round, and as many rounds as the largest group has undominated partial plans.
-    """
+def _undominated_partial_plans(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
+    # Partial plans are sorted by group, so that a plan is dominated only by an earlier or an equal plan. Complexity:
+    # O(n) per round, and as many rounds as the largest group has undominated plans, but at most `most` rounds.
     left = np.arange(len(group))
     kept: list[IndexArray] = []
     while len(left) and (most is None or len(kept) < most):

@@ -35,18 +35,16 @@ _FIRST_WINDOW = 1.5
 
 @dataclass(slots=True)
 class TableWidth:
-    """Number of layers of the longest stage in the stage tables of a case, which the search increases."""
+    """Width of a case's stage tables: the number of layers of the longest stage in them. The search increases it."""
 
     case: Case
     width: int = 0
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Increase the width. Return False if the tables already have every stage of any plan faster than `upper_us`.
+        """Increase the width, or return False if the tables have every stage of any plan faster than `upper_us`.
 
-        Args:
-            upper_us: Step time to beat, in microseconds. While it is infinite, each call doubles the longest time of a
-                stage in the tables.
+        While `upper_us` is infinite, each call doubles the longest time of a stage in the tables.
         """
         case = self.case
         limit_us = case.longest_stage_us(upper_us)
@@ -113,7 +111,7 @@ def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None
 
 
 def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
-    """Yield searches that together cover every number of stages.
+    """Yield searches for the fastest partition that together cover every number of stages.
 
     Args:
         case: The case.

@@ -112,13 +112,13 @@ class Recurrence(Protocol):
         """
 
     def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Return the figures of partial plans, each at least its lower bound over all complete plans."""
+        """Return the numbers of partial plans with each number raised to its lower bound over all complete plans."""
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of all plans that contain a partial plan; exact for complete plans."""
 
     def rank_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:
-        """Return lower bounds of the numbers by which complete plans are ranked; exact for complete plans.
+        """Return lower bounds of the numbers that rank complete plans, such as the step time; exact for complete plans.
 
         Args:
             numbers: Numbers of the partial plans.
@@ -262,7 +262,7 @@ def _raised_tail(tail: FloatArray, earlier: EarlierLayers) -> FloatArray:
 
 
 class TieBreakRecurrence:
-    """Rule that also compares memory, transferred bytes or balance, to choose among equally fast partitions.
+    """Rule that chooses among equally fast partitions by their memory, transferred bytes or balance.
 
     Args:
         recurrence: Rule for the step time.

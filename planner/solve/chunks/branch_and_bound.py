@@ -93,9 +93,7 @@ class BranchAndBound:
     def solve(self, *, most_iterations: int = _UNLIMITED, limit_s: float = inf) -> CutBound | None:
         """Solve the linear program without decisions; return its bound, or None if a limit is reached first.
 
-        Args:
-            most_iterations: Limit on simplex iterations.
-            limit_s: Time limit in seconds.
+        The limits are a number of simplex iterations, and a time in seconds.
         """
         if not self._run_solver(most_iterations, self._solver.getRunTime() + limit_s):
             return None

@@ -39,12 +39,7 @@ class CutSearch(Descent[PartitionCandidate]):
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Search from several partitions, given by their cuts.
-
-        Args:
-            starts: Cuts to start from, each of shape (stages + 1,).
-            most_actions: Limit on simulated actions.
-        """
+        """Search from each of `starts`: cuts of shape (stages + 1,). `most_actions` limits the simulated actions."""
         is_bounded = self.progress.budget.is_bounded
         self.descend(
             (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),
@@ -105,14 +100,8 @@ class CutSearch(Descent[PartitionCandidate]):
         return self._evaluate(cuts[None], choices[None], is_open)
 
     def _evaluate(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> PartitionCandidate:
-        """Return the best of several partitions with the same number of stages.
-
-        Args:
-            cuts: Cuts of each partition, shape (partitions, stages + 1).
-            choices: Recompute choice of each stage, shape (partitions, stages).
-            is_open: True for devices whose recomputation is chosen again, shape (partitions, devices). None: all
-                devices if there is one partition, else no device.
-        """
+        # Return the best of several partitions. `is_open`, shape (partitions, devices), is true for devices whose
+        # recomputation is chosen again. None: all devices if there is one partition, else no device.
         if is_open is None and len(cuts) == 1:
             is_open = np.full((1, self.evaluator.num_devices), True)
         if is_open is not None:

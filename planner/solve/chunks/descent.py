@@ -91,11 +91,9 @@ class Descent(ABC, Generic[CandidateT]):
 
     @abstractmethod
     def pick_best(self, candidate: CandidateT, cuts: IntArray) -> CandidateT:
-        """Return the best partition after one move.
+        """Return the best partition that results from one move of `candidate`.
 
-        Args:
-            candidate: Partition before the move.
-            cuts: Cuts after each possible move, shape (moves, stages + 1).
+        `cuts` has the cuts after each possible move, shape (moves, stages + 1).
         """
 
     @abstractmethod
@@ -182,11 +180,7 @@ class Descent(ABC, Generic[CandidateT]):
 def cut_moves(chunks: Sequence[Sequence[int]]) -> IntArray:
     """Return all moves of one cut or of several consecutive cuts, as numbers to add to the cuts.
 
-    Args:
-        chunks: Stages of each device.
-
-    Returns:
-        Shape (moves, stages + 1).
+    `chunks` has the stages of each device. The result has the shape (moves, stages + 1).
     """
     num_stages = sum(map(len, chunks))
     lengths, length = list(range(1, min(_ALL_LENGTHS, num_stages - 1) + 1)), _ALL_LENGTHS

@@ -29,12 +29,7 @@ _LEAST_GAIN: Final = 1e-9
 
 
 def cuts_with_even_loads(evaluator: Evaluator, cuts: IntArray) -> IntArray:
-    """Return cuts that distribute the work of all layers more evenly over the devices.
-
-    Args:
-        evaluator: Evaluator for a number of devices.
-        cuts: Cuts to start from, shape (S+1,).
-    """
+    """Return cuts that distribute the work of layers over the devices at least as evenly as `cuts`, shape (S+1,)."""
     return _EvenLoads(evaluator).search(cuts)
 
 

@@ -46,7 +46,7 @@ class RecomputeFitter:
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
     def least_recomputation(self, num_partitions: int) -> IntArray:
-        """Return the choices with the least recomputation that the plan allows; shape (num_partitions, stages)."""
+        """Return the recompute choices with the least recomputation allowed; shape (num_partitions, stages)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
@@ -78,11 +78,8 @@ class RecomputeFitter:
         """Return the indices of the minimal combinations of recompute choices for each device.
 
         A combination is minimal if it fits, but no combination fits that recomputes less in one stage and not more in
-        others.
-
-        Args:
-            over: Bytes by which a partition exceeds each device's memory limit, for each combination; shape
-                (combinations, devices).
+        others. `over` has the bytes by which each device exceeds its memory limit with each combination; shape
+        (combinations, devices).
         """
         lower = (self.combinations[:, None] <= self.combinations[None]).all(axis=2) & ~np.eye(
             len(self.combinations), dtype=bool
@@ -96,11 +93,7 @@ class RecomputeFitter:
     def excess_by_combination(self, cuts: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, for each combination of recompute choices.
 
-        Args:
-            cuts: Cuts of each partition, shape (partitions, stages + 1).
-
-        Returns:
-            Shape (partitions, combinations, devices).
+        `cuts` has the shape (partitions, stages + 1), the result (partitions, combinations, devices).
         """
         return self._evaluator.excess_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
 

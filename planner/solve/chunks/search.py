@@ -223,7 +223,7 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        starts: Cuts from which searches start. The first ones are the program's `reference_cuts`.
+        starts: Cuts from which searches start. `starts[0]` is the program's `reference_cuts`.
     """
     budget = progress.budget
     size = approximate_num_constraints(evaluator)
@@ -260,10 +260,10 @@ def _bound_limit_s(progress: Progress) -> float:
 
 
 def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
-    """Return cuts to start from: even cuts, cuts that minimize the longest backward of any stage, and evenest work.
+    """Return cuts to start from: even cuts, and cuts that minimize the longest backward of any stage.
 
-    Cuts with the evenest work of devices are left out if there are few micro-batches.
-    Forbidden cuts are left out. If the request fixes the cuts, only these are returned.
+    With many micro-batches, cuts with the evenest work of devices follow. Forbidden cuts are left out. If the request
+    fixes the cuts, only these are returned.
     """
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:

@@ -104,7 +104,7 @@ class MemoryLimit(NamedTuple):
     """Index of the peak that counts, in the order of `LayerPeaks`; negative if no layer of the stage runs."""
 
     def room(self, peak: FloatArray | float) -> FloatArray:
-        """Return how many bytes each micro-batch may save, for a given peak; negative if the stage cannot fit."""
+        """Return how many bytes each micro-batch may save beside a peak of the stage; negative if it cannot fit."""
         # With weight 0, for example if M = 1, no complete micro-batch is in flight: only the peak counts.
         if self.weight == 0:
             return np.where(np.less_equal(peak, self.bytes), np.inf, -np.inf)

@@ -92,11 +92,8 @@ def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> C
 def search_one_forward_one_backward_by_layers(progress: Progress, initial: Partition | None) -> None:
     """Search 1F1B partitions for each number of stages, with recomputation chosen layer by layer.
 
-    The search ends early if the limit on simulated actions is reached.
-
-    Args:
-        progress: State of the search over the case.
-        initial: Best partition that recomputes whole stages, or None.
+    The search starts from `initial`, a partition that recomputes whole stages, unless it is None. It ends early if the
+    limit on simulated actions is reached.
 
     Raises:
         OutOfTimeError: The deadline passed.

@@ -40,7 +40,7 @@ class RecomputeTimes:
 
     @property
     def num_exact(self) -> int:
-        """Number of stages whose layers have been chosen exactly."""
+        """Number of stages whose recomputation time is exact so far."""
         return sum(map(len, self._exact.values()))
 
     def table(self, width: int, limit_bytes: float, points: PeakPoints) -> FloatArray:
@@ -127,10 +127,7 @@ def least_recompute_us(
 
 
 def _knapsack_bounds(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
-    """Return a lower bound of each stage's recomputation time: the optimum of a fractional knapsack.
-
-    `must_go` has the bytes to save for each pair of first and last layer.
-    """
+    # The optimum of a fractional knapsack for each stage, which has to save `must_go` bytes.
 
     def sums(per_layer: FloatArray) -> FloatArray:
         through: FloatArray = np.cumsum(per_layer[1])

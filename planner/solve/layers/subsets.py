@@ -34,9 +34,7 @@ class LayerSubsets(NamedTuple):
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "LayerSubsets":
         """Return the subsets worth recomputing of a stage of at most `MOST_LAYERS` layers.
 
-        Args:
-            layers: Memory of the stage's layers.
-            times_us: Time to recompute each layer.
+        `times_us` has the time to recompute each layer, in microseconds.
         """
         trained = np.flatnonzero(layers.can_recompute)
         every = np.zeros((1 << len(trained), len(times_us)), dtype=np.bool_)

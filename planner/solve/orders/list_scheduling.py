@@ -336,12 +336,7 @@ class _OrderFollower(_ListScheduler):
 
 
 def split_backwards(row: Sequence[Act], is_whole: Sequence[bool]) -> list[Act]:
-    """Return a device's actions with backwards split into I and W, except on stages with whole backwards.
-
-    Args:
-        row: Actions of a device.
-        is_whole: True for each stage with whole backwards.
-    """
+    """Return a device's actions with backwards split into I and W, except on stages for which `is_whole` is true."""
     actions: list[Act] = []
     for stage, kind, micro_batch in row:
         if kind == "F":

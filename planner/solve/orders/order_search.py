@@ -122,9 +122,7 @@ class OrderSearch:
     def improve(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
         """Return the best order found close to `rows`, by simulating at most `most_actions` actions.
 
-        Args:
-            rows: Action order of each device, which fits into memory.
-            most_actions: Limit on simulated actions.
+        `rows` has an action order of each device that fits into memory.
         """
         self._simulate(rows)
         act_rows = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]

@@ -33,12 +33,7 @@ class StageRules:
     """Number of layers of each stage, if the cuts are fixed; None to allow all cuts."""
 
     def forbids(self, first: IntArray, end: IntArray) -> BoolArray:
-        """Return True for each stage that a rule forbids.
-
-        Args:
-            first: First layer of each stage.
-            end: One past the last layer of each stage; arrays are broadcast.
-        """
+        """Return True for each stage of the layers first to end - 1 that a rule forbids; the arrays are broadcast."""
         no = np.zeros(np.broadcast_shapes(first.shape, end.shape), dtype=bool)
         for group in filter(None, self.together):
             low, high = min(group), max(group)
@@ -55,11 +50,7 @@ class StageRules:
         return no
 
     def allows(self, cuts: IntArray) -> BoolArray:
-        """Return True for each partition without a forbidden stage.
-
-        Args:
-            cuts: Cuts of each partition, shape (partitions, stages + 1).
-        """
+        """Return True for each partition without a forbidden stage; `cuts` has the shape (partitions, stages + 1)."""
         return ~np.asarray(self.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1))
 
 
@@ -83,12 +74,10 @@ class Case:
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
     def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
-        """Return a partition of this case, for the cost model.
+        """Return a partition of this case for the cost model; `more` has other fields of `Partition`.
 
-        Args:
-            cuts: First layer of each stage, then the number of layers.
-            choices: Recompute choice of each stage, as an index into `CHOICES` or `LAYERS`.
-            more: Other fields of `Partition`.
+        `cuts` has the first layer of each stage, then the number of layers. `choices` has the recompute choice of each
+        stage, as an index into `CHOICES` or as `LAYERS`.
         """
         return Partition(
             schedule=self.schedule.name,
@@ -147,7 +136,7 @@ class Case:
 
     @property
     def is_too_large(self) -> bool:
-        """Return True if some layer fits on no device, because of its permanent memory."""
+        """Return True if the parameters, gradients and optimizer state of some layer fit on no device."""
         return float((self.costs.state.always + self.costs.gradients).max()) > max(self.limits_bytes)
 
     @cached_property
@@ -222,9 +211,9 @@ class Case:
             num_stages: Largest number of stages if all devices and links are equal, else the exact number.
             width: Number of layers of the longest stage to consider.
             most_bytes: Additional memory limit of every device in bytes, reserve included.
-            every_choice: True for one table per recomputation that fits, with its peak memory; False for one table of
-                the fastest recomputation.
-            exact: True if `num_stages` is the exact number, even if all devices and links are equal.
+            every_choice: True to list each stage once for every recompute choice that fits, with its peak memory; False
+                to list each stage with its fastest choice that fits.
+            exact: True to use exactly `num_stages` stages, even if all devices and links are equal.
         """
         return ChainProblem(
             num_stages=num_stages,

@@ -82,13 +82,13 @@ class Evaluator:
 
     @property
     def has_layers(self) -> bool:
-        """Return True if there are enough layers for all stages. Cuts of the request must have as many stages."""
+        """Return True if there are enough layers for all stages, and fixed cuts, if any, have as many stages."""
         balance = self.case.rules.balance
         return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
 
     @property
     def num_cuts(self) -> int:
-        """Number of partitions, including forbidden ones, and without regard to recomputation."""
+        """Number of ways to cut the layers into stages, including forbidden ones."""
         return 1 if self.case.rules.balance is not None else comb(self.case.costs.num_layers - 1, self.num_stages - 1)
 
     @property
@@ -163,13 +163,9 @@ class Evaluator:
     def excess_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, for each combination of recompute choices.
 
-        Args:
-            cuts: Cuts of each partition, shape (partitions, stages + 1).
-            combinations: Recompute choices for the stages of a device, as indices into `allowed`; shape (combinations,
-                stages per device).
-
-        Returns:
-            Bytes, shape (partitions, combinations, devices); infinite if a stage has more than `width` layers.
+        `combinations` has recompute choices for the stages of a device, as indices into `allowed`; shape (combinations,
+        stages per device). The result has the shape (partitions, combinations, devices). It is infinite if a stage has
+        more than `width` layers.
         """
         every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
@@ -203,19 +199,15 @@ class Evaluator:
     def bytes_at_point(self, counts: FloatArray) -> FloatArray:
         """Return the memory of every stage at one point in the step, for each recompute choice.
 
-        Args:
-            counts: How many of each memory part (`PARTS`) exist at this point.
-
-        Returns:
-            Bytes, shape (choices, layers + 1, width); infinite for entries without a stage.
+        `counts` says how many of each memory part (`PARTS`) exist at this point. The result has bytes in the shape
+        (choices, layers + 1, width), infinite for entries without a stage.
         """
         return _sum_parts(self.parts, counts)
 
     def memory_bounds_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return bounds of the memory of stages that recompute some of their layers, at one point in the step.
+        """Return lower bounds of the memory of stages that recompute some of their layers, at one point in the step.
 
-        Args:
-            counts: How many of each memory part (`PARTS`) exist at this point.
+        `counts` says how many of each memory part (`PARTS`) exist at this point.
 
         Returns:
             Bytes of every stage, shape (layers + 1, width), infinite for entries without a stage; and the most bytes

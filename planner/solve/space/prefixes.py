@@ -51,8 +51,7 @@ class PrefixBounds:
     def cuts_with_smallest_maximum(self, name: str) -> tuple[int, ...] | None:
         """Return the cuts for which the largest value of any stage is smallest; None if no partition fits.
 
-        Args:
-            name: Name of the value in `needs`, for example `backward` for the backward time.
+        `name` is a key of `needs`, for example `backward` for the backward times of the stages.
         """
         least = self.least[name]
         # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.

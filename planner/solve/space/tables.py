@@ -122,11 +122,9 @@ def fill_stage_tables(
 
 
 def values_at_first_layer(values: FloatArray, width: int) -> FloatArray:
-    """Return the value at the first layer of every stage in a table; infinite for entries without a stage.
+    """Return the value of the first layer of every stage in a table of `width` columns; infinite without a stage.
 
-    Args:
-        values: Value for each first layer, one more than there are layers.
-        width: Number of layers of the longest stage.
+    `values` has a value for each first layer, shape (layers + 1,).
     """
     padded = np.concatenate([np.full(width, np.inf), values[:-1]])
     windows: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, width)
