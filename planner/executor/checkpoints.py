@@ -17,13 +17,12 @@ and their optimizer state by name. All other state is equal on all ranks, and is
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,10 +47,10 @@ from planner.executor.keep.saved import (
     remove_old_checkpoints,
 )
 from planner.executor.keep.stored import name_in_rank_file
-from planner.executor.keep.weights import load_initial_weights
+from planner.executor.keep.weights import load_weights
 from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFile
 from planner.executor.pipeline import Pipeline
-from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint, restore_object
+from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint
 from planner.executor.run.random_state import HostRandomStates
 from planner.executor.watch.activity import STORE
 from planner.executor.watch.failure import StoppedBySignal
@@ -187,7 +186,6 @@ class Checkpoints:
         self._pipeline.activity.begin("a checkpoint", waits_for=STORE)
         self._saved_step = step
         folder = partial_path(self._folder, step)
-        index = self._index_without_files()
         self._pending = CheckpointWriter(
             self._own_state(),
             folder,
@@ -195,7 +193,7 @@ class Checkpoints:
             in_thread=self._is_async,
             activity=self._pipeline.activity,
             rank=self._pipeline.rank,
-            publish=lambda files: complete_checkpoint(folder, self._with_files(index, files)),
+            publish=partial(self._publish, folder, self._pipeline.code_digests),
         )
         if not self._is_async:
             self.wait_until_written()
@@ -252,28 +250,24 @@ class Checkpoints:
             self._exchange.close()
         self._place.release()
 
-    def _index_without_files(self) -> CheckpointIndex:
-        balance = self._pipeline.balance
-        return CheckpointIndex(
+    def _publish(self, folder: Path, computation: dict[str, str], files: Sequence[WrittenFile]) -> None:
+        holders: dict[str, int] = {}
+        for rank, written in enumerate(files):
+            for stored in written.names:
+                holders.setdefault(stored, rank)
+        firsts, balance = self._pipeline.first_names, self._pipeline.balance
+        index = CheckpointIndex(
             step=self._saved_step,
             seed=self._pipeline.seed,
             plan_digest=balance.plan_digest,
             balance=balance.balance,
             torch=str(torch.__version__),
             python=PYTHON,
-            computation=self._pipeline.code_digests,
-            files=(),
-            tensors={},
+            computation=computation,
+            files=tuple(written.entry for written in files),
+            tensors={n: holders[name_in_rank_file(n)] if n == first else first for n, first in firsts.items()},
         )
-
-    def _with_files(self, index: CheckpointIndex, files: Sequence[WrittenFile]) -> CheckpointIndex:
-        holders: dict[str, int] = {}
-        for rank, written in enumerate(files):
-            for stored in written.names:
-                holders.setdefault(stored, rank)
-        firsts = self._pipeline.first_names
-        tensors = {name: holders[name_in_rank_file(name)] if name == first else first for name, first in firsts.items()}
-        return replace(index, files=tuple(written.entry for written in files), tensors=tensors)
+        complete_checkpoint(folder, index)
 
     def _save_failed(self, error: Exception) -> None:
         assert self._folder is not None
@@ -295,47 +289,52 @@ class Checkpoints:
 
     def _load_initial_weights(self, weights: str) -> None:
         pipeline = self._pipeline
-        own = load_initial_weights(weights, pipeline.named_tensors(), pipeline.first_names)
+        own = load_weights(weights, pipeline.named_tensors(), pipeline.first_names)
         cast = self._exchange.decide(own, lambda casts: sorted(set(chain.from_iterable(casts))))
         if cast:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")
 
     def _resume_first_readable(self, candidates: list[Path]) -> None:
-        problems: list[_ReadProblem] = []
+        problems: list[tuple[str, str]] = []
+        """Message and hint for each checkpoint that a rank cannot read."""
         for source in candidates:
-            problem, held = None, None
+            problem: tuple[str, str] | None = None
+            checkpoint: ReadCheckpoint | None = None
             try:
-                held = read_checkpoint(source, self._pipeline, self._optimizer)
+                checkpoint = read_checkpoint(source, self._pipeline, self._optimizer)
             except (UsageError, ModelError):
                 raise
+            except PlannerError as error:
+                problem = error.message, error.hint
             except Exception as error:  # of any kind: an older checkpoint may be readable
-                problem = _read_problem(error, source)
-            first = self._exchange.decide(problem, lambda found: next(filter(None, found), None))
-            if first is None:
-                assert held is not None
-                self._restore(source, held)
+                why = f"{type(error).__name__}: {first_line_of_error(error)[:200]}"
+                problem = f"{source}: cannot be read ({why})", ""
+            first_problem = self._exchange.decide(problem, lambda found: next(filter(None, found), None))
+            if first_problem is None:
+                assert checkpoint is not None
+                self._restore(source, checkpoint)
                 return
-            bad = _ReadProblem(*first)
-            problems.append(bad)
+            problems.append(first_problem)
             if source is not candidates[-1]:
-                self._tell(f"{bad.message}; trying the previous checkpoint", True)
+                self._tell(f"{first_problem[0]}; trying the previous checkpoint", True)
+        message, hint = problems[0]
         older = "" if len(problems) > 1 else _older_hint(candidates[0])
         more = f" (nor can {pluralize(len(problems) - 1, 'older one')})" if len(problems) > 1 else ""
-        message = f"cannot be resumed{more}: {problems[0].message}"
-        raise FileError(message, path=str(candidates[0]), hint=older or problems[0].hint)
+        raise FileError(f"cannot be resumed{more}: {message}", path=str(candidates[0]), hint=older or hint)
 
     def _restore(self, source: Path, checkpoint: ReadCheckpoint) -> None:
-        pipeline, index, state, path = self._pipeline, checkpoint.index, checkpoint.state, str(source)
-        restore_object(
-            "the optimizer", partial(self._optimizer.restore, checkpoint.optimizer_state), checkpoint.groups, path
-        )
-        self._restore_others(state["others"], path)
-        restore_object("the pipeline", pipeline.load_state_dict, state["pipeline"], path)
+        pipeline, index, state = self._pipeline, checkpoint.index, checkpoint.state
+        restore = partial(_restore_object, str(source))
+        restore("the optimizer", partial(self._optimizer.restore, checkpoint.optimizer_state), checkpoint.groups)
+        self._check_same_objects(state["others"])
+        for name, other in self._others.items():
+            restore(f'"{name}"', other.load_state_dict, state["others"][name])
+        restore("the pipeline", pipeline.load_state_dict, state["pipeline"])
         # Outside of steps, all ranks draw the same random numbers under any plan.
-        restore_object("the random numbers", lambda s: HostRandomStates.from_plain(s).restore(), state["random"], path)
+        restore("the random numbers", lambda s: HostRandomStates.from_plain(s).restore(), state["random"])
         of_device = kind_of(pipeline.device).generator
         if state["device_random"] is not None and of_device is not None:
-            restore_object("the device's random numbers", of_device.set_state, state["device_random"], path)
+            restore("the device's random numbers", of_device.set_state, state["device_random"])
         self._place.continue_from(source, index.step)
         self._saved_step = index.step
         how = (
@@ -343,26 +342,24 @@ class Checkpoints:
         )
         self._tell(f"resumed {source} after {index.step} steps{how}")
 
-    def _restore_others(self, saved: Mapping[str, Any], path: str) -> None:
+    def _check_same_objects(self, saved: Mapping[str, Any]) -> None:
         if set(saved) != set(self._others):
             raise UsageError(
                 f"the checkpoint has the state of {sorted(saved) or 'no further objects'}, "
                 f"but the script passes {sorted(self._others) or 'no further objects'} to `checkpoints`",
                 hint="pass the same objects under the same names",
             )
-        for name, other in self._others.items():
-            restore_object(f'"{name}"', other.load_state_dict, saved[name], path)
 
 
-class _ReadProblem(NamedTuple):
-    message: str
-    hint: str
-
-
-def _read_problem(error: BaseException, source: Path) -> _ReadProblem:
-    if isinstance(error, PlannerError):
-        return _ReadProblem(error.message, error.hint)
-    return _ReadProblem(f"{source}: cannot be read ({type(error).__name__}: {first_line_of_error(error)[:200]})", "")
+def _restore_object(path: str, name: str, restore: Callable[[Any], Any], state: Any) -> None:
+    try:
+        restore(state)
+    except Exception as error:
+        raise FileError(
+            f"the state of {name} cannot be restored: {type(error).__name__}: {first_line_of_error(error)}",
+            path=path,
+            hint="use another checkpoint, or start from its weights only with `--weights`",
+        ) from error
 
 
 def _older_hint(checkpoint: Path) -> str:

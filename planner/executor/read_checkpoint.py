@@ -5,7 +5,7 @@ first stored no tensors, so they also read a file of the first replica. Under an
 all stages that had its layers, and the first rank's file.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 
 from planner.core.errors import FileError
-from planner.executor.keep.errors import first_line_of_error
 from planner.executor.keep.index import CheckpointIndex, check_rank_files, check_same_computation
 from planner.executor.keep.optimizer_state import OptimizerState, ParameterGroups
 from planner.executor.keep.stored import StoredCheckpoint
@@ -71,25 +70,3 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
         state=state,
         is_same_plan=is_same_plan,
     )
-
-
-def restore_object(name: str, restore: Callable[[Any], Any], state: Any, path: str) -> None:
-    """Restore one object from a checkpoint. If this fails, raise an error that names the object.
-
-    Args:
-        name: Name of the object in messages.
-        restore: Function that restores the object from its state.
-        state: State of the object.
-        path: Path of the checkpoint.
-
-    Raises:
-        FileError: `restore` raised an error.
-    """
-    try:
-        restore(state)
-    except Exception as error:
-        raise FileError(
-            f"the state of {name} cannot be restored: {type(error).__name__}: {first_line_of_error(error)}",
-            path=path,
-            hint="use another checkpoint, or start from its weights only with `--weights`",
-        ) from error

@@ -53,7 +53,8 @@ def load_weights(
     """Copy the tensors of a stage from a state dict. No other tensors are read.
 
     Args:
-        source: File of `torch.save` or safetensors, or a checkpoint.
+        source: Path of the weights from which a new run starts: a file of `torch.save` or safetensors, or a checkpoint.
+            Or an open checkpoint, which is resumed and may therefore contain NaN.
         tensors: Tensors of the stage, by name in the model.
         names: Map from every name in the model to the tensor's first name, from `first_names`.
 
@@ -62,7 +63,8 @@ def load_weights(
 
     Raises:
         FileError: The source cannot be read.
-        UsageError: Names are missing or unexpected, shapes differ, or a dtype cannot be cast.
+        UsageError: Names are missing or unexpected, shapes differ, or a dtype cannot be cast; or a new run would start
+            with NaN.
     """
     path = source if isinstance(source, str) else source.folder
     stored = _open_state_dict(source, num_names=len(names)) if isinstance(source, str) else source
@@ -84,43 +86,18 @@ def load_weights(
         with reading_errors(path, f'"{name}"'):
             target.copy_(found[name])
         _check_range(path, name, found[name].dtype, target)
-    casts = {(found[name].dtype, target.dtype) for name, target in wanted.items()}
-    return tuple(sorted(f"{_word(stored)} to {_word(used)}" for stored, used in casts if stored != used))
-
-
-def load_initial_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> tuple[str, ...]:
-    """Load the initial weights of a run, and check that they contain no NaN.
-
-    Args:
-        path: File of `torch.save` or safetensors, or a checkpoint.
-        tensors: Tensors of the stage, by name in the model.
-        names: Map from every name in the model to the tensor's first name, from `first_names`.
-
-    Returns:
-        Descriptions of the casts between floating-point dtypes, such as "float64 to float32", each once.
-
-    Raises:
-        FileError: The file cannot be read.
-        UsageError: The weights do not fit the model, or a tensor contains NaN.
-    """
-    casts = load_weights(path, tensors, names)
-    for name, tensor in tensors.items():
         # `isnan` would fail for 8-bit floats, which torch cannot compare.
-        if tensor.dtype in _FLOATS and tensor.detach().isnan().any():
+        if isinstance(source, str) and target.dtype in _FLOATS and target.isnan().any():
             raise UsageError(
                 f'{path}: "{name}" contains NaN, so the loss of every step would be NaN',
                 hint="the run that wrote the file diverged: use weights from an earlier step",
             )
-    return casts
+    casts = {(found[name].dtype, target.dtype) for name, target in wanted.items()}
+    return tuple(sorted(f"{_word(stored)} to {_word(used)}" for stored, used in casts if stored != used))
 
 
 def export_weights(folder: str, path: str) -> int:
-    """Write the weights in a checkpoint as one state dict, and return the number of its names.
-
-    Args:
-        folder: Checkpoint to read.
-        path: File to write atomically: in safetensors format if it ends with `.safetensors`, otherwise with
-            `torch.save`.
+    """Write the weights in the checkpoint `folder` as one state dict (`write_weights`). Return the number of names.
 
     Raises:
         FileError: The checkpoint is missing or incomplete, or the file cannot be written.
@@ -146,14 +123,19 @@ def model_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def write_weights(state: dict[str, Tensor], path: str) -> None:
     """Write a state dict to a file atomically.
 
-    A path that ends with `.safetensors` selects the safetensors format, other paths select `torch.save`.
+    The suffix `.safetensors` selects the safetensors format; other files are written with `torch.save`.
 
     Raises:
         FileError: The file cannot be written.
     """
     partial = f"{path}.partial"
     try:
-        _write(state, partial, as_safetensors=path.endswith(".safetensors"))
+        if path.endswith(".safetensors"):
+            # safetensors refuses tensors that share memory, so store a tied tensor once; the reader ties it again.
+            first: dict[int, str] = {}
+            save_file({name: t for name, t in state.items() if first.setdefault(id(t), name) == name}, partial)
+        else:
+            torch.save(state, partial)
         with Path(partial).open("rb+") as file:
             os.fsync(file.fileno())
         if Path(path).is_file():
@@ -245,12 +227,3 @@ def _check_names(path: str, stored: Iterable[str], names: Mapping[str, str]) -> 
 def _some(names: list[str]) -> str:
     shown = ", ".join(f'"{name}"' for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
-
-
-def _write(state: dict[str, Tensor], path: str, *, as_safetensors: bool) -> None:
-    if not as_safetensors:
-        torch.save(state, path)
-        return
-    held: dict[int, str] = {}
-    # safetensors refuses tensors that share memory, so store a tied tensor once; the reader ties it again.
-    save_file({name: tensor for name, tensor in state.items() if held.setdefault(id(tensor), name) == name}, path)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from planner.core.errors import FileError, UsageError
-from planner.executor.keep.weights import export_weights, first_names, load_initial_weights, load_weights
+from planner.executor.keep.weights import export_weights, first_names, load_weights
 from tests.support.cli import call
 from tests.support.stored import write_checkpoint
 
@@ -201,5 +201,5 @@ def saved(state: dict[str, Tensor], kind: str, folder: Path) -> str:
 def load_into_linear(path: str) -> tuple[Tensor, tuple[str, ...]]:
     """Load a file into a linear layer; return its weight and the casts."""
     weight = torch.zeros(2, 3)
-    casts = load_initial_weights(path, {"0.weight": weight}, {"0.weight": "0.weight"})
+    casts = load_weights(path, {"0.weight": weight}, {"0.weight": "0.weight"})
     return weight, casts
