@@ -82,9 +82,8 @@ def keep_freed_memory(*, below: int | None = None) -> None:
     By default, glibc returns large blocks to the system, and the system clears every page when it is used again. With
     recomputation, the step of a Transformer took 1.4 times as long. Without glibc, this function does nothing.
 
-    Args:
-        below: Size in bytes, at most `LARGE_BYTES`. Freed blocks below this size are kept; larger blocks are returned
-            to the system, so that the process has little more than its live memory. By default, all blocks are kept.
+    By default, all freed blocks are kept. With `below`, blocks of at least this size in bytes (at most `LARGE_BYTES`)
+    are returned to the system, so that the process has little more than its live memory.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")

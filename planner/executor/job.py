@@ -87,9 +87,7 @@ def _read_balance_for(path: Path, num_processes: int) -> Balance:
 def load_planned_model(balance: Balance, folder: Path) -> LoadedModel:
     """Load the model file that a balance configuration names, in the planned precision.
 
-    Args:
-        balance: Balance configuration of the plan.
-        folder: Folder of the balance configuration. The path of the model file is relative to this folder.
+    The path of the model file is relative to `folder`, the folder of the balance configuration.
     """
     path, colon, entry = balance.model.source.rpartition(":")
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"

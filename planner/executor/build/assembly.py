@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from planner.core.schedule import schedule_of
 from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
-from planner.executor.build.initial_values import equalize_copies, supports_equalize_copies
+from planner.executor.build.initial_values import can_be_equalized, equalize_copies
 from planner.executor.job import RankJob
 from planner.executor.keep.weights import first_names
 from planner.executor.measure.recorder import RunRecorder
@@ -118,9 +118,7 @@ class ProcessStages:
 
     def _tensors_by_first_name(self) -> dict[str, Tensor]:
         first: dict[tuple[object, ...], str] = {}
-        whole = [
-            (name, tensor) for name, tensor in named_tensors(self._chain.model) if supports_equalize_copies(tensor)
-        ]
+        whole = ((name, tensor) for name, tensor in named_tensors(self._chain.model) if can_be_equalized(tensor))
         names = {name: first.setdefault(memory_key(tensor), name) for name, tensor in whole}
         held = (pair for module in self.modules for pair in named_tensors(module))
         return {names[name]: tensor for name, tensor in held if name in names}

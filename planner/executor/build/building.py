@@ -38,12 +38,12 @@ class StageRange(NamedTuple):
     first: int
     end: int
     apart: bool = False
-    """True if each layer must be a separate module. Otherwise, all layers of a model with an outline are one module."""
+    """True if each layer must be a separate module."""
 
     def layers_of(self, chain: Chain) -> tuple[Layer, ...]:
         """Return the layers of this stage.
 
-        If the model has a recorded forward (outline), they are one module.
+        If the model has a recorded forward (outline), and `apart` is false, all layers of the stage are one module.
         """
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]
@@ -53,7 +53,7 @@ class StageRange(NamedTuple):
 def build_structure(loaded: LoadedModel) -> Chain:
     """Return the whole chain on the meta device, with names and shapes but without memory.
 
-    If the model's construction or forward reads values, the model takes its memory while this function runs.
+    If the model's construction or forward reads values, the whole model is in memory while this function runs.
 
     Raises:
         ModelError: The model cannot be built.

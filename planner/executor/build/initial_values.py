@@ -18,18 +18,16 @@ _CHUNK_BYTES = 2**24
 _Value = TypeVar("_Value")
 
 
-def supports_equalize_copies(tensor: Tensor) -> bool:
-    """Return True if `equalize_copies` supports the tensor: it is dense, has elements, and is not quantized."""
+def can_be_equalized(tensor: Tensor) -> bool:
+    """Return True if `equalize_copies` can compare the tensor: it is dense, has elements, and is not quantized."""
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() > 0
 
 
 def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
     """Copy each tensor from the first rank that has it to all ranks where its values differ.
 
-    Every rank of the job must call this function.
-
-    Args:
-        tensors: Parameters and buffers of this rank that `supports_equalize_copies` accepts, by name.
+    Every rank of the job must call this function, with its parameters and buffers by name. `can_be_equalized` must be
+    true for each of them.
     """
     holders = Counter(name for names in _gather_from_all_ranks(list(tensors)) for name in names)
     digests = _gather_from_all_ranks({name: _digest(tensor) for name, tensor in tensors.items() if holders[name] > 1})

@@ -1,12 +1,12 @@
 """Check that the losses of micro-batches add up to the loss of their mini-batch.
 
 A pipeline computes the weighted mean of the losses of its micro-batches. This mean equals the loss of the mini-batch
-only if the loss is a mean. The check runs the unpartitioned model on a few samples and on their two halves. The model
-is in evaluation mode, because dropout and batch normalization would make the results differ. Three forwards answer two
-questions:
+only if the loss is a mean. The check runs the unpartitioned model on each half of a few samples, and twice on all of
+them, to detect a random loss. The model is in evaluation mode, because dropout and batch normalization would make the
+results differ. The losses answer two questions:
 
-- Over which input labels does a model average its own loss? Some labels are masked, so that each possible answer
-  implies different weights of the halves.
+- If a model computes its own loss from input labels, over which of these labels does it average? The check masks some
+  labels, so that the halves have different weights for each possible answer.
 - Is the loss of all samples the weighted mean of the halves' losses, with the weights that training uses?
 """
 
@@ -96,10 +96,9 @@ class _LossesOfHalves(NamedTuple):
 
 
 def check_loss(loaded: LoadedModel) -> CheckedLoss:
-    """Find the weights of micro-batch losses, and check that the weighted mean is the mini-batch's loss.
+    """Find the weights of micro-batch losses, and check that their weighted mean is the loss of the mini-batch.
 
-    Args:
-        loaded: Loaded model file. The model is built once, and runs on the CPU or on the device where it is built.
+    The model is built once, and runs on the CPU or on the device where `build_model` puts it.
 
     Returns:
         The model with its `counted_labels`, and notes and warnings for the user. If the model cannot run on this
@@ -243,7 +242,7 @@ def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
 
 
 def _mask_labels(batch: Batch) -> Batch | None:
-    """Mask labels so that each counting rule gives the first half of the batch another weight.
+    """Mask labels, so that the weight of the batch's first half differs between the counting rules.
 
     The weight is 1/2 if samples are counted, 2/5 for all labels, and 1/4 for shifted labels.
 

@@ -53,8 +53,8 @@ def build_only(
         seed: Seed of the initial values.
 
     Raises:
-        BuildError: The model's construction reads values, is not the same each time, or draws a number of random
-            numbers that depends on values.
+        BuildError: The model's construction reads values or differs between two calls, or the number of random numbers
+            that it draws depends on values.
     """
     notes = _StorageRecorder()
     try:

@@ -51,7 +51,7 @@ class Differences:
         self.relative[name] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(name, 0.0))
 
     def compare_number(self, name: str, value: float, right: float) -> None:
-        """Record the relative difference between a number of the stage and of the reference.
+        """Record the relative difference between a number of the stage and the same number of the reference.
 
         Two different integers have a relative difference of at least 1.
 
@@ -65,7 +65,7 @@ class Differences:
         self.record(name, 0.0 if equal else max(least, abs(value - right) / max(abs(right), 1e-30)))
 
     def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
-        """Record the relative difference between a tensor of the stage and of the reference.
+        """Record the relative difference between a tensor of the stage and the same tensor of the reference.
 
         The relative difference is the largest difference of two elements, divided by the largest magnitude in the
         reference. A missing tensor (None) counts as zeros. If a missing gradient changes the optimizer's behavior, the
@@ -75,7 +75,7 @@ class Differences:
             name: Name of the tensor in messages.
             value: Tensor of the stage.
             right: Tensor of the reference.
-            least: Smallest divisor.
+            least: Lower bound of the largest magnitude.
         """
         value, right = (None if t is None else dense_values(t) for t in (value, right))
         if value is None or right is None:
@@ -111,12 +111,9 @@ def compare_update(differences: Differences, name: str, value: Tensor, *, right:
 def largest_unexplained_difference(relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
     """Describe the largest difference that is not a rounding error.
 
-    A model may amplify rounding errors, which `noise` measures.
-
-    Args:
-        relative: Relative differences by name.
-        noise: Function that changes all parameters by a rounding error, and returns the relative changes of the
-            compared values. It takes long, and is called only if needed.
+    `relative` has the relative differences by name. A model may amplify rounding errors, so `noise` changes all
+    parameters by a rounding error, and returns the relative changes of the compared values. This takes long, so it is
+    called only if needed.
 
     Returns:
         One line of text; empty if rounding errors explain all differences.

@@ -63,11 +63,9 @@ class ChildError(Exception):
 
 
 class ChildProcess:
-    """Forked process that runs `work(connection)` and sends the result to its parent.
+    """Forked process that runs `work(connection)` for at most `limit_s` seconds, and sends the result to its parent.
 
-    Args:
-        work: Function to run. It may exchange messages over the connection before it returns.
-        limit_s: Seconds after which the process is ended.
+    The function may exchange messages over the connection before it returns.
     """
 
     def __init__(self, work: Callable[[Connection], Any], *, limit_s: float) -> None:
@@ -84,10 +82,7 @@ class ChildProcess:
         """True if the result of the process has been received."""
 
     def result(self, progress: Callable[[str], None] = lambda _text: None) -> Any:
-        """Wait for the result of the process, and return it.
-
-        Args:
-            progress: Function that is called with each progress message before the result.
+        """Wait for the result of the process, and return it. Call `progress` with each earlier progress message.
 
         Raises:
             ChildError: The process raised an error, or ended without a result.

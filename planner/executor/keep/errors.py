@@ -10,13 +10,9 @@ from planner.core.errors import FileError, PlannerError
 
 @contextmanager
 def reading_errors(path: str | Path, subject: str) -> Iterator[None]:
-    """Convert any error in the block to a `FileError`.
+    """Convert any error in the block to a `FileError` with the message "`subject` cannot be read: …".
 
     A damaged file may raise errors of many types. A `PlannerError` is not converted.
-
-    Args:
-        path: File that is read.
-        subject: Words before "cannot be read" in the message, such as a tensor's name; may be empty.
 
     Raises:
         FileError: The block raised an error that is not a `PlannerError`.

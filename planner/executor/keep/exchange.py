@@ -35,12 +35,8 @@ class ValueExchange:
     def decide(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Return, on every rank, the result of `decide` for the values of all ranks.
 
-        Every rank must call this method.
-
-        Args:
-            value: Value of this rank, which JSON can represent. A tuple may become a list.
-            decide: Function that is called on the first rank only, with the values in the order of ranks. It must not
-                raise an error.
+        Every rank must call this method, with a value that JSON can represent; tuples become lists. Only the first rank
+        calls `decide`, with the values in the order of ranks. `decide` must not raise an error.
         """
         if self._store is None:
             return decide([value])

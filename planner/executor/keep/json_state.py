@@ -67,13 +67,9 @@ def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_json(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Convert the result of `to_json` back to the original value.
+    """Convert the result of `to_json` back to the original value. `tensor(path)` returns the tensor of a path.
 
     A damaged `value` raises errors of several types.
-
-    Args:
-        value: Result of `to_json`.
-        tensor: Function from the path of a tensor to the tensor.
     """
     if isinstance(value, list):
         return [from_json(item, tensor) for item in value]

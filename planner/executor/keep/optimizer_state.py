@@ -62,11 +62,9 @@ class OptimizerState:
         return {name: state for name, state in found.items() if state}
 
     def restore(self, state: Mapping[str, dict[str, Any]], groups: Sequence[tuple[list[str], dict[str, Any]]]) -> None:
-        """Set the optimizer's state and options to those of a checkpoint.
+        """Set the optimizer's state to the result of `read_from`, and its options to those of a checkpoint.
 
-        Args:
-            state: Result of `read_from`.
-            groups: Parameter names and options of the parameter groups in all files that were read.
+        `groups` has the parameter names and options of the parameter groups in all files that were read.
         """
         for name, parameter in self._named_parameters():
             if name in state:

@@ -40,11 +40,7 @@ class FileEntry:
 
 
 class RankFile:
-    """Rank's file of a checkpoint, open for reading.
-
-    Args:
-        path: File to open.
-        entry: Expected size and digest of the file.
+    """Rank's file of a checkpoint, open for reading. It must have the size and digest in `entry`.
 
     Raises:
         FileError: The file is missing, damaged, or of another checkpoint.

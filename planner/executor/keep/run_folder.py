@@ -46,10 +46,8 @@ class RunFolder:
     def resumable_checkpoints(self, resume: str | None) -> list[Path]:
         """Return the checkpoints that may be resumed, newest first; empty for a new run.
 
-        The result is equal on every rank.
-
-        Args:
-            resume: A checkpoint, a folder of checkpoints, `auto` for this folder, or None for a new run.
+        `resume` is a checkpoint, a folder of checkpoints, `auto` for this folder, or None for a new run. The result is
+        equal on every rank.
 
         Raises:
             UsageError: A new run would begin in the folder of another run.
@@ -72,13 +70,9 @@ class RunFolder:
         return candidates
 
     def continue_from(self, source: Path, step: int) -> None:
-        """Prepare the folder for a run that continues the checkpoint `source`.
+        """Prepare the folder for a run that continues the checkpoint `source`, which has completed `step` steps.
 
-        Later checkpoints, of more than `step` steps, are moved to a folder `abandoned-…`.
-
-        Args:
-            source: Resumed checkpoint.
-            step: Number of completed steps in `source`.
+        Checkpoints of more steps are moved to a folder `abandoned-…`.
 
         Raises:
             UsageError: The folder has checkpoints, and `source` is in another folder.

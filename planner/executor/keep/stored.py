@@ -12,8 +12,7 @@ from planner.executor.keep.rank_file import RankFile
 class StoredCheckpoint(Mapping[str, Tensor]):
     """Tensors of a checkpoint, by name in the model's state dict. A tensor is read on access.
 
-    Args:
-        folder: Folder of the checkpoint. A file is opened when the first of its tensors is read.
+    A file of the checkpoint is opened when the first of its tensors is read.
 
     Raises:
         FileError: The folder is no checkpoint, or its index is damaged.

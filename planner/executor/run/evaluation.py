@@ -92,11 +92,8 @@ class ForwardRunner:
     def run(self, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Run the forward of every micro-batch in evaluation mode, and return the losses.
 
-        Args:
-            inputs: Input tensors of the model for every micro-batch, on the first stage; elsewhere empty sequences.
-
-        Returns:
-            Loss of every micro-batch on the last stage; elsewhere an empty list.
+        `inputs` has the model's input tensors for every micro-batch on the first stage, and empty sequences elsewhere.
+        The result is empty on ranks without the last stage.
         """
         losses: list[Tensor] = []
         transfers = Transfers(self.device, None)

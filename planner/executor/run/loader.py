@@ -26,11 +26,9 @@ _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
 def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Yield `batches`, drawn with separate random states that start at `seed`.
+    """Yield `batches`, which draw random numbers from separate states that start at `seed`.
 
-    Args:
-        batches: Batches that were not iterated before.
-        seed: Seed of the random states.
+    The iteration of `batches` must not have begun.
     """
     states = SeparateRandomStates(HostRandomStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
@@ -78,12 +76,8 @@ def example_mini_batch(model: LoadedModel, batch: int, *, seed: int, step: int) 
 class ResumableLoader:
     """User's data loader, repeated for each epoch. Its position can be saved in a checkpoint.
 
-    The loader draws from separate random states, which start at `seed`. A loader that can be iterated only once is not
-    repeated.
-
-    Args:
-        loader: A `DataLoader`, or any iterable of `(inputs, targets)`, the same on every rank.
-        seed: Seed of the random states.
+    The loader is a `DataLoader` or any iterable of `(inputs, targets)`, the same on every rank. It draws from separate
+    random states, which start at `seed`. A loader that can be iterated only once is not repeated.
     """
 
     def __init__(self, loader: Iterable[Any], seed: int) -> None:

@@ -70,14 +70,14 @@ def count_samples(batch: Batch) -> int | None:
 
 
 def mini_batch_parts(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[MiniBatchPart]:
-    """Yield the parts of a mini-batch. A part is a group of micro-batches of one size that runs through the schedule.
+    """Yield the parts of a mini-batch. The schedule runs once for each part, with micro-batches of one size.
 
     Args:
         batch: Mini-batch. On this rank, inputs or targets or both may be missing.
         size: Number of samples in the mini-batch.
         micro_batch_size: Planned number of samples in a micro-batch.
-        rounds_of: Number of micro-batches in a round of the schedule. If a part has at least one round, its number of
-            micro-batches must be divisible by its number of rounds (interleaved 1F1B).
+        rounds_of: Number of micro-batches in a round of interleaved 1F1B; 1 for other schedules. This schedule cannot
+            run a part whose number of micro-batches is not divisible by its number of whole rounds.
     """
     whole, rest = divmod(size, micro_batch_size)
     odd = whole % rounds_of if whole % max(1, whole // rounds_of) else 0

@@ -128,9 +128,7 @@ class _Snapshot(NamedTuple):
 class LayerState:
     """State of some layers: buffers, frozen parameters, and plain attributes that are tensors or numbers.
 
-    Args:
-        layers: Names and modules of the layers.
-        only: Paths of the modules whose state is included; by default all modules.
+    With `only`, the state includes only modules at these paths.
     """
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]], *, only: Collection[str] | None = None) -> None:

@@ -68,10 +68,8 @@ class ReplicaGradients:
     def last_backward(self, stage: int, expected: Mapping[nn.Parameter, int] | None = None) -> Iterator[None]:
         """Send gradients while the block runs the last backward (B or W) of a stage.
 
-        Args:
-            stage: Index of the stage among the stages of this process.
-            expected: Number of additions to each gradient in this backward. A gradient that is not listed is already
-                complete. None if the numbers are unknown.
+        `stage` is an index among the stages of this process. `expected` is the number of additions to each gradient in
+        this backward; None if the numbers are unknown. A gradient that is not listed is already complete.
         """
         if not self.is_last_part:
             yield

@@ -23,37 +23,27 @@ from planner.model.layout import in_memory_order, match_layout
 
 
 class Message(NamedTuple):
-    """Kind, stage and micro-batch of the action that needs a message as input."""
+    """Kind, stage and micro-batch of this process's action that receives or sends the message."""
 
     kind: Letter
     stage: int
     micro_batch: int
 
 
-class _Receiving(NamedTuple):
-    buffers: tuple[Tensor, ...]
-    works: tuple[dist.Work, ...]
-
-
-class _Sending(NamedTuple):
+class _PendingTransfer(NamedTuple):
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work, ...]
 
 
 class Transfers:
-    """Sender and receiver of messages between this process and other processes of a group.
-
-    Args:
-        device: Device of the tensors.
-        group: Process group; None for all processes.
-    """
+    """Sender and receiver of messages between this process and other processes of a group (None: all processes)."""
 
     def __init__(self, device: torch.device, group: ProcessGroup | None) -> None:
         self._device, self._group = device, group
-        self._coming: dict[Message, _Receiving] = {}
+        self._coming: dict[Message, _PendingTransfer] = {}
         self._in_place: dict[Message, tuple[Tensor, ...]] = {}
-        self._outputs: dict[Message, _Sending] = {}
-        self._gradient: _Sending | None = None
+        self._outputs: dict[Message, _PendingTransfer] = {}
+        self._gradient: _PendingTransfer | None = None
 
     def post(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
         """Begin to receive tensors from another process.
@@ -65,7 +55,7 @@ class Transfers:
         """
         buffers = tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self._device) for x in shapes)
         works = (dist.irecv(in_memory_order(buffer), rank, group=self._group) for buffer in buffers)
-        self._coming[message] = _Receiving(buffers, tuple(filter(None, works)))
+        self._coming[message] = _PendingTransfer(buffers, tuple(filter(None, works)))
 
     def take(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for a message, and return its tensors."""
@@ -73,7 +63,7 @@ class Transfers:
             return self._in_place.pop(message)
         coming = self._coming.pop(message)
         wait_for_all(coming.works)
-        return coming.buffers
+        return coming.tensors
 
     def hand_over(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
         """Store tensors that a stage passes to another stage of the same process."""
@@ -118,10 +108,10 @@ class Transfers:
             wait_for_all(self._gradient.works)
         self._gradient = None
 
-    def _send(self, tensors: Sequence[Tensor], rank: int) -> _Sending:
+    def _send(self, tensors: Sequence[Tensor], rank: int) -> _PendingTransfer:
         flat = tuple(map(in_memory_order, tensors))
         works = (dist.isend(tensor, rank, group=self._group) for tensor in flat)
-        return _Sending(flat, tuple(filter(None, works)))
+        return _PendingTransfer(flat, tuple(filter(None, works)))
 
 
 def wait_for_all(works: Iterable[dist.Work]) -> None:

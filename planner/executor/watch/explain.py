@@ -46,9 +46,7 @@ def error_for_exception(error: BaseException, activity: RankActivity) -> Planner
 def error_after_exit(left: Mapping[str, Any], activity: RankActivity) -> PlannerError:
     """Return the error to report if this rank still waits after another rank exited with code 0.
 
-    Args:
-        left: Activity of the rank that exited, from `RankActivity.summary`.
-        activity: Activity of this rank.
+    `left` is the summary of the other rank's last activity.
     """
     return TrainingError(
         f"{left['name'] or 'another rank'} exited {left['where']} (SystemExit: 0) "
@@ -58,14 +56,10 @@ def error_after_exit(left: Mapping[str, Any], activity: RankActivity) -> Planner
 
 
 def error_of_hang(of_ranks: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
-    """Return the error that reports a hanging job.
+    """Return the error that reports a job that hangs for `timeout_s` seconds, from the activities of all ranks.
 
-    The error names ranks that do not wait (the cause) and ranks that wait.
-
-    Args:
-        of_ranks: Activity of each rank, from `RankActivity.summary`. At most three ranks of each kind are named: those
-            whose activity began first.
-        timeout_s: Time after which a job hangs.
+    The error names ranks that do not wait (the cause) and ranks that wait. Of each kind, it names at most three ranks:
+    those whose activity began first.
     """
     hint = "raise `--timeout` if this activity needs more time; else inspect the process (py-spy dump)"
     by_time = sorted(of_ranks, key=lambda rank: -of_ranks[rank]["idle_s"])

@@ -116,16 +116,11 @@ class FailureWatch:
             self._stop_watching()
 
     def stops_after(self, steps: int, *, steps_ahead: int = 1) -> int:
-        """Return the signal that ends the run after `steps` steps; 0 if the run continues.
+        """Return the signal that ends the run after `steps` completed steps; 0 if the run continues.
 
         Every rank must call this method after every step. The first rank announces the stop `steps_ahead` steps in
-        advance. No rank can finish a step that the first rank has not begun. All ranks therefore read the announcement
-        in time, and stop after the same step.
-
-        Args:
-            steps: Number of completed steps.
-            steps_ahead: Number of steps between announcement and stop; more than 1 if ranks may be ahead of the first
-                rank.
+        advance: more than one if other ranks may be ahead of it. No rank can finish a step that the first rank has not
+        begun. All ranks therefore read the announcement in time, and stop after the same step.
         """
         if self._store is None:
             return self._signal
