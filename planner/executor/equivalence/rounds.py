@@ -48,7 +48,7 @@ _DRAWS = 2
 because a change may or may not flip a ReLU."""
 
 
-class CutReason(NamedTuple):
+class CutProblem(NamedTuple):
     """Reason why stages do not train as the model does. It may have a hint for the user."""
 
     text: str = ""
@@ -65,7 +65,7 @@ class RoundResult:
 
     proof: Proof
     num_cuts: int = 0
-    wrong: Mapping[str, CutReason] = field(default_factory=dict)
+    wrong: Mapping[str, CutProblem] = field(default_factory=dict)
     """Reason for each layer that no stage may end with."""
     is_failure: bool = False
     """True if an error other than a limit on time or memory has prevented the comparison."""
@@ -101,7 +101,7 @@ class EquivalenceRound:
         compared: list[int] = []
         recomputed, took_s = "", 0.0
         relative: dict[str, float] = {}
-        wrong: dict[int, CutReason] = {}
+        wrong: dict[int, CutProblem] = {}
         for number, cuts in enumerate(split_into_groups(wanted, most)):
             if number and time.monotonic() + took_s > self.request.deadline:
                 break
@@ -169,7 +169,7 @@ class EquivalenceRound:
             return _GroupResult(again, differs_recomputed=str(problem))
         if len(cuts) == 1:
             return _GroupResult(again, wrong={cuts[0]: still})
-        alone: dict[int, CutReason] = {}
+        alone: dict[int, CutProblem] = {}
         for cut in cuts:
             # A cut for which there is no more time counts as wrong.
             is_late = time.monotonic() > self.request.deadline + self.request.budget_s
@@ -178,7 +178,7 @@ class EquivalenceRound:
         # If no cut is wrong alone, only several cuts at once cause the problem, and all of them are removed.
         return _GroupResult(again, wrong=wrong or dict.fromkeys(cuts, still))
 
-    def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], CutReason]:
+    def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], CutProblem]:
         """Train a pipeline with these cuts, and compare it with the reference.
 
         Returns:
@@ -201,13 +201,13 @@ class EquivalenceRound:
             if not _is_lost_connection(error):
                 hint = _IN_PLACE_HINT if "modified by an inplace operation" in error.message else ""
                 # Hints about a training that diverges are wrong here, because the plain loop does not diverge.
-                return [], CutReason(error.message, error.hint if error.is_user_error else hint)
+                return [], CutProblem(error.message, error.hint if error.is_user_error else hint)
             found = self._run_ranks(trial)  # try again, because a connection failed, not a stage
         different = _name_unequal_copies(found)
         if different:
-            return found, CutReason(different)
+            return found, CutProblem(different)
         relative = _merged_differences(found)
-        return found, CutReason(largest_unexplained_difference(relative, self._rounding_noise))
+        return found, CutProblem(largest_unexplained_difference(relative, self._rounding_noise))
 
     def _run_ranks(self, trial: PipelineTrial) -> list[Differences]:
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
@@ -289,7 +289,7 @@ def _wait_for_reference(child: ChildProcess) -> None:
 class _GroupResult(NamedTuple):
     found: Sequence[Differences]
     """Differences of each rank."""
-    wrong: Mapping[int, CutReason] = {}
+    wrong: Mapping[int, CutProblem] = {}
     """Reason for each wrong cut."""
     differs_recomputed: str = ""
     """Text about a difference from the reference that occurs only with recomputation; empty if there is none."""
