@@ -1,11 +1,9 @@
 """One process of a job: its plan, device and place in the pipeline, and its process group."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,7 @@ import torch.distributed.nn.functional
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, cuts_path
 from planner.device.kinds import DEVICE_KINDS, kind_of
-from planner.executor.run.placement import ProcessPlace, process_place
+from planner.executor.run.placement import ProcessPlace, gather_from_all_ranks, process_place
 from planner.executor.watch.activity import ANY, RankActivity
 from planner.executor.watch.failure import FailureWatch
 from planner.executor.watch.store import job_store, rank_and_world_size
@@ -114,18 +112,19 @@ def join_process_group(job: RankJob, timeout_s: float) -> bool:
         timeout = timedelta(seconds=timeout_s + 30)
         rank, world = rank_and_world_size()
         dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=rank, world_size=world)
-    difference = _first_disagreement(
-        {
-            "balance.yaml": digest_of(job.balance),
-            "--seed": job.seed,
-            "--device": job.device.type,
-            "torch": str(torch.__version__),
-        }
-    )
-    if difference is not None:
+    try:
+        _check_agreement(
+            {
+                "balance.yaml": digest_of(job.balance),
+                "--seed": job.seed,
+                "--device": job.device.type,
+                "torch": str(torch.__version__),
+            }
+        )
+    except UsageError:
         if is_made_here:
             dist.destroy_process_group()
-        raise difference
+        raise
     return is_made_here
 
 
@@ -146,14 +145,12 @@ def _device_of_rank(name: str) -> torch.device:
     return kind.select_device_of_rank(local)
 
 
-def _first_disagreement(must_agree: Mapping[str, Any]) -> UsageError | None:
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, dict(must_agree))
-    for what, value in everybody[0].items():
-        different = [rank for rank, its in enumerate(everybody) if its[what] != value]
-        if different:
-            return UsageError(
-                f"rank {different[0]} has another {what} ({everybody[different[0]][what]}) than rank 0 ({value})",
-                hint="give every process the same files and the same command line, also on other machines",
-            )
-    return None
+def _check_agreement(must_agree: dict[str, str | int]) -> None:
+    first, *others = gather_from_all_ranks(must_agree)
+    for what, value in first.items():
+        for rank, other in enumerate(others, start=1):
+            if other[what] != value:
+                raise UsageError(
+                    f"rank {rank} has another {what} ({other[what]}) than rank 0 ({value})",
+                    hint="give every process the same files and the same command line, also on other machines",
+                )

@@ -4,18 +4,15 @@ Every rank builds its stages from the same seed, so copies are usually equal. Va
 from a clock differ between processes, however, and copies that start with different values never become equal.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK_BYTES = 2**24
-
-_Value = TypeVar("_Value")
+from planner.executor.run.placement import gather_from_all_ranks
+from planner.executor.run.same_batch import digest_of_tensors
 
 
 def can_be_equalized(tensor: Tensor) -> bool:
@@ -29,8 +26,8 @@ def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
     Every rank of the job must call this function, with its parameters and buffers by name. `can_be_equalized` must be
     true for each of them.
     """
-    holders = Counter(name for names in _gather_from_all_ranks(list(tensors)) for name in names)
-    digests = _gather_from_all_ranks({name: _digest(tensor) for name, tensor in tensors.items() if holders[name] > 1})
+    holders = Counter(name for names in gather_from_all_ranks(list(tensors)) for name in names)
+    digests = gather_from_all_ranks({n: digest_of_tensors([t]) for n, t in tensors.items() if holders[n] > 1})
     rank = dist.get_rank()
     # All ranks process the tensors in the same order, so that no two ranks wait for each other.
     for name in sorted(name for name, count in holders.items() if count > 1):
@@ -44,20 +41,6 @@ def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
             dist.recv(received, first)
             with torch.no_grad():
                 tensors[name].copy_(received.view(tensors[name].dtype).view(tensors[name].shape))
-
-
-def _gather_from_all_ranks(value: _Value) -> list[_Value]:
-    values: list[_Value] = [value] * dist.get_world_size()
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def _digest(tensor: Tensor) -> bytes:
-    digest = hashlib.sha256()
-    for chunk in _bytes_of(tensor).split(_CHUNK_BYTES):
-        digest.update(chunk.cpu().numpy())
-    return digest.digest()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

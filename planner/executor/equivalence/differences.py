@@ -1,6 +1,5 @@
 """Differences between a stage of a pipeline and the reference, and a test if they exceed rounding errors."""
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -163,12 +162,6 @@ def rounding_perturbation(precision: Precision, seed: int) -> Callable[[nn.Modul
                     parameter.mul_(1 + _NOISE[precision] * (2 * signs - 1))
 
     return shake
-
-
-def digest_of_values(tensor: Tensor) -> str:
-    """Return a digest of a tensor's values."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-    return hashlib.sha256(data.numpy().data).hexdigest()
 
 
 def largest_difference(value: Tensor, right: Tensor) -> float:

@@ -25,10 +25,10 @@ from planner.executor.equivalence.differences import (
     Differences,
     compare_gradients,
     compare_update,
-    digest_of_values,
 )
 from planner.executor.equivalence.isolation import return_freed_blocks_to_system
 from planner.executor.pipeline import Pipeline
+from planner.executor.run.same_batch import digest_of_tensors
 from planner.model.chain import Chain
 from planner.model.ghosts import updating_parameters
 from planner.model.gradient_files import keep_gradients_in_files
@@ -148,7 +148,7 @@ class _RankTraining:
                 continue
             is_lent = tensor.data_ptr() == right.data_ptr()
             if not is_lent and not torch.equal(tensor.detach(), right):
-                self._found.own_values[self._pipeline.first_names.get(name, name)] = digest_of_values(tensor)
+                self._found.own_values[self._pipeline.first_names.get(name, name)] = digest_of_tensors([tensor])
                 tensor.detach().copy_(right)
 
     def _held_tensors(self) -> dict[str, Tensor]:

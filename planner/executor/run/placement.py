@@ -9,6 +9,7 @@ stages of a device are defined in `planner.core.values.placement`.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -16,6 +17,8 @@ from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, launch_command
 from planner.core.values.placement import Placement, device_of, rank_of, stages_on
 from planner.core.values.units import pluralize
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,14 @@ class ProcessGroups:
         pipelines = [dist.new_group([r * place.num_devices + d for d in devices]) for r in replicas]
         copies = [dist.new_group([r * place.num_devices + d for r in replicas]) for d in devices]
         return cls(pipelines[place.replica], copies[place.rank % place.num_devices])
+
+
+def gather_from_all_ranks(value: _Value) -> list[_Value]:
+    """Return the values of all ranks, in order. Every rank must call this function."""
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def _needed_processes(balance: Balance) -> str:

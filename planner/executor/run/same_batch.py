@@ -4,15 +4,15 @@ With different mini-batches, the inputs of some samples would be trained with th
 """
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from planner.core.errors import UsageError
 from planner.executor.run.parts import tensors_in_value
-from planner.executor.run.placement import ProcessPlace
+from planner.executor.run.placement import ProcessPlace, gather_from_all_ranks
 from planner.model.load import Batch
 
 
@@ -48,12 +48,8 @@ def check_same_batch(own_digest: BatchDigest) -> None:
     Raises:
         UsageError: A rank has other inputs or targets than another rank of its pipeline.
     """
-    if dist.get_world_size() == 1:
-        return
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, own_digest)
     seen: dict[tuple[str, int | None], tuple[int, str]] = {}
-    for rank, digest in enumerate(digests):
+    for rank, digest in enumerate(gather_from_all_ranks(own_digest)):
         for what, value in (("inputs", digest.inputs), ("targets", digest.targets)):
             if value is None:
                 continue
@@ -75,6 +71,11 @@ def _digest_of(value: Any) -> str | None:
     tensors = tensors_in_value(value)
     if any(tensor.is_meta for tensor in tensors) or all(map(_is_constant, tensors)):
         return None
+    return digest_of_tensors(tensors)
+
+
+def digest_of_tensors(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of the shapes, dtypes and values of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
