@@ -61,11 +61,10 @@ class MiniBatches:
                 loader.
         """
         drawn: Iterator[Any]
-        if loader is not None and does_sampler_split_data(loader, self._job.place):
-            drawn = islice(self._begun(loader, begin), max(0, end - begin))
-            yield from starmap(self._without_unneeded, map(_checked_pair, drawn))
-            return
+        own_part = self.own_part
         if loader is not None:
+            if does_sampler_split_data(loader, self._job.place):
+                own_part = self._without_unneeded
             drawn = islice(self._begun(loader, begin), max(0, end - begin))
         elif self._loader_state is not None:
             raise UsageError(
@@ -78,9 +77,8 @@ class MiniBatches:
             drawn = islice(
                 seeded_batches(repeat_train_batches(self._model, self._job.balance.batch), self._job.seed), begin, end
             )
-        yield from starmap(
-            self.own_part, map(_checked_pair, drawn)
-        )  # no variable may hold a whole mini-batch through its step
+        # No variable may hold a whole mini-batch through its step.
+        yield from starmap(own_part, map(_checked_pair, drawn))
 
     def example_batch(self, step: int) -> Batch:
         """Return the example mini-batch of a step. It depends only on the seed and the step."""
@@ -148,9 +146,8 @@ class MiniBatches:
 
     def parts_of_any_size(self, batch: Batch) -> list[MiniBatchPart]:
         """Return the parts of a batch for evaluation, which may be larger than planned."""
-        return list(
-            mini_batch_parts(batch, count_samples(batch) or self._job.balance.replica_batch, self._job.micro_batch_size)
-        )
+        size = count_samples(batch) or self._job.balance.replica_batch
+        return list(mini_batch_parts(batch, size, self._job.micro_batch_size))
 
     def loss_item_counts(self, parts: Sequence[MiniBatchPart]) -> list[float]:
         """Return the number of items over which the loss of each micro-batch is a mean.

@@ -161,11 +161,10 @@ class Pipeline:
             ModelError: The optimizer's step reads all parameters at once, or `build` needs values of parameters of
                 other ranks.
         """
-        if build is not self.model.build_optimizer and self.balance.num_stages > 1:
-            check_optimizer(build, self._assembly.whole_parameters, self.device)  # the profile had another optimizer
-        whole = self._assembly.whole_parameters
+        whole, is_divided = self._assembly.whole_parameters, self.balance.num_stages > 1
+        if is_divided and build is not self.model.build_optimizer:
+            check_optimizer(build, whole, self.device)  # the profile had another optimizer
         optimizer = WholeModelOptimizer(build, whole).build_for(self._assembly.parameter_pairs())
-        is_divided = self.balance.num_stages > 1
         hide_process_group_in_step(optimizer, watch_optimizer(optimizer, build, whole) if is_divided else None)
         self._trainer.record_learning_rates(optimizer)
         return optimizer

@@ -47,9 +47,8 @@ class CheckRequest:
 
     loaded: LoadedModel
     budget_s: float
-    """Approximate time limit in seconds."""
     deadline: float
-    """End of the time limit, on the monotonic clock."""
+    """End of the time limit of about `budget_s` seconds, on the monotonic clock."""
     ends: Sequence[int] | None
     """Cuts to compare, each given as the index of the layer after it; None: one of each class of equivalent cuts."""
     digests: Digests

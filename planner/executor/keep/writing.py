@@ -22,20 +22,17 @@ _SYNCED_BYTES = 2**28
 
 
 class RankState(NamedTuple):
-    """State and tensors that one rank stores in a checkpoint."""
+    """State of a rank as JSON value, and tensors by name, which the rank stores in a checkpoint."""
 
     state: dict[str, Any]
-    """State of the rank as JSON value."""
     tensors: dict[str, Tensor]
-    """Tensors by name in the file."""
 
 
 class WrittenFile(NamedTuple):
-    """File that a rank has written for a checkpoint."""
+    """File that a rank has written for a checkpoint, with the names of the tensors in the file."""
 
     entry: FileEntry
     names: tuple[str, ...]
-    """Names of the tensors in the file."""
 
 
 class CheckpointWriter:

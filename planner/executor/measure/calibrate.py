@@ -62,11 +62,7 @@ def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
     """Return the executor's cost from a cache file, or measure the cost and store it there.
 
     A stored cost is valid for this machine and this version of torch. If other programs run during the measurement, the
-    cost is not stored.
-
-    Args:
-        cache: Path of the cache file.
-        warn: Function that is called with a message if other programs run during the measurement.
+    cost is not stored, and `warn` is called with a message.
     """
     machine = {"cpu": cpu_name(), "torch": str(torch.__version__), "gpipe-plan": __version__}
     # If the file is missing or damaged, the cost is measured again.

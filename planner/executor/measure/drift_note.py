@@ -35,8 +35,6 @@ def drift_note(
 def paths_of_plan_and_profile(planned: RunPrediction, folder: Path) -> tuple[str, str]:
     """Return the paths of the plan and the profile, relative to the working directory of the script.
 
-    Args:
-        planned: Predictions that name the plan and the profile.
-        folder: Folder to which these names are relative.
+    In `planned`, these paths are relative to `folder`.
     """
     return os.path.relpath(folder / planned.plan), os.path.relpath(folder / planned.profile)

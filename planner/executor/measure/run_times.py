@@ -103,8 +103,7 @@ class StepWaits:
     def bubble(self, overhead_ns: float = 0.0) -> float:
         """Return the bubble: the fraction of the step in which a process waits, averaged over the processes.
 
-        Args:
-            overhead_ns: Engine's own time within each transfer, which is not part of the bubble.
+        The engine's own time within each transfer, `overhead_ns`, is not part of the bubble.
         """
         within = (t for t in self.transfers if t.start_ns >= self.begins_ns[t.receiver])
         moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in within)
@@ -115,8 +114,7 @@ class StepWaits:
 def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
     """Return idle times, transfers and engine times in one step of a pipeline.
 
-    Args:
-        processes: Actions of each process, by rank, on the same clock.
+    `processes` has the actions of each process, by rank, on the same clock.
     """
     rows = {
         rank: sorted((s for s in spans if s.kind in _KINDS), key=lambda s: s.start_ns)
@@ -180,15 +178,9 @@ class MeanWaits:
 def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:
     """Return the mean times in which the processes of a pipeline do not compute.
 
-    If transfers overlap with computation, a transfer is measured only where the receiver waited for it. Other transfers
-    are used only for boundaries at which no receiver waited.
-
-    Args:
-        processes: Steps of each process, by rank, on the same clock.
-        overlaps: True if transfers overlap with computation.
-
-    Returns:
-        The mean times; None if no step was recorded by all processes.
+    `processes` has the steps of each process, by rank, on the same clock. If transfers overlap with computation
+    (`overlaps`), a transfer is measured only where the receiver waited for it. Other transfers are used only for
+    boundaries at which no receiver waited. The result is None if no step was recorded by all processes.
     """
     by_step: dict[int, dict[int, Iterable[RunSpan]]] = {}
     for rank, steps in processes.items():

@@ -139,7 +139,6 @@ class LayerState:
         self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
         self._last: _Snapshot | None = None
-        """Latest snapshot."""
         self._rewritten: set[tuple[int, str]] = set()
         """Locations that a forward has changed; their values are not compared in later forwards."""
 
@@ -149,11 +148,19 @@ class LayerState:
 
     def snapshot(self) -> _Snapshot:
         """Return a snapshot of the current state."""
-        return self._current_snapshot()
+        last = self._last
+        tensors = last.tensors if last is not None and self._are_still(last.tensors) else self._clone_state()
+        numbers: list[Any] = [holder.get(name) for holder, name in self._numbers]
+        if last is not None and all(map(is_, numbers, last.numbers)):
+            numbers = last.numbers
+        else:
+            numbers = [value if type(value) in NUMBERS else ABSENT for value in numbers]
+        self._last = _Snapshot(tensors, numbers)
+        return self._last
 
     def restore(self, snapshot: _Snapshot) -> None:
         """Set the state to that of a snapshot."""
-        self._set_state(snapshot, self._current_snapshot())
+        self._set_state(snapshot, self.snapshot())
 
     def with_same_state(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that the forward and the backward call. Both calls begin with the same state."""
@@ -164,7 +171,7 @@ class LayerState:
             if before:
                 with self._in_state_of(before.pop()):
                     return run(*arguments)
-            snapshot = self._current_snapshot()
+            snapshot = self.snapshot()
             with _explained_resizing():
                 result = run(*arguments)
             self._note_changes(snapshot.tensors)
@@ -172,17 +179,6 @@ class LayerState:
             return result
 
         return call
-
-    def _current_snapshot(self) -> _Snapshot:
-        last = self._last
-        tensors = last.tensors if last is not None and self._are_still(last.tensors) else self._clone_state()
-        numbers: list[Any] = [holder.get(name) for holder, name in self._numbers]
-        if last is not None and all(map(is_, numbers, last.numbers)):
-            numbers = last.numbers
-        else:
-            numbers = [value if type(value) in NUMBERS else ABSENT for value in numbers]
-        self._last = _Snapshot(tensors, numbers)
-        return self._last
 
     def _clone_state(self) -> _StateTensors:
         entries = [_Entry(location, location.value) for owner in self._owners for location in owner.locations()]
@@ -223,7 +219,7 @@ class LayerState:
     @contextmanager
     def _in_state_of(self, snapshot: _Snapshot) -> Iterator[None]:
         # `now` is the state to restore after the recomputation, which begins with `snapshot`.
-        now = self._current_snapshot()
+        now = self.snapshot()
         buffers = [(module._buffers, list(module._buffers)) for module in self._modules]
         kept = self._set_state(snapshot, now)
         # Unless another forward began with the same tensors, only the layer refers to them now, so writes copy nothing.
