@@ -28,7 +28,7 @@ from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from planner.device.machine import cpu_name, keep_freed_memory
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.model.split_backward import DeferredUses, SplitBackward
 from sample_models.resnet import Bottleneck
 
@@ -148,7 +148,7 @@ class Stage:
 
     def held(self) -> Bytes:
         """Return the bytes that another run holds."""
-        forward, first, second = (CpuMeter().measure(work) for work in (self.forward, self.first, self.second))
+        forward, first, second = (CpuMemoryMeter().measure(work) for work in (self.forward, self.first, self.second))
         between = forward.end_bytes + first.end_bytes
         peak = max(forward.end_bytes + first.peak_bytes, between + second.peak_bytes)
         return Bytes(forward.end_bytes, between, peak)

@@ -268,7 +268,7 @@ def _with_checked_loss(loaded: "LoadedModel", parsed: _ParsedOptions) -> "Loaded
 def _checked(
     loaded: "LoadedModel", model: File | Any, parsed: _ParsedOptions
 ) -> "tuple[LoadedModel, EquivalenceResult | None]":
-    from planner.executor import check_buildable, check_loaded  # noqa: PLC0415 - torch
+    from planner.executor import check_buildable, check_without_gpu  # noqa: PLC0415 - torch
     from planner.profile import layer_digests  # noqa: PLC0415 - torch
 
     options = parsed.options
@@ -276,7 +276,7 @@ def _checked(
         check_buildable(loaded)
         return loaded, None
     silenced = replace(options, progress=ignore_arguments, note=ignore_arguments, warn=ignore_arguments)
-    checked = check_loaded(
+    checked = check_without_gpu(
         loaded,
         partial(_loaded, model, replace(parsed, options=silenced)),
         lambda text: options.progress(f"equivalence check: {text}", 0, 0),

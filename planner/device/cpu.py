@@ -12,7 +12,7 @@ from planner.core.values.profile import Device
 from planner.device.clock import CpuClock
 from planner.device.kind import DeviceKind, Peak
 from planner.device.machine import cpu_name
-from planner.device.meter import CpuMeter, recorded_allocations
+from planner.device.meter import CpuMemoryMeter, recorded_allocations
 
 
 class Cpu(DeviceKind):
@@ -46,8 +46,8 @@ class Cpu(DeviceKind):
     def clock(self, threads: int) -> CpuClock:
         return CpuClock(threads)
 
-    def meter(self) -> CpuMeter:
-        return CpuMeter()
+    def meter(self) -> CpuMemoryMeter:
+        return CpuMemoryMeter()
 
     def peak_watch(self) -> "_AllocationWatch":
         return _AllocationWatch()

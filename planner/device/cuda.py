@@ -50,7 +50,7 @@ class CudaClock:
         self._is_stopped = True
 
 
-class CudaMeter:
+class CudaMemoryMeter:
     """Meter of the memory that a function uses, from the statistics of torch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
@@ -124,8 +124,8 @@ class Cuda(DeviceKind):
     def clock(self, threads: int) -> CudaClock:  # noqa: ARG002 - the host's wait
         return CudaClock()
 
-    def meter(self) -> CudaMeter:
-        return CudaMeter(self.device)
+    def meter(self) -> CudaMemoryMeter:
+        return CudaMemoryMeter(self.device)
 
     def peak_watch(self) -> "_StatisticsWatch":
         return _StatisticsWatch(self.device)

@@ -32,7 +32,7 @@ class MemoryMeter(Protocol):
         ...
 
 
-class CpuMeter:
+class CpuMemoryMeter:
     """Meter that adds up the allocations and releases of torch's CPU allocator."""
 
     def measure(self, work: Callable[[], object]) -> MemoryUsage:

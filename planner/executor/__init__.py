@@ -7,7 +7,7 @@ with importing("train"):
     from planner.executor.build.loss_check import check_loss
     from planner.executor.checkpoints import Checkpoints
     from planner.executor.equivalence.check import EquivalenceResult, check_equivalence, reference_losses
-    from planner.executor.equivalence.new_process import check_loaded
+    from planner.executor.equivalence.new_process import check_without_gpu
     from planner.executor.keep.saved import latest_checkpoint, no_checkpoint_error
     from planner.executor.keep.weights import export_weights
     from planner.executor.measure.calibrate import executor_cost
@@ -27,8 +27,8 @@ __all__ = [
     "arguments",
     "check_buildable",
     "check_equivalence",
-    "check_loaded",
     "check_loss",
+    "check_without_gpu",
     "checkpoints",
     "executor_cost",
     "export_weights",

@@ -50,7 +50,7 @@ from planner.executor.keep.stored import name_in_rank_file
 from planner.executor.keep.weights import load_weights
 from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFile
 from planner.executor.pipeline import Pipeline
-from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint
+from planner.executor.read_checkpoint import CheckpointState, read_checkpoint
 from planner.executor.run.random_state import HostRandomStates
 from planner.executor.watch.activity import STORE
 from planner.executor.watch.failure import StoppedBySignal
@@ -299,7 +299,7 @@ class Checkpoints:
         """Message and hint for each checkpoint that a rank cannot read."""
         for source in candidates:
             problem: tuple[str, str] | None = None
-            checkpoint: ReadCheckpoint | None = None
+            checkpoint: CheckpointState | None = None
             try:
                 checkpoint = read_checkpoint(source, self._pipeline, self._optimizer)
             except (UsageError, ModelError):
@@ -322,7 +322,7 @@ class Checkpoints:
         more = f" (nor can {pluralize(len(problems) - 1, 'older one')})" if len(problems) > 1 else ""
         raise FileError(f"cannot be resumed{more}: {message}", path=str(candidates[0]), hint=older or hint)
 
-    def _restore(self, source: Path, checkpoint: ReadCheckpoint) -> None:
+    def _restore(self, source: Path, checkpoint: CheckpointState) -> None:
         pipeline, index, state = self._pipeline, checkpoint.index, checkpoint.state
         restore = partial(_restore_object, str(source))
         restore("the optimizer", partial(self._optimizer.restore, checkpoint.optimizer_state), checkpoint.groups)

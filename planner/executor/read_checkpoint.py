@@ -21,7 +21,7 @@ from planner.executor.pipeline import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadCheckpoint:
+class CheckpointState:
     """State of a checkpoint that one rank restores."""
 
     index: CheckpointIndex
@@ -33,7 +33,7 @@ class ReadCheckpoint:
     is_same_plan: bool
 
 
-def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState) -> ReadCheckpoint:
+def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState) -> CheckpointState:
     """Read this rank's part of a checkpoint, and copy the weights into the model.
 
     Args:
@@ -63,7 +63,7 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
     state = {part: own.state_part(part) for part in ("random", "device_random", "pipeline", "others")}
     if state["pipeline"].get("step_index") != index.step:
         raise FileError("has the state of another step than its index", path=str(source))
-    return ReadCheckpoint(
+    return CheckpointState(
         index=index,
         optimizer_state=optimizer_state,
         groups=[group for file in stored.opened.values() for group in file.state_part("groups")],

@@ -14,7 +14,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.values.plan import Recompute
 from planner.device.clock import median_us
-from planner.device.cuda import Cuda, CudaClock, CudaMeter
+from planner.device.cuda import Cuda, CudaClock, CudaMemoryMeter
 from planner.device.kinds import kind_of
 from planner.device.meter import MemoryUsage
 from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
@@ -62,7 +62,7 @@ def test_peak_and_end_of_known_allocations() -> None:
         del temporary
 
     meter = kind_of(CUDA).meter()
-    assert isinstance(meter, CudaMeter)
+    assert isinstance(meter, CudaMemoryMeter)
     assert meter.measure(work) == MemoryUsage((1 << 20) + (1 << 19), 1 << 19)
     assert meter.measure(kept.clear) == MemoryUsage(0, -(1 << 19))
 
@@ -139,7 +139,7 @@ def test_composed_memory_is_within_the_promise(recompute: Recompute, micro_batch
         peak_points_with(micro_batches),
         recompute=recompute,
     )
-    truth = memory.parameters + memory.optimizer + memory.buffers + CudaMeter(CUDA).measure(step).peak_bytes
+    truth = memory.parameters + memory.optimizer + memory.buffers + CudaMemoryMeter(CUDA).measure(step).peak_bytes
     assert -0.01 <= memory.total / truth - 1 <= 0.05, (memory, truth)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from planner.core.values.profile import MemoryDetail, Profile, Setting
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.model.load import Batch, LoadedModel
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.memory import measure_memory
@@ -72,4 +72,4 @@ def memory_of(module: nn.Module, value: Any) -> MemoryDetail:
     leaves, spec = tree_flatten(value)
     unit = LayerToMeasure(name="layer", module=module, loss_fn=None, digest="")
     buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
-    return measure_memory(unit, MeasurementInput(tuple(leaves), spec, None), CpuMeter(), buffer_bytes)
+    return measure_memory(unit, MeasurementInput(tuple(leaves), spec, None), CpuMemoryMeter(), buffer_bytes)

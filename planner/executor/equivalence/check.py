@@ -33,7 +33,7 @@ from planner.executor.equivalence.subject import (
     STEPS,
     CheckedModel,
     CheckRequest,
-    Digests,
+    DigestFunction,
     is_large_model,
     layer_starts,
 )
@@ -82,7 +82,7 @@ def check_equivalence(
     loaded: LoadedModel,
     *,
     budget_s: float,
-    digests: Digests = lambda _chain, _loaded: (),
+    digests: DigestFunction = lambda _chain, _loaded: (),
     ends: Sequence[int] | None = None,
     progress: Callable[[str], None] = lambda _text: None,
 ) -> EquivalenceResult:

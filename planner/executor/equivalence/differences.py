@@ -31,7 +31,7 @@ _NOISE: Mapping[Precision, float] = {"": 1e-7, "fp32": 1e-7, "bf16": 4e-3, "bf16
 
 
 @dataclass
-class Differences:
+class StageDifferences:
     """Differences between a stage and the reference (the model in a plain training loop)."""
 
     relative: dict[str, float] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Differences:
             self.record(name, largest_difference(value, right) / max(largest_magnitude(right), least, 1e-30))
 
 
-def compare_update(differences: Differences, name: str, value: Tensor, *, right: Tensor, before: Tensor) -> None:
+def compare_update(differences: StageDifferences, name: str, value: Tensor, *, right: Tensor, before: Tensor) -> None:
     """Compare a parameter after an optimizer's step, relative to the largest change of the reference's parameter.
 
     Args:
@@ -136,7 +136,9 @@ def _largest_accepted(name: str, usual: float) -> float:
     return 1e3 * usual if name.startswith(NUMBER) else min(_WORST, 10 * usual)
 
 
-def compare_gradients(differences: Differences, gradients: Mapping[str, Tensor | None], right: ReferenceState) -> None:
+def compare_gradients(
+    differences: StageDifferences, gradients: Mapping[str, Tensor | None], right: ReferenceState
+) -> None:
     """Compare the gradients of a stage with those of the reference, by parameter name.
 
     Args:

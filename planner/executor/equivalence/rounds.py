@@ -21,7 +21,7 @@ from planner.core.values.units import pluralize
 from planner.executor.equivalence.coverage import split_into_groups
 from planner.executor.equivalence.differences import (
     NUMBER,
-    Differences,
+    StageDifferences,
     compare_gradients,
     largest_unexplained_difference,
     rounding_perturbation,
@@ -49,7 +49,10 @@ because a change may or may not flip a ReLU."""
 
 
 class CutProblem(NamedTuple):
-    """Reason why stages do not train as the model does. It may have a hint for the user."""
+    """Description of how the stages of a cut train differently from the model, and a hint for the user.
+
+    Both are empty if the cut has no problem.
+    """
 
     text: str = ""
     hint: str = ""
@@ -66,7 +69,7 @@ class RoundResult:
     proof: Proof
     num_cuts: int = 0
     wrong: Mapping[str, CutProblem] = field(default_factory=dict)
-    """Reason for each layer that no stage may end with."""
+    """Problem of each wrong cut, by the name of the layer before the cut."""
     is_failure: bool = False
     """True if an error other than a limit on time or memory has prevented the comparison."""
     random: str = ""
@@ -178,7 +181,7 @@ class EquivalenceRound:
         # If no cut is wrong alone, only several cuts at once cause the problem, and all of them are removed.
         return _GroupResult(again, wrong=wrong or dict.fromkeys(cuts, still))
 
-    def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], CutProblem]:
+    def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[StageDifferences], CutProblem]:
         """Train a pipeline with these cuts, and compare it with the reference.
 
         Returns:
@@ -209,7 +212,7 @@ class EquivalenceRound:
         relative = _merged_differences(found)
         return found, CutProblem(largest_unexplained_difference(relative, self._rounding_noise))
 
-    def _run_ranks(self, trial: PipelineTrial) -> list[Differences]:
+    def _run_ranks(self, trial: PipelineTrial) -> list[StageDifferences]:
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
         ranks = range(trial.balance.num_processes)
         children = [ChildProcess(partial(run_rank, trial, rank, rendezvous), limit_s=trial.limit_s) for rank in ranks]
@@ -219,9 +222,9 @@ class EquivalenceRound:
             for child in children:
                 child.end()
 
-    def _results_of_ranks(self, children: Sequence[ChildProcess]) -> list[Differences]:
+    def _results_of_ranks(self, children: Sequence[ChildProcess]) -> list[StageDifferences]:
         waiting = {child.connection: n for n, child in enumerate(children)}
-        found: dict[int, Differences] = {}
+        found: dict[int, StageDifferences] = {}
         errors: list[ChildError] = []
         watched: list[Any] = [*waiting, *([] if self.child.is_done else [self.child.connection])]
         while waiting:
@@ -287,10 +290,10 @@ def _wait_for_reference(child: ChildProcess) -> None:
 
 
 class _GroupResult(NamedTuple):
-    found: Sequence[Differences]
+    found: Sequence[StageDifferences]
     """Differences of each rank."""
     wrong: Mapping[int, CutProblem] = {}
-    """Reason for each wrong cut."""
+    """Problem of each wrong cut."""
     differs_recomputed: str = ""
     """Text about a difference from the reference that occurs only with recomputation; empty if there is none."""
 
@@ -318,7 +321,7 @@ def _balance(subject: CheckedModel, cuts: Sequence[int], recompute: Recompute) -
     )
 
 
-def _name_unequal_copies(differences: Sequence[Differences]) -> str:
+def _name_unequal_copies(differences: Sequence[StageDifferences]) -> str:
     digests: dict[str, set[str]] = {}
     for rank in differences:
         for name, digest in rank.own_values.items():
@@ -327,7 +330,7 @@ def _name_unequal_copies(differences: Sequence[Differences]) -> str:
     return name and f'"{name}" has different initial values on the stages that share it'
 
 
-def _merged_differences(differences: Sequence[Differences]) -> dict[str, float]:
+def _merged_differences(differences: Sequence[StageDifferences]) -> dict[str, float]:
     relative: dict[str, float] = {}
     for rank in differences:
         for what, size in rank.relative.items():
@@ -336,7 +339,7 @@ def _merged_differences(differences: Sequence[Differences]) -> dict[str, float]:
 
 
 def _differences_of_states(state: ReferenceState, right: ReferenceState) -> dict[str, float]:
-    found = Differences()
+    found = StageDifferences()
     found.compare_number("the loss", state.loss, right.loss)
     gradients = {n.partition(":")[2]: t for n, t in state.tensors.items() if n.startswith("gradient:")}
     compare_gradients(found, gradients, right)

@@ -22,7 +22,7 @@ from torch import Tensor
 from planner.core.values.balance import Balance
 from planner.executor.equivalence.differences import (
     NUMBER,
-    Differences,
+    StageDifferences,
     compare_gradients,
     compare_update,
 )
@@ -66,7 +66,7 @@ class PipelineTrial:
     limit_s: float
 
 
-def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
+def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path, _connection: Connection) -> StageDifferences:
     """Train the stages of one rank, and return their differences from the reference.
 
     The process must run nothing else.
@@ -93,12 +93,12 @@ class _RankTraining:
         # A tied tensor may have different names on different ranks, so use its first name.
         first = pipeline.first_names
         self._named = {first.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
-        self._found = Differences()
+        self._found = StageDifferences()
         self._before = self._wait_for_reference_state("initial")
         self._kept = self._kept_tensors()
         self._in_file: dict[str, float] = {}
 
-    def train(self) -> Differences:
+    def train(self) -> StageDifferences:
         pipeline, loaded, options = self._pipeline, self._trial.loaded, self._trial.options
         self._begin_as_reference()
         at_start = self._file_numbers()

@@ -17,7 +17,7 @@ from planner.model.recording import END, Call
 from planner.model.reference import LayerStart, ReferenceOptions, mini_batch
 from planner.model.shortened import repeated_layers, shorten_model, skipped_modules
 
-Digests = Callable[[Chain, LoadedModel], Sequence[str]]
+DigestFunction = Callable[[Chain, LoadedModel], Sequence[str]]
 """Function that returns a digest of the operators of every layer; empty if they are unknown."""
 
 STEPS = 2
@@ -51,7 +51,7 @@ class CheckRequest:
     """End of the time limit of about `budget_s` seconds, on the monotonic clock."""
     ends: Sequence[int] | None
     """Cuts to compare, each given as the index of the layer after it; None: one of each class of equivalent cuts."""
-    digests: Digests
+    digests: DigestFunction
 
     @property
     def time_limit_s(self) -> float:

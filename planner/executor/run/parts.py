@@ -35,7 +35,7 @@ _TENSOR = object()
 """Placeholder of a tensor."""
 
 
-def split_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+def extract_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
     """Return the tensors in a nested value, and a function that rebuilds the value with other tensors."""
     leaves, spec = tree_flatten(value)
     # Use placeholders, because `rebuild` must not keep the tensors alive.
@@ -91,7 +91,7 @@ def mini_batch_parts(batch: Batch, size: int, micro_batch_size: int, *, rounds_o
 
 def micro_batches_of(value: Any, count: int) -> list[Any]:
     """Cut a nested value into `count` equal micro-batches, which are views along the tensors' first dimension."""
-    tensors, rebuild = split_tensors(value)
+    tensors, rebuild = extract_tensors(value)
     size = tensors[0].shape[0] // count if tensors else 0
     return [rebuild([tensor.narrow(0, number * size, size) for tensor in tensors]) for number in range(count)]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.executor.run.parts import split_tensors
+from planner.executor.run.parts import extract_tensors
 from planner.model.autocast import caching_only_with_graph, weight_casts_kept
 
 Tensors = tuple[Tensor, ...]
@@ -45,7 +45,7 @@ def run_recomputed(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any
         layer: Properties of the layer.
         value: Input of the layer.
     """
-    received, rebuild = split_tensors(value)
+    received, rebuild = extract_tensors(value)
     # Without a backward there is nothing to recompute.
     if not any(layer.carries) or not torch.is_grad_enabled():
         return run(rebuild([tensor.clone() for tensor in received]) if layer.copies_input else value)
@@ -55,7 +55,7 @@ def run_recomputed(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any
     def run_tensors(*tensors: Tensor) -> Tensors:
         if layer.copies_input:
             tensors = tuple(tensor.clone() for tensor in tensors)
-        results, rebuild_results = split_tensors(run(rebuild(tensors)))
+        results, rebuild_results = extract_tensors(run(rebuild(tensors)))
         structure.append(rebuild_results)
         return tuple(results)
 

@@ -242,7 +242,7 @@ class FailureWatch:
 
     def _silent_ranks(self, liveness: Heartbeats) -> list[int] | None:
         try:
-            return liveness.wait_for_silent()
+            return liveness.wait_for_silent_ranks()
         except dist.DistError:
             return [0]  # the first rank, which held the store
 
@@ -335,7 +335,7 @@ class FailureWatch:
             self._report_and_exit(explain.error_after_exit(self._quit, self.activity))
         # If a rank has died, the launcher also sends a signal to all ranks. Then the death must be reported.
         if self._signal or (waited_s > liveness.silent_s and self.activity.waits_for == STORE):
-            silent = liveness.silent()
+            silent = liveness.silent_ranks()
             if silent:
                 self._report_and_exit(self._gone(silent, liveness))
         if self._signal:

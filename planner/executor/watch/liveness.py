@@ -79,7 +79,7 @@ class Heartbeats:
             return {}
         return {int(key.removeprefix("at/")): json.loads(text) for key, text in zip(keys, texts, strict=True)}
 
-    def silent(self) -> list[int]:
+    def silent_ranks(self) -> list[int]:
         """Return the ranks that are silent and have not left; on ranks other than the reader, an empty list.
 
         A rank is silent if calls of this method have seen no new beat of it for `silent_s` seconds.
@@ -102,7 +102,7 @@ class Heartbeats:
             self._seen.clear()
         return []
 
-    def wait_for_silent(self) -> list[int] | None:
+    def wait_for_silent_ranks(self) -> list[int] | None:
         """Wait until the silent ranks are known, and return them.
 
         The result is None if a failure is reported during the wait.
@@ -113,7 +113,7 @@ class Heartbeats:
         while time.monotonic() - begin < 2.5 * self.silent_s:
             if self._store.check(["failure"]):
                 return None
-            silent = self.silent()
+            silent = self.silent_ranks()
             if silent or (self._is_reader() and self._is_each_alive()):
                 return silent
             time.sleep(self.beat_s / 2)

@@ -9,7 +9,7 @@ import torch
 from planner.core.values.devices import TORCH_KINDS, training_kind
 from planner.device.clock import CpuClock
 from planner.device.kinds import DEVICE_KINDS, accelerator_in_use, kind_of
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_kinds_implement_all_methods(name: str) -> None:
 
 def test_the_cpu_takes_any_number_of_processes() -> None:
     kind = kind_of(CPU)
-    assert isinstance(kind.meter(), CpuMeter)
+    assert isinstance(kind.meter(), CpuMemoryMeter)
     assert isinstance(kind.clock(1), CpuClock)
     assert kind.count() > 10**6
     assert kind.select_device_of_rank(7) == CPU

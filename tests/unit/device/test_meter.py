@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.device.meter import CpuMeter, MemoryUsage, recorded_allocations
+from planner.device.meter import CpuMemoryMeter, MemoryUsage, recorded_allocations
 
 KEPT: list[Tensor] = []
 
@@ -52,7 +52,7 @@ def _hand_over() -> None:
     ids=["nothing", "kept", "two kept", "dropped", "overlapping", "handed over", "empty"],
 )
 def test_peak_and_end_of_known_allocations(work: Callable[[], None], usage: MemoryUsage) -> None:
-    assert CpuMeter().measure(work) == usage
+    assert CpuMemoryMeter().measure(work) == usage
 
 
 def test_views_and_in_place_operators_take_nothing() -> None:
@@ -62,25 +62,25 @@ def test_views_and_in_place_operators_take_nothing() -> None:
         KEPT.append(tensor.view(10, 100)[2:5].t())
         tensor.neg_().zero_()
 
-    assert CpuMeter().measure(work) == MemoryUsage(0, 0)
+    assert CpuMemoryMeter().measure(work) == MemoryUsage(0, 0)
 
 
 def test_temporaries_inside_an_operator_are_measured() -> None:
     """No dispatch mode shows them."""
     values = torch.randn(1000)
-    usage = CpuMeter().measure(lambda: KEPT.append(values.sort().values))
+    usage = CpuMemoryMeter().measure(lambda: KEPT.append(values.sort().values))
     assert usage.end_bytes == 4000
     assert usage.peak_bytes >= 4000 + 8000  # the indices
 
 
 def test_releasing_earlier_allocations_ends_below_zero() -> None:
-    meter = CpuMeter()
+    meter = CpuMemoryMeter()
     assert meter.measure(lambda: _keep(3000)) == MemoryUsage(3000, 3000)
     assert meter.measure(KEPT.clear) == MemoryUsage(0, -3000)
 
 
 def test_measurements_do_not_depend_on_each_other() -> None:
-    meter = CpuMeter()
+    meter = CpuMemoryMeter()
     seen = set()
     for size in (10, 1000, 100_000):
         _keep(size)
@@ -93,7 +93,7 @@ def test_a_failed_measurement_does_not_affect_the_next() -> None:
     def fail() -> None:
         raise ValueError
 
-    meter = CpuMeter()
+    meter = CpuMemoryMeter()
     with pytest.raises(ValueError, match=r"^$"):
         meter.measure(fail)
     assert meter.measure(_drop) == MemoryUsage(1000, 0)
@@ -103,7 +103,7 @@ def test_backward_is_measured() -> None:
     """For y = x·w, dL/dw stays and dL/dx is not computed."""
     x, w = torch.randn(1, 1000), torch.randn(1000, 1, requires_grad=True)
     loss = (x @ w).sum()
-    usage = CpuMeter().measure(loss.backward)
+    usage = CpuMemoryMeter().measure(loss.backward)
     assert usage.end_bytes == w.grad.nbytes
     assert usage.peak_bytes >= w.grad.nbytes
 

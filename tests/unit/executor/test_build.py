@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import identity
 
 from planner.core.errors import ModelError
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
@@ -214,7 +214,7 @@ def test_a_stage_holds_no_weights_of_other_stages_recurrent_layers() -> None:
     chain = build_structure(loaded)
     at = next(n for n, layer in enumerate(chain.layers) if isinstance(chain.model.get_submodule(layer.name), nn.LSTM))
     layers = []
-    usage = CpuMeter().measure(
+    usage = CpuMemoryMeter().measure(
         lambda: layers.extend(
             build_stages(loaded, chain, [StageRange(at, at + 1)], seed=4, device=torch.device("cpu"))[0]
         )

@@ -156,18 +156,18 @@ def test_one_rank_names_the_silent_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     """Other ranks wait for its report, or return nothing."""
     job = Job(8, monkeypatch)
     job.killed = {2, 5}
-    assert job.ranks[0].wait_for_silent() == [2, 5]
-    assert job.ranks[3].wait_for_silent() == []
+    assert job.ranks[0].wait_for_silent_ranks() == [2, 5]
+    assert job.ranks[3].wait_for_silent_ranks() == []
     job.store.set("failure", "0")
-    assert job.ranks[3].wait_for_silent() is None
+    assert job.ranks[3].wait_for_silent_ranks() is None
 
 
 def test_a_dead_reader_is_replaced_and_named(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the other dead ranks of its machine."""
     job = Job(12, monkeypatch)
-    assert job.ranks[4].wait_for_silent() == []
+    assert job.ranks[4].wait_for_silent_ranks() == []
     job.killed = {4, 5, 6, 7}
-    assert job.ranks[0].wait_for_silent() == [4, 5, 6, 7]
+    assert job.ranks[0].wait_for_silent_ranks() == [4, 5, 6, 7]
     watch = watches(12, job.store)[0]
     message = watch._gone([4, 5, 6, 7], job.ranks[0]).message
     assert message.startswith("rank 4 and rank 5 and rank 6 and 1 others give no sign of life")
@@ -177,7 +177,7 @@ def test_a_rank_that_has_left_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> 
     job = Job(4, monkeypatch)
     job.ranks[1].announce_exit()
     job.killed = {1}
-    assert job.ranks[0].wait_for_silent() == []
+    assert job.ranks[0].wait_for_silent_ranks() == []
 
 
 def test_messages_name_the_three_ranks_that_wait_longest() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from planner.core.errors import ModelError
 from planner.executor.equivalence import new_process
 from planner.executor.equivalence.check import check_equivalence
-from planner.executor.equivalence.new_process import check_loaded
+from planner.executor.equivalence.new_process import check_without_gpu
 from planner.model import load_model, load_object
 from planner.model.load import LoadedModel
 from planner.model.seeding import preserve_torch_generators
@@ -55,7 +55,7 @@ def path(tmp_path: Path) -> str:
 @pytest.mark.slow
 def test_no_gpu_is_visible_to_the_check(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
-    found = check_loaded(load_model(path), partial(load_model, path), texts.append, budget_s=30.0)
+    found = check_without_gpu(load_model(path), partial(load_model, path), texts.append, budget_s=30.0)
     assert (found.proof.cuts, found.proof.reason) == (2, "")
     assert "training the reference" in texts
 
@@ -71,7 +71,7 @@ def test_errors_of_the_model_keep_message_and_hint(path: str, monkeypatch: pytes
     with pytest.raises(ModelError) as inside:
         check_equivalence(load_model(path), budget_s=30.0).raise_if_not_compared()
     with pytest.raises(ModelError) as outside:
-        check_loaded(load_model(path), partial(load_model, path), budget_s=30.0).raise_if_not_compared()
+        check_without_gpu(load_model(path), partial(load_model, path), budget_s=30.0).raise_if_not_compared()
     assert (str(outside.value), outside.value.hint) == (str(inside.value), inside.value.hint)
 
 
@@ -82,7 +82,7 @@ def test_a_model_object_that_cannot_be_sent_is_refused() -> None:
         return loaded
 
     with pytest.raises(ModelError, match="cannot be sent to another process") as refused:
-        check_loaded(loaded, load, budget_s=30.0)
+        check_without_gpu(loaded, load, budget_s=30.0)
     assert "give the path of a model file" in str(refused.value.hint)
 
 
@@ -100,4 +100,4 @@ def test_saving_random_states_does_not_start_cuda(monkeypatch: pytest.MonkeyPatc
 def test_a_model_object_is_sent_with_its_values() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     load = partial(load_object, model, loss_fn=mean_loss, inputs=("4",))
-    assert check_loaded(load(), load, budget_s=30.0).proof.cuts == 1
+    assert check_without_gpu(load(), load, budget_s=30.0).proof.cuts == 1

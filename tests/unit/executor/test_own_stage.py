@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.executor.build.own_stage import BuildError, build_only
 from planner.model.chain import chain_of
 from planner.model.load import load_model
@@ -385,6 +385,6 @@ def test_only_the_layers_of_the_stage_take_memory() -> None:
 
     layer = 4 * (256 * 256 + 256)
     built: list[Any] = []
-    usage = CpuMeter().measure(lambda: built.append(build_only(build, of_layers(["7"]), seed=SEED)))
+    usage = CpuMemoryMeter().measure(lambda: built.append(build_only(build, of_layers(["7"]), seed=SEED)))
     assert layer <= usage.end_bytes <= 1.1 * layer
     assert usage.peak_bytes <= 2.1 * layer

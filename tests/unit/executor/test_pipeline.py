@@ -17,7 +17,7 @@ from planner.core.errors import ModelError, UsageError
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.profile import Model
 from planner.core.values.run_report import RunReport
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.executor import Pipeline, ScriptArguments, pipeline_script, progress
 from planner.executor.run.placement import ProcessPlace
 from planner.files import read_balance, read_run, write
@@ -430,7 +430,7 @@ def test_a_refusal_leaves_no_process_group_or_recording(tmp_path: Path) -> None:
     edit(path, model=Model(source="model.py:build_model", digest="sha256:other"))
     with pytest.raises(ModelError) as refused:
         Pipeline(path)
-    assert CpuMeter().measure(lambda: None).peak_bytes == 0
+    assert CpuMemoryMeter().measure(lambda: None).peak_bytes == 0
     assert not dist.is_initialized()
     assert refused.value.hint
 

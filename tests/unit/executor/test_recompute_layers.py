@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.executor.build.building import build_structure
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.recompute import RecomputedLayer, run_recomputed
@@ -261,7 +261,7 @@ def measured_peak_bytes(name: str, first: int, end: int, recomputed: Collection[
 
     step()
     step()
-    usage = CpuMeter().measure(step)
+    usage = CpuMemoryMeter().measure(step)
     assert usage.end_bytes == 0
     return usage.peak_bytes
 
@@ -315,7 +315,7 @@ def layer_after_another(layer: nn.Module, value: Any) -> RecomputedLayer:
 def held_bytes(layer: Callable[[Any], Any], value: Tensor, carries: tuple[bool, ...] = (True,)) -> int:
     """Return the bytes held between forward and backward besides input and output."""
     kept: list[Any] = []
-    usage = CpuMeter().measure(lambda: kept.append(run_recomputed(layer, RecomputedLayer(False, carries), value)))
+    usage = CpuMemoryMeter().measure(lambda: kept.append(run_recomputed(layer, RecomputedLayer(False, carries), value)))
     made: int = sum(t.nbytes for t in tree_flatten(kept)[0])
     return usage.end_bytes - made
 
@@ -338,7 +338,7 @@ def test_outputs_and_gradients_are_released_after_use() -> None:
         def work() -> None:
             run(torch.randn(64, 256, requires_grad=True) * 1).tanh().sum().backward()
 
-        return CpuMeter().measure(work).peak_bytes
+        return CpuMemoryMeter().measure(work).peak_bytes
 
     ours = peak(lambda value: run_recomputed(layer, RecomputedLayer(False, (True,)), value))
     theirs = peak(lambda value: checkpoint(layer, value, use_reentrant=True, preserve_rng_state=False))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from planner.device.machine import ThreadTime
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_recording_ends_with_the_warm_up(clock: Clock) -> None:
     recorder = RunRecorder(CPU)
     for _ in range(WARM_UP_STEPS):
         step(recorder, clock)
-    assert CpuMeter().measure(lambda: None).peak_bytes == 0
+    assert CpuMemoryMeter().measure(lambda: None).peak_bytes == 0
     step(recorder, clock)
     recorder.close()
 
@@ -140,7 +140,7 @@ def test_closing_during_the_warm_up_is_allowed(steps: int, clock: Clock) -> None
         step(recorder, clock)
     recorder.close()
     recorder.close()
-    assert CpuMeter().measure(lambda: None).peak_bytes == 0
+    assert CpuMemoryMeter().measure(lambda: None).peak_bytes == 0
     assert len(recorder.step_us) == steps
 
 

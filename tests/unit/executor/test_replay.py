@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from planner.core.cost.costs import costs_at
 from planner.core.errors import ModelError
 from planner.core.values.plan import Recompute, ScheduleName
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.replay import LayerState
 from planner.executor.run.shapes import chain_shapes
@@ -283,7 +283,7 @@ def test_written_buffers_are_held_once_per_micro_batch(calls: int, copies: int, 
         alive.extend((mean, mask, runs))
 
     alive: list[object] = []
-    used = CpuMeter().measure(work)
+    used = CpuMemoryMeter().measure(work)
     assert used.end_bytes == MASK + MEAN + copies * MEAN
     assert used.peak_bytes < MASK + MEAN + most * MEAN + MEAN // 2  # a few numbers besides
 
@@ -365,7 +365,7 @@ def test_buffers_read_by_address_are_not_kept_as_copies(times: int) -> None:
         alive.extend((layer, runs))
 
     alive: list[object] = []
-    used = CpuMeter().measure(work)
+    used = CpuMemoryMeter().measure(work)
     assert used.end_bytes == MEAN
     assert used.peak_bytes < 2 * MEAN + MEAN // 2
 

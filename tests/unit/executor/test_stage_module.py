@@ -14,7 +14,7 @@ from planner.core.cost.partition import Partition
 from planner.core.errors import ModelError
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.executor.run.shapes import Boundary, ChainShapes, chain_shapes
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import Layer, chain_of
@@ -350,7 +350,7 @@ def test_a_recomputed_stage_holds_only_output_and_random_state() -> None:
         module = stage(chain_of(wide).layers, torch.zeros(16, 8), recompute=recompute)
         value = torch.randn(16, 8, requires_grad=True)
         kept: list[Any] = []
-        held[recompute] = CpuMeter().measure(lambda m=module, v=value, k=kept: k.append(m(v))).end_bytes
+        held[recompute] = CpuMemoryMeter().measure(lambda m=module, v=value, k=kept: k.append(m(v))).end_bytes
     assert held["never"] >= 2 * 4 * 16 * 4096
     assert held["always"] <= 4 * 16 * 8 + 6000
 
@@ -421,7 +421,7 @@ def test_a_recomputed_stage_allocates_no_gradient_of_a_table() -> None:
     )
     value, _ = module(torch.randn(2, 4, requires_grad=True))
     size = 2000 * 4 * 4
-    assert size <= CpuMeter().measure(value.sum().backward).peak_bytes < 2 * size
+    assert size <= CpuMemoryMeter().measure(value.sum().backward).peak_bytes < 2 * size
 
 
 def test_sent_shapes_must_be_the_planned_ones() -> None:

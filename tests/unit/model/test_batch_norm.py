@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.model.batch_norm import BatchStatistics, deferred_batch_norms
 from planner.model.chain import chain_of
 from planner.model.state import batch_norm_statistics_bytes
@@ -143,8 +143,8 @@ def test_statistics_bytes_equal_measured_bytes(dtype: torch.dtype) -> None:
 
     expected = 2 * 64 * (2 * dtype.itemsize + 16)
     assert batch_norm_statistics_bytes(model) == expected
-    assert 0 <= CpuMeter().measure(work).end_bytes - expected < 64
-    assert CpuMeter().measure(work).end_bytes == 0
+    assert 0 <= CpuMemoryMeter().measure(work).end_bytes - expected < 64
+    assert CpuMemoryMeter().measure(work).end_bytes == 0
 
 
 def test_adding_statistics_needs_memory_of_one_layer() -> None:
@@ -157,7 +157,7 @@ def test_adding_statistics_needs_memory_of_one_layer() -> None:
             for norm in model:
                 norm(torch.ones(1, 64, 2))
             statistics.is_collecting = False
-            peaks.append(CpuMeter().measure(statistics._add).peak_bytes)
+            peaks.append(CpuMemoryMeter().measure(statistics._add).peak_bytes)
 
     peaks: list[int] = []
     run()

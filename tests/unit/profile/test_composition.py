@@ -15,7 +15,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.values.plan import Recompute
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.model.chain import Layer, chain_of, run_layers
 from planner.model.load import LoadedModel, load_model
 from tests.support.measure import profile_of_model
@@ -52,7 +52,7 @@ def measured_peak_bytes(step: Callable[[], None]) -> int:
     """Return the peak of a step above the memory before it. Two steps run before, for what is allocated once."""
     step()
     step()
-    usage = CpuMeter().measure(step)
+    usage = CpuMemoryMeter().measure(step)
     assert usage.end_bytes == 0
     return usage.peak_bytes
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from planner.core.cost.costs import costs_at
 from planner.core.values.profile import BoundaryTensor
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.profile.memory import measure_weight_casts
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, memory_of, profile_of_model
@@ -284,7 +284,7 @@ def test_activations_are_not_counted_as_cast_weights() -> None:
     """Not even if the input gets the graph of the layer."""
     unit = LayerToMeasure(name="layer", module=AddsToInput(), loss_fn=None, digest="")
     leaves, nest = tree_flatten(given())
-    assert measure_weight_casts(unit, MeasurementInput(tuple(leaves), nest, None), CpuMeter()) == 0
+    assert measure_weight_casts(unit, MeasurementInput(tuple(leaves), nest, None), CpuMemoryMeter()) == 0
 
 
 def test_targets_count_in_the_last_layer() -> None:

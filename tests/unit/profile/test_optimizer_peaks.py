@@ -13,7 +13,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.values.profile import Profile
 from planner.device.clock import CpuClock
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.model.optimizers import WholeModelOptimizer
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.optimizer import has_additive_peaks, measure_optimizer, optimizer_boundary_peaks
@@ -75,7 +75,7 @@ def test_predicted_peak_of_an_optimizer_step(name: str, build: Callable[[], nn.S
     step()
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
     fixed = sum(t.untyped_storage().nbytes() for t in (*trained.parameters(), *state))
-    truth = fixed + batch.nbytes + CpuMeter().measure(step).peak_bytes
+    truth = fixed + batch.nbytes + CpuMemoryMeter().measure(step).peak_bytes
     assert -0.01 <= memory.total / truth - 1 <= 0.05, (memory, truth)
 
 
@@ -168,7 +168,9 @@ def test_boundary_peaks_follow_the_order_of_steps() -> None:
         return WholeModelOptimizer(build, [p for layer in layers for p in layer])
 
     def peaks(order: tuple[int, ...], apart: tuple[int, ...] = ()) -> list[int]:
-        found = optimizer_boundary_peaks(layers, groups(order, apart), device=torch.device("cpu"), meter=CpuMeter())
+        found = optimizer_boundary_peaks(
+            layers, groups(order, apart), device=torch.device("cpu"), meter=CpuMemoryMeter()
+        )
         return [round(peak / 4000) for peak in found]
 
     assert peaks((0, 1, 2)) == [0, 3, 3]
@@ -184,12 +186,12 @@ def test_peaks_add_only_if_the_optimizer_updates_several_parameters_at_once(*, f
         layer.register_parameter(name, nn.Parameter(torch.zeros(size)))
     in_model = [layer.get_parameter(name) for name in ("large", "small", "other", "bias")]
     whole = WholeModelOptimizer(partial(torch.optim.Adam, foreach=foreach), in_model)
-    assert has_additive_peaks(layer, whole, meter=CpuMeter()) is foreach
+    assert has_additive_peaks(layer, whole, meter=CpuMemoryMeter()) is foreach
 
 
 def test_large_parameters_are_measured_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("planner.profile.optimizer"), "_MOST_NUMBERS", 128 * 40)
     layer = nn.Sequential(nn.Linear(128, 80, bias=False), nn.Linear(80, 8), nn.Linear(128, 40))
     whole = WholeModelOptimizer(torch.optim.Adam, layer.parameters())
-    cost = measure_optimizer(layer, whole, meter=CpuMeter(), clock=CpuClock(1), repeats=1)
+    cost = measure_optimizer(layer, whole, meter=CpuMemoryMeter(), clock=CpuClock(1), repeats=1)
     assert cost.peak_bytes == pytest.approx(2 * 128 * 80 * 4, rel=0.02)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.profile import Profile, TiedGroup
 from planner.device.clock import CpuClock, median_us
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import Batch, LoadedModel
 from planner.model.optimizers import WholeModelOptimizer
@@ -392,7 +392,7 @@ Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 def test_optimizer_state_and_peak_per_parameter(build: Build, numbers: int, peak: int) -> None:
     module = nn.Linear(256, 256, bias=False)
     cost = measure_optimizer(
-        module, WholeModelOptimizer(build, module.parameters()), meter=CpuMeter(), clock=CpuClock(1), repeats=2
+        module, WholeModelOptimizer(build, module.parameters()), meter=CpuMemoryMeter(), clock=CpuClock(1), repeats=2
     )
     size = 4 * 256 * 256
     assert numbers * size <= cost.state_bytes <= numbers * size + 64
@@ -406,7 +406,7 @@ def test_frozen_layers_have_no_optimizer_cost() -> None:
         cost = measure_optimizer(
             module,
             WholeModelOptimizer(torch.optim.Adam, module.parameters()),
-            meter=CpuMeter(),
+            meter=CpuMemoryMeter(),
             clock=CpuClock(1),
             repeats=2,
         )
@@ -417,7 +417,7 @@ def test_measuring_the_optimizer_does_not_train_the_model() -> None:
     module = nn.Linear(8, 8)
     before = module.weight.detach().clone()
     whole = WholeModelOptimizer(lambda p: torch.optim.SGD(p, lr=1.0), module.parameters())
-    measure_optimizer(module, whole, meter=CpuMeter(), clock=CpuClock(1), repeats=2)
+    measure_optimizer(module, whole, meter=CpuMemoryMeter(), clock=CpuClock(1), repeats=2)
     assert torch.equal(module.weight, before)
 
 

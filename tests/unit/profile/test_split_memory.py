@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from planner.core.values.profile import SplitMemory
-from planner.device.meter import CpuMeter
+from planner.device.meter import CpuMemoryMeter
 from planner.profile.split_memory import measure_split_memory
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model
@@ -23,7 +23,7 @@ def split_memory_of(module: nn.Module, value: Any) -> SplitMemory:
     """Return the record of `module` for this input."""
     leaves, spec = tree_flatten(value)
     unit = LayerToMeasure(name="layer", module=module, loss_fn=None, digest="")
-    return measure_split_memory(unit, MeasurementInput(tuple(leaves), spec, None), CpuMeter())
+    return measure_split_memory(unit, MeasurementInput(tuple(leaves), spec, None), CpuMemoryMeter())
 
 
 def linear() -> nn.Linear:
