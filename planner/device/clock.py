@@ -20,15 +20,12 @@ class Clock(Protocol):
 
     def time_us(self, work: Callable[[], object]) -> float:
         """Run `work` and return its run time on the device, in microseconds."""
-        ...
 
     def restart(self) -> None:
         """Set the start of the measured time to now. `work` calls this method after its preparations."""
-        ...
 
     def stop(self) -> None:
         """Set the end of the measured time to now. `work` calls this method before its cleanup."""
-        ...
 
 
 class CpuClock:

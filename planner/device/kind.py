@@ -16,7 +16,6 @@ class Moment(Protocol):
 
     def ns_since(self, earlier: Self) -> int:
         """Return the nanoseconds since `earlier`. The device must have reached both points in time."""
-        ...
 
 
 class Peak(NamedTuple):
@@ -32,18 +31,15 @@ class PeakWatch(Protocol):
 
     def begin(self) -> None:
         """Begin the measured period. Memory that is already allocated counts towards the peak."""
-        ...
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context manager that keeps the allocations of its block out of the peak.
 
         The block must release these allocations, on the same thread.
         """
-        ...
 
     def end(self) -> Peak:
         """Stop recording, and return the peak memory since `begin`."""
-        ...
 
     def close(self) -> Peak | None:
         """Stop recording, if `end` has not already done so.
@@ -52,7 +48,6 @@ class PeakWatch(Protocol):
             Peak memory since `begin`, or since the creation of the object if `begin` was not called. None if `end` was
             called, and always None on GPUs.
         """
-        ...
 
 
 class DeviceKind(ABC):

@@ -45,7 +45,7 @@ class ThreadTime(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the time that the thread had a CPU core; 0 if unknown."""
+        """Share of run and waiting time in which the thread had a CPU core; 0 if unknown."""
         wanted_ns = self.ran_ns + self.waited_ns
         return self.ran_ns / wanted_ns if wanted_ns else 0.0
 

@@ -29,7 +29,6 @@ class MemoryMeter(Protocol):
 
     def measure(self, work: Callable[[], object]) -> MemoryUsage:
         """Run `work` once, release its result, and return the memory that it used."""
-        ...
 
 
 class CpuMemoryMeter:

@@ -248,8 +248,9 @@ class EquivalenceRound:
     def _rounding_noise(self) -> Mapping[str, float]:
         """Return the relative changes of gradients, buffers and loss if parameters change by a rounding error.
 
-        Parameters are changed before each step in turn, and the largest changes count. The first step is not enough: if
-        the last layer is initialized with zeros, earlier layers have no gradients in this step.
+        For each step, the training is repeated with parameters that are changed before this step. The largest changes
+        count. The first step is not enough: if the last layer is initialized with zeros, earlier layers have no
+        gradients in this step.
         """
         noise: dict[str, float] = {}
         for steps in range(1, self.subject.options.steps + 1):

@@ -87,8 +87,9 @@ class Transfer(NamedTuple):
 class StepWaits:
     """Times of one step in which the processes of a pipeline do not compute.
 
-    They are measured from the first forward to the last backward of the pipeline. With split backwards, each process
-    has its own such window, because it begins the next step when it has finished. All windows have the same length.
+    They are measured in a window from the first forward to the last backward of the pipeline. With split backwards,
+    each process has its own window, because it begins the next step when it has finished. All windows have the same
+    length.
     """
 
     window_ns: int

@@ -74,9 +74,10 @@ _agreed: dict[tuple[int | str, ...], str] = {}
 def _agree_on_name(store: Store, rank: int, world: int, timeout: timedelta) -> str:
     """Return the name of this start of the job.
 
-    The first rank chooses the name and sends it to every other rank. To be told from processes of earlier starts, each
-    process announces itself under a new random name. The restart count of torchrun (`TORCHELASTIC_RESTART_COUNT`) could
-    not identify a start: machines count separately, so a machine that was lost and came back has a lower count.
+    The first rank chooses the name and sends it to every other rank. Each process announces itself under a new random
+    name, which distinguishes it from processes of earlier starts. The restart count of torchrun
+    (`TORCHELASTIC_RESTART_COUNT`) could not identify a start: machines count separately, so a machine that was lost and
+    came back has a lower count.
     """
     name = uuid.uuid4().hex
     store.set(f"{_HELLO}/{rank}", name)
