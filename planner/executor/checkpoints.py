@@ -149,9 +149,7 @@ class Checkpoints:
             self.wait_until_written()
         if not is_end:
             return
-        self._wait_for_writes()
-        if self._failed is not None:
-            raise self._failed
+        self._end_writes()
         if signalled:
             name = signal.Signals(signalled).name
             self._tell(f"stopped by {name} after {step} steps; continue with `--resume auto`")
@@ -172,9 +170,7 @@ class Checkpoints:
             self.save()
             if self._steps is not None and step < self._steps:
                 self._tell(f"the loop ended after {step} of {self._steps} steps")
-        self._wait_for_writes()
-        if self._failed is not None:
-            raise self._failed
+        self._end_writes()
 
     def save(self) -> None:
         """Save a checkpoint of the current step. If this fails, print a warning and continue the run."""
@@ -239,11 +235,13 @@ class Checkpoints:
             {"optimizer": optimizer, **{part: to_json(value, part, tensors) for part, value in parts.items()}}, tensors
         )
 
-    def _wait_for_writes(self) -> None:
+    def _end_writes(self) -> None:
         self.wait_until_written()
         if self._pruning is not None:
             self._pruning.result()
         self._exchange.close()
+        if self._failed is not None:
+            raise self._failed
 
     def _release(self) -> None:
         if sys.exc_info()[0] is None:

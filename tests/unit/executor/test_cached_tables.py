@@ -38,12 +38,11 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers that share a table."""
+    """Layers that are no Sequential."""
 
-    def __init__(self) -> None:
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        table = Table()
-        self.layers = nn.ModuleList(Layer(table) for _ in range(3))
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, value: Tensor) -> Tensor:
         for layer in self.layers:
@@ -52,7 +51,11 @@ class Net(nn.Module):
 
 
 def test_a_table_that_is_cached_with_its_length_may_be_shared_by_layers() -> None:
-    proof = check_equivalence(loaded_model(Net, WIDTH), budget_s=30.0).proof
+    def build() -> nn.Module:
+        table = Table()
+        return Net(*(Layer(table) for _ in range(3)))
+
+    proof = check_equivalence(loaded_model(build, WIDTH), budget_s=30.0).proof
     assert (proof.cuts, proof.uncovered, proof.differs_recomputed) == (2, 0, "")
 
 
@@ -69,21 +72,9 @@ class Scaled(nn.Module):
         return torch.tanh(value)
 
 
-class ScaledNet(nn.Module):
-    """Layers with running scales."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Scaled() for _ in range(3))
-
-    def forward(self, value: Tensor) -> Tensor:
-        for layer in self.layers:
-            value = layer(value)
-        return value
-
-
 def test_layers_with_tensors_in_attributes_send_the_dtype_of_autocast() -> None:
-    loaded = replace(loaded_model(ScaledNet, WIDTH), precision="bf16-mixed")
+    loaded = loaded_model(lambda: Net(*(Scaled() for _ in range(3))), WIDTH)
+    loaded = replace(loaded, precision="bf16-mixed")
     outline = build_structure(loaded).outline
     assert outline is not None
     assert [dtype for cut in outline.crossing_shapes for _, dtype in cut] == ["torch.bfloat16"] * 2

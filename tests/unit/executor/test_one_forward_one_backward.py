@@ -1,4 +1,4 @@
-"""Tests that peak memory under 1F1B is as predicted."""
+"""Tests that peak memory under 1F1B, plain and interleaved, is as predicted."""
 
 from pathlib import Path
 from typing import Final, get_args
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 SIZE: Final = 128
 BALANCE: Final = (4, 6, 4)
+DEVICES: Final = 2
 LOWEST, HIGHEST = -0.01, 0.05
 
 # What crosses the boundaries is as large as what a layer saves, so that one tensor too many is seen at once.
@@ -59,4 +60,42 @@ def test_1f1b_peaks_are_as_predicted(tmp_path: Path) -> None:
         for k, predicted in enumerate(predicted_peaks(case, costs)):
             errors[case.micro_batches, case.recompute, k] = predicted / peaks[k] - 1
     assert len(errors) == 4 * 3 * 3
+    assert {key: error for key, error in errors.items() if not LOWEST <= error <= HIGHEST} == {}
+
+
+def test_interleaved_peaks_are_as_predicted(tmp_path: Path) -> None:
+    """A boundary tensor is 3 % of a peak, so a surplus one is seen. Two chunks of a device may share a parameter."""
+    model = write_model(tmp_path, MODEL)
+    tied = {False: {}, True: {"tied": "True"}}
+    costs = {
+        is_tied: costs_at(profile_of_model(load_model(str(model), settings=settings), sizes=(SIZE,)), SIZE)
+        for is_tied, settings in tied.items()
+    }
+    cases = [
+        Case(
+            model=model,
+            balance=balance,
+            settings=(("tied", True),) if is_tied else (),
+            recompute=choice,
+            micro_batches=m,
+            batch=m * SIZE,
+            schedule="interleaved",
+            chunks=len(balance) // DEVICES,
+        )
+        for balance, m, is_tied in (
+            ((2, 6, 4, 2), 4, False),
+            ((2, 6, 4, 2), 8, False),
+            ((2, 3, 2, 3, 2, 2), 4, False),
+            ((4, 4, 4, 2), 4, True),
+        )
+        for choice in get_args(Recompute)
+        if choice != "layers"
+    ]
+    errors = {}
+    for case, peaks in zip(cases, measured_peaks(cases, tmp_path), strict=True):
+        for device, predicted in enumerate(predicted_peaks(case, costs[bool(case.settings)])):
+            # Rows of one device hold the same peak.
+            assert len(set(peaks[device::DEVICES])) == 1
+            errors[case.balance, case.micro_batches, case.recompute, device] = predicted / peaks[device] - 1
+    assert len(errors) == 4 * 3 * DEVICES
     assert {key: error for key, error in errors.items() if not LOWEST <= error <= HIGHEST} == {}
