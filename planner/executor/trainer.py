@@ -17,6 +17,7 @@ from planner.executor.job import RankJob
 from planner.executor.measure.step_record import OnStep, StepCallback, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.agreement import Phase, PhaseAgreement
+from planner.executor.run.engine import Engine
 from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, MetricsCollector
 from planner.executor.run.gradients import check_gradients, check_gradients_have_values, check_losses
 from planner.executor.run.loss_scale import LossScale
@@ -112,7 +113,6 @@ class Trainer:
         names = self._relay.broadcast_names(list(observed.sums)) if metrics is not None else []
         numbers = [sum_losses(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
         loss, samples, *sums = self._relay.sum_over_replicas(numbers, len(numbers))
-        self._relay.wait_until_sent()  # a script may end with its evaluation
         self._job.activity.begin("between steps")
         means = {name: total / samples for name, total in zip(names, sums, strict=True)}
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
@@ -124,8 +124,6 @@ class Trainer:
             TrainingError: Another rank begins another phase.
         """
         self._agreement.check_and_sum(phase, self.step_index)
-        if phase == "end":
-            self._relay.wait_until_sent()
         self._job.activity.begin("between steps")
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,11 +172,14 @@ class Trainer:
 
         The losses of micro-batches are released before this method returns, because the optimizer needs the memory.
         """
-        losses = self._forward_backward(agreed)
+        losses, loss = self._forward_backward(agreed)
         self._sum_gradients()
-        return self._send_loss_to_all_ranks(losses, sum(part.num_samples for part, *_ in agreed))
+        return self._sum_loss(losses, loss, sum(part.num_samples for part, *_ in agreed))
 
-    def _forward_backward(self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]) -> list[Tensor]:
+    def _forward_backward(
+        self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the weighted losses of all micro-batches, on the last stage, and their sum, on every rank."""
         assembly = self._assembly
         assembly.tied.drop_copies()
         if self._loss_scale is not None:
@@ -186,6 +187,7 @@ class Trainer:
         if assembly.replicas is not None:
             assembly.replicas.drop_existing()
         losses: list[Tensor] = []
+        loss = torch.zeros((), dtype=torch.float64, device=self._job.device)
         # Micro-batches are numbered over all replicas.
         before = self._job.place.replica * sum(part.micro_batches for part, *_ in agreed)
         with keeping_random_state():
@@ -195,15 +197,19 @@ class Trainer:
                 if assembly.replicas is not None:
                     assembly.replicas.is_last_part = part is agreed[-1][0]
                 self._recorder.first_micro_batch = first
-                losses += self._run(part, weights)
-        return losses
+                engine = self._prepared_engine(part)
+                losses += engine.step(
+                    self._mini_batches.input_tensors(part), self._mini_batches.targets(part, weights), weights
+                )
+                loss += engine.loss
+        return losses, loss
 
-    def _run(self, part: MiniBatchPart, weights: Sequence[float]) -> list[Tensor]:
+    def _prepared_engine(self, part: MiniBatchPart) -> Engine:
         engine = self._assembly.engine(part.micro_batches, part.micro_batch_size)
         self._assembly.set_shapes(part, training=True)
         if self._loss_scale is not None:
             engine.loss_scale = self._loss_scale.value
-        return engine.step(self._mini_batches.input_tensors(part), self._mini_batches.targets(part, weights), weights)
+        return engine
 
     def _sum_gradients(self) -> None:
         self._job.activity.begin("the gradients", waits_for=ANY)
@@ -229,16 +235,20 @@ class Trainer:
             skipped=self.skipped,
         )
 
-    def _send_loss_to_all_ranks(self, losses: Sequence[Tensor], num_samples: int) -> float:
-        place, activity = self._job.place, self._job.activity
-        activity.begin("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
-        loss, samples = self._relay.sum_over_replicas([sum_losses(losses), num_samples], 2)
-        if place.is_last and self._loss_scale is None:
-            check_losses(losses, loss, activity)
-        self.losses.append(loss)
+    def _sum_loss(self, losses: Sequence[Tensor], loss: Tensor, num_samples: int) -> float:
+        """Sum loss and number of samples over the replicas, store them, and return the loss."""
+        replicas, activity = self._groups.replicas, self._job.activity
+        activity.begin("the loss", waits_for=None if replicas is None else ANY)
+        numbers = torch.stack([loss, torch.full_like(loss, num_samples)])
+        if replicas is not None:
+            dist.all_reduce(numbers, group=replicas)
+        total, samples = map(float, numbers.tolist())
+        if self._job.place.is_last and self._loss_scale is None:
+            check_losses(losses, total, activity)
+        self.losses.append(total)
         self.samples.append(int(samples))
         activity.begin("between steps")
-        return loss
+        return total
 
     # Private methods: evaluating
 

@@ -17,6 +17,9 @@ Tensors of stage s and micro-batch m, from the instruction that stores them to t
     _gradients[s, m]     B or I          send                   gradient of the stage's input
     _losses[m]           F               end of step            last stage only
 
+The loss of the step goes from the last stage to every device, with the last gradients between the last stages of the
+devices. It arrives before the weight passes that follow, so a device with an idle end can begin its next step early.
+
 The planner computes costs from the same instruction lists, so this module has no code for any particular schedule.
 """
 
@@ -24,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +35,7 @@ from torch.distributed import ProcessGroup
 
 from planner.core.schedule import (
     KINDS,
+    Action,
     Instruction,
     Label,
     Schedule,
@@ -49,6 +53,9 @@ from planner.executor.watch.activity import RankActivity
 from planner.model.autocast import forward_context, weight_cast_cache
 from planner.model.process_group import hidden_process_group
 from planner.model.split_backward import DeferredUses, SplitBackward, count_additions
+
+_LOSS: Final = torch.empty((), dtype=torch.float64, device="meta")
+"""Shape of the loss in a message."""
 
 
 class ActionTimer(Protocol):
@@ -88,6 +95,8 @@ class _StageAction(NamedTuple):
     """True if the micro-batch's backward on this stage is split into I and W."""
     is_last: bool
     """True for the last backward (B or W) of the stage in a step."""
+    receives_loss: bool
+    """True if the loss of the step arrives with the gradients that this action needs."""
 
 
 class _InFlight(NamedTuple):
@@ -127,6 +136,8 @@ class Engine:
     ) -> None:
         self.micro_batches = micro_batches
         self.loss_scale = 1.0
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        """Sum of the weighted losses of the last step, equal on all ranks of the pipeline."""
         self._stages = list(stages)
         self._num_stages, self._ranks = num_stages, ranks
         self._device, self._precision = device, precision
@@ -146,6 +157,8 @@ class Engine:
         self._inputs: list[tuple[Tensor, ...]] = []
         """Input tensors of the model, of every micro-batch."""
         self._losses: list[Tensor] = []
+        self._loss_weights = torch.empty(0)
+        self._messages_with_loss = _messages_with_loss(order)
         self._loss_gradients: Sequence[Tensor] = ()
         self._instructions = self._bind_instructions(instruction_lists(order)[self._device_index])
 
@@ -168,10 +181,11 @@ class Engine:
         last.module.targets = list(targets)
         for stage in self._stages:
             stage.module.micro_batches = self.micro_batches
-        weight: Tensor | None = None
-        if last.index == self._num_stages - 1:
-            weight = torch.tensor(weights or [1 / self.micro_batches] * self.micro_batches, dtype=torch.float64)
-            self._loss_gradients = (weight * self.loss_scale).to(self._device).unbind()
+        has_loss = last.index == self._num_stages - 1
+        if has_loss:
+            weights = weights or [1 / self.micro_batches] * self.micro_batches
+            self._loss_weights = torch.tensor(weights, dtype=torch.float64)
+            self._loss_gradients = (self._loss_weights * self.loss_scale).to(self._device).unbind()
         self._inputs = list(zip(*(tensor.tensor_split(self.micro_batches) for tensor in tensors), strict=True))
         self._losses = [torch.empty(0)] * self.micro_batches
         with weight_cast_cache(self._precision, self._device), self._split.weight_cast_cache():
@@ -180,12 +194,16 @@ class Engine:
             self._transfers.wait_until_sent()
         last.module.targets = []
         self._inputs = []
-        if weight is None:
-            return []
-        together = torch.stack(self._losses)
+        losses = self._weighted_losses() if has_loss else []
+        if has_loss:
+            self.loss = _sum_losses(losses)
         self._losses = []
-        weight = weight.to(together).reshape(-1, *[1] * (together.ndim - 1))
-        return list((together * weight).unbind())
+        return losses
+
+    def _weighted_losses(self) -> list[Tensor]:
+        together = torch.stack(self._losses)
+        weights = self._loss_weights.to(together).reshape(-1, *[1] * (together.ndim - 1))
+        return list((together * weights).unbind())
 
     def _bind_instructions(self, program: Sequence[Instruction]) -> list[Callable[[], None]]:
         # Values that are equal in all steps are computed here, once.
@@ -209,6 +227,7 @@ class Engine:
             target=receiving_stage(kind, stage, self._num_stages),
             is_split=is_split,
             is_last=is_last,
+            receives_loss=KINDS[kind].direction < 0 and (stage, micro_batch) in self._messages_with_loss,
         )
         return partial(self._forward if kind == "F" else self._backward, action)
 
@@ -221,16 +240,27 @@ class Engine:
         if instruction.do == "receive":
             # A forward receives the boundary tensors, a backward their gradients.
             shapes = stage.received if kind == "F" else _tensors_with_gradient(stage.sent)
+            if kind == "B" and (stage.index, message.micro_batch) in self._messages_with_loss:
+                shapes = (*shapes, _LOSS)
             return partial(self._transfers.post, message, shapes, rank)
         if kind == "F":
             return partial(self._send_output, message, rank)
-        return partial(self._send_gradient, message, _tensors_with_gradient(stage.received), rank)
+        send = (
+            self._send_gradient_and_loss
+            if (other, message.micro_batch) in self._messages_with_loss
+            else self._send_gradient
+        )
+        return partial(send, message, _tensors_with_gradient(stage.received), rank)
 
     def _send_output(self, message: Message, rank: int) -> None:
         self._transfers.send_output(message, self._in_flight[message[1:]].outputs, rank)
 
     def _send_gradient(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
         self._transfers.send_gradient(self._gradients.pop(message[1:]), shapes, rank)
+
+    def _send_gradient_and_loss(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
+        loss = _sum_losses(self._weighted_losses()) if message.stage == self._num_stages - 1 else self.loss
+        self._transfers.send_gradient((*self._gradients.pop(message[1:]), loss), (*shapes, _LOSS), rank)
 
     def _forward(self, action: _StageAction) -> None:
         stage, micro_batch = action.stage, action.message.micro_batch
@@ -273,6 +303,8 @@ class Engine:
         at = stage.index, micro_batch
         is_last_stage = action.source is None
         gradients = () if is_last_stage else self._wait_for_message(action)
+        if action.receives_loss:
+            gradients, self.loss = gradients[:-1], gradients[-1]
         inputs, outputs = self._in_flight.pop(at)
         if is_last_stage:
             # The weight of the loss is passed as its gradient. A factor would need one more operator in each direction.
@@ -320,6 +352,21 @@ class Engine:
 
     def _set_activity(self, action: _StageAction, *, waits_for: int | None = None) -> None:
         self._activity.begin(action.activity, stage=action.message.stage, waits_for=waits_for)
+
+
+def _messages_with_loss(order: Sequence[Sequence[Action]]) -> set[tuple[int, int]]:
+    """Return (receiving stage, micro-batch) of the gradients with which the loss of a step is sent.
+
+    The last K of all stages are on K different devices. Each one sends the loss to the previous one with the gradients
+    of its last backward.
+    """
+    last = {action.stage: action.micro_batch for row in order for action in row if KINDS[action.kind].direction < 0}
+    num_stages = len(last)
+    return {(stage - 1, last[stage]) for stage in range(num_stages - len(order) + 1, num_stages)}
+
+
+def _sum_losses(losses: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(losses)).sum().double()
 
 
 def _tensors_with_gradient(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -1,8 +1,4 @@
-"""Send the last stage's loss and metrics to every rank of the pipeline.
-
-The values travel from rank to rank, from the last stage to the first, after the gradients. A rank waits only for its
-neighbor, whose gradients it has just received. A broadcast would make it wait for ranks that are still computing.
-"""
+"""Send the loss and the metrics of an evaluation from the last stage to every rank of the pipeline, rank by rank."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +19,6 @@ class MetricsRelay:
 
     def __init__(self, place: ProcessPlace, groups: ProcessGroups, device: torch.device) -> None:
         self._place, self._groups, self._device = place, groups, device
-        self._sent: tuple[list[dist.Work], Tensor] | None = None
 
     def sum_over_replicas(self, values: Sequence[Tensor | float], num_values: int) -> list[float]:
         """Return the metrics of the last stage, summed over replicas.
@@ -47,9 +42,8 @@ class MetricsRelay:
             sender = self._rank_at(place.position - onwards)
             wait_for_all(start_transfer(dist.irecv, numbers, sender, self._groups.pipeline))
         if 0 <= place.position + onwards < place.num_devices:
-            self._wait()  # The previous step's send must finish before its buffer is released.
             to = self._rank_at(place.position + onwards)
-            self._sent = start_transfer(dist.isend, numbers, to, self._groups.pipeline), numbers
+            wait_for_all(start_transfer(dist.isend, numbers, to, self._groups.pipeline))
         sums: list[float] = numbers.tolist()
         return sums
 
@@ -61,20 +55,8 @@ class MetricsRelay:
             dist.broadcast_object_list(box, src=last, group=self._groups.pipeline, device=self._device)
         return box[0]
 
-    def wait_until_sent(self) -> None:
-        """Wait until the neighbor has received the last metrics.
-
-        They would be lost if the process ended earlier.
-        """
-        self._wait()
-        self._sent = None
-
     def _rank_at(self, position: int) -> int:
         return self._place.rank_of(position)  # stage k < K is on device k, in a loop and in a V
-
-    def _wait(self) -> None:
-        if self._sent is not None:
-            wait_for_all(self._sent[0])
 
 
 def start_transfer(
