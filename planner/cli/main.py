@@ -41,7 +41,7 @@ def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with 
         from planner.core.extras import install_command, missing_packages
 
         absent = missing_packages("train")
-        packages = (name for name in ("torch", "numpy", "typer", "rich") if name not in absent)
+        packages = (name for name in ("torch", "numpy", "fvcore", "typer", "rich") if name not in absent)
         versions = ", ".join(f"{name} {_version_of(name)}" for name in packages)
         typer.echo(f"gpipe-plan {__version__} (python {sys.version.split()[0]}, {versions})")
         if absent:

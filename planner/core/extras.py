@@ -1,7 +1,7 @@
 """Extras: packages that `pip install gpipe-plan` does not install, and commands to install them.
 
     without an extra    numpy, pydantic, pyyaml, rich, typer     solve, check, show, emit, compare, sweep, verify --run
-    train               torch, networkx, safetensors             profile, verify, check --model, train.py
+    train               torch, fvcore, networkx, safetensors     profile, verify, check --model, train.py
     milp                pulp, highspy                            solve --solver milp, bounds for several chunks
     tpu                 jax, libtpu, torchax, and train          profile --device tpu:v2, train_jax.py
 
@@ -30,7 +30,7 @@ class _Packages(NamedTuple):
 
 
 _EXTRAS: Final[Mapping[Extra, _Packages]] = {
-    "train": _Packages(("torch", "networkx", "safetensors"), "measuring and training need"),
+    "train": _Packages(("torch", "fvcore", "networkx", "safetensors"), "measuring and training need"),
     "milp": _Packages(("pulp", "highspy"), "integer programs need"),
     "tpu": _Packages(("jax", "libtpu", "torchax"), "TPUs need"),
 }

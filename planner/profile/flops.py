@@ -1,65 +1,57 @@
-"""Count the floating-point operations (FLOPs) of operators as they run.
+"""Count the floating-point operations of a layer's forward with fvcore, on its traced graph.
 
-A multiply-add counts as two operations, as in data sheets. Only products, convolutions and attention are counted.
-Memory limits the speed of element-wise operators, not arithmetic.
+fvcore counts a multiply-add as one operation; profiles count two, as data sheets do. fvcore counts 0 for fused
+attention, so this module adds a formula for it. Element-wise operators are not counted, because memory limits their
+speed, not arithmetic.
 """
 
-from contextlib import suppress
+import logging
+import math
+import warnings
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch import nn
+from torch.utils._pytree import tree_unflatten
 
-from planner.model.operators import OperatorWatch
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
-GROUPED_PRODUCT = "aten::_grouped_mm"
-"""Operator that multiplies tokens by the weights of their experts."""
+with warnings.catch_warnings():
+    # When imported, fvcore calls `torch.jit.script`, which newer releases of torch warn about.
+    warnings.simplefilter("ignore")
+    from fvcore.nn import FlopCountAnalysis
 
 
-def forward_flops(unit: LayerToMeasure, received: MeasurementInput, operators: set[str] | None = None) -> int:
-    """Run a layer's forward once and return its number of floating-point operations.
+def forward_flops(unit: LayerToMeasure, received: MeasurementInput) -> int:
+    """Return the number of floating-point operations of a layer's forward; 0 if it cannot be traced."""
+    value = tree_unflatten([v.detach() if hasattr(v, "detach") else v for v in received.values], received.spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.getLogger("fvcore").setLevel(logging.ERROR)
+        try:
+            counter = FlopCountAnalysis(_Takes(unit.module), (value,))
+            counter.set_op_handle("aten::scaled_dot_product_attention", _attention)
+            counter.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+            return 2 * int(counter.total())
+        except Exception:  # torch.jit.trace refuses the layer; the number is informative only
+            return 0
 
-    Args:
-        unit: The layer.
-        received: Input of the layer.
-        operators: Set to which the names of all operators are added, or None.
+
+class _Takes(nn.Module):
+    """Wrapper that passes a tuple as one argument to a layer.
+
+    The tracer would spread the tuple into several arguments.
     """
-    flops = 0
 
-    def add(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        nonlocal flops
-        with suppress(AssertionError):  # older releases of torch have no formula for attention with grouped queries
-            flops += operator_flops(func, args, kwargs, result)
-        if operators is not None:
-            operators.add(func._schema.name)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
-    with OperatorWatch(after=add):
-        unit.run(received.non_leaf_copies(), received)
-    return flops
+    def forward(self, *values: Any) -> Any:
+        return self.module(values[0] if len(values) == 1 else values)
 
 
-def operator_flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Return the number of floating-point operations of one call of an operator.
-
-    Args:
-        func: The operator.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        result: Its result.
-    """
-    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
-    if func._schema.name == GROUPED_PRODUCT:
-        return _grouped_flops(args[0], args[1])
-    formula = flop_registry.get(func._overloadpacket)
-    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-
-
-def _grouped_flops(a: Tensor, b: Tensor) -> int:
-    if a.dim() == 3 and b.dim() == 2:
-        return 2 * a.shape[-2] * b.numel()
-    return 2 * a.numel() * b.shape[-1]
+def _attention(inputs: list[Any], _outputs: list[Any]) -> int:
+    # Query (…, n, d), key (…, m, d): scores and weighted sum take n·m·d multiply-adds each, per head and sample.
+    query, key = (tensor.type().sizes() for tensor in inputs[:2])
+    multiply_adds: int = 2 * math.prod(query) * int(key[-2])
+    return multiply_adds

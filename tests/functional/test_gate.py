@@ -341,7 +341,7 @@ def test_the_action_installs_all_packages_of_check(here: Path) -> None:
     used = {name.lower() for name in re.findall(r"'([^']+)'", done.stderr.splitlines()[-1])}
     assert named == {"numpy", "pydantic", "pyyaml", "rich", "typer"}
     assert (named - {"pydantic"}) | {"pydantic_core"} <= used  # its core alone, which it brings
-    assert used.isdisjoint({"torch", "pulp", "highspy", "networkx", "scipy", "sympy"})
+    assert used.isdisjoint({"torch", "fvcore", "pulp", "highspy", "networkx", "scipy", "sympy"})
 
 
 (HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())

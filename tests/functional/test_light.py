@@ -15,7 +15,7 @@ from tests.support.chains import compiled, random_profile
 from tests.support.cli import MODEL, Ran, environment
 from tests.support.docs import ROOT
 
-ABSENT = ("torch", "networkx", "safetensors", "pulp", "highspy", "jax", "torchax", "libtpu", "scipy")
+ABSENT = ("torch", "fvcore", "networkx", "safetensors", "pulp", "highspy", "jax", "torchax", "libtpu", "scipy")
 
 TRAIN = "pip install 'gpipe-plan[train]'"
 MILP = "pip install 'gpipe-plan[milp]'"
@@ -101,7 +101,7 @@ def test_commands_without_torch_succeed(ran: dict[str, Ran], folder: Path) -> No
     assert {line: (ran[line].code, ran[line].err) for line in ANSWERED if ran[line].code} == {}
     written = {"plan.yaml", "report.html", "step.svg", "step.json", "balance.yaml", "train.py", "train_jax.py"}
     assert written <= {path.name for path in folder.rglob("*")}
-    assert ran["--version"].out.endswith(f"without torch, networkx, safetensors: {TRAIN}\n")
+    assert ran["--version"].out.endswith(f"without torch, fvcore, networkx, safetensors: {TRAIN}\n")
 
 
 def test_commands_that_need_an_extra_print_how_to_install_it(ran: dict[str, Ran]) -> None:

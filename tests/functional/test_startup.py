@@ -1,4 +1,4 @@
-"""Tests that commands without measurements do not import slow packages such as torch and networkx."""
+"""Tests that commands without measurements do not import slow packages such as torch and fvcore."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ from planner.solve import Request, solve
 from tests.support.chains import random_profile
 from tests.support.cli import environment, spawn
 
-HEAVY = ("torch", "networkx", "safetensors", "pulp")
+HEAVY = ("torch", "fvcore", "networkx", "safetensors", "pulp")
 
 FACES = ("planner.emit.engines", "planner.show.html", "planner.show.svg", "planner.show.trace")
 HELP = (

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from planner.core.errors import ModelError
 from planner.core.values.devices import ASSUMED_RESERVE_BYTES, Accelerator
@@ -37,7 +38,6 @@ from planner.model.optimizers import WholeModelOptimizer
 from planner.model.split_backward import SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.backends.gpu_kernels import GpuKernels
-from planner.profile.flops import GROUPED_PRODUCT, forward_flops, operator_flops
 from planner.profile.idle import idle_parameters, parameters_with_gradients
 from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
 from planner.profile.memory import measure_weight_casts
@@ -53,13 +53,15 @@ from planner.profile.records import LayerRecords, RecordingHooks, record_memory,
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes, split_backward_times
-from planner.profile.units import Key, LayerToMeasure
+from planner.profile.units import Key, LayerToMeasure, MeasurementInput
 
 _LAUNCH_US = 3.0
 """Approximate time of a kernel that does almost no work on a GPU, in microseconds."""
 
 _ROWS_ONLY = frozenset(("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward"))
 """Operators that read only those rows of a table that they return."""
+
+_GROUPED_PRODUCT = "aten::_grouped_mm"
 
 
 class EstimatedBackend:
@@ -102,12 +104,12 @@ class EstimatedBackend:
 
     def measure(self, task: ProfilingTask) -> BackendResult:
         """Estimate every distinct layer once at each micro-batch size."""
-        meter, operators = GhostMeter(), set[str]()
+        meter, clock = GhostMeter(), self.clock()
         hooks = RecordingHooks(device=self.device, record=partial(record_memory, task=task, meter=meter))
         with as_ghosts_if_lean(task), GpuKernels():
             records = record_sizes(task, hooks)
-            flops = records.measure_distinct(partial(forward_flops, operators=operators))
-            clock = self.clock(experts=GROUPED_PRODUCT in operators)
+            flops = records.measure_distinct(clock.flops_of)
+            clock = self.clock(experts=clock.has_experts)
             peaks_add = _peaks_add(task)
             whole = task.whole_optimizer()
             units, idle = records.units, idle_parameters(task, records)
@@ -196,16 +198,23 @@ class RooflineClock:
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self._total_us = 0.0
+        self.flops = 0
+        """Floating-point operations of the last measured function."""
+        self.has_experts = False
+        """True if a measured function has run a grouped product, which multiplies tokens by their experts' weights."""
 
     def time_us(self, work: Callable[[], object]) -> float:
         """Run `work` on tensors without values and return its estimated time in microseconds."""
         self.restart()
+        self.flops = 0
 
         def add(func: Any, args: Any, kwargs: Any, result: Any) -> None:
             received, results = tensors_in((args, kwargs)), tensors_in(result)
             if _moves_nothing(func, received, results):
                 return
-            flops = operator_flops(func, args, kwargs, result)
+            flops = _flops(func, args, kwargs, result)
+            self.flops += flops
+            self.has_experts |= func._schema.name == _GROUPED_PRODUCT
             half = bool(results) and results[0].is_floating_point() and results[0].element_size() < 4
             rate = self._rates.half_flops_per_s if half else self._rates.float32_flops_per_s
             moved = _moved_bytes(func, _read(func, args, received), results)
@@ -221,6 +230,11 @@ class RooflineClock:
 
     def stop(self) -> None:
         """Do nothing. In a measured function, no operators follow this call."""
+
+    def flops_of(self, unit: LayerToMeasure, received: MeasurementInput) -> int:
+        """Return the number of floating-point operations of a layer's forward."""
+        self.time_us(lambda: unit.run(received.new_leaf_copies(), received))
+        return self.flops
 
 
 def _peaks_add(task: ProfilingTask) -> bool:
@@ -282,3 +296,20 @@ def _read(func: Any, args: Any, received: Sequence[Tensor]) -> Sequence[Tensor]:
 def _distinct_bytes(tensor: Tensor) -> int:
     # The elements of an expanded tensor are read from memory once, and from a cache after that.
     return min(tensor.nbytes, storage_of(tensor).nbytes())
+
+
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if func._schema.name == _GROUPED_PRODUCT:
+        return _grouped_flops(args[0], args[1])
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+def _grouped_flops(a: Tensor, b: Tensor) -> int:
+    if a.dim() == 3 and b.dim() == 2:
+        return 2 * a.shape[-2] * b.numel()
+    return 2 * a.numel() * b.shape[-1]

@@ -33,20 +33,20 @@ def test_install_command_keeps_the_installed_torch(monkeypatch: pytest.MonkeyPat
     hide_other_packages(monkeypatch)
     assert install_command("train") == "pip install 'gpipe-plan[train]'"
     hide_other_packages(monkeypatch, "torch")
-    assert install_command("train") == "pip install networkx safetensors"
-    hide_other_packages(monkeypatch, "torch", "networkx", "safetensors")
+    assert install_command("train") == "pip install fvcore networkx safetensors"
+    hide_other_packages(monkeypatch, "torch", "fvcore", "networkx", "safetensors")
     check_installed("train")
 
 
 @pytest.mark.parametrize(
     ("installed", "missing", "hint"),
     [
-        (("torch", "networkx", "safetensors"), "transformers is", "pip install transformers"),
-        (("torch", "networkx"), "safetensors and transformers are", "pip install safetensors transformers"),
-        (("transformers",), "torch, networkx and safetensors are", "pip install 'gpipe-plan[train]'"),
+        (("torch", "fvcore", "networkx", "safetensors"), "transformers is", "pip install transformers"),
+        (("torch", "fvcore", "networkx"), "safetensors and transformers are", "pip install safetensors transformers"),
+        (("transformers",), "torch, fvcore, networkx and safetensors are", "pip install 'gpipe-plan[train]'"),
         (
             (),
-            "torch, networkx, safetensors and transformers are",
+            "torch, fvcore, networkx, safetensors and transformers are",
             "pip install 'gpipe-plan[train]' transformers",
         ),
     ],
@@ -64,5 +64,5 @@ def test_other_import_errors_are_not_changed(monkeypatch: pytest.MonkeyPatch) ->
     hide_other_packages(monkeypatch)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"), importing("train"):
         import no_such_module  # noqa: F401
-    with pytest.raises(MissingPackageError, match="torch, networkx and safetensors"), importing("train"):
+    with pytest.raises(MissingPackageError, match="torch, fvcore, networkx and safetensors"), importing("train"):
         raise ModuleNotFoundError(name="torch.nn")
