@@ -102,7 +102,15 @@ class Progress:
         self.budget.spent += -(-len(cuts) // BLOCK) * evaluator.num_actions
         return evaluator.step_us(cuts, choices, layers_us)
 
-    def simulate_fitting(self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, fits: BoolArray) -> FloatArray:
+    def simulate_fitting(
+        self,
+        evaluator: Evaluator,
+        cuts: IntArray,
+        choices: IntArray,
+        fits: BoolArray,
+        *,
+        known_us: FloatArray | None = None,
+    ) -> FloatArray:
         """Simulate the partitions that fit into memory, and update the best partition.
 
         Args:
@@ -110,6 +118,7 @@ class Progress:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
             choices: Recompute choice of each stage, shape (partitions, stages).
             fits: True for partitions that fit.
+            known_us: Step times of partitions that were simulated before, NaN for others; None if no one was.
 
         Returns:
             Step times in microseconds; infinite for partitions that do not fit.
@@ -117,7 +126,11 @@ class Progress:
         step_us = np.full(len(cuts), inf)
         if not fits.any():
             return step_us
-        step_us[fits] = self.simulate(evaluator, cuts[fits], choices[fits])
+        is_new = fits if known_us is None else fits & np.isnan(known_us)
+        if known_us is not None:
+            step_us[fits] = known_us[fits]
+        if is_new.any():
+            step_us[is_new] = self.simulate(evaluator, cuts[is_new], choices[is_new])
         at = int(np.argmin(step_us))
         # Rounding makes equal times differ slightly. Keep the first of equal partitions.
         if step_us[at] < self.upper_us * (1 - SAME):

@@ -370,11 +370,16 @@ def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray,
     Returns:
         One array of shape (points, chunks, parts) per device.
     """
-    last, chunks = _last_micro_batch(actions), len({action.stage for action in actions[0]})
+    last = _last_micro_batch(actions)
     return tuple(
-        _undominated(np.concatenate([_PartCounter(row, last).distinct(program), optimizer_steps(chunks)]))
-        for row, program in zip(actions, instruction_lists(actions), strict=True)
+        _peak_part_counts(row, program, last) for row, program in zip(actions, instruction_lists(actions), strict=True)
     )
+
+
+@lru_cache(maxsize=1024)
+def _peak_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...], last: int) -> IntArray:
+    chunks = len({action.stage for action in row})
+    return _undominated(np.concatenate([_PartCounter(row, last).distinct(program), optimizer_steps(chunks)]))
 
 
 def optimizer_steps(chunks: int) -> IntArray:

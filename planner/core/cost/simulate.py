@@ -14,7 +14,8 @@ events), arrays over partitions (`makespans`), or linear expressions (`device_sp
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Generic, NamedTuple, TypeVar
+from itertools import product
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -199,23 +200,29 @@ def makespans(
     ends = np.empty(num_partitions)
     for first in range(0, num_partitions, _BLOCK):
         block = slice(first, min(first + _BLOCK, num_partitions))
+        # Numbers are faster than arrays of one number.
+        is_single = block.stop - first == 1
 
-        def rows(each: FloatArray, block: slice = block) -> list[FloatArray]:
+        def rows(each: FloatArray, block: slice = block, is_single: bool = is_single) -> list[Any]:  # noqa: FBT001
             # One row per stage, so that the times of all partitions are contiguous in memory.
-            return list(np.ascontiguousarray(each[block].T, dtype=np.float64))
+            of_block = np.ascontiguousarray(each[block].T, dtype=np.float64)
+            return of_block[:, 0].tolist() if is_single else list(of_block)
+
+        def by_device(each: Sequence[Any]) -> FloatArray:
+            return np.array(each).reshape(len(actions), -1)
 
         durations, last = (
             {letter: rows(times[names[n]]) for letter, names in _NAMES.items() if names[n] in times} for n in (0, 1)
         )
         of_block = StageDurations(durations, last, rows(times["send_us"]), blocks)
-        clocks = _compute_clocks(
-            steps, len(actions), of_block, begin=np.zeros(block.stop - block.start), later_of=np.maximum
-        )
-        if own_us is None:
-            ends[block] = np.max(clocks.ends, axis=0)
-        else:
-            early = 0.0 if sums_us is None else np.array(_early_allreduces(actions, clocks, rows(sums_us), np.maximum))
-            ends[block] = np.max(np.subtract(clocks.ends, clocks.begins) + (own_us[block].T - early), axis=0)
+        begin: Any = 0.0 if is_single else np.zeros(block.stop - first)
+        later_of: Any = max if is_single else np.maximum
+        clocks = _compute_clocks(steps, len(actions), of_block, begin=begin, later_of=later_of)
+        spans = by_device(clocks.ends)
+        if own_us is not None:
+            early = 0.0 if sums_us is None else by_device(_early_allreduces(actions, clocks, rows(sums_us), later_of))
+            spans = spans - by_device(clocks.begins) + (own_us[block].T - early)
+        ends[block] = spans.max(axis=0)
     return ends
 
 
@@ -246,18 +253,22 @@ class _Step(NamedTuple):
     stage: int
     device: int
     micro_batch: int
-    is_last: bool
-    """True for actions of the last micro-batch."""
-    message_kind: MessageKind | None
-    source: tuple[MessageKind, int, int] | None
-    """Message that the action waits for: type of message, sending stage and micro-batch."""
+    is_first: bool
+    """True for the first action of the device."""
+    duration: int
+    """Index of the action's duration in `_listed_durations`."""
+    source: int
+    """Slot of the message that the action waits for; -1 without a message from another device."""
     received_over: int
     """Boundary over which the action receives, as the index of the stage before the boundary; -1 without a transfer."""
+    target: int
+    """Slot of the message that the action sends; -1 without a message to another device. Messages that are on their way
+    at different times may share a slot."""
     sent_over: int
     """Boundary over which the action sends, as the index of the stage before the boundary; -1 without a transfer."""
-    link: tuple[int, int]
-    """Sending and receiving device. In a loop placement with K = 2, one link carries activations of one boundary and
-    gradients of the next boundary."""
+    link: int
+    """Index of the link over which the action sends; -1 without a transfer. In a loop placement with K = 2, one link
+    carries activations of one boundary and gradients of the next boundary."""
 
 
 @lru_cache(maxsize=64)
@@ -278,26 +289,31 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
         # Neighboring stages on one device need no transfer. The device's action order keeps them one after the other.
         return None if neighbour is None or devices[neighbour] == devices[stage] else neighbour
 
-    every = [(kind, s) for kind in KINDS for s in range(num_stages)]
-    sources = {(kind, s): other_device(s, sending_stage(kind, s, num_stages)) for kind, s in every}
-    targets = {(kind, s): other_device(s, receiving_stage(kind, s, num_stages)) for kind, s in every}
+    links: dict[tuple[int, int], int] = {}
+    routes = {}
+    for number, (kind, stage) in enumerate(product(KINDS, range(num_stages))):
+        source = other_device(stage, sending_stage(kind, stage, num_stages))
+        target = other_device(stage, receiving_stage(kind, stage, num_stages))
+        link = -1 if target is None else links.setdefault((devices[stage], devices[target]), len(links))
+        received_over, sent_over = (-1 if other is None else min(stage, other) for other in (source, target))
+        routes[kind, stage] = number, source, received_over, sent_over, link, KINDS[kind].message_kind
+    slots: dict[tuple[MessageKind | None, int, int], int] = {}
+    free: list[int] = []
+    begun: set[int] = set()
     steps = []
-    for action in execution_order(actions):
-        stage, message_kind = action.stage, KINDS[action.kind].message_kind
-        source, target = sources[action.kind, stage], targets[action.kind, stage]
-        step = _Step(
-            kind=action.kind,
-            stage=stage,
-            device=devices[stage],
-            micro_batch=action.micro_batch,
-            is_last=action.micro_batch == last_micro_batch,
-            message_kind=message_kind,
-            source=None if source is None or message_kind is None else (message_kind, source, action.micro_batch),
-            received_over=-1 if source is None else min(stage, source),
-            sent_over=-1 if target is None else min(stage, target),
-            link=(devices[stage], -1 if target is None else devices[target]),
+    for stage, kind, micro_batch in execution_order(actions):
+        number, source, received_over, sent_over, link, message_kind = routes[kind, stage]
+        device, received, sent = devices[stage], -1, -1
+        if source is not None:
+            free.append(received := slots.pop((message_kind, source, micro_batch)))
+        if sent_over >= 0:
+            sent = slots[message_kind, stage, micro_batch] = free.pop() if free else len(slots)
+        duration = number + (micro_batch == last_micro_batch) * len(KINDS) * num_stages
+        is_first = device not in begun
+        begun.add(device)
+        steps.append(
+            _Step(kind, stage, device, micro_batch, is_first, duration, received, received_over, sent, sent_over, link)
         )
-        steps.append(step)
     return tuple(steps)
 
 
@@ -325,34 +341,46 @@ def _compute_clocks(
     later_of: Callable[[Clock, Clock], Clock],
     note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
 ) -> DeviceSpans[Clock]:
-    device_free = [begin] * num_devices
+    device_free, begins = [begin] * num_devices, [begin] * num_devices
     stage_ends = [begin] * len(times.sends)
-    begins: list[Clock | None] = [None] * num_devices
-    link_free: dict[tuple[int, int], Clock] = {}
-    arrived: dict[tuple[MessageKind, int, int], Clock] = {}
+    durations, sends, blocking = _listed_durations(times), times.sends, times.blocking
+    arrived: list[Clock] = [begin] * len(steps)
+    link_free = [begin] * len(steps)
     # If no transfer takes time, transfers never wait for each other.
-    takes_time = any(_takes_time(send) for send in times.sends[:-1])
+    takes_time = any(_takes_time(send) for send in sends[:-1])
     for step in steps:
-        start = device_free[step.device]
-        if step.source is not None:
-            start = later_of(start, arrived.pop(step.source))
-        if begins[step.device] is None:
-            begins[step.device] = start
-        if step.source is not None and times.blocking[step.received_over]:
-            start = start + times.sends[step.received_over]
-        durations = times.last_durations if step.is_last else times.durations
-        end = device_free[step.device] = stage_ends[step.stage] = start + durations[step.kind][step.stage]
+        _, stage, device, _, is_first, duration, source, received_over, target, sent_over, link = step
+        start = device_free[device]
+        if source >= 0:
+            start = later_of(start, arrived[source])
+        if is_first:
+            begins[device] = start
+        if source >= 0 and blocking[received_over]:
+            start = start + sends[received_over]
+        end = device_free[device] = stage_ends[stage] = start + durations[duration]
         if note is not None:
             note(step, False, start, end)
-        if step.sent_over < 0 or step.message_kind is None:
+        if target < 0:
             continue
-        if takes_time and not times.blocking[step.sent_over]:
-            sent = later_of(end, link_free.get(step.link, begin))
-            end = link_free[step.link] = sent + times.sends[step.sent_over]
-            if note is not None and _takes_time(times.sends[step.sent_over]):
+        if takes_time and not blocking[sent_over]:
+            sent = later_of(end, link_free[link])
+            end = link_free[link] = sent + sends[sent_over]
+            if note is not None and _takes_time(sends[sent_over]):
                 note(step, True, sent, end)
-        arrived[step.message_kind, step.stage, step.micro_batch] = end
-    return DeviceSpans([begin if first is None else first for first in begins], device_free, stage_ends)
+        arrived[target] = end
+    return DeviceSpans(begins, device_free, stage_ends)
+
+
+def _listed_durations(times: StageDurations[Clock]) -> list[Clock]:
+    # All durations by kind and stage, then those of the last micro-batch. A schedule needs no times of kinds that it
+    # does not run.
+    unused = [times.sends[0]] * len(times.sends)
+    return [
+        duration
+        for by_kind in (times.durations, times.last_durations)
+        for kind in KINDS
+        for duration in by_kind.get(kind, unused)
+    ]
 
 
 def _early_allreduces(

@@ -6,6 +6,8 @@ A weight-gradient pass waits for its input-gradient pass. `ActionKind.direction`
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
 from typing import Final, Literal, NamedTuple
 
 from planner.core.schedule.base import Action
@@ -43,6 +45,10 @@ class Instruction(NamedTuple):
     micro_batch: int
     stage: int
     """Stage of the device that executes the instruction."""
+
+
+_instruction = lru_cache(maxsize=1 << 15)(Instruction)
+"""Function that returns an instruction; much faster than the constructor if the instruction was made before."""
 
 
 def sending_stage(kind: Letter, stage: int, num_stages: int) -> int | None:
@@ -126,11 +132,11 @@ def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instru
     rows: list[list[Instruction]] = [[] for _ in actions]
     for stage, kind, micro_batch in _in_turns(actions, devices):
         device, message_kind, target = devices[stage], _FLOWS[kind], targets[kind, stage]
-        rows[device].append(Instruction("run", kind, micro_batch, stage))
+        rows[device].append(_instruction("run", kind, micro_batch, stage))
         if message_kind is None or target is None or devices[target] == device:
             continue  # no stage needs it, or the device keeps it
-        rows[device].append(Instruction("send", message_kind, micro_batch, stage))
-        rows[devices[target]].append(Instruction("receive", message_kind, micro_batch, target))
+        rows[device].append(_instruction("send", message_kind, micro_batch, stage))
+        rows[devices[target]].append(_instruction("receive", message_kind, micro_batch, target))
     return tuple(map(tuple, rows))
 
 
@@ -146,24 +152,30 @@ def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
 
 def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> Iterator[Action]:
     num_stages = len(devices)
-    needs = {(kind, s): needed_message(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
-    over: set[tuple[MessageKind | None, int, int]] = set()
+    size = 1 + max((action.micro_batch for row in actions for action in row), default=0)
+    # A message has a number: that of its kind and stage, plus its micro-batch.
+    number = {(flow, stage): n * size for n, (flow, stage) in enumerate(product(("F", "B", None), range(num_stages)))}
+    sent = {(kind, s): number[_FLOWS[kind], s] for kind in KINDS for s in range(num_stages)}
+    needs = {each: needed_message(*each, num_stages) for each in sent}
+    needed = {each: None if need is None else number[need] for each, need in needs.items()}
+    over: set[int] = set()
     position = [0] * len(actions)
     left = sum(map(len, actions))
     while left:
-        turn = []
+        turn, messages = [], []
         for device, row in enumerate(actions):
             at = position[device]
             if at == len(row):
                 continue
             stage, kind, micro_batch = action = row[at]
-            need = needs[kind, stage]
-            if need is None or (*need, micro_batch) in over:
+            need = needed[kind, stage]
+            if need is None or need + micro_batch in over:
                 turn.append(action)
+                messages.append(sent[kind, stage] + micro_batch)
                 position[device] = at + 1
         if not turn:
             progress = enumerate(zip(actions, position, strict=True))
             raise DeadlockError({device: row[at] for device, (row, at) in progress if at < len(row)})
-        over.update((_FLOWS[kind], stage, micro_batch) for stage, kind, micro_batch in turn)
+        over.update(messages)
         left -= len(turn)
         yield from turn

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from planner.core.cost.arrays import BoolArray, IntArray
+from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.chunks.descent import BATCH, ROWS, Descent, PartitionCandidate
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.progress import Progress
@@ -64,6 +64,7 @@ class CutSearch(Descent[PartitionCandidate]):
     def pick_best(self, candidate: PartitionCandidate, cuts: IntArray) -> PartitionCandidate:
         """Return the best partition after one move, with the recomputation chosen again for the fastest moves."""
         choices = np.repeat(candidate.choices[None], len(cuts), axis=0)
+        step_us: FloatArray | None = None
         if candidate.excess_bytes == 0:
             step_us = self.progress.simulate(self.evaluator, cuts, choices)
             picked = np.argsort(step_us, kind="stable")[:_MOST_PICKED]
@@ -72,7 +73,8 @@ class CutSearch(Descent[PartitionCandidate]):
             picked = np.argsort(self.evaluator.excess_bytes(cuts, choices).sum(axis=1), kind="stable")[:_MOST_PICKED]
         cuts, choices = cuts[picked], choices[picked]
         changed = (cuts[:, :-1] != candidate.cuts[:-1]) | (cuts[:, 1:] != candidate.cuts[1:])
-        return self._evaluate(cuts, choices, changed[:, self.evaluator.stages].any(axis=2))
+        is_open = changed[:, self.evaluator.stages].any(axis=2)
+        return self._evaluate(cuts, choices, is_open, None if step_us is None else step_us[picked])
 
     def other_recomputations(self, candidate: PartitionCandidate) -> Iterator[PartitionCandidate]:
         """Yield the best partitions in which the recomputation of one device differs.
@@ -99,19 +101,28 @@ class CutSearch(Descent[PartitionCandidate]):
             is_open[0, device] = False
         return self._evaluate(cuts[None], choices[None], is_open)
 
-    def _evaluate(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> PartitionCandidate:
+    def _evaluate(
+        self,
+        cuts: IntArray,
+        choices: IntArray,
+        is_open: BoolArray | None = None,
+        known_us: FloatArray | None = None,
+    ) -> PartitionCandidate:
         # Return the best of several partitions. `is_open`, shape (partitions, devices), is true for devices whose
-        # recomputation is chosen again. None: all devices if there is one partition, else no device.
+        # recomputation is chosen again. None: all devices if there is one partition, else no device. `known_us` has the
+        # step time of each partition with `choices`, if they were simulated.
         if is_open is None and len(cuts) == 1:
             is_open = np.full((1, self.evaluator.num_devices), True)
         if is_open is not None:
-            choices = self._fitting.fit(cuts, choices, is_open)
+            fitted = self._fitting.fit(cuts, choices, is_open)
+            known_us = None if known_us is None else np.where((fitted == choices).all(axis=1), known_us, np.nan)
+            choices = fitted
         self.progress.budget.spent += self.evaluator.num_actions + BATCH
         over = self.evaluator.excess_bytes(cuts, choices).sum(axis=1)
         if over.min() > 0:
             at = int(over.argmin())
             return PartitionCandidate(cuts=cuts[at], choices=choices[at], excess_bytes=float(over[at]))
-        step_us = self.progress.simulate_fitting(self.evaluator, cuts, choices, over <= 0)
+        step_us = self.progress.simulate_fitting(self.evaluator, cuts, choices, over <= 0, known_us=known_us)
         at = int(step_us.argmin())
         return PartitionCandidate(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
 

@@ -7,6 +7,8 @@ recomputation, so it needs no simulation.
 """
 
 import random
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import prefix_sums
 from planner.solve.chunks.descent import ROWS, cut_moves
+from planner.solve.space.case import StageRules
 from planner.solve.space.partitions import Evaluator
 
 _POWER: Final = 24
@@ -30,15 +33,34 @@ _LEAST_GAIN: Final = 1e-9
 
 def cuts_with_even_loads(evaluator: Evaluator, cuts: IntArray) -> IntArray:
     """Return cuts that distribute the work of layers over the devices at least as evenly as `cuts`, shape (S+1,)."""
-    return _EvenLoads(evaluator).search(cuts)
+    case = evaluator.case
+    work_us = tuple((case.costs.forward_us + case.least_backward_us).tolist())
+    chunks, speeds = tuple(evaluator.chunks), tuple(evaluator.speeds.tolist())
+    return _even_cuts(work_us, tuple(cuts.tolist()), chunks=chunks, speeds=speeds, rules=case.rules).copy()
+
+
+@lru_cache(maxsize=64)
+def _even_cuts(
+    work_us: tuple[float, ...],
+    cuts: tuple[int, ...],
+    *,
+    chunks: tuple[tuple[int, ...], ...],
+    speeds: tuple[float, ...],
+    rules: StageRules,
+) -> IntArray:
+    # Schedules with the same placement share the result.
+    search = _EvenLoads(np.array(work_us), chunks=chunks, speeds=np.array(speeds), rules=rules)
+    return search.search(np.array(cuts))
 
 
 class _EvenLoads:
-    def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator, self._rules = evaluator, evaluator.case.rules
-        self._before_us = prefix_sums(evaluator.case.costs.forward_us + evaluator.case.least_backward_us)
-        self._mean_us = max(float(self._before_us[-1]) / evaluator.num_devices, 1e-9)
-        self._moves = cut_moves(evaluator.chunks)
+    def __init__(
+        self, work_us: FloatArray, *, chunks: Sequence[Sequence[int]], speeds: FloatArray, rules: StageRules
+    ) -> None:
+        self._stages, self._speeds, self._rules = np.array(chunks), speeds, rules
+        self._before_us = prefix_sums(work_us)
+        self._mean_us = max(float(self._before_us[-1]) / len(chunks), 1e-9)
+        self._moves = cut_moves(chunks)
         # The seed is fixed, so that the same request always gets the same plan.
         self._random = random.Random(0)  # noqa: S311
         self._left = _MOST_CELLS
@@ -67,8 +89,8 @@ class _EvenLoads:
         return cuts, unevenness
 
     def _unevenness(self, cuts: IntArray) -> FloatArray:
-        stages_us = np.diff(self._before_us[cuts], axis=1) / self._evaluator.speeds
-        loads = stages_us[:, self._evaluator.stages].sum(axis=2) / self._mean_us
+        stages_us = np.diff(self._before_us[cuts], axis=1) / self._speeds
+        loads = stages_us[:, self._stages].sum(axis=2) / self._mean_us
         unevenness: FloatArray = (loads**_POWER).sum(axis=1)
         return unevenness
 

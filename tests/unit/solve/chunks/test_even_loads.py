@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
-from planner.solve.chunks import search
+from planner.solve.chunks import even_loads, search
 from planner.solve.chunks.even_loads import cuts_with_even_loads
 from planner.solve.deadline import NEVER
 from planner.solve.progress import Progress, SimulationBudget
@@ -83,3 +84,11 @@ def test_speeds_of_devices_count() -> None:
     cuts = cuts_with_even_loads(evaluator, starts_of(evaluator)[0])
     num_layers = np.diff(cuts)[evaluator.stages].sum(axis=1)
     assert num_layers[3] > 2 * num_layers[:3].max()
+
+
+def test_schedules_with_the_same_placement_share_the_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator = evaluator_for(5)
+    first = starts_of(evaluator)
+    monkeypatch.setattr(even_loads, "_EvenLoads", None)  # a second search would raise an error
+    other = Evaluator(replace(evaluator.case, schedule=SCHEDULES["dualpipev"]), 5)
+    assert all(np.array_equal(*both) for both in zip(first, starts_of(other), strict=True))

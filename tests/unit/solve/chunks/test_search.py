@@ -20,7 +20,8 @@ from planner.solve import Request, solve
 from planner.solve.cases import cases_of
 from planner.solve.chunks import search
 from planner.solve.chunks.branch_and_bound import BranchAndBound
-from planner.solve.chunks.descent import cut_moves
+from planner.solve.chunks.cut_search import CutSearch
+from planner.solve.chunks.descent import PartitionCandidate, cut_moves
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram
 from planner.solve.chunks.search import all_cuts
@@ -201,6 +202,27 @@ def test_moves_shift_blocks_of_cuts() -> None:
     assert len(every) == len(added) == 3 * 6 + 2 * 4 + 1 * 4
     assert all(row[0] == row[-1] == 0 for row in every)
     assert not len(cut_moves([[0]]))
+
+
+def test_no_move_of_a_batch_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a move leaves the recomputation as it was, its simulated step time is already known."""
+    evaluator = evaluator_of("zbv", 1)
+    assert evaluator is not None
+    simulated: list[bytes] = []
+    original = Evaluator.step_us
+
+    def record(self: Evaluator, cuts: np.ndarray, choices: np.ndarray, *more: np.ndarray) -> np.ndarray:
+        simulated.extend(row.tobytes() for row in np.concatenate([cuts, choices], axis=1))
+        return original(self, cuts, choices, *more)
+
+    progress = Progress(case=evaluator.case, budget=SimulationBudget(None), deadline=NEVER, upper_us=np.inf)
+    descent = CutSearch(progress, evaluator)
+    start = PartitionCandidate(cuts=np.array([0, 2, 4, 6, 7]), choices=np.zeros(4, dtype=np.int64))
+    monkeypatch.setattr(Evaluator, "step_us", record)
+    moved = np.array([[0, 1, 4, 6, 7], [0, 2, 3, 6, 7], [0, 2, 4, 5, 7]])
+    best = descent.pick_best(start, moved)
+    assert len(simulated) == len(set(simulated)) == len(moved)
+    assert best.step_us == original(evaluator, moved, np.zeros((3, 4), dtype=np.int64)).min()
 
 
 def test_moves_shift_layers_between_stages_of_a_device() -> None:
