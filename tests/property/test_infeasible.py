@@ -16,7 +16,7 @@ from tests.support.profiles import inputs_of, profile_of
 from tests.support.random_problems import Features, Problem, problems
 
 CAP = re.compile(r"with (\d+) devices? the smallest `--mem` is ([0-9.]+\w+) \((?:(\d+) replicas?, )?M = (\d+)\)")
-CAP_WITHOUT_CHUNKS = re.compile(r"without interleaving, (\d+) devices? need at least `--mem` ([0-9.]+\w+) \(")
+CAP_WITHOUT_CHUNKS = re.compile(r"under [\w ]+, (\d+) devices? need at least `--mem` ([0-9.]+\w+) \(")
 DEVICES = re.compile(r"`--devices (\d+)` fits in .* \(M = (\d+)\)")
 COUNT = re.compile(r"M = (\d+) fits: leave")
 OPTIMIZER = re.compile(r"with (\w+) as optimizer a plan fits")

@@ -19,7 +19,6 @@ from planner.core.values.units import parse_bytes
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
 from planner.solve.explain import smallest_limit_bytes
-from tests.support.brute_force import Space
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of
 
@@ -98,16 +97,6 @@ def test_suggested_limit_fits_and_one_percent_less_does_not(recompute, devices, 
     assert feasible(gigabytes(), dataclasses.replace(with_limit(request, limit), micro_batches=int(named[3])))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_suggested_limit_is_exact_on_random_chains(seed: int) -> None:
-    profile = random_profile(seed, 6, exact=seed % 2 == 0, sizes=(1, 2))
-    request = Request(inputs=inputs_of(3, 4, memory_bytes=1, reserve_bytes=10))
-    named = MEM.search(infeasible(profile, request).hint)
-    limit = parse_bytes(named[2])
-    assert feasible(profile, with_limit(request, limit))
-    assert not feasible(profile, with_limit(request, int(limit * 0.99) - 1))
-
-
 @pytest.mark.parametrize("needed", [999, 1000, 9_999, 123_456, 10**9 + 1, 12_345_123_456_789, 2_345_678_901_234_567])
 def test_suggested_limit_is_rounded_up(needed: int) -> None:
     profile = chain(layer("a", parameter_bytes=needed, gradient_bytes=0))
@@ -115,19 +104,6 @@ def test_suggested_limit_is_rounded_up(needed: int) -> None:
     named = MEM.search(infeasible(profile, request).hint)
     assert needed <= parse_bytes(named[2]) <= needed * 1.01 + 10
     assert feasible(profile, with_limit(request, parse_bytes(named[2])))
-
-
-def test_suggested_number_of_devices_fits_and_one_less_does_not() -> None:
-    request = Request(inputs=inputs_of(2, 8, memory_bytes=1_600_000_000))
-    error = infeasible(gigabytes(), request)
-    named = DEVICES.search(error.hint)
-    count = int(named[1])
-    assert count > 2
-    for devices, fits in ((count, True), (count - 1, False)):
-        wider = with_inputs(request, devices=devices, memory_bytes=(1_600_000_000,) * devices)
-        assert feasible(gigabytes(), wider) is fits
-    fixed = with_inputs(request, devices=count, memory_bytes=(1_600_000_000,) * count)
-    assert feasible(gigabytes(), dataclasses.replace(fixed, micro_batches=int(named[2])))
 
 
 def test_no_number_of_devices_is_suggested_if_none_helps() -> None:
@@ -178,64 +154,11 @@ def test_smallest_m_that_fits_is_suggested(micro_batches: int, limit: int, named
     assert next(m for m in fits if fits[m]) == named
 
 
-def test_no_m_is_suggested_if_none_fits() -> None:
-    profile = chain(
-        layer(
-            "a",
-            parameter_bytes=1000,
-            forward_us=(1.0, 2.0),
-            backward_us=(1.0, 2.0),
-            output_bytes=(0, 0),
-            saved_bytes=(1, 2),
-        ),
-        sizes=(1, 2),
-    )
-    error = infeasible(profile, Request(inputs=inputs_of(1, 2, memory_bytes=500), micro_batches=1))
-    assert FITS_M.search(error.hint) is None
-
-
-@pytest.mark.parametrize("policy", ["never", "except-last"])
-def test_recomputation_is_suggested_exactly_if_it_helps(policy: RecomputePolicy) -> None:
-    advised = 0
-    for seed in range(8):
-        profile = random_profile(seed, 5)
-        request = Request(inputs=dataclasses.replace(inputs_of(2, 8, memory_bytes=10**9), recompute=policy))
-        free = Request(inputs=inputs_of(2, 8))
-        need = MEM.search(infeasible(profile, with_limit(request, 1)).hint)
-        least = MEM.search(infeasible(profile, with_limit(free, 1)).hint)
-        for limit in (parse_bytes(need[2]) * 99 // 100, parse_bytes(least[2]), parse_bytes(least[2]) * 9 // 10):
-            if feasible(profile, with_limit(request, limit)):
-                continue
-            said = "`--recompute auto` fits" in infeasible(profile, with_limit(request, limit)).hint
-            assert said == feasible(profile, with_inputs(with_limit(request, limit), recompute="auto"))
-            advised += said
-    assert advised >= 4
-
-
 def test_recomputation_is_not_suggested_if_already_allowed() -> None:
     policies: tuple[RecomputePolicy, ...] = ("auto", "always")
     for policy in policies:
         inputs = dataclasses.replace(inputs_of(2, 4, memory_bytes=5), recompute=policy)
         assert "--recompute" not in infeasible(random_profile(1, 4), Request(inputs=inputs)).hint
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["never", "except-last", "always"])
-def test_another_schedule_is_suggested_exactly_if_it_fits(policy: RecomputePolicy) -> None:
-    """The suggestion keeps the requested recomputation policy."""
-    said = set()
-    for seed in range(12):
-        profile = random_profile(seed, 5)
-        inputs = dataclasses.replace(inputs_of(2, 4), recompute=policy)
-        other = dataclasses.replace(inputs, schedule="1f1b")
-        freer = dataclasses.replace(other, recompute="auto")
-        limits = [int(Space(profile, one).smallest_cap_bytes()) for one in (inputs, other, freer)]
-        for limit in {limits[0] - 1, limits[1], limits[1] - 1, limits[2]} - set(range(limits[0], limits[0] + 10**6)):
-            request = with_limit(Request(inputs=inputs), limit)
-            advised = "`--schedule 1f1b` fits" in infeasible(profile, request).hint
-            assert advised == (limit >= limits[1])
-            said.add(advised)
-    assert said == {True, False}
 
 
 # ---- unequal limits
@@ -268,14 +191,6 @@ def test_suggestions_consider_unequal_memory_limits() -> None:
     assert not feasible(profile, Request(inputs=dataclasses.replace(inputs, recompute="auto")))
     assert feasible(profile, Request(inputs=dataclasses.replace(inputs, recompute="auto", memory_bytes=(150, 150))))
     assert "--recompute" not in infeasible(profile, Request(inputs=inputs)).hint
-
-
-def test_smallest_limit_is_suggested_for_unequal_devices() -> None:
-    profile = profile_of([1.0] * 4, parameter_bytes=200)
-    request = Request(inputs=uneven())
-    named = MEM.search(infeasible(profile, request).hint)
-    assert feasible(profile, with_limit(request, parse_bytes(named[2])))
-    assert not feasible(profile, with_limit(request, parse_bytes(named[2]) * 99 // 100))
 
 
 # ---- given cuts
