@@ -186,16 +186,8 @@ def _with_compiled_memory(
 ) -> LayerProfile:
     """Return the profile of a layer with the memory that the compiler reported, in the field `program`.
 
-    The field `detail` becomes empty: it is for an allocator's measurements.
-
-    Args:
-        profile: Profile of one layer.
-        buffer_bytes: Memory of the layer's buffers, in bytes.
-        compiled: The compiled layer at each micro-batch size.
-        kept_outputs: For each size, the layer's entry in the result of `_outputs_kept_for_backward`.
-        received: For each size, the layer's entry in the result of `_received_sizes`.
-        is_first: True for the chain's first layer, whose inputs are the mini-batch.
-        num_targets: Number of inputs that are targets of the loss. These are the last inputs.
+    The sequences have an entry per micro-batch size. The last `num_targets` inputs are targets of the loss. The field
+    `detail` becomes empty, because it is for an allocator's measurements.
     """
     programs = [
         _program(layer, kept_outputs[place], received[place], is_first=is_first, num_targets=num_targets)
@@ -211,10 +203,10 @@ def _with_compiled_memory(
 
 
 def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
-    """Return, for each layer, the outputs that some backward reads, by index.
+    """Return, for each layer, the outputs that the backward of any layer reads.
 
-    A value is True if all backwards read the output only as a matmul operand. If several outputs share a storage, only
-    one of them is listed.
+    The key is the output's index. The value is True if all backwards read the output only as a matmul operand. If
+    several outputs share a storage, only one of them is listed.
     """
     storages = CrossingStorages([layer.memory_detail() for layer in compiled])
     wide = {

@@ -73,10 +73,9 @@ class Compiler:
     def compile_layers(
         self, jobs: Sequence[tuple[LayerToMeasure, MeasurementInput]]
     ) -> Iterator[tuple[int, CompiledLayer]]:
-        """Yield each job's index and compiled layer: first cached results, then new results as they finish.
+        """Yield the index and compiled layer of each job, a distinct layer with its inputs.
 
-        Args:
-            jobs: Units (distinct layers) with their inputs.
+        Cached results come first, then new results as they finish.
 
         Raises:
             ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled. The message names all such
@@ -90,7 +89,9 @@ class Compiler:
     def compile_steps(
         self, names: Sequence[str], parameters: Sequence[Sequence[Tensor]], rule: OptimizerRule
     ) -> Iterator[tuple[int, CompiledStep]]:
-        """Yield each layer's index and compiled optimizer step: first cached results, then new results as they finish.
+        """Yield each layer's index and compiled optimizer step.
+
+        Cached results come first, then new results as they finish.
 
         Args:
             names: Names of the layers, for error messages.
@@ -132,31 +133,27 @@ class Compiler:
     def _cached_or_compiled(
         self, kind: type[_Found], names: Sequence[str], described: Sequence[list[Any]], works: Sequence[_Work[_Found]]
     ) -> Iterator[tuple[int, _Found]]:
-        """Yield the index and result of each job as it finishes. Jobs with equal descriptions run once.
+        """Yield the index and result of each job (layer name, description, function) as it finishes.
 
-        Args:
-            kind: Class of the results.
-            names: Names of the layers, for error messages.
-            described: Description of each job, from which the name of its cache file is computed.
-            works: For each job, the function that compiles it.
+        Jobs with equal descriptions have one cache file and run once.
         """
         paths = list(map(self._cache_path, described))
         missing: dict[Path, list[int]] = {}
         for n, path in enumerate(paths):
-            remembered = _read_cached(kind, path) if self._chip else None
-            if remembered is None:
+            cached = _read_cached(kind, path) if self._chip else None
+            if cached is None:
                 missing.setdefault(path, []).append(n)
             else:
-                yield n, remembered
-        places, problems = list(missing.values()), dict[str, Exception]()
-        todo = [works[alike[0]] for alike in places]
+                yield n, cached
+        groups, problems = list(missing.values()), dict[str, Exception]()
+        todo = [works[equal_jobs[0]] for equal_jobs in groups]
         for place, outcome in _run_in_processes(todo, num_workers=_num_workers(len(todo)) if self._chip else 1):
             if isinstance(outcome, Exception):
-                problems |= {names[n]: outcome for n in places[place]}
+                problems |= {names[n]: outcome for n in groups[place]}
                 continue
             if self._chip:
-                _write_cached(paths[places[place][0]], outcome)
-            yield from ((n, outcome) for n in places[place])
+                _write_cached(paths[groups[place][0]], outcome)
+            yield from ((n, outcome) for n in groups[place])
         _raise_if_failed(problems)
 
     def _cache_path(self, described: list[Any]) -> Path:
@@ -166,10 +163,9 @@ class Compiler:
 
 
 def unit_function(unit: LayerToMeasure, received: MeasurementInput) -> "LayerFunction":
-    """Return a unit (distinct layer) as a function of JAX arrays.
+    """Return a distinct layer as a function of JAX arrays: its inputs, then the targets of the loss.
 
-    The arguments are the layer's inputs, and then the targets of the loss. The function of the last unit returns the
-    loss.
+    The function of the last layer returns the loss.
     """
     from planner.tpu.layer_functions import layer_function  # noqa: PLC0415 - jax
 

@@ -58,6 +58,7 @@ class LayerFunction:
     fixed: dict[str, jax.ShapeDtypeStruct]
     """Shapes of frozen parameters and of buffers, by name."""
     inputs: tuple[jax.ShapeDtypeStruct, ...]
+    """Shapes of the inputs."""
     needed: tuple[bool, ...]
     """True for inputs that need a gradient."""
 
@@ -206,13 +207,8 @@ def _residual_plan(
 ) -> _ResidualPlan:
     """Find the origin of each value that a traced forward passes to its backward.
 
-    The traced forward is a function (state, inputs, key) -> (outputs, values for the backward).
-
-    Args:
-        jaxpr: Traced forward.
-        num_outputs: Number of outputs.
-        state: Names of the arrays of the state.
-        num_inputs: Number of inputs.
+    The traced forward is a function (state, inputs, key) -> (outputs, values for the backward). `state` has the names
+    of the arrays of its first argument.
     """
     outputs, values = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
     sources: dict[Any, tuple[str, int]] = {var: ("argument", n) for n, var in enumerate(jaxpr.invars)}

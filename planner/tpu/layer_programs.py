@@ -220,14 +220,9 @@ def matmul_operands_of(function: LayerFunction, split: SplitFunction) -> MatmulO
 
 
 def find_matmul_operands(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] | None = None) -> list[bool]:
-    """Return which arguments of a traced function are used only as matmul operands.
+    """Return, for each argument of a traced function, True if it is used only as a matmul operand.
 
-    Args:
-        jaxpr: Traced function.
-        results: For each result, True if the caller uses the result only as a matmul operand. None means False for all.
-
-    Returns:
-        For each argument, True if it is used only as a matmul operand.
+    `results` is True for each result that the caller uses only as a matmul operand; None means False for all.
     """
     narrow: dict[Any, bool] = {}
 
@@ -243,12 +238,7 @@ def find_matmul_operands(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] |
 
 
 def _operands_only_for_matmul(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    """Return a flag for each argument of an equation: True if it is used only as a matmul operand.
-
-    Args:
-        eqn: Equation of a traced function.
-        results: For each result of the equation, True if later equations use the result only as a matmul operand.
-    """
+    """Return True for each argument of an equation that is used only as a matmul operand, if `results` are so used."""
     name, num = eqn.primitive.name, len(eqn.invars)
     if name in _PRODUCTS:
         return [_takes_16_bits(eqn)] * num

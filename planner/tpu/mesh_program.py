@@ -170,12 +170,7 @@ class MeshProgram:
         return [packing.unpack(k, [array[k] for array in arrays]) for k in range(self.num_stages)]
 
     def argument_shapes(self, inputs: Shapes, targets: Shapes) -> tuple[Shapes, Shapes, StageInput]:
-        """Return shapes and shardings of the arguments of `loss_and_gradients`.
-
-        Args:
-            inputs: Shapes of a micro-batch's inputs.
-            targets: Shapes of a micro-batch's targets.
-        """
+        """Return shapes and shardings of the arguments of `loss_and_gradients`, from shapes of one micro-batch."""
         apart, everywhere = self._sharding("stage"), self._sharding()
 
         def packed(packing: Packing) -> list[jax.ShapeDtypeStruct]:

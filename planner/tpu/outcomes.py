@@ -77,8 +77,8 @@ class CompiledLayer:
         """Return the layer's memory within an executable that contains all layers.
 
         Args:
-            kept_outputs: Outputs that are stored for the backward of any layer, by index; True if all backwards read
-                the output only as a matmul operand.
+            kept_outputs: Outputs that are stored for the backward of any layer. The key is the output's index. The
+                value is True if all backwards read the output only as a matmul operand.
             received: Two sizes in bytes of each received tensor: as sent, and in the largest layout of any layer.
         """
         return ProgramMemory(

@@ -133,18 +133,10 @@ def _layer_function_of(
 ) -> tuple[LayerFunction, Callable[[], tuple[TreeSpec, list[Any]]]]:
     """Return a layer's function, and a function that returns the structure of the layer's outputs.
 
-    Args:
-        loaded: Model, which has the loss.
-        layer: Layer of the model.
-        values: Flattened inputs of the layer.
-        nest: Structure of the inputs.
-        targets: Targets of the loss, for the last layer.
-        last: True for the last layer, whose function returns the loss.
-
-    Returns:
-        The two functions. The second may be called after the first was traced. It returns the structure of the outputs,
-        and a list with one entry per flattened output: for a tensor, its index among the tensors; for any other value,
-        a tuple that contains the value.
+    `values` are the flattened inputs, `nest` is their structure. The function of the last layer returns the loss. The
+    second function may be called after the first was traced. It returns the structure of the outputs, and a list with
+    one entry per flattened output: for a tensor, its index among the tensors; for any other value, a tuple that
+    contains the value.
     """
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}

@@ -188,23 +188,13 @@ def shape_in_loops(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def bytes_in_loops(shape: jax.ShapeDtypeStruct, size: int) -> int:
-    """Return the bytes of an array as loops over micro-batches store it.
-
-    Args:
-        shape: Shape of the array.
-        size: Bytes of the array if it is stored in `shape`.
-    """
+    """Return the bytes of an array as loops over micro-batches store it. In `shape` it takes `size` bytes."""
     held = shape_in_loops(shape)
     return size if held is shape else num_bytes(held)
 
 
 def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]) -> tuple[ArrayKind, ...]:
-    """Return the kind (type, shape and bytes) of each array.
-
-    Args:
-        shapes: Shapes of the arrays.
-        sizes: Bytes of the arrays in memory.
-    """
+    """Return the kind (type, shape and bytes) of each array. `sizes` are the arrays' bytes in memory."""
     return tuple(_kind_of_array(shape, size, size) for shape, size in zip(shapes, sizes, strict=True))
 
 

@@ -28,9 +28,7 @@ def count_slots(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
 def slots_waste_memory(slots_bytes: float, largest_bytes: float) -> bool:
     """Return True if slots waste so much memory that arrays must be concatenated to vectors instead.
 
-    Args:
-        slots_bytes: Bytes of all slots, without padding.
-        largest_bytes: Bytes of the arrays of the largest stage, without padding.
+    `slots_bytes` are the bytes of all slots, `largest_bytes` those of the largest stage's arrays, without padding.
     """
     return slots_bytes > MOST_ROOM * largest_bytes
 

@@ -41,12 +41,7 @@ class StageLayer:
     recomputed: bool
 
     def select_state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
-        """Return this layer's parameters and buffers, selected from those of the stage.
-
-        Args:
-            trained: Trained parameters of the stage, by name.
-            fixed: Frozen parameters and buffers of the stage, by name.
-        """
+        """Return this layer's parameters and buffers, selected from those of the stage (trained, and all others)."""
         return (
             {name: trained[self.names[name]] for name in self.function.trained},
             {name: fixed[self.names[name]] for name in self.function.fixed},

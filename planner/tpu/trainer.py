@@ -31,8 +31,7 @@ from planner.model.precision import converted
 from planner.model.state import trained_batch_norms
 from planner.tpu.chips import chip_devices, platform_devices
 from planner.tpu.compiler import OutOfMemoryError
-from planner.tpu.mesh_program import MeshProgram
-from planner.tpu.optimizers import OptimizerRule, optimizer_rule
+from planner.tpu.optimizers import optimizer_rule
 from planner.tpu.pipeline import JaxPipeline
 from planner.tpu.programs import compile_lowered, compiler_options_for
 from planner.tpu.stage import StageInput
@@ -47,92 +46,48 @@ class TrainingState(NamedTuple):
     fixed: list[Array]
 
 
-class TrainingStep:
-    """Training step of a mesh program: gradients, then the optimizer's update.
-
-    The random numbers of a step depend only on the seed and the step's index.
-    """
-
-    def __init__(self, program: MeshProgram, rule: OptimizerRule, seed: int) -> None:
-        self._program, self._rule, self._seed = program, rule, seed
-        options = compiler_options_for(program.mesh.devices.flat[0])
-        self._jitted = jax.jit(self._step, donate_argnums=(0,), compiler_options=options)
-
-    def begin(self, trained: list[Array], fixed: list[Array]) -> TrainingState:
-        """Return the training state before the first step."""
-        return TrainingState(
-            trained, [[jnp.zeros_like(array) for array in trained] for _ in range(self._rule.num_states)], fixed
-        )
-
-    def run(
-        self, state: TrainingState, inputs: list[Array], targets: list[Array], number: int
-    ) -> tuple[float, TrainingState]:
-        """Return the loss of a mini-batch, and the state after the optimizer's step.
-
-        Args:
-            state: State before the step.
-            inputs: Inputs of the mini-batch.
-            targets: Targets of the mini-batch.
-            number: Index of the step, from 0.
-        """
-        loss, state = self._jitted(state, StageInput(inputs, targets, jax.random.key(self._seed)), number)
-        return float(loss), state
-
-    def lowered(self, shapes: tuple[Any, Any, StageInput]) -> jax.stages.Lowered:
-        """Return the lowered step for `shapes`, the result of `MeshProgram.argument_shapes`."""
-        trained, fixed, batch = shapes
-        state = TrainingState(trained, [list(trained) for _ in range(self._rule.num_states)], fixed)
-        return self._jitted.lower(state, batch, jax.ShapeDtypeStruct((), jnp.int32, sharding=batch.key.sharding))
-
-    def _step(self, state: TrainingState, batch: StageInput, number: Array) -> tuple[Array, TrainingState]:
-        batch = batch._replace(key=jax.random.fold_in(batch.key, number))
-        loss, gradients = self._program.loss_and_gradients(state.trained, state.fixed, batch)
-        columns = [
-            self._rule.update(parameter, gradient, [column[n] for column in state.optimizer], number + 1)
-            for n, (parameter, gradient) in enumerate(zip(state.trained, gradients, strict=True))
-        ]
-        optimizer = [[states[s] for _, states in columns] for s in range(self._rule.num_states)]
-        return loss, TrainingState([parameter for parameter, _ in columns], optimizer, state.fixed)
-
-
-_ESTIMATED = 32
-"""Number of micro-batches for the estimate of running statistics."""
+_NUM_ESTIMATE = 32
+"""Number of micro-batches from which running statistics are estimated."""
 
 
 class JaxTraining:
     """Training of a plan's JAX program with the optimizer of the model file.
 
+    The random numbers of a step depend only on the seed and the step's index.
+
     Raises:
         PlannerError: One JAX program cannot run the model or the plan.
     """
 
-    def __init__(self, balance_path: str | Path, how: JaxArguments) -> None:
+    def __init__(self, balance_path: str | Path, arguments: JaxArguments) -> None:
         self.balance = read_balance(str(balance_path))
-        if how.save:
-            check_writable(how.save)
-        self._seed, self._chip = how.seed, how.compile
-        torch.manual_seed(how.seed)  # before the model file is imported, because the import may build the model
+        if arguments.save:
+            check_writable(arguments.save)
+        self._seed, self._chip = arguments.seed, arguments.compile
+        torch.manual_seed(self._seed)  # before the model file is imported, because the import may build the model
         self.model = load_planned_model(self.balance, Path(balance_path).parent)
-        torch.manual_seed(how.seed)
+        torch.manual_seed(self._seed)
         self._built = built = converted(self.model.build(), self.model.precision)
         layers = self.model.chain(built)
         check_same_model(self.balance, self.model, layers)
-        if how.weights:
-            casts = load_weights(how.weights, built.state_dict(), first_names(built))
+        if arguments.weights:
+            casts = load_weights(arguments.weights, built.state_dict(), first_names(built))
             if casts:
-                print(f"cast on loading {how.weights}: {', '.join(casts)}", flush=True)
-        rule = optimizer_rule(self.model.build_optimizer, list(built.parameters()))
+                print(f"cast on loading {arguments.weights}: {', '.join(casts)}", flush=True)
+        self._rule = optimizer_rule(self.model.build_optimizer, list(built.parameters()))
         devices = (
-            chip_devices(how.compile, self.balance.num_stages)
-            if how.compile
-            else platform_devices(how.device, self.balance.num_stages)
+            chip_devices(self._chip, self.balance.num_stages)
+            if self._chip
+            else platform_devices(arguments.device, self.balance.num_stages)
         )
         self.pipeline = JaxPipeline(self.model, layers, self.balance, devices)
-        self._step = TrainingStep(self.pipeline.program, rule, how.seed)
+        self._jitted = jax.jit(self._updated, donate_argnums=(0,), compiler_options=compiler_options_for(devices[0]))
 
     def begin(self) -> TrainingState:
         """Return the training state before the first step: the model's parameters, and zeros for the optimizer."""
-        return self._step.begin(*self.pipeline.parameters())
+        trained, fixed = self.pipeline.parameters()
+        states = [[jnp.zeros_like(array) for array in trained] for _ in range(self._rule.num_states)]
+        return TrainingState(trained, states, fixed)
 
     def batches(self, steps: int) -> Iterator[Batch]:
         """Yield `steps` mini-batches from the model's `train_batches`; without it, repeat its `example_batch`."""
@@ -154,12 +109,12 @@ class JaxTraining:
         Returns:
             Loss of the mini-batch, and the state after the step.
         """
-        return self._step.run(state, *self.pipeline.split_batch(inputs, targets), number)
+        batch = StageInput(*self.pipeline.split_batch(inputs, targets), jax.random.key(self._seed))
+        loss, state = self._jitted(state, batch, number)
+        return float(loss), state
 
     def save(self, state: TrainingState, path: str) -> None:
-        """Write trained parameters and buffers to a state dict, as safetensors or with `torch.save`.
-
-        The suffix of `path` selects the format.
+        """Write trained parameters and buffers to a state dict: safetensors or `torch.save`, by the suffix of `path`.
 
         Raises:
             FileError: The file cannot be written.
@@ -172,7 +127,7 @@ class JaxTraining:
         estimated = self._estimate_statistics()
         if estimated:
             write_weights(model_state_dict(self._built), path)
-        text = f" (running statistics of {estimated} layers: over {_ESTIMATED} micro-batches)" if estimated else ""
+        text = f" (running statistics of {estimated} layers: over {_NUM_ESTIMATE} micro-batches)" if estimated else ""
         print(f"wrote {path}{text}", flush=True)
 
     def compiled_memory(self) -> CompiledMemory:
@@ -181,7 +136,10 @@ class JaxTraining:
         Raises:
             OutOfMemoryError: The step needs more memory than the chips have.
         """
-        memory = compile_lowered(self._step.lowered(self.pipeline.argument_shapes())).memory_analysis()
+        trained, fixed, batch = self.pipeline.argument_shapes()
+        state = TrainingState(trained, [list(trained) for _ in range(self._rule.num_states)], fixed)
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=batch.key.sharding)
+        memory = compile_lowered(self._jitted.lower(state, batch, number)).memory_analysis()
         # The state is an argument, and a result in the same memory.
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return CompiledMemory(held, memory.temp_size_in_bytes)
@@ -189,13 +147,8 @@ class JaxTraining:
     def print_memory(self, predicted_bytes: int, plan_bytes: int) -> ExitCode:
         """Compile the step for the requested chips. Print its memory, the prediction, and whether the step fits.
 
-        Args:
-            predicted_bytes: Predicted memory of every device.
-            plan_bytes: Memory limit of the plan.
-
-        Returns:
-            `NO` if the program needs more memory than the plan's limit or than the chip has for programs, otherwise
-            `OK`.
+        `predicted_bytes` is the predicted memory of every device, `plan_bytes` the plan's memory limit. The result is
+        `NO` if the step needs more memory than this limit, or than the chip has for programs; otherwise `OK`.
         """
         try:
             needed = self.compiled_memory()
@@ -206,15 +159,25 @@ class JaxTraining:
         print(text, flush=True)
         return code
 
+    def _updated(self, state: TrainingState, batch: StageInput, number: Array) -> tuple[Array, TrainingState]:
+        batch = batch._replace(key=jax.random.fold_in(batch.key, number))
+        loss, gradients = self.pipeline.loss_and_gradients(state.trained, state.fixed, batch)
+        columns = [
+            self._rule.update(parameter, gradient, [column[n] for column in state.optimizer], number + 1)
+            for n, (parameter, gradient) in enumerate(zip(state.trained, gradients, strict=True))
+        ]
+        optimizer = [[states[s] for _, states in columns] for s in range(self._rule.num_states)]
+        return loss, TrainingState([parameter for parameter, _ in columns], optimizer, state.fixed)
+
     def _estimate_statistics(self) -> int:
         layers = trained_batch_norms(self._built)
         if not layers:
             return 0
-        steps = -(-_ESTIMATED // self.balance.micro_batches)
+        steps = -(-_NUM_ESTIMATE // self.balance.micro_batches)
         pieces = (micro_batches_of(batch.inputs, self.balance.micro_batches) for batch in self.batches(steps))
         statistics = BatchStatistics(self._built.named_modules())
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            for inputs in islice(chain.from_iterable(pieces), _ESTIMATED):
+            for inputs in islice(chain.from_iterable(pieces), _NUM_ESTIMATE):
                 args, named = arguments_of(inputs)
                 with statistics.collecting():
                     self._built(*args, **named)

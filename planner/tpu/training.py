@@ -1,7 +1,7 @@
 """Command line, training context and memory report of every emitted `train_jax.py`.
 
-This module does not import jax, because a script that only compiles for absent TPUs must set options of jax before the
-import.
+This module does not import jax at the top: a script that compiles for a TPU that is not attached must set options of
+jax before the import.
 """
 
 import argparse
@@ -108,14 +108,10 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
 
 @contextmanager
 def jax_training(balance_path: str | Path, options: JaxArguments) -> "Iterator[JaxTraining]":
-    """Provide the training of a plan as one JAX program, for the body of a `with` statement.
+    """Provide the training of the plan in `balance_path` as one JAX program, for the body of a `with` statement.
 
     A `PlannerError` ends the process with its message and exit code 2. This happens if the model or the plan cannot run
-    as one JAX program, or the extra `tpu` is not installed.
-
-    Args:
-        balance_path: Path of the balance configuration that `gpipe-plan emit --format jax` writes.
-        options: Command-line arguments of the script.
+    as one JAX program, or the extra `tpu` is not installed. `options` is the result of `jax_arguments`.
     """
     try:
         check_installed("tpu")
