@@ -32,21 +32,21 @@ ALWAYS: Final = -1
 """Index in place of a part's index, for memory that exists during the whole step."""
 
 _MOST_AT_ONCE: Final = 1 << 14
-"""Number of stages whose memory is computed together, which limits temporary memory."""
+"""Largest number of stages whose memory is computed at the same time, which limits temporary memory."""
 
 Components = Mapping[tuple[int, int], FloatArray]
 """Bytes of stages by part (an index into `PARTS`, or `ALWAYS`) and component (an index into `ITEMS`)."""
 
 
 class _Block(NamedTuple):
-    """Some rows of a table, whose stages are computed together."""
+    """Rows of a table whose stages are computed at the same time."""
 
     rows: IntArray
     """Indices of the rows."""
     stages: StageTable
-    """All stages between some first layers and some last layers; more than the rows."""
+    """Stages for all pairs of several first layers and several last layers, which include those of the rows."""
     places: tuple[IntArray, IntArray]
-    """Position of each row's stage in `stages`."""
+    """Indices of each row's stage in `stages`: first layer, last layer."""
     received: FloatArray
     """Bytes that the stage of each row receives as input."""
 
@@ -161,8 +161,9 @@ def add_time_columns(
 
     Returns:
         Indices of columns by the name that the page uses. `durations` and `again` (recomputation) have two columns for
-            each of `CHOICES` and each kind of action: for the last micro-batch, and for all others. `optimizer` is the
-            optimizer step, `summed` the all-reduce over replicas, `hides` the result of `optimizer_slack_us`.
+            each of `CHOICES` and each kind of action: for all micro-batches except the last, and for the last one.
+            `optimizer` is the optimizer step, `summed` the all-reduce over replicas, `hides` the result of
+            `optimizer_slack_us`.
     """
     sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
     durations, again = [], []

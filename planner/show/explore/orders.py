@@ -32,7 +32,7 @@ EncodedOrder = tuple[str] | tuple[str, list[int]]
 
 
 def _character(number: int) -> str:
-    """Return the character that encodes a row of the table.
+    """Return the character that encodes the row `number` of the table.
 
     It is a printable ASCII character except quotes, `<` and backslash, or a character from U+00A1 on.
     """

@@ -67,7 +67,7 @@ def scroll_box(content: str, label: str) -> str:
 
 
 def definition_list(items: Iterable[tuple[str, str]]) -> str:
-    """Return a list of names with texts. Names with empty texts are left out."""
+    """Return a list of names with texts, without names whose text is empty."""
     return element(
         "dl", *(element("div", element("dt", escape_text(k)), element("dd", escape_text(v))) for k, v in items if v)
     )

@@ -3,9 +3,9 @@
 from planner.core.values.links import Links
 from planner.core.values.printable import printable
 from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
-from planner.show.terminal.grids import TextColumn, rich_table
 from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.style import Style
+from planner.show.terminal.tables import TextColumn, rich_table
 from planner.show.views.numbers import NOTHING
 
 _NUMBERS = ("latency", "bandwidth", "largest message", "")

@@ -13,11 +13,11 @@ from planner.core.values.printable import printable
 from planner.core.values.units import format_bytes, format_us, pluralize
 from planner.show.step import StepTimeline
 from planner.show.terminal.frontier import frontier_parts, schedules_parts
-from planner.show.terminal.grids import facts_table
 from planner.show.terminal.memory import memory_over_time_parts, memory_parts
 from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.stages import recomputed_layers, stages_table
 from planner.show.terminal.style import Style
+from planner.show.terminal.tables import facts_table
 from planner.show.terminal.timeline import timeline_parts
 from planner.show.views.certainty import accuracy_words, fit_words, peak_words
 from planner.show.views.cluster import throughput_words, training_words

@@ -1,11 +1,9 @@
-"""Comparison of plans, with bars of samples per second, and sweeps over cluster sizes, as text."""
-
-from collections.abc import Sequence
+"""Comparisons of plans, and sweeps over cluster sizes, as text."""
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.judge.difference import ComparedPlan, Comparison, Difference
+from planner.core.judge.difference import Comparison, Difference
 from planner.core.values.printable import printable
 from planner.core.values.sweep import Sweep
 from planner.core.values.units import exact_bytes_option
@@ -15,36 +13,17 @@ from planner.show.terminal.tables import fit_columns, terminal_table
 from planner.show.views.comparison import best_cluster_lines, comparison_table, difference_table, sweep_table
 from planner.show.views.numbers import NOTHING, rate_text
 
-_LONGEST_BAR = 40
-
 
 def plan_comparison_text(comparison: Comparison, style: Style) -> str:
-    """Return a table of plans and a chart of samples per second.
-
-    For two plans, the differences of their stages follow.
-    """
-    shown = terminal_table(fit_columns(comparison_table(comparison), style))
-    parts: list[RenderableType] = [shown, BLANK, *_chart(comparison.plans, style)]
-    notes = [row.path for row in comparison.plans if not row.recomputed]
-    if notes:
-        said = f"numbers are as stored, because the profile is missing: {', '.join(notes)}"
-        parts += [BLANK, Text(printable(said))]
+    """Return a table of plans. For two plans, the differences of their stages follow."""
+    parts: list[RenderableType] = [terminal_table(fit_columns(comparison_table(comparison), style))]
+    stored = [row.path for row in comparison.plans if not row.recomputed]
+    if stored:
+        note = f"numbers are as stored, because the profile is missing: {', '.join(stored)}"
+        parts += [BLANK, Text(printable(note))]
     if comparison.difference is not None:
         parts += [BLANK, *difference_parts(comparison.difference, style)]
     return render(style, *parts)
-
-
-def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
-    most = max(row.plan.predicted.samples_per_s for row in plans) or 1.0
-    labels = [printable(row.path) for row in plans]
-    width = max(map(len, labels))
-    room = min(_LONGEST_BAR, max(8, style.columns - width - 14))
-    lines = [heading("samples per second")]
-    for label, row in zip(labels, plans, strict=True):
-        per_s = row.plan.predicted.samples_per_s
-        bar = "█" * max(1, round(per_s / most * room))
-        lines.append(Text(f"{label:<{width}}  {bar:<{room}}  {rate_text(per_s)}"))
-    return list(lines)
 
 
 def difference_parts(difference: Difference, style: Style) -> list[RenderableType]:

@@ -12,9 +12,9 @@ from planner.core.cost.width import tensor_parallel_widths
 from planner.core.values.printable import printable
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.core.values.units import format_bytes, pluralize
-from planner.show.terminal.grids import TextColumn, rich_table
 from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.style import Style
+from planner.show.terminal.tables import TextColumn, rich_table
 from planner.show.views.numbers import NOTHING, TimeScale, format_count, layer_range, percent
 
 _WIDE = 84

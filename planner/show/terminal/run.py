@@ -17,10 +17,9 @@ from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
-from planner.show.terminal.grids import TextColumn, rich_table
 from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.style import Style
-from planner.show.terminal.tables import terminal_table
+from planner.show.terminal.tables import TextColumn, rich_table, terminal_table
 from planner.show.views.measured import (
     HEADERS,
     OF_DEVICES,
@@ -99,14 +98,14 @@ def _steps(report: RunReport, style: Style) -> Text:
         if len(report.step_us) > len(steps)
         else "with warm-up"
     )
-    said = [
+    words = [
         f"step {scale.text(median(steps))} {scale.unit}, median of {pluralize(len(steps), 'step')} {warm_up};",
         spread,
     ]
     speeds = report.samples_per_s[-len(steps) :]
     if speeds:
-        said.append(f"({rate_text(median(speeds))} samples/s)")
-    return wrap_items(said, style, gap=" ")
+        words.append(f"({rate_text(median(speeds))} samples/s)")
+    return wrap_items(words, style, gap=" ")
 
 
 def _measured(report: RunReport, style: Style) -> list[RenderableType]:
@@ -163,7 +162,7 @@ def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
 
 
 def verification_text(verification: Verification, style: Style) -> str:
-    """Return the result of `verify`: a table with a verdict per figure, notes and calibration."""
+    """Return the result of `verify`: a table of figures with a verdict for each, notes, and the calibration."""
     rows: list[_Row | None] = []
     for _, group in groupby(verification.compared, key=lambda row: row.what):
         # There is a gap before each quantity, except before the row after the step time, which is the bubble.

@@ -1,13 +1,14 @@
 """Tables for the terminal: times of one kind share a unit, and only columns that fit are shown."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from rich.box import SIMPLE
 from rich.cells import cell_len
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from planner.core.values.printable import printable
-from planner.show.terminal import grids
 from planner.show.terminal.style import Style
 from planner.show.views.table import Column, Table
 
@@ -20,13 +21,13 @@ def terminal_table(view: Table, marks: Mapping[str, tuple[str, str]] | None = No
 
     `marks` has, by column name, the suffix and the color of marked values.
     """
-    columns = [grids.TextColumn(header=_header(column, view), number=column.unit != "text") for column in view.columns]
+    columns = [TextColumn(header=_header(column, view), number=column.unit != "text") for column in view.columns]
     rows = list(zip(*(_cells(column, view, marks) for column in view.columns), strict=True))
     lines: list[tuple[Text, ...] | None] = []
     for number, row in enumerate(rows):
         lines += [None] if view.group and number and number % view.group == 0 else []
         lines.append(row)
-    return grids.rich_table(columns, lines)
+    return rich_table(columns, lines)
 
 
 def fit_columns(view: Table, style: Style) -> Table:
@@ -59,3 +60,53 @@ def _cells(column: Column, view: Table, marks: Mapping[str, tuple[str, str]] | N
         Text(f"{printable(text)}{mark}", style=look) if row in column.marked else Text(f"{printable(text)}{space}")
         for row, text in enumerate(texts)
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextColumn:
+    """Column of a table in the terminal."""
+
+    header: str
+    footer: str = ""
+    number: bool = True
+    """True for numbers, which are right-aligned and never broken. Other columns are left-aligned, and long cells are
+    broken."""
+
+
+def facts_table(rows: Sequence[tuple[str, str | Text]], style: Style) -> RichTable:
+    """Return a table without lines. Each row has a name on the left and a text on the right."""
+    drawn = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+    names = max(cell_len(name) for name, _ in rows)
+    drawn.add_column(no_wrap=True)
+    drawn.add_column(overflow="fold", max_width=style.columns - names - GAP)
+    for name, said in rows:
+        drawn.add_row(Text(name), Text(said) if isinstance(said, str) else said)
+    return drawn
+
+
+def rich_table(columns: Sequence[TextColumn], rows: Iterable[Sequence[str | Text] | None]) -> RichTable:
+    """Return a table with a line below its header, and one above its footer. A row None is a gap between rows."""
+    drawn = RichTable(
+        box=SIMPLE,
+        show_edge=False,
+        show_footer=any(column.footer for column in columns),
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="bold",
+        footer_style="bold",
+    )
+    for column in columns:
+        drawn.add_column(
+            Text(column.header),
+            Text(column.footer),
+            justify="right" if column.number else "left",
+            vertical="top",
+            no_wrap=column.number,
+            overflow="fold",
+        )
+    for row in rows:
+        if row is None:
+            drawn.add_section()
+        else:
+            drawn.add_row(*(Text(item) if isinstance(item, str) else item for item in row))
+    return drawn

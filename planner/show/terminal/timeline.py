@@ -99,8 +99,8 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
         return [heading("timeline"), "nothing takes any time"]
     chunks = max(event.stage for event in computing) // num_devices + 1
     # With one stage per device, rows have the stages' names, as in tables.
-    called = row_noun(chunks)
-    margin = len(f"{called} {num_devices - 1} ")
+    noun = row_noun(chunks)
+    margin = len(f"{noun} {num_devices - 1} ")
     scale = AxisScale(total_us=total_us, columns=style.columns - margin - BUBBLE_COLUMNS)
     title = heading("timeline of one step").append(f", {format_us(total_us)} up to the last backward", "not bold")
     # If steps overlap, the picture's idle share is not the plan's bubble, which is relative to the time between steps.
@@ -110,7 +110,7 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
         title.append(", which overlaps with the next step", "not bold")
     devices = [boxes_of(computing, device, scale, num_devices) for device in range(num_devices)]
     rows = [
-        Text(f"{called} {device}".ljust(margin)).append_text(_row(boxes, scale, _bubble(computing, device)))
+        Text(f"{noun} {device}".ljust(margin)).append_text(_row(boxes, scale, _bubble(computing, device)))
         for device, boxes in enumerate(devices)
     ]
     legend = _legend(style, idle=idle, boxes=list(chain(*devices)), chunks=chunks)
@@ -118,7 +118,7 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
 
 
 def boxes_of(events: Sequence[Event], device: int, scale: AxisScale, num_devices: int) -> list[TimelineBox]:
-    """Return the boxes of a device from left to right, without overlaps.
+    """Return the boxes of a device's actions in the timeline, from left to right, without overlaps.
 
     Args:
         events: Simulated events of the step.

@@ -45,10 +45,10 @@ def difference_table(change: Difference) -> Table:
         column("label", "", attrgetter("label")),
         column("bytes_before", "memory\nbefore", attrgetter("bytes_before"), "bytes", drop=2),
         column("bytes", "memory\nnow", attrgetter("bytes"), "bytes"),
-        column("more_bytes", "difference", lambda row: _more_bytes(row.bytes_before, row.bytes), "bytes"),
+        column("more_bytes", "difference", _more_bytes, "bytes"),
         column("us_before", "time\nbefore", attrgetter("us_before"), "us", drop=1),
         column("us", "time\nnow", attrgetter("us"), "us"),
-        column("more_us", "difference", lambda row: _more_us(row.us_before, row.us), "percent"),
+        column("more_us", "difference", _more_us, "percent"),
     )
 
 
@@ -69,17 +69,18 @@ def _against(row: ComparedPlan, first: ComparedPlan) -> str:
     return faster if row.fits else f"{faster} OVER".strip()
 
 
-def _more_bytes(before: int | None, now: int | None) -> str:
-    if before is None or now is None:
+def _more_bytes(row: _Change) -> str:
+    if row.bytes_before is None or row.bytes is None:
         return NOTHING
-    return f"{'+' if now >= before else '-'}{format_bytes(abs(now - before))}"
+    return f"{'+' if row.bytes >= row.bytes_before else '-'}{format_bytes(abs(row.bytes - row.bytes_before))}"
 
 
-def _more_us(before: float | None, now: float | None) -> str:
-    return NOTHING if before is None or now is None else percent_difference(before, now)
+def _more_us(row: _Change) -> str:
+    return NOTHING if row.us_before is None or row.us is None else percent_difference(row.us_before, row.us)
 
 
-_NONE = {"none": "does not fit", "unknown": "none found"}
+_WITHOUT_PLAN = {"none": "does not fit", "unknown": "none found"}
+"""Notes on clusters without a plan, by `SweepCell.status`."""
 
 
 def sweep_table(sweep: Sweep) -> Table:
@@ -144,7 +145,7 @@ def _shape(plan: Plan) -> str:
 def _notes(cell: SweepCell) -> str:
     plan = cell.plan
     if plan is None:
-        return _NONE[cell.status]
+        return _WITHOUT_PLAN[cell.status]
     used = plan.num_gpus
     notes = [f"{cell.devices - used} unused"] if used < cell.devices else []
     if cell.status == "feasible":

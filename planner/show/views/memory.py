@@ -39,9 +39,9 @@ class DeviceMemory:
 
 def device_memory(devices: Sequence[Sequence[Stage]]) -> tuple[DeviceMemory, ...]:
     """Return the memory that every device needs: the sum over its stages."""
-    called = row_noun(len(devices[0]))
+    noun = row_noun(len(devices[0]))
     return tuple(
-        DeviceMemory(label=f"{called} {device}", memory=_sum(chunks), limit_bytes=chunks[0].memory_bytes)
+        DeviceMemory(label=f"{noun} {device}", memory=_sum(chunks), limit_bytes=chunks[0].memory_bytes)
         for device, chunks in enumerate(devices)
     )
 
