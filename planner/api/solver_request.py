@@ -145,6 +145,7 @@ def _memory_limits(mem: Sizes | None, devices: int, profile: Profile) -> tuple[i
 
 
 def _devices(numbers: Numbers | None, nodes: str | None) -> tuple[int, int]:
+    """Return the number of devices, and the number of devices per node; 0 if all are in one node."""
     devices = None if numbers is None else texts.parse_device_count(numbers)
     if nodes is None:
         if devices is None:

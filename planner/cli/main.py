@@ -145,15 +145,8 @@ def _code_after(console: Console, error: PlannerError, code: int, *, debug: bool
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    cause: BaseException | None = error
-    for _ in range(_LONGEST_CHAIN):
-        if cause is None or isinstance(cause, KeyboardInterrupt):
-            break
-        cause = cause.__cause__ or cause.__context__
-    return isinstance(cause, KeyboardInterrupt)
-
-
-_LONGEST_CHAIN = 50
+    cause = error.__cause__ or error.__context__
+    return isinstance(error, KeyboardInterrupt) or (cause is not None and _is_interrupt(cause))
 
 
 def _explained(error: Exception) -> PlannerError:

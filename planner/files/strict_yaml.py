@@ -1,4 +1,4 @@
-"""Parse strict YAML: scalars as in JSON, no tags, no duplicate keys, and the line of every key.
+"""Parse strict YAML: scalars as in JSON, no tags, no aliases, no duplicate keys, and the line of every key.
 
 PyYAML's own reader takes `1e9` for a string, `no` for false and `12:30:00` for 45000. It also accepts duplicate keys.
 """
@@ -30,8 +30,7 @@ MAX_DEPTH = 32
 """Largest nesting depth of lists and mappings of a YAML file; our own files need eight."""
 
 MAX_VALUES = 2**23
-"""Largest number of values of a YAML file, with aliases expanded; a profile of ten thousand layers has three million.
-"""
+"""Largest number of values of a YAML file; a profile of ten thousand layers has three million."""
 
 
 class Document:
@@ -110,8 +109,6 @@ class _Reader:
 
     def __init__(self, text: str, *, notes_lines: bool) -> None:
         self._events = yaml.parse(text, Loader=yaml.CBaseLoader)
-        self._anchored: dict[str, tuple[Any, int]] = {}
-        """Finished values that have an anchor, and the number of values in them."""
         self._path: list[Key] = []
         self._num_values = 0
         self._notes_lines = notes_lines
@@ -132,38 +129,20 @@ class _Reader:
     def _value(self, event: Any) -> Any:
         if self._notes_lines:
             self.lines[tuple(self._path)] = _line_of(event)
-        before = self._num_values
-        self._count(1, event)
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise _RefusedError(f"has more than {MAX_VALUES} values", event, _WRITE_AGAIN)
+        if len(self._path) > MAX_DEPTH:
+            raise _RefusedError(f"is nested more than {MAX_DEPTH} levels deep", event, _WRITE_AGAIN)
         if isinstance(event, yaml.AliasEvent):
-            return self._anchored_value(event)
+            problem = f"`{self._dotted()}`: the alias `*{str(event.anchor)[:40]}` is not supported"
+            raise _RefusedError(problem, event, "write the value itself")
         if event.tag:
             problem = f"`{self._dotted()}`: the tag {event.tag[:60]} is not supported"
             raise _RefusedError(problem, event, "remove it")
         if isinstance(event, yaml.ScalarEvent):
-            value = self._scalar(event)
-        elif isinstance(event, yaml.SequenceStartEvent):
-            value = self._sequence()
-        else:
-            value = self._mapping()
-        if event.anchor:
-            if event.anchor in self._anchored:
-                raise _RefusedError("is not YAML: an anchor is defined twice", event)
-            self._anchored[event.anchor] = value, self._num_values - before
-        return value
-
-    def _count(self, number: int, event: yaml.Event) -> None:
-        self._num_values += number
-        if self._num_values > MAX_VALUES:
-            raise _RefusedError(f"has more than {MAX_VALUES} values, including those of aliases", event, _WRITE_AGAIN)
-        if len(self._path) > MAX_DEPTH:
-            raise _RefusedError(f"is nested more than {MAX_DEPTH} levels deep", event, _WRITE_AGAIN)
-
-    def _anchored_value(self, event: yaml.AliasEvent) -> Any:
-        if event.anchor not in self._anchored:
-            raise _RefusedError(f"is not YAML: the alias `*{str(event.anchor)[:40]}` has no value before it", event)
-        value, count = self._anchored[event.anchor]
-        self._count(count, event)
-        return value
+            return self._scalar(event)
+        return self._sequence() if isinstance(event, yaml.SequenceStartEvent) else self._mapping()
 
     def _sequence(self) -> list[Any]:
         items: list[Any] = []
@@ -192,12 +171,8 @@ class _Reader:
         return content
 
     def _key(self, event: yaml.Event) -> str:
-        if isinstance(event, yaml.AliasEvent):
-            return str(self._anchored_value(event))
         if not isinstance(event, yaml.ScalarEvent):
-            raise _RefusedError("is not YAML: a key is a list or a mapping", event)
-        if event.anchor:
-            self._anchored[event.anchor] = event.value, 1
+            raise _RefusedError("a key is not a text", event)
         return str(event.value)
 
     def _scalar(self, event: yaml.ScalarEvent) -> Any:
