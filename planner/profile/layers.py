@@ -7,6 +7,7 @@ from planner.core.cost.costs import saved_bytes
 from planner.core.values.profile import LayerProfile, MemoryDetail, TiedGroup
 from planner.model.chain import Layer, shared_parameters, tied_parameters
 from planner.model.state import batch_norm_statistics_bytes
+from planner.profile.memory import view_gradients
 from planner.profile.optimizer import OptimizerCost
 from planner.profile.records import LayerRecords
 from planner.profile.task import ProfilingTask
@@ -53,14 +54,21 @@ def layer_profiles(task: ProfilingTask, costs: MeasuredCosts) -> tuple[LayerProf
     records, chain = costs.records, task.chain
     saved = [saved_bytes([records.memory[unit.digest, size] for unit in records.units]) for size in records.sizes]
     tied = tied_parameters(chain.layers)
+    views = _view_gradients(chain.layers, records, tied)
     return tuple(
-        _layer_profile(task, n, costs, saved=tuple(of_size[n] for of_size in saved), tied=tied)
+        _layer_profile(task, n, costs, saved=tuple(of_size[n] for of_size in saved), tied=tied, views=views)
         for n in range(len(chain.layers))
     )
 
 
 def _layer_profile(
-    task: ProfilingTask, n: int, costs: MeasuredCosts, *, saved: tuple[int, ...], tied: Mapping[str, tuple[str, ...]]
+    task: ProfilingTask,
+    n: int,
+    costs: MeasuredCosts,
+    *,
+    saved: tuple[int, ...],
+    tied: Mapping[str, tuple[str, ...]],
+    views: Mapping[str, Collection[str]],
 ) -> LayerProfile:
     layer, digest, sizes = task.chain.layers[n], costs.records.units[n].digest, costs.records.sizes
     times = [costs.times[digest, size] for size in sizes]
@@ -86,6 +94,7 @@ def _layer_profile(
         tied=sharers,
         tied_bytes=tied_bytes,
         tied_groups=_tied_groups(task.chain.layers, n, tied_bytes),
+        tied_view_bytes=_tied_view_bytes(layer, tied, costs.records.names_in(n, views.get(digest, ()))),
         optimizer_us=round(optimizer.step_us, 1),
         optimizer_peak_bytes=optimizer.peak_bytes,
         optimizer_boundary_peak_bytes=costs.optimizer_boundary_peaks[n],
@@ -121,6 +130,23 @@ def _tied_groups(layers: Sequence[Layer], n: int, tied_bytes: int) -> tuple[Tied
     if len(sizes) == 1 and tied_bytes in sizes.values():
         return ()
     return tuple(TiedGroup(layers=earlier, bytes=size) for earlier, size in sizes.items())
+
+
+def _view_gradients(
+    layers: Sequence[Layer], records: LayerRecords, tied: Mapping[str, tuple[str, ...]]
+) -> dict[str, frozenset[str]]:
+    """Return the names of parameters whose gradient is a view, by digest, for layers that share parameters."""
+    shares = {unit.digest for unit, layer in zip(records.units, layers, strict=True) if _ties(layer, tied)[1]}
+    return {
+        digest: view_gradients(unit, records.inputs[digest, records.sizes[0]])
+        for digest, unit in records.distinct.items()
+        if digest in shares
+    }
+
+
+def _tied_view_bytes(layer: Layer, tied: Mapping[str, tuple[str, ...]], views: Collection[str]) -> int:
+    pairs = zip(layer.parameters_by_name(), layer.module.named_parameters(), strict=True)
+    return max((parameter.nbytes for full, (name, parameter) in pairs if full in tied and name in views), default=0)
 
 
 def _created_bytes(detail: MemoryDetail) -> int:

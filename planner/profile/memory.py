@@ -13,6 +13,7 @@ stage.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,6 +104,30 @@ def backward_root(outputs: Sequence[Any]) -> Tensor | None:
         return None
     started: Tensor = _GradientSource.apply(*carrying)  # type: ignore[no-untyped-call]
     return started
+
+
+def view_gradients(unit: LayerToMeasure, received: MeasurementInput) -> frozenset[str]:
+    """Return the names of parameters whose gradient is a view of another tensor, as that of a linear layer's weight.
+
+    Args:
+        unit: Layer to run.
+        received: Input of the layer.
+    """
+    names: set[str] = set()
+
+    def note(name: str, gradient: Tensor) -> None:
+        # Autograd adds in place only to a gradient that nothing else refers to, and a view refers to its base.
+        if gradient._is_view():
+            names.add(name)
+
+    hooks = [p.register_hook(partial(note, name)) for name, p in unit.module.named_parameters() if p.requires_grad]
+    started = backward_root(unit.run(received.non_leaf_copies(), received))
+    if started is not None:
+        started.backward()
+    for hook in hooks:
+        hook.remove()
+    unit.module.zero_grad()
+    return frozenset(names)
 
 
 class _GradientSource(torch.autograd.Function):

@@ -60,6 +60,7 @@ def full_layer(n: int) -> LayerProfile:
         rewritten_bytes=4,
         tied=("head.weight", "1e9"),
         tied_bytes=100,
+        tied_view_bytes=90,
         tied_groups=(TiedGroup(layers=("h.0",), bytes=60),) if n else (),
         optimizer_us=3.5,
         optimizer_peak_bytes=64,

@@ -39,6 +39,8 @@ class TiedParameters:
     gradient_bytes: float
     optimizer_bytes: float
     cast_bytes: float = 0.0
+    sum_bytes: float = 0.0
+    """Largest new tensor in which autograd adds the gradient of `first` to that of `second`; 0 if it adds in place."""
     these_alone: bool = True
     """True if a device with both layers stores the bytes once, even if it does not run the layers between them."""
     earlier: tuple[int, ...] = ()

@@ -5,6 +5,10 @@ micro-batches. So a second gradient exists from the backward of the last layer t
 of the first such layer. In the backward of the first micro-batch, the sum becomes the gradient itself, which exists
 once and not once per layer.
 
+Autograd adds the second gradient to the first one in place, unless the first one is a view of another tensor, as that
+of a linear layer's weight is. Then the sum is a new tensor, and three tensors exist while the second of these layers
+runs its backward. The sum is no view, so further gradients are added to it in place.
+
 The gradients that the last such layer has created wait while its own backward still runs. They raise the peak of this
 backward. The increase is estimated from the first backward, after which all gradients of the layer stay in memory: the
 difference between its peak and the peak of a later backward, times the share of shared parameters in the layer's
@@ -58,8 +62,9 @@ def waiting_gradients(
             between = 1.0 * ((layers >= tie.first) & (layers < tie.second))
             count = twice if backward == "first" else between
             waiting = waiting + np.outer(count, ends >= tie.second) * np.rint(tie.gradient_bytes)
+            is_last_use = (ends >= tie.second) & (ends < _next_use(costs, tie.second))
+            waiting = waiting + np.outer(layers == tie.first, is_last_use) * np.rint(tie.sum_bytes)
             if backward == "later":
-                is_last_use = (ends >= tie.second) & (ends < _next_use(costs, tie.second))
                 share = tie.gradient_bytes / max(1.0, costs.gradients[tie.second])
                 own = np.rint(staying[tie.second] * min(1.0, share))
                 waiting = waiting + np.outer(layers == tie.second, is_last_use) * own

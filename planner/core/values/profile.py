@@ -264,6 +264,11 @@ class LayerProfile:
     """Part of `parameter_bytes` that other layers share."""
     tied_groups: tuple[TiedGroup, ...] = ()
     """Shared parameters, grouped by the earlier layers that share them; empty if there is only one group."""
+    tied_view_bytes: int = field(default=0, metadata=LEFT_OUT)
+    """Largest gradient of a shared parameter that is a view, such as that of a linear layer's weight.
+
+    Autograd adds the gradient of an earlier layer to it out of place, in a new tensor.
+    """
     optimizer_us: float = 0.0
     """Time of the optimizer's step over this layer's parameters, once per mini-batch."""
     optimizer_peak_bytes: int = 0

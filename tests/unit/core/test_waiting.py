@@ -34,6 +34,17 @@ def test_shared_gradient_waits_from_its_last_use_to_its_first() -> None:
     assert waiting_gradients_in_stage(costs, "first", 0, 6).tolist() == [-100, -100, 0, 0, 0, 0]
 
 
+def test_sum_of_shared_gradients_may_be_a_new_tensor() -> None:
+    """It exists with both gradients in the first use's backward. A third gradient is then added to it in place."""
+    ties = [
+        TiedParameters(first=a, second=b, parameter_bytes=100.0, gradient_bytes=100.0, optimizer_bytes=0.0, sum_bytes=s)
+        for a, b, s in ((0, 2, 0.0), (2, 4, 100.0))
+    ]
+    costs = replace(costs_of(), ties=tuple(ties))
+    assert waiting_gradients_in_stage(costs, "later", 0, 6).tolist() == [100, 100, 200, 100, 90, 0]
+    assert waiting_gradients_in_stage(costs, "first", 0, 6).tolist() == [-100, -100, 100, 0, 0, 0]
+
+
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (3, 6), (4, 6)])
 def test_stage_with_one_use_has_no_waiting_gradients(first: int, end: int) -> None:
     costs = costs_of()

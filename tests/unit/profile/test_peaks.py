@@ -24,6 +24,9 @@ MANY = {"micro_batches": (4,)}
         *(("pruned in a row", {**MANY, "schedule": schedule}, 3 * 2) for schedule in ("gpipe", "1f1b")),
         # Layers used twice: in one stage their gradients wait for each other, in several they are summed over ranks.
         *(("towers", {"stages": stages}, stages * 4) for stages in (1, 3)),
+        # Autograd adds the gradient of an embedding to that of a linear layer in a new tensor. Both are in one stage.
+        *((kind, {"stages": n}, n * 4) for kind in ("shared table", "shared table, two lookups") for n in (1, 2)),
+        ("shared table", {**MANY, "stages": 2, "schedule": "zb-h1"}, 2 * 2),
     ],
 )
 def test_predicted_peaks_of_all_stages_are_within_the_promise(kind, options, count, tmp_path):

@@ -365,6 +365,7 @@ def test_buffers_and_tied_bytes_are_recorded() -> None:
     assert (layers[3].tied, layers[3].tied_bytes) == (("0.weight",), 4 * 50 * 8)
     assert layers[1].tied == ()
     assert layers[3].tied_groups == ()  # all of it with one layer
+    assert [layer.tied_view_bytes for layer in layers] == [0, 0, 0, 4 * 50 * 8]
 
 
 def test_tied_bytes_are_grouped_by_the_other_layers() -> None:

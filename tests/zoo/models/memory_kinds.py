@@ -1,6 +1,7 @@
 """Small models of kinds whose memory was once predicted wrong."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -288,6 +289,30 @@ class Unused(nn.Module):
         return value
 
 
+class SharedTable(nn.Module):
+    """An embedding, used once or twice, and a linear layer with the same matrix; half of the layers follow later."""
+
+    def __init__(self, uses: int) -> None:
+        super().__init__()
+        self.uses = uses
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(WIDTH, WORDS, bias=False)
+        self.linear.weight = self.words.weight
+        self.narrow = nn.Linear(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(uses + 2))
+
+    def forward(self, words: Tensor) -> Tensor:
+        value = self.words(words)
+        value = torch.tanh(self.block(value))
+        if self.uses == 2:
+            value = value + self.words(words)
+        value = self.narrow(self.linear(value))
+        for block in self.blocks:
+            value = torch.tanh(block(value))
+        return value
+
+
 class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -308,6 +333,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "residual": Residual,
     "mixture": Mixture,
     "tiny": Tiny,
+    "shared table": partial(SharedTable, 1),
+    "shared table, two lookups": partial(SharedTable, 2),
     "repeated": Repeated,
     "compared": Compared,
     "unused": Unused,
