@@ -18,11 +18,11 @@ from typing import Any
 from planner.model.attributes import AttributeChange
 from planner.model.recording import END, CarriedState, Recording
 
-Key = tuple[str, tuple[Any, ...]]
+AttributeKey = tuple[str, tuple[Any, ...]]
 """Path of a module, and the keys from its attributes to a value."""
 
 
-def attribute_key(change: AttributeChange) -> Key:
+def attribute_key(change: AttributeChange) -> AttributeKey:
     """Return a key that identifies the changed attribute."""
     return change.path, change.keys
 
@@ -64,9 +64,9 @@ class SecondForward:
     """Recording of a model's second forward. It shows which attributes that the first forward set are read again."""
 
     recording: Recording
-    storages: Mapping[Key, frozenset[int]]
+    storages: Mapping[AttributeKey, frozenset[int]]
     """Storages, in the second recording, of the tensors that the first forward left in each attribute."""
-    fixed: frozenset[Key]
+    fixed: frozenset[AttributeKey]
     """Attributes whose tensors every stage can compute itself, such as cached tables."""
 
 
@@ -96,7 +96,7 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
     return found
 
 
-def reused_tables(first: Recording, second: SecondForward) -> dict[Key, int]:
+def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey, int]:
     """Return attributes with tables that the first forward caches and the second reuses, and numbers that control this.
 
     Each attribute is mapped to the time, in the first forward, at which the call that sets it ends.
@@ -117,6 +117,6 @@ def reason_against_cut(states: Iterable[CarriedState], cut: int) -> str:
     return ""
 
 
-def _innermost(recording: Recording, key: Key) -> list[int]:
+def _innermost(recording: Recording, key: AttributeKey) -> list[int]:
     setting = {call.number for call in recording.calls if key in map(attribute_key, call.changes)}
     return [number for number in setting if setting.isdisjoint(recording.calls[number].children)]

@@ -27,7 +27,7 @@ from torch import nn
 
 from planner.core.values.profile import Granularity
 from planner.model.carried_state import reason_against_cut
-from planner.model.recording import END, Call, FunctionResult, Operator, Recording
+from planner.model.recording import END, FunctionResult, ModuleCall, RecordedOperator, Recording
 from planner.model.regions import Region
 from planner.model.repeated_code import RepeatedCode
 from planner.model.sent_results import SentResultFinder
@@ -225,17 +225,17 @@ class PossibleCuts:
         unread = self.recording.unread
         return sorted(unread.union(*(nx.ancestors(self.recording.flow, version) for version in unread)))
 
-    def _is_member(self, call: Call) -> bool:
+    def _is_member(self, call: ModuleCall) -> bool:
         container, _, name = call.path.rpartition(".")
         holder = self._modules[container] if name else None
         return isinstance(holder, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
-    def _below(self, call: Call) -> Iterator[int]:
+    def _below(self, call: ModuleCall) -> Iterator[int]:
         for child in call.children:
             yield child
             yield from self._below(self.recording.calls[child])
 
-    def _possible(self, calls: Sequence[Call], problems: list[str]) -> list[int]:
+    def _possible(self, calls: Sequence[ModuleCall], problems: list[str]) -> list[int]:
         possible = []
         for call in filter(self._is_tried, calls):
             cut = self._cut_after(call)
@@ -246,7 +246,7 @@ class PossibleCuts:
                 problems.append(f'after "{call.path}": {problem}')
         return sorted(set(possible))
 
-    def _cut_after(self, call: Call) -> int:
+    def _cut_after(self, call: ModuleCall) -> int:
         if call.number not in self._cut_after_call:
             parent = self.recording.calls[call.parent]
             gap = parent.children.index(call.number) + 1
@@ -266,11 +266,11 @@ class PossibleCuts:
             operator.random and result.exit < operator.time < next_enter for operator in self.recording.operators
         )
 
-    def _is_tried(self, call: Call) -> bool:
+    def _is_tried(self, call: ModuleCall) -> bool:
         # After the last operator that reads a parameter there would be nothing to train.
         return not call.constant and call.exit <= self._last_trained
 
-    def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
+    def _no_wider_than_around(self, cuts: list[int], calls: Sequence[ModuleCall]) -> list[int]:
         """Remove each cut inside a call if many more bytes cross it than the start and end of the call.
 
         Outputs that the loss does not read also count at the start and end, so that the choice does not depend on the
@@ -361,7 +361,7 @@ class _Needs:
             self.model_tensors.update(operator.model_tensors)
             open_versions.extend(recording.reads[number])
 
-    def _check_sent(self, operator: Operator, storage: int, *, is_exposed: bool) -> None:
+    def _check_sent(self, operator: RecordedOperator, storage: int, *, is_exposed: bool) -> None:
         where = self._name_of(operator)
         region = self._region_of(operator)
         if not is_exposed and region is not None and region.function:
@@ -372,7 +372,7 @@ class _Needs:
             # The code around the call would make the tensor again, without the values that the call wrote.
             self._fail(f"{where} writes into a tensor ({operator.name}) that the code around it uses afterwards")
 
-    def _check_repeated(self, operator: Operator, reads: Sequence[int], *, strict: bool) -> None:
+    def _check_repeated(self, operator: RecordedOperator, reads: Sequence[int], *, strict: bool) -> None:
         where, name = self._name_of(operator), operator.name
         region = self._region_of(operator)
         if region is not None:
@@ -389,11 +389,11 @@ class _Needs:
             # The received tensor already contains the result of this write.
             self._fail(f"the code of {where} writes into what a module returned ({name})")
 
-    def _region_of(self, operator: Operator) -> Region | None:
+    def _region_of(self, operator: RecordedOperator) -> Region | None:
         region = self._cuts.recording.regions[operator.region] if operator.region >= 0 else None
         return region if region is not None and region.calls_modules else None
 
-    def _name_of(self, operator: Operator) -> str:
+    def _name_of(self, operator: RecordedOperator) -> str:
         return self._cuts.recording.calls[operator.call].path or "the model itself"
 
     def _is_repeated(self, version: int) -> bool:

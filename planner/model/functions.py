@@ -12,10 +12,10 @@ import torch
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-Called = tuple[str, int]
+FunctionCall = tuple[str, int]
 """Function call in a gap: the function's name, and the number of earlier calls of this function in the gap."""
 
-Run = Callable[[Called, Callable[[], Any]], Any]
+Interceptor = Callable[[FunctionCall, Callable[[], Any]], Any]
 
 
 class FunctionWatch(TorchFunctionMode):
@@ -26,12 +26,12 @@ class FunctionWatch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._run: Run | None = None
+        self._run: Interceptor | None = None
         self._depth = _len_torch_function_stack()
         self._counts: Counter[str] = Counter()
         self._is_running = False
 
-    def start_intercepting(self, run: Run) -> None:
+    def start_intercepting(self, run: Interceptor) -> None:
         """Replace each following call of a torch function by `run(called, make_call)`."""
         if self._run is not None:
             return  # A function that calls modules is running. Torch removed the mode and restores it after the call.

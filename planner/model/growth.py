@@ -20,7 +20,7 @@ from typing import Any
 from planner.core.errors import ModelError
 from planner.model.attributes import AttributeChange
 from planner.model.leaves import ConstantLeaf, Leaf, TensorLeaf, as_sample_count
-from planner.model.recording import Call, FunctionResult, Recording
+from planner.model.recording import FunctionResult, ModuleCall, Recording
 
 SIZES = (2, 4)
 """Numbers of samples in the two batches. Batch normalization and broadcasting treat a single sample differently."""
@@ -38,7 +38,7 @@ def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
     return tuple(max(0, a + (b - a) * (size - SIZES[0]) // step) for a, b in zip(*pair, strict=True))
 
 
-def candidates_in_both(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
+def candidates_in_both_recordings(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
     """Return results of functions that may be sent across cuts and occur in both recordings, with both shapes."""
     other_shapes = {place: other.values[candidate.value][1].shape for place, candidate in _candidates_by_place(other)}
     pairs = {}
@@ -49,7 +49,9 @@ def candidates_in_both(recording: Recording, other: Recording) -> dict[FunctionR
     return pairs
 
 
-def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) -> tuple[Shapes, list[Call]]:
+def shapes_in_both_recordings(
+    recording: Recording, other: Recording, cuts: Sequence[int]
+) -> tuple[Shapes, list[ModuleCall]]:
     """Return the shapes of tensors that may cross a cut, and calls that depend on the batch size.
 
     Integers in `recording` that grow with the batch size become `SampleCount` leaves.
@@ -65,7 +67,7 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
     Raises:
         ModelError: The model's inputs have another structure for another batch.
     """
-    varying: list[Call] = []
+    varying: list[ModuleCall] = []
     shapes = _paired("the model's input", recording.inputs, other.inputs)
     # Calls are followed in pairs: their numbers differ after a call that makes more calls for another batch.
     open_pairs = [(0, 0)]
@@ -87,14 +89,14 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
 
 
 def cut_errors(
-    cuts: Iterable[tuple[int, str, Sequence[int]]], shapes: Shapes, varying: Sequence[Call]
+    cuts: Iterable[tuple[int, str, Sequence[int]]], shapes: Shapes, varying: Sequence[ModuleCall]
 ) -> dict[int, ModelError]:
     """Return an error for each cut where the model depends on the batch size or the data.
 
     Args:
         cuts: For every cut: its position in the recorded forward, the name of the layer before it, and the indices of
             the tensors that cross it.
-        shapes: Shapes by index of the tensor, from `shapes_in_both`.
+        shapes: Shapes by index of the tensor, from `shapes_in_both_recordings`.
         varying: Calls that call other submodules for another batch size.
     """
     refusals: dict[int, ModelError] = {}
@@ -125,7 +127,7 @@ def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...]
         yield (places[candidate.call], candidate.gap, candidate.called), candidate
 
 
-def _shapes_of_call(call: Call, other: Call) -> Shapes:
+def _shapes_of_call(call: ModuleCall, other: ModuleCall) -> Shapes:
     shapes: Shapes = {}
     # A result of varying structure is allowed if no part of it crosses a cut; its shapes are then unknown.
     with contextlib.suppress(ModelError):
@@ -148,7 +150,7 @@ def _with_sample_counts(leaves: Sequence[Leaf], other_leaves: Sequence[Leaf]) ->
     return tuple(as_sample_count(leaf, other, SIZES) for leaf, other in zip(leaves, other_leaves, strict=True))
 
 
-def _changes_in_both(call: Call, other: Call) -> tuple[tuple[AttributeChange, ...], Shapes]:
+def _changes_in_both(call: ModuleCall, other: ModuleCall) -> tuple[tuple[AttributeChange, ...], Shapes]:
     other_leaves = {(change.path, change.keys, change.kind, change.nest): change.leaves for change in other.changes}
     kept: list[AttributeChange] = []
     shapes: Shapes = {}

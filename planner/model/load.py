@@ -28,7 +28,7 @@ from planner.model.growth import SIZES
 from planner.model.inputs import BATCH_FIRST, PLAIN_CONTAINERS, input_tensor, type_that_holds_samples
 from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
-from planner.model.optimizers import Builder, optimizer_builder
+from planner.model.optimizers import OptimizerBuilder, optimizer_builder
 from planner.model.process_group import hidden_process_group
 from planner.model.seeding import preserve_torch_generators
 from planner.model.settings import public_names, typed_settings
@@ -61,7 +61,7 @@ class LoadedModel:
     """Function that returns a new model. The initial values depend on the seed of `torch.manual_seed`."""
     example_batch: Callable[[int], Batch]
     loss_fn: Callable[[Any, Any], Tensor]
-    build_optimizer: Builder
+    build_optimizer: OptimizerBuilder
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
     loss_count: Callable[[Any], Any] | None = None
@@ -371,7 +371,7 @@ _PARAMETERS = (
 )
 
 
-def _checked_optimizer(path: str, build: Builder) -> Builder:
+def _checked_optimizer(path: str, build: OptimizerBuilder) -> OptimizerBuilder:
     def checked(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         with explain_user_errors(path, "`build_optimizer(parameters)`", hint=_PARAMETERS):
             optimizer: Any = build(parameters)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from planner.core.errors import ModelError
-from planner.model.optimizers import Builder, ParameterGroup, WholeModelOptimizer
+from planner.model.optimizers import OptimizerBuilder, ParameterGroup, WholeModelOptimizer
 from planner.model.seeding import preserve_torch_generators
 
 _STEPS = (
@@ -57,7 +57,7 @@ _HINT = (
 _Item = TypeVar("_Item")
 
 
-def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.device) -> None:
+def check_optimizer(build: OptimizerBuilder, parameters: Iterable[Tensor], device: torch.device) -> None:
     """Raise an error if an update of one parameter depends on other parameters.
 
     Args:
@@ -88,7 +88,7 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
 
 
 def watch_optimizer(
-    optimizer: torch.optim.Optimizer, build: Builder, parameters: Iterable[Tensor]
+    optimizer: torch.optim.Optimizer, build: OptimizerBuilder, parameters: Iterable[Tensor]
 ) -> Callable[[], None] | None:
     """Return a function to call before each step of a run, which repeats the check of `check_optimizer` for this step.
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError, UsageError
 from planner.model.module_tensors import copy_attributes
 
-Builder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+OptimizerBuilder = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
-OPTIMIZERS: dict[str, Builder] = {
+OPTIMIZERS: dict[str, OptimizerBuilder] = {
     "adafactor": torch.optim.Adafactor,
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, Builder] = {
 }
 
 
-def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tuple[Builder, str]:
+def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tuple[OptimizerBuilder, str]:
     """Return a function that builds the optimizer, and its name: the user's `build_optimizer`, else that of `name`.
 
     Raises:
@@ -59,7 +59,7 @@ class WholeModelOptimizer:
         parameters: Parameters of the whole model, in the model's order. Their values are not read.
     """
 
-    def __init__(self, build: Builder, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, build: OptimizerBuilder, parameters: Iterable[Tensor]) -> None:
         self._build = build
         self._parameters = list(parameters)
         self._positions = {id(parameter): n for n, parameter in enumerate(self._parameters)}

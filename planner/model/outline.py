@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.core.values.profile import Granularity
 from planner.model.cuts import PossibleCuts
-from planner.model.growth import SIZES, Shapes, candidates_in_both, cut_errors, shape_at, shapes_in_both
+from planner.model.growth import (
+    SIZES,
+    Shapes,
+    candidates_in_both_recordings,
+    cut_errors,
+    shape_at,
+    shapes_in_both_recordings,
+)
 from planner.model.layout import meta_tensor_like
 from planner.model.nests import flatten, unflatten
 from planner.model.recorder import record
@@ -171,12 +178,12 @@ def outline_of(
     """
     recording = _recorded(model, example_inputs, SIZES[0], loss_of)
     other = _recorded(model, example_inputs, SIZES[1])
-    candidates = candidates_in_both(recording, other)
+    candidates = candidates_in_both_recordings(recording, other)
     # A result is sent for every batch size, so a candidate must occur in both recordings.
     recording.candidates = list(candidates)
     cuts = PossibleCuts(recording, model)
     chosen, problems = cuts.choose(granularity)
-    shapes, varying = shapes_in_both(recording, other, chosen)
+    shapes, varying = shapes_in_both_recordings(recording, other, chosen)
     # No call returns these results, so their shapes are added here.
     shapes |= {result.value: candidates[result] for result in cuts.sent_results}
     crossings = ((cut, name, cuts.crossing(cut).values) for cut, name in _named_cuts(recording, model, chosen))

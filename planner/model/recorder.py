@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from planner.model.attributes import AttributeSnapshot, stored_leaves
 from planner.model.calling import arguments_of, intercept_calls
 from planner.model.carried_state import (
-    Key,
+    AttributeKey,
     SecondForward,
     attribute_key,
     attribute_states,
@@ -22,14 +22,14 @@ from planner.model.carried_state import (
     written_states,
 )
 from planner.model.differentiation import refusing_gradients, without_shape_log
-from planner.model.functions import Called, FunctionWatch, is_in_vmap
+from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_graphs, storage_of
 from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, TensorLeaf, TensorMeta, is_plain
 from planner.model.loss_reads import addresses_read
 from planner.model.module_tensors import parameters_as_ghosts, replaced_tensors
 from planner.model.nests import flatten, tensors_in
 from planner.model.operators import OperatorWatch, depends_on_values, written_tensors
-from planner.model.recording import END, Call, CarriedState, FunctionResult, Operator, Recording
+from planner.model.recording import END, CarriedState, FunctionResult, ModuleCall, RecordedOperator, Recording
 from planner.model.refusals import explain_refusals
 from planner.model.regions import RegionFinder, without_reentrant_checkpointing
 from planner.model.seeding import host_generator_states, preserve_torch_generators, seeded_host
@@ -199,8 +199,8 @@ class _ForwardRecorder:
         gone = {n: names[n].rpartition(".")[0] for n in self._buffers.keys() - now}
         return names, gone
 
-    def left_in_attributes(self, model: nn.Module) -> dict[Key, list[Tensor]]:
-        left: dict[Key, list[Tensor]] = {}
+    def left_in_attributes(self, model: nn.Module) -> dict[AttributeKey, list[Tensor]]:
+        left: dict[AttributeKey, list[Tensor]] = {}
         for change in self.recording.calls[0].changes:
             with suppress(LookupError):
                 left[attribute_key(change)] = tensors_in(stored_leaves(model, change)) if change.contains_tensor else []
@@ -252,7 +252,7 @@ class _ForwardRecorder:
         tainted = random or any(version in self._tainted for version in reads)
         written = list(dict.fromkeys(self._storage(tensor) for tensor in written_tensors(func, args, kwargs)))
         call = self._stack[-1] if self._stack else 0
-        operator = Operator(
+        operator = RecordedOperator(
             name=name,
             time=time,
             call=call,
@@ -285,16 +285,16 @@ class _ForwardRecorder:
             for above in self._stack:
                 recording.calls[above].constant = False
 
-    def _begun(self, module: nn.Module) -> Call:
+    def _begun(self, module: nn.Module) -> ModuleCall:
         calls = self.recording.calls
         parent = self._stack[-1] if self._stack else -1
-        call = Call(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
+        call = ModuleCall(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
         calls.append(call)
         if parent >= 0:
             calls[parent].children.append(call.number)
         return call
 
-    def _function(self, called: Called, run: Callable[[], Any]) -> Any:
+    def _function(self, called: FunctionCall, run: Callable[[], Any]) -> Any:
         if is_in_vmap():
             return run()
         recording = self.recording
@@ -332,7 +332,7 @@ class _ForwardRecorder:
         if tainted:
             self._tainted.add(version)
 
-    def _leaf(self, leaf: Any, call: Call, arguments: list[Any], before: dict[int, int]) -> Leaf:
+    def _leaf(self, leaf: Any, call: ModuleCall, arguments: list[Any], before: dict[int, int]) -> Leaf:
         argument = next((n for n, other in enumerate(arguments) if other is leaf), -1)
         if isinstance(leaf, Tensor):
             storage = self._storage(leaf)

@@ -23,7 +23,7 @@ from typing import Any
 import networkx as nx
 
 from planner.model.attributes import AttributeChange
-from planner.model.functions import Called
+from planner.model.functions import FunctionCall
 from planner.model.leaves import Leaf, TensorMeta
 from planner.model.nests import Nest
 from planner.model.regions import Region
@@ -33,7 +33,7 @@ END = 1 << 60
 
 
 @dataclass(kw_only=True)
-class Call:
+class ModuleCall:
     """Call of a module's forward."""
 
     number: int
@@ -56,7 +56,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operator:
+class RecordedOperator:
     """One execution of an operator."""
 
     name: str
@@ -87,7 +87,7 @@ class FunctionResult:
     """Number of the module's call."""
     gap: int
     """Number of submodules that the module's code had called before."""
-    called: Called
+    called: FunctionCall
     """Name of the function, and number of its earlier calls in the gap."""
     enter: int
     exit: int
@@ -117,9 +117,9 @@ class CarriedState:
 class Recording:
     """Recorded forward of a model."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     """Calls in the order in which they began; call 0 is that of the model."""
-    operators: list[Operator] = field(default_factory=list)
+    operators: list[RecordedOperator] = field(default_factory=list)
     flow: nx.DiGraph = field(default_factory=nx.DiGraph)
     """Versions of storages, with edges from operands to results.
 

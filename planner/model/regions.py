@@ -69,7 +69,7 @@ class RegionFinder:
 
         The end of these regions is set to `time`.
         """
-        self._levels[-1] = self._in_code_at_work(frame, time)
+        self._levels[-1] = self._regions_in_frames(frame, time)
         around = tuple(number for level in self._levels for _, number in level)
         for number in around:
             self._regions[number].end = time
@@ -83,7 +83,7 @@ class RegionFinder:
         """Record that the innermost running call ends."""
         self._levels.pop()
 
-    def _in_code_at_work(self, frame: FrameType | None, time: int) -> list[tuple[FrameType, int]]:
+    def _regions_in_frames(self, frame: FrameType | None, time: int) -> list[tuple[FrameType, int]]:
         known = self._levels[-1]
         now: list[tuple[FrameType, int]] = []
         while frame is not None and frame.f_code is not self._run:

@@ -10,7 +10,7 @@ input or random number, counts as part of the code around it: the call runs agai
                                          a      b
 """
 
-from planner.model.recording import Call, Recording
+from planner.model.recording import ModuleCall, Recording
 
 
 class RepeatedCode:
@@ -43,7 +43,7 @@ class RepeatedCode:
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes_results(call, cut)}
 
-    def _runner(self, call: Call) -> int:
+    def _runner(self, call: ModuleCall) -> int:
         """Return the number of the call with which `call` is repeated.
 
         That is `call` itself, or, for a constant call, the innermost call around it that is not constant.

@@ -18,7 +18,7 @@ replace the same tensors.
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from planner.model.recording import FunctionResult, Operator, Recording
+from planner.model.recording import FunctionResult, RecordedOperator, Recording
 from planner.model.repeated_code import RepeatedCode
 
 
@@ -43,11 +43,11 @@ class SentResultFinder:
             if self._is_pure(candidate, inside) and is_needed:
                 self.sent_results[number] = candidate
 
-    def _operators_in(self, candidate: FunctionResult) -> Sequence[Operator]:
+    def _operators_in(self, candidate: FunctionResult) -> Sequence[RecordedOperator]:
         first, end = (bisect_right(self._times, time) for time in (candidate.enter, candidate.exit))
         return self._recording.operators[first:end]
 
-    def _is_pure(self, candidate: FunctionResult, inside: Sequence[Operator]) -> bool:
+    def _is_pure(self, candidate: FunctionResult, inside: Sequence[RecordedOperator]) -> bool:
         # A stage that receives the result does not run the function, so other effects would be missing.
         if len(self._versions[self._flow[candidate.version]["storage"]]) > 1:
             return False

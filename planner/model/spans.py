@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from planner.model.cuts import PossibleCuts
 from planner.model.leaves import TensorLeaf
-from planner.model.recording import END, Call, Recording
+from planner.model.recording import END, ModuleCall, Recording
 
 Span = tuple[int, int]
 """Times of the cut before a layer (0 for the first layer) and of the cut after it (`END` for the last layer)."""
@@ -123,7 +123,7 @@ def assign_unread_tensors(
     return tuple(complete)
 
 
-def _is_whole(call: Call, span: Span) -> bool:
+def _is_whole(call: ModuleCall, span: Span) -> bool:
     return call.number > 0 and span[0] <= call.enter and call.exit < span[1]
 
 

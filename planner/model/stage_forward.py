@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.model.attributes import apply_change, stored_leaves, undo_attribute_changes
 from planner.model.calling import arguments_of, intercept_calls
-from planner.model.functions import Called, FunctionWatch, is_in_vmap
+from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
 from planner.model.ghosts import check_present
 from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, SampleCount, TensorLeaf
 from planner.model.nests import ABSENT, align_leaves, flatten, leaf_names, unflatten
-from planner.model.recording import END, Call, FunctionResult
+from planner.model.recording import END, FunctionResult, ModuleCall
 from planner.model.refusals import control_flow_error
 from planner.model.regions import without_reentrant_checkpointing
 from planner.model.stage_part import StagePart
@@ -60,7 +60,7 @@ class StageForward:
         self._inside = False  # True while a call runs as a whole, whose inner calls are not followed
         self._watch = FunctionWatch()
         self._awaited: dict[
-            Called, FunctionResult
+            FunctionCall, FunctionResult
         ] = {}  # results that the code must still compute before its next submodule
         self._tensors: dict[int, Tensor] = {}  # received tensors and tensors to send, by index in `Recording.values`
         self._begun = part.begin == 0
@@ -155,7 +155,7 @@ class StageForward:
         self._begin_gap()
         return result
 
-    def _keep_result(self, call: Call, result: Any) -> None:
+    def _keep_result(self, call: ModuleCall, result: Any) -> None:
         leaves = flatten(result)[0]
         if len(leaves) != len(call.leaves):
             if not (self._part.begin and call.number in self._part.open):
@@ -166,7 +166,7 @@ class StageForward:
         self._expect_constants(call, leaves)
         self._keep_changes(call)
 
-    def _function(self, called: Called, run: Callable[[], Any]) -> Any:
+    def _function(self, called: FunctionCall, run: Callable[[], Any]) -> Any:
         recorded = self._awaited.pop(called, None)
         if recorded is None:
             return run()
@@ -213,7 +213,7 @@ class StageForward:
         if layer is not None:
             self._part.when_layer_begins(layer)
 
-    def _expected(self, module: nn.Module) -> Call:
+    def _expected(self, module: nn.Module) -> ModuleCall:
         parent = self._calls[self._stack[-1]]
         position = self._next[parent.number]
         self._next[parent.number] = position + 1
@@ -230,7 +230,7 @@ class StageForward:
             if isinstance(recorded_leaf, TensorLeaf) and recorded_leaf.number in self._part.sent and leaf is not ABSENT:
                 self._tensors[recorded_leaf.number] = leaf
 
-    def _expect_constants(self, call: Call, leaves: Sequence[Any]) -> None:
+    def _expect_constants(self, call: ModuleCall, leaves: Sequence[Any]) -> None:
         for leaf, recorded in zip(leaves, call.leaves, strict=True):
             if not isinstance(recorded, ConstantLeaf | SampleCount) or not isinstance(
                 leaf, int | float | str | torch.Size
@@ -244,7 +244,7 @@ class StageForward:
                     hint="return it as a tensor, and give inputs of the same shape as those of `example_batch`",
                 )
 
-    def _keep_changes(self, call: Call) -> None:
+    def _keep_changes(self, call: ModuleCall) -> None:
         for change in call.changes:
             if not any(isinstance(leaf, TensorLeaf) and leaf.number in self._part.sent for leaf in change.leaves):
                 continue
@@ -253,7 +253,7 @@ class StageForward:
             except LookupError:
                 raise control_flow_error(f'"{call.path}" left other values in attributes') from None
 
-    def _passed_over(self, call: Call, arguments: Sequence[Any]) -> Any:
+    def _passed_over(self, call: ModuleCall, arguments: Sequence[Any]) -> Any:
         for change in call.changes:
             try:
                 apply_change(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from planner.model.functions import Called
+from planner.model.functions import FunctionCall
 from planner.model.outline import ModelOutline
 from planner.model.recording import END, FunctionResult
 
-_ResultsInGap = dict[Called, FunctionResult]
+_ResultsInGap = dict[FunctionCall, FunctionResult]
 """Sent results between two calls of submodules, by the call of a torch function that computes each of them."""
 
 

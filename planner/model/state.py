@@ -35,7 +35,7 @@ class StateLocation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StateOwner:
+class StatefulModule:
     """Module with state: buffers, frozen parameters, and tensors or numbers in plain attributes."""
 
     path: str
@@ -47,8 +47,8 @@ class StateOwner:
     numbers: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StateOwner":
-        """Return the owner of the state of `module`. Attributes that are None count, because they may become tensors.
+    def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StatefulModule":
+        """Return `module` with the names of its state. Attributes that are None count, because they may become tensors.
 
         Args:
             path: Path of the module.
@@ -73,12 +73,12 @@ class StateOwner:
             yield StateLocation(self.path, vars(self.module), name)
 
 
-def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
+def stateful_modules(layers: Iterable[tuple[str, nn.Module]]) -> list[StatefulModule]:
     """Return the modules that own the state of some layers (pairs of a name and a module), each module once.
 
     For a `ModelStage`, these are the modules of the model that own its tensors.
     """
-    by_module: dict[nn.Module, StateOwner] = {}
+    by_module: dict[nn.Module, StatefulModule] = {}
     for name, layer in layers:
         for owner in _owners(name, layer):
             first = by_module.get(owner.module, owner)
@@ -104,10 +104,10 @@ def batch_norm_statistics_bytes(module: nn.Module) -> int:
     return sum(2 * mean.nbytes + _SUM_BYTES * mean.numel() for mean in means)
 
 
-def _owners(name: str, layer: nn.Module) -> Iterator[StateOwner]:
+def _owners(name: str, layer: nn.Module) -> Iterator[StatefulModule]:
     if not isinstance(layer, ModelStage):
         for path, module in layer.named_modules(prefix=name):
-            yield StateOwner.of(path, module)
+            yield StatefulModule.of(path, module)
         return
     held: dict[str, set[str]] = {path: set() for path in layer.running_paths}
     for tensors in (layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)):
@@ -116,4 +116,4 @@ def _owners(name: str, layer: nn.Module) -> Iterator[StateOwner]:
             held.setdefault(path, set()).add(last)
     for path, names in held.items():
         module = layer.model.get_submodule(path)
-        yield StateOwner.of(path, module, frozenset({*module._parameters, *module._buffers} - names))
+        yield StatefulModule.of(path, module, frozenset({*module._parameters, *module._buffers} - names))

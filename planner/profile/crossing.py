@@ -63,7 +63,7 @@ def own_storages_of(unit: LayerToMeasure) -> frozenset[int]:
     return frozenset(map(storage_key, (*unit.module.parameters(), *unit.module.buffers())))
 
 
-def fits_in_cache(values: Iterable[Any]) -> bool:
+def tensors_fit_in_cache(values: Iterable[Any]) -> bool:
     """Return True if the tensors in `values` are so small that they stay in a cache."""
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) <= _SMALL_BYTES
 

@@ -12,7 +12,7 @@ from planner.profile.optimizer import OptimizerCost
 from planner.profile.records import LayerRecords
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes
-from planner.profile.units import Key
+from planner.profile.units import LayerKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class MeasuredCosts:
     """For each layer: transient bytes of the optimizer when it moves on from the previous layer to this layer."""
     flops: Mapping[str, int]
     """Number of floating-point operations of a forward at the smallest micro-batch size."""
-    times: Mapping[Key, LayerTimes]
-    half_times_us: Mapping[Key, tuple[float, float]] = field(default_factory=dict)
+    times: Mapping[LayerKey, LayerTimes]
+    half_times_us: Mapping[LayerKey, tuple[float, float]] = field(default_factory=dict)
     """Times of I and W, the two passes of a split backward, in microseconds; empty if these were not timed."""
 
 

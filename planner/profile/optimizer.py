@@ -30,7 +30,7 @@ class OptimizerCost:
     step_us: float = 0.0
 
 
-Copies = Iterable[tuple[Tensor, Tensor]]
+ParameterCopies = Iterable[tuple[Tensor, Tensor]]
 """Pairs of a parameter and a copy of it."""
 
 
@@ -183,7 +183,10 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
 
 
 def _step_peak_bytes(
-    trained: Sequence[nn.Parameter], build: Callable[[Copies], torch.optim.Optimizer], meter: MemoryMeter, times: int
+    trained: Sequence[nn.Parameter],
+    build: Callable[[ParameterCopies], torch.optim.Optimizer],
+    meter: MemoryMeter,
+    times: int,
 ) -> int:
     part = _share(trained)
     copies = [nn.Parameter(_part(p, part).detach().clone()) for p in trained]

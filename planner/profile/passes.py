@@ -22,7 +22,7 @@ from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.model.stage import ModelStage
-from planner.profile.crossing import LayerOutputs, fits_in_cache, make_layer_inputs, own_storages_of
+from planner.profile.crossing import LayerOutputs, make_layer_inputs, own_storages_of, tensors_fit_in_cache
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
@@ -153,7 +153,7 @@ class _Turn:
         self._unit = unit
         self._received = received
         self._own_storages = own_storages_of(unit)
-        self._entrance = make_layer_inputs(received) if fits_in_cache(received.values) else None
+        self._entrance = make_layer_inputs(received) if tensors_fit_in_cache(received.values) else None
         self._outputs: list[Any] = []
         self._exit: LayerOutputs | None = None
         self._forward_us = 0.0
@@ -170,7 +170,7 @@ class _Turn:
         assert self._entrance is not None
         self._entrance.values.clear()
         self._exit = LayerOutputs(self._outputs, self._own_storages)
-        if fits_in_cache(self._outputs):
+        if tensors_fit_in_cache(self._outputs):
             self._exit.create_gradients(None)
         self._outputs.clear()
 

@@ -17,7 +17,7 @@ from planner.model.refusals import TooFewSamplesError, explain_refusals
 from planner.profile.memory import measure_memory
 from planner.profile.split_memory import measure_split_memory
 from planner.profile.task import ProfilingTask
-from planner.profile.units import Key, LayerToMeasure, MeasurementInput, trace_layers
+from planner.profile.units import LayerKey, LayerToMeasure, MeasurementInput, trace_layers
 
 _Figure = TypeVar("_Figure", int, float)
 
@@ -29,7 +29,7 @@ _MEMORY_PASSES = 10
 class SizedLayer:
     """Layer to measure, with one micro-batch size."""
 
-    key: Key
+    key: LayerKey
     """Digest of the layer's trace at the first micro-batch size, and this unit's size."""
     unit: LayerToMeasure
     """Layer as traced at this micro-batch size."""
@@ -59,9 +59,9 @@ class LayerRecords:
 
     units: tuple[LayerToMeasure, ...]
     sizes: tuple[int, ...]
-    inputs: Mapping[Key, MeasurementInput]
-    memory: Mapping[Key, MemoryDetail]
-    split_memory: Mapping[Key, SplitMemory]
+    inputs: Mapping[LayerKey, MeasurementInput]
+    memory: Mapping[LayerKey, MemoryDetail]
+    split_memory: Mapping[LayerKey, SplitMemory]
     """Memory with a split backward; empty if it was not measured."""
 
     @cached_property
@@ -98,7 +98,7 @@ def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> LayerRecords:
     """
     units: tuple[LayerToMeasure, ...] = ()
     sizes: list[int] = []
-    inputs: dict[Key, MeasurementInput] = {}
+    inputs: dict[LayerKey, MeasurementInput] = {}
     for size in task.options.micro_batch_sizes:
         failed = False
         try:
@@ -162,7 +162,7 @@ def _traced_at(
             task.note(text)
         first = units
         hooks.prepare(units)
-    sized_units: dict[Key, SizedLayer] = {}
+    sized_units: dict[LayerKey, SizedLayer] = {}
     for at_first, unit in zip(first, units, strict=True):
         key = (at_first.digest, size)
         if key not in sized_units:

@@ -11,7 +11,7 @@ from torch import Tensor
 from planner.model.ghosts import storage_key
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, written_tensors
-from planner.model.state import StateLocation, StateOwner, state_owners, trained_batch_norms
+from planner.model.state import StatefulModule, StateLocation, stateful_modules, trained_batch_norms
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
@@ -30,7 +30,7 @@ def rewritten_bytes(unit: LayerToMeasure, received: MeasurementInput) -> int:
 
 def _written(unit: LayerToMeasure, received: MeasurementInput) -> dict[int, dict[int, int]]:
     deferred = set(trained_batch_norms(unit.module))
-    owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
+    owners = [owner for owner in stateful_modules([(unit.name, unit.module)]) if owner.module not in deferred]
     places = [place for owner in owners for place in (*owner.locations(), *_nests(owner))]
     before = [(place, place.value, _storages(place.value)) for place in places]
     written_into: dict[int, Tensor] = {}  # by storage; keeping the tensors prevents that addresses are reused
@@ -50,7 +50,7 @@ def _written(unit: LayerToMeasure, received: MeasurementInput) -> dict[int, dict
     }
 
 
-def _nests(owner: StateOwner) -> list[StateLocation]:
+def _nests(owner: StatefulModule) -> list[StateLocation]:
     held = vars(owner.module)
     return [StateLocation(owner.path, held, name) for name, value in held.items() if isinstance(value, tuple | list)]
 

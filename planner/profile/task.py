@@ -8,8 +8,8 @@ from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 from planner.model.optimizers import WholeModelOptimizer
-from planner.profile.timing import Samples
-from planner.profile.units import Key
+from planner.profile.timing import TimeSamples
+from planner.profile.units import LayerKey
 
 Progress = Callable[[str, int, int], None]
 """Function of (name of the next measurement, samples measured so far, samples to measure in total)."""
@@ -37,7 +37,7 @@ class ProgressCounter:
         self._progress = progress
         self._done = self._total = 0
 
-    def each(self, keys: Sequence[Key], names: Mapping[str, str], passes: int = 1) -> Iterator[Key]:
+    def each(self, keys: Sequence[LayerKey], names: Mapping[str, str], passes: int = 1) -> Iterator[LayerKey]:
         """Yield the keys of measurements one by one, and announce each measurement.
 
         Args:
@@ -68,11 +68,11 @@ class Measurements:
 
     header: PartialProfile
     """Conditions under which the measurements are valid (model, device, versions): their file without measurements."""
-    memory: dict[Key, MemoryDetail] = field(default_factory=dict)
-    split_memory: dict[Key, SplitMemory] = field(default_factory=dict)
+    memory: dict[LayerKey, MemoryDetail] = field(default_factory=dict)
+    split_memory: dict[LayerKey, SplitMemory] = field(default_factory=dict)
     """Memory of units with a split backward."""
-    samples: Samples = field(default_factory=dict)
-    split_samples: Samples = field(default_factory=dict)
+    samples: TimeSamples = field(default_factory=dict)
+    split_samples: TimeSamples = field(default_factory=dict)
 
     def add_earlier(self, earlier: PartialProfile, warn: Callable[[str], None]) -> None:
         """Add measurements of an earlier run if its model and environment are equal; otherwise warn."""
@@ -92,7 +92,7 @@ class Measurements:
         """Return all measurements so far, as content of a file."""
         return replace(self.header, measurements=tuple(map(self._measurement, self.memory)))
 
-    def _measurement(self, key: Key) -> Measurement:
+    def _measurement(self, key: LayerKey) -> Measurement:
         whole, split = self.samples.get(key, ()), self.split_samples.get(key, ())
         return Measurement(
             digest=key[0],

@@ -32,7 +32,7 @@ from planner.profile.passes import (
     is_large,
     time_neighbors,
 )
-from planner.profile.units import Key, LayerToMeasure, MeasurementInput
+from planner.profile.units import LayerKey, LayerToMeasure, MeasurementInput
 
 _WARM_UPS = 2
 """Number of untimed passes, in which caches fill and libraries choose their kernels."""
@@ -46,7 +46,7 @@ _STRETCH_BYTES = 2**28
 _OVERHEAD_US = 100.0
 """Lower bound, in microseconds, of the executor's time per micro-batch and stage; shorter times need not be exact."""
 
-Samples = dict[Key, list[tuple[float, float]]]
+TimeSamples = dict[LayerKey, list[tuple[float, float]]]
 """For every unit and size, pairs of times in microseconds: (forward, backward) or (forward plus I, W)."""
 
 
@@ -62,16 +62,16 @@ class LayerTimes:
 
 def measure_times(
     units: Sequence[LayerToMeasure],
-    inputs: Mapping[Key, MeasurementInput],
-    samples: Samples,
-    split_samples: Samples,
+    inputs: Mapping[LayerKey, MeasurementInput],
+    samples: TimeSamples,
+    split_samples: TimeSamples,
     *,
     statistics: BatchStatistics,
     clock: Clock,
     repeats: int,
     doubtful: Callable[[], bool],
-    progress: Callable[[Sequence[Key]], Iterator[Key]],
-    kept_bytes: Mapping[Key, int],
+    progress: Callable[[Sequence[LayerKey]], Iterator[LayerKey]],
+    kept_bytes: Mapping[LayerKey, int],
 ) -> None:
     """Time all layers repeatedly, and add the times to `samples` and `split_samples`.
 
@@ -99,7 +99,7 @@ def measure_times(
         whole_timer = WholeTimer(clock=clock, statistics=statistics)
         split_timer = SplitTimer(clock=clock, statistics=statistics, split=split)
 
-        def add_to(times: Samples, timer: WholeTimer, keys: Sequence[Key]) -> None:
+        def add_to(times: TimeSamples, timer: WholeTimer, keys: Sequence[LayerKey]) -> None:
             announced = progress(keys)
             for stretch in group_layers_to_time(keys, kept_bytes):
                 layers = [(next(kinds[key[0]]), inputs[key]) for key in islice(announced, len(stretch))]
@@ -120,12 +120,12 @@ def measure_times(
             add_to(split_samples, split_timer, list(inputs) * _BLOCK)
 
 
-def group_layers_to_time(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
+def group_layers_to_time(keys: Sequence[LayerKey], kept_bytes: Mapping[LayerKey, int]) -> Iterator[list[LayerKey]]:
     """Divide keys into lists of neighboring layers to time together, of one micro-batch size each.
 
     The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has only one layer.
     """
-    stretch: dict[Key, None] = {}
+    stretch: dict[LayerKey, None] = {}
     kept = size = 0
     for key in keys:
         kept += kept_bytes[key]
@@ -146,7 +146,7 @@ def median_times(samples: Sequence[tuple[float, float]]) -> LayerTimes:
     return LayerTimes(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
 
 
-def time_uncertainty(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, float]]]) -> float:
+def time_uncertainty(chain: Sequence[str], samples: Mapping[LayerKey, Sequence[tuple[float, float]]]) -> float:
     """Return the half-width of the 95 % confidence interval of a chain's time, as a fraction of this time.
 
     The result is for the least certain micro-batch size. Layers with equal digests share one error, because they are

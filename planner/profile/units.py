@@ -31,7 +31,7 @@ from planner.model.stage import ModelStage
 from planner.model.user_errors import explain_user_errors
 from planner.model.variables import undo_changes
 
-Key = tuple[str, int]
+LayerKey = tuple[str, int]
 """Digest of a unit, and a micro-batch size."""
 
 

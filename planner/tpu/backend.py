@@ -33,7 +33,7 @@ from planner.profile.optimizer import OptimizerCost, trained_parameters
 from planner.profile.records import LayerRecords, RecordingHooks, SizedLayer, record_sizes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes
-from planner.profile.units import Key
+from planner.profile.units import LayerKey
 from planner.tpu.compiler import Compiler
 from planner.tpu.extra import chip_of_device, expect_no_tpu
 from planner.tpu.optimizers import OptimizerRule, optimizer_rule
@@ -117,7 +117,7 @@ class CompiledBackend:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
         rule = optimizer_rule(task.loaded.build_optimizer, list(task.chain.model.parameters()))
-        layers: dict[Key, CompiledLayer] = {}
+        layers: dict[LayerKey, CompiledLayer] = {}
         hooks = RecordingHooks(
             device=self.device, record=partial(_compile, task=task, compiler=compiler, layers=layers)
         )
@@ -164,7 +164,7 @@ class CompiledBackend:
 
 
 def _compile(
-    jobs: Sequence[SizedLayer], task: ProfilingTask, compiler: Compiler, layers: dict[Key, CompiledLayer]
+    jobs: Sequence[SizedLayer], task: ProfilingTask, compiler: Compiler, layers: dict[LayerKey, CompiledLayer]
 ) -> None:
     _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from planner.core.errors import UsageError
-from planner.model.optimizers import Builder, WholeModelOptimizer
+from planner.model.optimizers import OptimizerBuilder, WholeModelOptimizer
 
 if TYPE_CHECKING:
     from jax import Array
@@ -30,7 +30,7 @@ class OptimizerRule:
     """Name and options of the optimizer."""
 
 
-def optimizer_rule(build: Builder, parameters: Sequence[Tensor]) -> OptimizerRule:
+def optimizer_rule(build: OptimizerBuilder, parameters: Sequence[Tensor]) -> OptimizerRule:
     """Return the update rule of the optimizer that `build` returns for `parameters`.
 
     Raises:

@@ -13,7 +13,7 @@ from planner.executor.equivalence.isolation import ChildError
 from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
-from planner.model.recording import END, Call
+from planner.model.recording import END, ModuleCall
 from planner.model.reference import LayerStart, ReferenceOptions, mini_batch
 from planner.model.shortened import repeated_layers, shorten_model, skipped_modules
 
@@ -195,7 +195,7 @@ def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
     return tuple(_call_at(calls, cut) for cut in chain.outline.cuts)
 
 
-def _call_at(calls: Sequence[Call], cut: int) -> LayerStart | None:
+def _call_at(calls: Sequence[ModuleCall], cut: int) -> LayerStart | None:
     """Return the module call that ends just before the recording time `cut`.
 
     If there is none, return the next call that starts. The result is None if no call follows.

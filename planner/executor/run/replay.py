@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.model.nests import ABSENT
 from planner.model.python_state import NUMBERS
-from planner.model.state import StateLocation, state_owners
+from planner.model.state import StateLocation, stateful_modules
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class LayerState:
     """
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]], *, only: Collection[str] | None = None) -> None:
-        self._owners = [owner for owner in state_owners(layers) if only is None or owner.path in only]
+        self._owners = [owner for owner in stateful_modules(layers) if only is None or owner.path in only]
         self._modules = [owner.module for owner in self._owners]
         self._usual = [each.module for each in self._owners if not (each.elsewhere or each.tensors)]
         """Modules whose state consists of buffers and frozen parameters only; nearly all modules."""

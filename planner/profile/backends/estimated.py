@@ -53,7 +53,7 @@ from planner.profile.records import LayerRecords, RecordingHooks, record_memory,
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes, split_backward_times
-from planner.profile.units import Key, LayerToMeasure, MeasurementInput
+from planner.profile.units import LayerKey, LayerToMeasure, MeasurementInput
 
 _LAUNCH_US = 3.0
 """Approximate time of a kernel that does almost no work on a GPU, in microseconds."""
@@ -260,7 +260,7 @@ def _optimizer_cost(
 
 def _times(
     task: ProfilingTask, records: LayerRecords, clock: RooflineClock
-) -> tuple[dict[Key, LayerTimes], dict[Key, tuple[float, float]]]:
+) -> tuple[dict[LayerKey, LayerTimes], dict[LayerKey, tuple[float, float]]]:
     times, half_times_us = {}, {}
     whole = WholeTimer(clock=clock, statistics=BatchStatistics())
     split_timer = SplitTimer(clock=clock, statistics=BatchStatistics(), split=SplitBackward())

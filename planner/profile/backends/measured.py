@@ -38,7 +38,7 @@ from planner.profile.timing import (
     statistics_update_us,
     time_uncertainty,
 )
-from planner.profile.units import Key, LayerToMeasure, with_random_values
+from planner.profile.units import LayerKey, LayerToMeasure, with_random_values
 
 _DOUBT = 0.02
 """Relative half-width of the 95 % confidence interval of the chain's time below which no more repeats are needed."""
@@ -139,7 +139,7 @@ def _optimizer_costs(
     return [costs[n] for n in first]
 
 
-def _times(task: ProfilingTask, records: LayerRecords, clock: Clock) -> dict[Key, LayerTimes]:
+def _times(task: ProfilingTask, records: LayerRecords, clock: Clock) -> dict[LayerKey, LayerTimes]:
     started, budget_s = time.monotonic(), task.options.time_budget_s
 
     def doubtful() -> bool:

@@ -65,29 +65,29 @@ class DeviceRates:
 def transformer_profile(
     shape: Transformer,
     execution: Execution,
-    widths: ElementBytes,
-    pace: DeviceRates,
+    element_bytes: ElementBytes,
+    rates: DeviceRates,
     *,
     device: Device,
     dtype: str,
     optimizer: str,
     micro_batch_sizes: tuple[int, ...],
     steps_at_once: bool,
-    other_widths: tuple[int, ...] = (),
+    other_tensor_parallel: tuple[int, ...] = (),
 ) -> Profile:
     """Return the profile of a transformer: embedding, blocks, and head with the loss.
 
     Args:
         shape: Shape of the model.
         execution: Division of the layers among devices, and kernels.
-        widths: Bytes per activation and per parameter.
-        pace: Rates of the device.
+        element_bytes: Bytes per activation and per parameter.
+        rates: Rates of the device.
         device: Device, for the profile.
         dtype: Precision, for the profile.
         optimizer: Name of the optimizer, for the profile.
         micro_batch_sizes: Micro-batch sizes in samples.
         steps_at_once: True if the optimizer updates all parameters at once, with a temporary copy of them.
-        other_widths: Further tensor-parallel sizes for which the profile has costs.
+        other_tensor_parallel: Further tensor-parallel sizes for which the profile has costs.
 
     Returns:
         A profile with `how: estimated` in its device, and with times of split backwards.
@@ -95,11 +95,11 @@ def transformer_profile(
 
     def layers_of(execution: Execution) -> tuple[LayerProfile, ...]:
         layers = [
-            _layer_profile(layer, widths, pace, sizes=micro_batch_sizes, steps_at_once=steps_at_once)
-            for layer in layer_costs(shape, execution, widths)
+            _layer_profile(layer, element_bytes, rates, sizes=micro_batch_sizes, steps_at_once=steps_at_once)
+            for layer in layer_costs(shape, execution, element_bytes)
         ]
         if shape.tied:
-            words = widths.parameter * (shape.vocabulary * shape.hidden // execution.tensor_parallel)
+            words = element_bytes.parameter * (shape.vocabulary * shape.hidden // execution.tensor_parallel)
             first, last = layers[0], layers[-1]
             layers[0] = replace(first, tied=(f"{last.name}.weight",), tied_bytes=words)
             layers[-1] = replace(last, tied=(f"{first.name}.weight",), tied_bytes=words)
@@ -107,7 +107,7 @@ def transformer_profile(
 
     return Profile(
         generator=GENERATOR,
-        model=Model(settings=_settings(shape, execution, pace), parameters=shape.parameters),
+        model=Model(settings=_settings(shape, execution, rates), parameters=shape.parameters),
         device=device,
         environment=Environment(dtype=dtype),
         optimizer=optimizer,
@@ -117,12 +117,13 @@ def transformer_profile(
         expert_parallel=execution.expert_parallel,
         layers=layers_of(execution),
         widths=tuple(
-            WidthCosts(tensor_parallel=t, layers=layers_of(replace(execution, tensor_parallel=t))) for t in other_widths
+            WidthCosts(tensor_parallel=t, layers=layers_of(replace(execution, tensor_parallel=t)))
+            for t in other_tensor_parallel
         ),
     )
 
 
-def _settings(shape: Transformer, execution: Execution, pace: DeviceRates) -> dict[str, Setting]:
+def _settings(shape: Transformer, execution: Execution, rates: DeviceRates) -> dict[str, Setting]:
     block = shape.blocks[-1]
     # For models with layer norms, the formulas are the same with and without fused kernels.
     left_out = {"tensor_parallel", "counts_collectives", *(["fused"] if shape.layer_norms else [])}
@@ -141,31 +142,32 @@ def _settings(shape: Transformer, execution: Execution, pace: DeviceRates) -> di
         **options,
         **({"experts": True} if shape.has_experts else {}),
         **({"tied": True} if shape.tied else {}),
-        "rate": f"{pace.flops_per_s / 1e12:g} TFLOP/s",
+        "rate": f"{rates.flops_per_s / 1e12:g} TFLOP/s",
     }
 
 
 def _layer_profile(
-    layer: LayerCosts, widths: ElementBytes, pace: DeviceRates, *, sizes: tuple[int, ...], steps_at_once: bool
+    layer: LayerCosts, element_bytes: ElementBytes, rates: DeviceRates, *, sizes: tuple[int, ...], steps_at_once: bool
 ) -> LayerProfile:
     def times_us(flops: float) -> tuple[float, ...]:
-        return tuple(b * flops / pace.flops_per_s * 1e6 for b in sizes)
+        return tuple(b * flops / rates.flops_per_s * 1e6 for b in sizes)
 
     def each(bytes_of_one: float, more: int = 0) -> tuple[int, ...]:
         return tuple(round(b * bytes_of_one) + more for b in sizes)
 
     # An update reads and writes each parameter and each number of the optimizer's state, and reads each gradient.
-    touched = 2 * widths.parameter + widths.gradient + 2 * widths.optimizer
+    touched = 2 * element_bytes.parameter + element_bytes.gradient + 2 * element_bytes.optimizer
+    described = replace(layer, name="", modules=()), element_bytes, rates, sizes
     return LayerProfile(
         name=layer.name,
         modules=layer.modules,
-        digest=sha256(repr((replace(layer, name="", modules=()), widths, pace, sizes)).encode()).hexdigest()[:16],
-        parameter_bytes=widths.parameter * layer.parameters,
-        gradient_bytes=widths.gradient * layer.parameters,
-        optimizer_bytes=widths.optimizer * layer.parameters,
-        cast_bytes=widths.cast * layer.cast_parameters,
-        optimizer_us=layer.parameters * touched / pace.bytes_per_s * 1e6 if pace.bytes_per_s else 0.0,
-        optimizer_peak_bytes=widths.parameter * layer.parameters if steps_at_once else 0,
+        digest=sha256(repr(described).encode()).hexdigest()[:16],
+        parameter_bytes=element_bytes.parameter * layer.parameters,
+        gradient_bytes=element_bytes.gradient * layer.parameters,
+        optimizer_bytes=element_bytes.optimizer * layer.parameters,
+        cast_bytes=element_bytes.cast * layer.cast_parameters,
+        optimizer_us=layer.parameters * touched / rates.bytes_per_s * 1e6 if rates.bytes_per_s else 0.0,
+        optimizer_peak_bytes=element_bytes.parameter * layer.parameters if steps_at_once else 0,
         forward_us=times_us(layer.forward_flops),
         backward_us=times_us(layer.input_flops + layer.weight_flops),
         backward_input_us=times_us(layer.input_flops),
@@ -174,7 +176,7 @@ def _layer_profile(
         saved_bytes=each(layer.saved_bytes, round(layer.shared_saved_bytes)),
         weight_held_bytes=each(layer.weight_held_bytes),
         forward_peak_bytes=each(layer.transient_bytes),
-        backward_peak_bytes=each(layer.transient_bytes, widths.parameter * layer.largest_weight),
+        backward_peak_bytes=each(layer.transient_bytes, element_bytes.parameter * layer.largest_weight),
         forward_flops=each(layer.forward_flops),
         collective_bytes=each(layer.collective_bytes) if layer.collectives else (),
         collectives=layer.collectives,

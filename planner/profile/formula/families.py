@@ -24,7 +24,7 @@ from planner.profile.formula.layer_norm_families import (
 from planner.profile.formula.presets import config_defaults
 from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, LatentRanks, Transformer
 
-Shape = Callable[[ConfigReader, int], Transformer]
+ShapeFunction = Callable[[ConfigReader, int], Transformer]
 """Function of a configuration and the number of tokens of a sample that returns the shape of the model."""
 
 
@@ -250,7 +250,7 @@ _LLAMA: Final = replace(_BIASED, mlp_bias=True)
 
 _OLMO: Final = replace(_BIASED, norms=0, post_norms=2, wide_norms=True, normalized_keys=True, whole_key_norms=True)
 
-FAMILIES: Final[Mapping[str, Shape]] = {
+FAMILIES: Final[Mapping[str, ShapeFunction]] = {
     "gpt2": gpt2_shape,
     "llama": _LLAMA,
     "granite": _LLAMA,

@@ -80,7 +80,7 @@ _TORCHTITAN = {"embedding": "tok_embeddings", "block": "layers.", "mtp": "mtp.la
 """Names (or prefixes of names) of the modules of torchtitan's decoders, by kind of layer."""
 
 
-def layer_costs(shape: Transformer, execution: Execution, widths: ElementBytes) -> Iterator[LayerCosts]:
+def layer_costs(shape: Transformer, execution: Execution, element_bytes: ElementBytes) -> Iterator[LayerCosts]:
     """Yield the costs of the embedding, the blocks and the head.
 
     Layers of a decoder from a config.json have torchtitan's names, so that plans can be emitted for torchtitan.
@@ -88,12 +88,12 @@ def layer_costs(shape: Transformer, execution: Execution, widths: ElementBytes) 
     Args:
         shape: Shape of the model.
         execution: Division of the layers among devices, and kernels.
-        widths: Bytes per activation and per parameter.
+        element_bytes: Bytes per activation and per parameter.
 
     Yields:
         Costs of each layer for one sample, on one of the devices that share the layer.
     """
-    layers = _Layers(shape, execution, widths)
+    layers = _Layers(shape, execution, element_bytes)
     names = {} if shape.family == "transformer" or shape.is_encoder_decoder else _TORCHTITAN
     embedding, head = layers.embedding(), layers.head()
     yield replace(embedding, name=names.get("embedding", "embedding"))
@@ -108,10 +108,10 @@ def layer_costs(shape: Transformer, execution: Execution, widths: ElementBytes) 
 
 
 class _Layers:
-    def __init__(self, shape: Transformer, execution: Execution, widths: ElementBytes) -> None:
-        self.shape, self.execution, self.widths = shape, execution, widths
-        self.e, self.t = widths.activation, execution.tensor_parallel
-        self.residual = widths.residual or self.e
+    def __init__(self, shape: Transformer, execution: Execution, element_bytes: ElementBytes) -> None:
+        self.shape, self.execution, self.element_bytes = shape, execution, element_bytes
+        self.e, self.t = element_bytes.activation, execution.tensor_parallel
+        self.residual = element_bytes.residual or self.e
         # Elements that each device has of a hidden state (s h), which only sequence parallelism splits.
         self.whole = shape.sequence * shape.hidden / (self.t if execution.sequence_parallel else 1)
         # Encoder and decoder each pass a hidden state from block to block.
@@ -174,7 +174,7 @@ class _Layers:
             saved_bytes=self.whole * (self._norm_bytes(block, linears) + masks)
             + s * (split / t + latent)
             + (0 if again else scores),
-            shared_saved_bytes=self._positions_bytes(block) + (self.widths.cast * cast if uncached else 0),
+            shared_saved_bytes=self._positions_bytes(block) + (self.element_bytes.cast * cast if uncached else 0),
             cast_parameters=0 if uncached else cast,
             weight_held_bytes=self._held_bytes(linears),
             transient_bytes=scores if again else 0.0,

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from planner.core.errors import UsageError
-from planner.model.optimizers import OPTIMIZERS, Builder
+from planner.model.optimizers import OPTIMIZERS, OptimizerBuilder
 from planner.tpu.optimizers import optimizer_rule
 
 installed = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
 
-def of(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Builder:
+def of(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> OptimizerBuilder:
     return lambda parameters: kind(parameters, lr=0.1, **options)
 
 
@@ -31,7 +31,7 @@ def of(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Builder:
         of(torch.optim.Adam, weight_decay=0.1, decoupled_weight_decay=True),
     ],
 )
-def test_first_steps_equal_torchs(build: Builder) -> None:
+def test_first_steps_equal_torchs(build: OptimizerBuilder) -> None:
     from jax import numpy as jnp
 
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def test_first_steps_equal_torchs(build: Builder) -> None:
         (lambda parameters: torch.optim.SGD([next(iter(parameters))], lr=0.1), "SGD has only some of them"),
     ],
 )
-def test_unsupported_optimizers_are_refused_by_name(build: Builder, problem: str) -> None:
+def test_unsupported_optimizers_are_refused_by_name(build: OptimizerBuilder, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         optimizer_rule(build, [nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(2))])
 

@@ -18,7 +18,7 @@ from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.values.profile import Profile
 from planner.core.values.rates import rates_of
 from planner.model import LoadedModel, in_precision, load_model, load_object
-from planner.model.optimizers import OPTIMIZERS, Builder
+from planner.model.optimizers import OPTIMIZERS, OptimizerBuilder
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_layers
@@ -138,7 +138,7 @@ def test_optimizer_steps_are_compiled_once_and_cached(tmp_path: Path, compiled: 
     jobs = [norm, block, list(norm)]
     parameters = [nn.Parameter(torch.empty(3))]
 
-    def steps_of(build: Builder) -> dict[int, CompiledStep]:
+    def steps_of(build: OptimizerBuilder) -> dict[int, CompiledStep]:
         return dict(compiler.compile_steps("abc", jobs, optimizer_rule(build, parameters)))
 
     found = steps_of(OPTIMIZERS["adamw"])
