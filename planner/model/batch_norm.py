@@ -61,8 +61,7 @@ class BatchStatistics:
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Also collect statistics of the batch normalizations among `modules`, which may run in other stages.
 
-        Raises:
-            ModelError: A module is a `SyncBatchNorm` in training mode.
+        Raise a `ModelError` if one of them is a `SyncBatchNorm` in training mode.
         """
         for name, module in modules:
             if isinstance(module, nn.SyncBatchNorm) and module.training:

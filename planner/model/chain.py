@@ -279,11 +279,7 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 
 
 def refuse_sparse(model: nn.Module) -> None:
-    """Raise an error if the model has a sparse tensor or a layer with sparse gradients.
-
-    Raises:
-        ModelError: The model has one; the message names it.
-    """
+    """Raise a `ModelError` if the model has a sparse tensor or a layer with sparse gradients."""
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise sparse_gradient_error(f'layer "{path}"')

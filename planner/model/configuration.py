@@ -36,11 +36,7 @@ TASKS: Final = {
 
 
 def configuration_module(path: str) -> ModuleType:
-    """Return a module with `build_model` and `example_batch` for the model of a config.json.
-
-    Raises:
-        MissingPackageError: transformers is not installed.
-    """
+    """Return a module with `build_model` and `example_batch` for the model of a config.json; needs transformers."""
     check_for_configurations()
     transformers = import_module("transformers")
 

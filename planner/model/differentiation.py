@@ -19,12 +19,9 @@ class _DifferentiatesError(BaseException):
 
 @contextmanager
 def refusing_gradients() -> Iterator[None]:
-    """Raise an error if code in the `with` block calls `torch.autograd.grad`.
+    """Raise a `ModelError` if code in the `with` block calls `torch.autograd.grad`.
 
     A stage that repeats this code would lack parts of the graph.
-
-    Raises:
-        ModelError: Code in the `with` block calls `torch.autograd.grad`.
     """
     grad = torch.autograd.grad
     torch.autograd.grad = _refuse

@@ -123,11 +123,7 @@ class AbsentGhost(Ghost):
 
 
 def check_present(tensors: Iterable[Any], where: str) -> None:
-    """Raise an error if one of `tensors`, which the message calls `where`, was computed from another stage's tensor.
-
-    Raises:
-        ModelError: One of `tensors` is an `AbsentGhost`.
-    """
+    """Raise a `ModelError` if one of `tensors` (called `where` in it) was computed from another stage's tensor."""
     for tensor in tensors:
         if isinstance(tensor, AbsentGhost):
             raise control_flow_error(f'{where} depends on "{tensor.origin}", which another stage has')
@@ -135,10 +131,9 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
 
 @contextmanager
 def updating_parameters(parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Refuse an optimizer whose step, in the `with` block, takes values of another stage for this stage's parameters.
+    """Raise a `ModelError` if an optimizer's step in the `with` block takes values of another stage for `parameters`.
 
-    Raises:
-        ModelError: The step, or a hook on it, computes with values of another stage and of this stage together.
+    A hook on the step must not do so, either.
     """
     token = _is_updating.set(True)
     try:

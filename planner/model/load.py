@@ -146,9 +146,6 @@ def load_model(
         granularity: `coarse` for about one layer per block, `fine` for parts of blocks; no effect on a Sequential.
         uncut: Names of layers that no stage may end with.
 
-    Returns:
-        The loaded model.
-
     Raises:
         FileError: The file does not exist, or is no Python file.
         ModelError: The file fails when it is imported, or defines no model.

@@ -12,8 +12,7 @@ from planner.model.operators import OperatorWatch, depends_on_values
 def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
     """Run a loss on `output` and return the addresses of the storages that it reads.
 
-    Returns:
-        The addresses; None if the loss fails, or if tensor values may decide what it reads.
+    Return None if the loss fails, or if tensor values may decide what it reads.
     """
     addresses: set[int] = set()
     has_decided = False

@@ -37,7 +37,7 @@ from planner.model.variables import undo_changes
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
-    """Run `model` on `inputs` once and record the forward.
+    """Run `model` on `inputs` once and return the recording of the forward.
 
     Buffers, gradients and the random state are restored.
 
@@ -46,9 +46,6 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         inputs: Inputs of the model.
         loss_of: Function from the output to the loss, which shows the outputs that the loss reads; None: all outputs.
         ghosts: True to run without the values of parameters and buffers, which takes hardly any time and memory.
-
-    Returns:
-        The recording.
 
     Raises:
         ModelError: The forward calls `torch.autograd.grad`.

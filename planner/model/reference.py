@@ -93,7 +93,7 @@ class ReferenceOptions:
 def train_reference(
     loaded: LoadedModel, options: ReferenceOptions, folder: Path | None, shake: "Shake | None" = None
 ) -> list[float]:
-    """Train the model in a plain loop and write its states to `folder`.
+    """Train the model in a plain loop, write its states to `folder`, and return the loss of every step.
 
     The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`. Late steps follow after
     `options.steps` steps. The loop ends before a late step in which the loss is not finite or the model raises an
@@ -104,9 +104,6 @@ def train_reference(
         options: Options of the loop.
         folder: Folder for the files; None to write none.
         shake: Function that changes the parameters slightly before the last step, to measure how rounding errors grow.
-
-    Returns:
-        The loss of every step.
 
     Raises:
         ModelError: The loss is not finite, or does not depend on trained parameters.
@@ -197,15 +194,14 @@ def _loss(
 
 
 def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
-    """Return the example mini-batch of a step. It depends only on the seed and the step.
+    """Return the example mini-batch of a step, with the samples of all micro-batches.
+
+    It depends only on the seed and the step.
 
     Args:
         loaded: The model.
         options: Options of the loop.
         step: Index of the step.
-
-    Returns:
-        One batch with the samples of all micro-batches.
     """
     with preserve_torch_generators():
         torch.manual_seed(options.seed * 1_000_003 + step)

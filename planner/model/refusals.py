@@ -30,15 +30,12 @@ class TooFewSamplesError(ModelError):
 
 
 def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError:
-    """Convert an error of a layer or the model to an error with a hint.
+    """Return an error with a hint for an error of a layer or the model.
 
     Args:
         where: Name of the layer or the model, for the message.
         error: Error that it raised. A `PlannerError` is returned unchanged.
         inputs: Description of the inputs, for the message.
-
-    Returns:
-        The error with a hint.
     """
     if isinstance(error, PlannerError):
         return error
@@ -77,12 +74,9 @@ def sparse_gradient_error(where: str) -> ModelError:
 
 @contextmanager
 def explain_refusals(where: str) -> Iterator[None]:
-    """Add a hint to two kinds of torch's errors in the `with` block.
+    """Convert two kinds of torch's errors in the `with` block to a `ModelError` with a hint.
 
     One kind is an in-place write that backward forbids. The other is a hook on a tensor without gradient.
-
-    Raises:
-        ModelError: Torch raised one of these errors.
     """
     try:
         yield

@@ -12,15 +12,12 @@ from planner.core.values.profile import Setting
 
 
 def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, str]) -> dict[str, Setting]:
-    """Convert texts of settings to the types in a function's signature.
+    """Return settings by name, converted from texts to the types in a function's signature.
 
     Args:
         owner: Name of the function, for messages.
         build: The function or class.
         settings: Texts by name, as the user typed them.
-
-    Returns:
-        The converted settings by name.
 
     Raises:
         UsageError: The function has no such parameter, or the text does not fit its type.

@@ -30,13 +30,10 @@ class _MemorySpan(NamedTuple):
 
 
 def check_separate_memory(layers: Sequence[Layer]) -> None:
-    """Raise an error if a trained parameter shares memory with another tensor of another layer.
+    """Raise a `ModelError` if a trained parameter shares memory with another tensor of another layer.
 
     In one process, an update of the parameter also changes the other tensor, but stages have separate memory. One
     parameter that several layers use is no problem.
-
-    Raises:
-        ModelError: Two tensors overlap; the message names both.
     """
     by_storage: dict[int, list[_MemorySpan]] = {}
     for span in _spans(layers):
@@ -63,13 +60,10 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def check_hooks(hooked: Mapping[str, nn.Parameter], layers: Sequence[Layer]) -> None:
-    """Raise an error if a trained parameter of several layers has a gradient hook.
+    """Raise a `ModelError` if a trained parameter of several layers has a gradient hook.
 
     Autograd calls a hook with the sum of the gradients of all uses of the parameter. In a pipeline, each stage would
     call the hook with the gradient of its own layers alone.
-
-    Raises:
-        ModelError: A shared parameter has a hook; the message names the parameter.
     """
     for owners in shared_parameters(layers):
         parameter = next((hooked[name] for _, name in owners if name in hooked), None)

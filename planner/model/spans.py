@@ -69,10 +69,9 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
 
 
 def repeated_reads_and_writes(cuts: PossibleCuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
-    """Return the tensors that repeated code reads and writes: code before a cut that runs again after it.
+    """Return the parameters and buffers that repeated code reads, and numbers of the storages that it writes.
 
-    Returns:
-        Names of the parameters and buffers that it reads, and numbers of the storages that it writes.
+    Repeated code is code before a cut that runs again after it.
     """
     flow = cuts.recording.flow.nodes
     numbered = enumerate(cuts.recording.operators)
@@ -88,19 +87,16 @@ def repeated_reads_and_writes(cuts: PossibleCuts, cut: int) -> tuple[frozenset[s
 def assign_unread_tensors(
     model_tensors: Sequence[frozenset[str]], recording: Recording, model: nn.Module, spans: Sequence[Span]
 ) -> tuple[frozenset[str], ...]:
-    """Assign parameters and buffers that the recorded forward did not read to layers, for example of unused experts.
+    """Return the names of each layer's parameters and buffers, also of those that the recorded forward did not read.
 
-    A tensor goes to the layer in which its module begins, or the nearest enclosing module that was called. If there is
-    none, it goes to the first layer.
+    An unread tensor, such as that of an unused expert, goes to the layer in which its module begins, or the nearest
+    enclosing module that was called. If there is none, it goes to the first layer.
 
     Args:
         model_tensors: For each layer, the names of the parameters and buffers that it reads.
         recording: One forward.
         model: The model.
         spans: Begin and end of each layer.
-
-    Returns:
-        For each layer, the names of all its parameters and buffers.
     """
     read = frozenset(name for names in model_tensors for name in names)
     # Tensors are compared by identity, because the forward may have read a tied tensor under another name.

@@ -121,8 +121,7 @@ class SplitBackward:
     def backward_weight(self, deferred: DeferredUses) -> None:
         """Run pass W: compute deferred weight gradients, add them to the parameters, and clear `deferred`.
 
-        Raises:
-            RuntimeError: Code has modified a tensor that a weight gradient needs.
+        Raise a `RuntimeError` if code has modified a tensor that a weight gradient needs.
         """
         # As in autograd, the gradients of all uses of a weight in one backward are summed, then added to the parameter.
         # Recomputed code (a checkpoint) has a backward of its own.

@@ -33,16 +33,13 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 def measure_memory(
     unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter, buffer_bytes: int
 ) -> MemoryDetail:
-    """Measure the memory of a layer for one micro-batch, and delete its gradients.
+    """Return the memory of a layer for one micro-batch, in bytes, and delete its gradients.
 
     Args:
         unit: Layer to measure.
         received: Input of the layer.
         meter: Meter of the device.
         buffer_bytes: Bytes of the layer's buffers before its first run, at any micro-batch size.
-
-    Returns:
-        The layer's exact memory record, in bytes.
 
     Raises:
         ModelError: The layer has sparse gradients.

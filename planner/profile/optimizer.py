@@ -45,7 +45,7 @@ def measure_optimizer(
     between_bytes: int = 0,
     idle: Collection[str] = (),
 ) -> OptimizerCost:
-    """Measure an optimizer's update of copies of a layer's trained parameters.
+    """Return memory and time of an optimizer's update, measured on copies of a layer's trained parameters.
 
     Args:
         module: The layer.
@@ -56,9 +56,6 @@ def measure_optimizer(
         repeats: Number of timed updates.
         between_bytes: Bytes that training accesses between two updates of this layer, which evict it from the cache.
         idle: Names of parameters without gradients.
-
-    Returns:
-        Bytes of state and transient memory, and time of the update in microseconds.
     """
     trained = trained_parameters(module)
     if not trained:

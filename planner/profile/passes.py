@@ -183,15 +183,14 @@ class _Turn:
 
 
 def time_once(timer: WholeTimer, unit: LayerToMeasure, received: MeasurementInput) -> tuple[float, float]:
-    """Time one micro-batch of one layer.
+    """Return the times of forward and backward of one micro-batch of one layer, in microseconds.
+
+    With a split backward, these are the times of forward plus I, and of W.
 
     Args:
         timer: Timer of a whole or of a split backward.
         unit: The layer.
         received: Input of the layer.
-
-    Returns:
-        Microseconds of forward and backward; with a split backward, of forward plus I, and of W.
     """
     if not is_large(unit):
         fill_missing_gradients(unit)
@@ -208,15 +207,14 @@ def time_once(timer: WholeTimer, unit: LayerToMeasure, received: MeasurementInpu
 def time_neighbors(
     timer: WholeTimer, layers: Sequence[tuple[LayerToMeasure, MeasurementInput]], idle: EmptyLayer
 ) -> list[tuple[float, float]]:
-    """Time neighboring layers as in a stage: all their forwards, then all their backwards.
+    """Return the times of forward and backward of each layer, in microseconds, as in a stage.
+
+    All forwards run first, then all backwards. With a split backward, the times are those of forward plus I, and of W.
 
     Args:
         timer: Timer of a whole or of a split backward.
         layers: Layers with their inputs.
         idle: Layer that does nothing, to measure the overhead of timing.
-
-    Returns:
-        For each layer, microseconds of forward and backward; with a split backward, of forward plus I, and of W.
     """
     turns = [_Turn(*layer) for layer in layers]
     nothing = _Turn(idle.unit, idle.received)

@@ -55,9 +55,6 @@ def profile_model(
         note: Function that is called with notes about defaults.
         earlier: Measurements of an interrupted run; they are used if model and environment are the same.
 
-    Returns:
-        The profile.
-
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
         UsageError: The device is unknown or not on this machine.

@@ -30,15 +30,12 @@ _HeldElsewhere = Literal["nothing", "outputs", "gradients"]
 
 
 def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> SplitMemory:
-    """Measure a layer's memory with a split backward, and delete its parameters' gradients.
+    """Return a layer's memory in both passes of a split backward, in bytes, and delete its parameters' gradients.
 
     Args:
         unit: Layer to measure.
         received: Input of the layer.
         meter: Meter of the device.
-
-    Returns:
-        Memory of both passes, in bytes.
     """
     subject = _MeasuredUnit(unit=unit, received=received, meter=meter)
     with unit.weight_cast_cache(), subject.split.weight_cast_cache():

@@ -90,7 +90,7 @@ class LayerToMeasure:
 def trace_layers(
     chain: Chain, loaded: LoadedModel, size: int, device: torch.device, *, ghosts: bool = False
 ) -> tuple[tuple[LayerToMeasure, ...], dict[str, MeasurementInput]]:
-    """Return every layer with a digest of its operators, and the inputs of the layers to measure.
+    """Return every layer with a digest of its operators, and the inputs of the layers to measure, by digest.
 
     Of layers with equal digests, only the first one is measured.
 
@@ -101,9 +101,6 @@ def trace_layers(
         device: Device of the inputs.
         ghosts: True if parameters, and tensors between layers, are ghosts without values. Then a layer that reads
             values raises `NeedsValuesError` or another error.
-
-    Returns:
-        All layers, and the inputs of the layers to measure, by digest.
 
     Raises:
         ModelError: A layer fails on the output of the previous layer.

@@ -91,11 +91,7 @@ class EstimatedBackend:
         return RooflineClock(self._rates if rate is None else replace(self._rates, half_flops_per_s=rate))
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002
-        """Raise an error if the layers read tensor values.
-
-        Raises:
-            ModelError: The layers read values.
-        """
+        """Raise a `ModelError` if the layers read tensor values."""
         if not lean:
             raise ModelError(
                 "the model cannot be estimated: its layers ask for the values of tensors",

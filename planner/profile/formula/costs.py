@@ -77,6 +77,8 @@ def transformer_profile(
 ) -> Profile:
     """Return the profile of a transformer: embedding, blocks, and head with the loss.
 
+    It has `how: estimated` in its device, and times of split backwards.
+
     Args:
         shape: Shape of the model.
         execution: Division of the layers among devices, and kernels.
@@ -88,9 +90,6 @@ def transformer_profile(
         micro_batch_sizes: Micro-batch sizes in samples.
         steps_at_once: True if the optimizer updates all parameters at once, with a temporary copy of them.
         other_tensor_parallel: Further tensor-parallel sizes for which the profile has costs.
-
-    Returns:
-        A profile with `how: estimated` in its device, and with times of split backwards.
     """
 
     def layers_of(execution: Execution) -> tuple[LayerProfile, ...]:

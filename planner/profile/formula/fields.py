@@ -87,11 +87,7 @@ class ConfigReader:
         return tuple(map(str, value)) if isinstance(value, list) and len(value) == count else ()
 
     def raise_if_invalid(self, source: str) -> None:
-        """Raise an error, with the file's name `source`, if a key that was read is missing or wrong.
-
-        Raises:
-            UsageError: Keys are missing or wrong.
-        """
+        """Raise a `UsageError`, with the file's name `source`, if a key that was read is missing or wrong."""
         reasons = [f"{name} is missing" for name in dict.fromkeys(self._missing)]
         reasons += dict.fromkeys(self._wrong)
         if reasons:

@@ -81,7 +81,7 @@ _TORCHTITAN = {"embedding": "tok_embeddings", "block": "layers.", "mtp": "mtp.la
 
 
 def layer_costs(shape: Transformer, execution: Execution, element_bytes: ElementBytes) -> Iterator[LayerCosts]:
-    """Yield the costs of the embedding, the blocks and the head.
+    """Yield the costs of embedding, blocks and head, for one sample on one of the devices that share the layer.
 
     Layers of a decoder from a config.json have torchtitan's names, so that plans can be emitted for torchtitan.
 
@@ -89,9 +89,6 @@ def layer_costs(shape: Transformer, execution: Execution, element_bytes: Element
         shape: Shape of the model.
         execution: Division of the layers among devices, and kernels.
         element_bytes: Bytes per activation and per parameter.
-
-    Yields:
-        Costs of each layer for one sample, on one of the devices that share the layer.
     """
     layers = _Layers(shape, execution, element_bytes)
     names = {} if shape.family == "transformer" or shape.is_encoder_decoder else _TORCHTITAN

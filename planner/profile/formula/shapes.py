@@ -209,15 +209,12 @@ class Block:
         return (self.attention,) if self.cross_attention is None else (self.attention, self.cross_attention)
 
     def matrix_products(self, hidden: int, devices: int = 1, capacity: float = 1.0) -> Iterator[MatrixProduct]:
-        """Yield the matrix products with weights.
+        """Yield the matrix products with weights, in the order of the forward.
 
         Args:
             hidden: Width of the model (h).
             devices: Number of devices that share the block.
             capacity: Number of tokens per expert, divided by the number under an even distribution.
-
-        Yields:
-            Products in the order of the forward.
         """
         for attention in self.attentions:
             yield from attention.matrix_products(hidden, devices)
