@@ -9,12 +9,13 @@ containers, closures and default arguments of functions, bound objects, and modu
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+
+from planner.model.python_state import closure_variables
 
 
 def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
@@ -57,14 +58,7 @@ def _referred(value: Any) -> Iterator[Any]:
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, FunctionType):
-        yield from _read_by(value)
+        variables = value.__globals__
+        yield from (variables[name] for name in value.__code__.co_names if isinstance(variables.get(name), Tensor))
+        yield from (value.__defaults__, value.__kwdefaults__, closure_variables(value))
     yield from (getattr(value, name, None) for name in ("__self__", "__func__", "__dict__"))
-
-
-def _read_by(function: FunctionType) -> Iterator[Any]:
-    names = function.__globals__
-    yield from (names[name] for name in function.__code__.co_names if isinstance(names.get(name), Tensor))
-    yield from (function.__defaults__, function.__kwdefaults__)
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # a variable that has no value yet
-            yield cell.cell_contents

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from planner.model.chain import digest_of, without_addresses
 from planner.model.load import LoadedModel
-from planner.model.python_state import global_names, is_user_module
+from planner.model.python_state import closure_variables, function_of, global_names, is_user_module
 
 _SCALARS: Final = (bool, int, float, str, type(None))
 
@@ -93,21 +93,12 @@ def _name_of(thing: Any) -> str:
 
 
 def _methods(thing: type) -> Iterator[FunctionType]:
-    for held in vars(thing).values():
-        function = getattr(held, "__func__", getattr(held, "fget", held))  # unwrap methods, properties
-        if isinstance(function, FunctionType):
-            yield function
+    return filter(None, map(function_of, vars(thing).values()))
 
 
 def _outer_variables(function: FunctionType) -> dict[str, Any]:
-    names = global_names(function.__code__)
-    values = {name: function.__globals__[name] for name in names if name in function.__globals__}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            values[name] = cell.cell_contents
-        except ValueError:  # the variable has no value yet
-            continue
-    return values
+    names = global_names(function.__code__) & function.__globals__.keys()
+    return {name: function.__globals__[name] for name in names} | closure_variables(function)
 
 
 def _normalized_source(thing: Callable[..., Any]) -> str:

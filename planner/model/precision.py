@@ -1,6 +1,6 @@
 """Prepare a model for the requested precision: convert it, or run it under autocast."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,21 +25,26 @@ def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
     if not precision:
         return loaded
 
+    converts = precision in _CONVERTED
+
     def example_batch(size: int) -> Batch:
         inputs, targets = loaded.example_batch(size)
         return Batch(to_precision(inputs, precision), targets)
 
+    def train_batches(size: int) -> Iterator[Any]:
+        assert loaded.train_batches is not None
+        for inputs, targets in loaded.train_batches(size):
+            yield to_precision(inputs, precision), targets
+
     def loss_fn(output: Any, target: Any) -> Tensor:
-        if precision in _CONVERTED:
-            output = to_precision(output, "fp32")
-        return loaded.loss_fn(output, target).float()
+        return loaded.loss_fn(to_precision(output, "fp32") if converts else output, target).float()
 
     return replace(
         loaded,
         precision=precision,
         example_batch=example_batch,
         loss_fn=loss_fn,
-        train_batches=_converted_batches(loaded.train_batches, precision),
+        train_batches=train_batches if converts and loaded.train_batches is not None else loaded.train_batches,
     )
 
 
@@ -97,16 +102,3 @@ def converted(module: nn.Module, precision: Precision) -> nn.Module:
 def parameter_dtype_name(module: nn.Module) -> str:
     """Return the dtype of a module's first parameter, such as `float32`."""
     return str(next((p.dtype for p in module.parameters()), torch.float32)).removeprefix("torch.")
-
-
-def _converted_batches(
-    train_batches: Callable[[int], Iterable[Any]] | None, precision: Precision
-) -> Callable[[int], Iterable[Any]] | None:
-    if train_batches is None or precision not in _CONVERTED:
-        return train_batches
-
-    def converted(size: int) -> Iterator[Any]:
-        for inputs, targets in train_batches(size):
-            yield to_precision(inputs, precision), targets
-
-    return converted

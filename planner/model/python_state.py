@@ -107,7 +107,7 @@ def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str
     waiting += [value for module in modules.values() for value in vars(module).values()] + list(functions)
     seen: set[int] = set()
     while waiting:
-        function = _function_of(waiting.pop())
+        function = function_of(waiting.pop())
         if function is None or id(function) in seen or not is_user_module(function.__module__):
             continue
         seen.add(id(function))
@@ -227,13 +227,8 @@ def _add_attributes(numbers: dict[str, float], path: str, module: nn.Module, dep
 def _add_function(numbers: dict[str, float], name: str, function: FunctionType, depth: int) -> None:
     if not is_user_module(function.__module__):
         return
-    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            _add(numbers, f"{name}.{variable}", cell.cell_contents, depth)
-        except ValueError:  # the cell is still empty
-            continue
-    for key, value in {**vars(function), **(function.__kwdefaults__ or {})}.items():
-        _add(numbers, f"{name}.{key}", value, depth)
+    for variables in (closure_variables(function), vars(function), function.__kwdefaults__ or {}):
+        _add_fields(numbers, name, variables, depth)
     _add(numbers, f"{name}.defaults", function.__defaults__ or (), depth)
 
 
@@ -243,10 +238,11 @@ def _add_variable(numbers: dict[str, float], name: str, value: Any, file: str) -
     elif value.__module__ == file:
         for key, item in list(vars(value).items()):
             if not key.startswith("__"):
-                _add(numbers, f"{name}.{key}", _function_of(item) or item, 1)
+                _add(numbers, f"{name}.{key}", function_of(item) or item, 1)
 
 
-def _function_of(value: Any) -> FunctionType | None:
+def function_of(value: Any) -> FunctionType | None:
+    """Return the Python function in a method, property, partial or cached function; None if there is none."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, staticmethod | classmethod | MethodType):
@@ -256,6 +252,15 @@ def _function_of(value: Any) -> FunctionType | None:
     elif isinstance(value, functools._lru_cache_wrapper):
         value = value.__wrapped__
     return value if isinstance(value, FunctionType) else None
+
+
+def closure_variables(function: FunctionType) -> dict[str, Any]:
+    """Return the variables of enclosing functions that `function` uses, except those that have no value yet."""
+    values: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            values[name] = cell.cell_contents
+    return values
 
 
 def global_names(code: CodeType) -> set[str]:

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -359,13 +358,8 @@ def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Call
         calls.clear()
         plant(0)
 
-    def entered(module: nn.Module, _args: Any) -> None:
-        passed(module, at_end=False)
-
-    def left(module: nn.Module, _args: Any, _output: Any) -> None:
-        passed(module, at_end=True)
-
-    entering, leaving = register_module_forward_pre_hook(entered), register_module_forward_hook(left)
+    entering = register_module_forward_pre_hook(lambda module, _: passed(module, at_end=False))
+    leaving = register_module_forward_hook(lambda module, *_: passed(module, at_end=True))
     try:
         yield begin_micro_batch
     finally:

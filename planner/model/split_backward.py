@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from planner.model.ghosts import Ghost
 from planner.model.weight_operators import (
     OPERATORS,
+    Embedding,
     Operands,
     WeightOperator,
     WeightOperatorCall,
@@ -151,7 +152,8 @@ class SplitBackward:
         if use is None or not self._can_be_deferred(use.operands):
             return function(*args, **kwargs)
         operands = use.operands
-        dtype = _autocast_dtype(operands.x) if use.operator.is_cast else None
+        # Autocast runs all weight operators except embeddings in low precision.
+        dtype = None if isinstance(use.operator, Embedding) else _autocast_dtype(operands.x)
         if dtype is not None:
             operands = Operands._make(self._cast(tensor, dtype) for tensor in operands)
         if not torch.is_grad_enabled():

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from planner.model.attributes import AttributeSnapshot
 from planner.model.leaves import is_plain
 from planner.model.nests import ABSENT
-from planner.model.python_state import is_user_module, is_user_object, user_files
+from planner.model.python_state import closure_variables, is_user_module, is_user_object, user_files
 
 _MOST_CONTAINERS = 10_000
 
@@ -102,8 +102,7 @@ def _is_followed(value: Any) -> bool:
 
 def _content(container: Any) -> dict[Any, Any]:
     if isinstance(container, FunctionType):
-        cells = zip(container.__code__.co_freevars, container.__closure__ or (), strict=True)
-        return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        return closure_variables(container)
     if isinstance(container, MutableSequence):
         return dict(enumerate(container))
     items = vars(container) if isinstance(container, type) else container
@@ -119,14 +118,6 @@ def _set_or_remove(container: Any, key: Any, value: Any) -> None:
         container.pop(key, None)
     else:
         container[key] = value
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises if the variable has no value yet
-    except ValueError:
-        return False
-    return True
 
 
 def _is_state(value: Any) -> bool:

@@ -11,7 +11,7 @@ the same order and layout, so that gradients are bit-for-bit equal.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,33 +26,6 @@ class Operands(NamedTuple):
     bias: Tensor | None
 
 
-class WeightOperator(Protocol):
-    """Operator that is linear in its input and in its weight."""
-
-    @property
-    def is_cast(self) -> bool:
-        """True if autocast runs the operator in low precision."""
-
-    def forward(self, operands: Operands) -> Tensor:
-        """Return the result of the operator."""
-
-    def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:
-        """Return the gradient of the input, given the gradient of the result."""
-
-    def weight_gradients(self, gradient: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of weight and bias, given the gradient of the result.
-
-        Of the weight and the bias, only shape and layout are read.
-        """
-
-
-class WeightOperatorCall(NamedTuple):
-    """Call of a weight operator, with operands of unchecked types."""
-
-    operator: WeightOperator
-    operands: Operands
-
-
 @dataclass(frozen=True, kw_only=True)
 class Product:
     """Product `x W + b` with a matrix W; x has two or more dimensions."""
@@ -60,7 +33,6 @@ class Product:
     call: Callable[[Operands], Tensor]
     is_transposed: bool
     """True if W has one row per output feature, as in a linear layer."""
-    is_cast: bool = True
 
     def forward(self, operands: Operands) -> Tensor:
         """Return the product, computed by the original function."""
@@ -97,7 +69,6 @@ class Convolution:
     is_transposed: bool
     output_padding: tuple[int, ...]
     groups: int
-    is_cast: bool = True
 
     def forward(self, operands: Operands) -> Tensor:
         """Return the convolution, computed by the original function."""
@@ -128,7 +99,6 @@ class Embedding:
 
     padding_idx: int
     scale_grad_by_freq: bool
-    is_cast: bool = False
 
     def forward(self, operands: Operands) -> Tensor:
         """Return the rows of the weight that the indices x select."""
@@ -142,6 +112,18 @@ class Embedding:
         """Return the gradient of the weight: for every row, the sum of the gradients of its lookups."""
         options = (operands.weight.shape[0], self.padding_idx, self.scale_grad_by_freq, False)
         return torch.ops.aten.embedding_backward(gradient, operands.x, *options), None
+
+
+WeightOperator = Product | Convolution | Embedding
+"""Operator that is linear in its input and in its weight. Its `weight_gradients` reads only shape and layout of weight
+and bias."""
+
+
+class WeightOperatorCall(NamedTuple):
+    """Call of a weight operator, with operands of unchecked types."""
+
+    operator: WeightOperator
+    operands: Operands
 
 
 def weight_argument(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

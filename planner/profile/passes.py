@@ -7,7 +7,7 @@ a layer that does nothing, and subtracted. Otherwise it would be the larger part
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,10 +51,13 @@ class WholeTimer:
         if isinstance(unit.module, ModelStage):
             # Only the layer's own code is timed: skipping earlier modules and leaving the model occur once per stage.
             unit.module.call_at_stage_ends(begun=self.clock.restart, done=self.clock.stop)
+
+        def run() -> None:
+            with self.statistics.collecting():
+                outputs.extend(unit.run(values, received))
+
         with self._context():
-            return self.clock.time_us(
-                forward_function(unit, values, received, outputs=outputs, statistics=self.statistics)
-            )
+            return self.clock.time_us(run)
 
     def backward_us(self, unit: LayerToMeasure, end: Tensor) -> tuple[float, float]:
         """Run the backward from `end`; return 0 and its time in microseconds.
@@ -99,44 +102,11 @@ class SplitTimer(WholeTimer):
         return self.split.splitting()
 
 
-def forward_function(
-    unit: LayerToMeasure,
-    values: Sequence[Any],
-    received: MeasurementInput,
-    *,
-    outputs: list[Any],
-    statistics: BatchStatistics,
-) -> Callable[[], None]:
-    """Return a function that runs a layer's forward as a stage does.
-
-    Args:
-        unit: The layer.
-        values: Inputs of the layer.
-        received: Structure of the inputs, and targets of the loss.
-        outputs: List to which the function appends the outputs of the layer.
-        statistics: Collector of the layers' batch normalization statistics.
-    """
-
-    def run() -> None:
-        with statistics.collecting():
-            outputs.extend(unit.run(values, received))
-
-    return run
-
-
-@dataclass(frozen=True)
-class EmptyLayer:
-    """Layer that computes nothing. Its times are the overhead of timing a layer."""
-
-    unit: LayerToMeasure
-    received: MeasurementInput
-
-    @classmethod
-    def matching(cls, unit: LayerToMeasure) -> "EmptyLayer":
-        """Return a layer that computes nothing, on the device and in the precision of `unit`."""
-        values, spec = tree_flatten(torch.zeros(1, device=unit.device, requires_grad=True))
-        nothing = replace(unit, name="nothing", module=nn.Identity(), loss_fn=None, digest="")
-        return cls(nothing, MeasurementInput(tuple(values), spec, None))
+def _empty_layer(unit: LayerToMeasure) -> tuple[LayerToMeasure, MeasurementInput]:
+    """Return a layer that computes nothing, on the device and in the precision of `unit`, and its input."""
+    values, spec = tree_flatten(torch.zeros(1, device=unit.device, requires_grad=True))
+    nothing = replace(unit, name="nothing", module=nn.Identity(), loss_fn=None, digest="")
+    return nothing, MeasurementInput(tuple(values), spec, None)
 
 
 class _TurnTimes(NamedTuple):
@@ -205,19 +175,14 @@ def time_once(timer: WholeTimer, unit: LayerToMeasure, received: MeasurementInpu
 
 
 def time_neighbors(
-    timer: WholeTimer, layers: Sequence[tuple[LayerToMeasure, MeasurementInput]], idle: EmptyLayer
+    timer: WholeTimer, layers: Sequence[tuple[LayerToMeasure, MeasurementInput]]
 ) -> list[tuple[float, float]]:
     """Return the times of forward and backward of each layer, in microseconds, as in a stage.
 
     All forwards run first, then all backwards. With a split backward, the times are those of forward plus I, and of W.
-
-    Args:
-        timer: Timer of a whole or of a split backward.
-        layers: Layers with their inputs.
-        idle: Layer that does nothing, to measure the overhead of timing.
     """
     turns = [_Turn(*layer) for layer in layers]
-    nothing = _Turn(idle.unit, idle.received)
+    nothing = _Turn(*_empty_layer(layers[0][0]))  # its times are the overhead of timing a layer
     middle = len(turns) // 2
     for n, (before, turn) in enumerate(zip([None, *turns], turns, strict=False)):
         if n == middle:
@@ -250,12 +215,8 @@ def _adding_us(gradient: Tensor, clock: Clock) -> float:
     adding_us = 0.0
     for part in flat.split(len(totals)):
         existing = totals[: len(part)]
-        adding_us += clock.time_us(partial(_add, existing, part))
+        adding_us += clock.time_us(partial(existing.add_, part))
     return adding_us
-
-
-def _add(total: Tensor, gradient: Tensor) -> None:
-    total.add_(gradient)
 
 
 def is_large(unit: LayerToMeasure) -> bool:

@@ -24,11 +24,9 @@ from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics, deferred_batch_norms
 from planner.model.split_backward import SplitBackward
 from planner.profile.passes import (
-    EmptyLayer,
     SplitTimer,
     WholeTimer,
     fill_missing_gradients,
-    forward_function,
     is_large,
     time_neighbors,
 )
@@ -93,7 +91,6 @@ def measure_times(
         if not is_large(unit):
             fill_missing_gradients(unit)
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
-    idle = EmptyLayer.matching(units[0])
     split = SplitBackward()
     with _no_collection(), units[0].weight_cast_cache(), split.weight_cast_cache():
         whole_timer = WholeTimer(clock=clock, statistics=statistics)
@@ -103,13 +100,13 @@ def measure_times(
             announced = progress(keys)
             for stretch in group_layers_to_time(keys, kept_bytes):
                 layers = [(next(kinds[key[0]]), inputs[key]) for key in islice(announced, len(stretch))]
-                for key, times_us in zip(stretch, time_neighbors(timer, layers, idle), strict=True):
+                for key, times_us in zip(stretch, time_neighbors(timer, layers), strict=True):
                     times[key].append(times_us)
             next(announced, None)  # counts the last measurement as done
 
         for timer in (whole_timer, split_timer):
             for stretch in group_layers_to_time(list(inputs) * _WARM_UPS, kept_bytes):
-                time_neighbors(timer, [(next(kinds[key[0]]), inputs[key]) for key in stretch], idle)
+                time_neighbors(timer, [(next(kinds[key[0]]), inputs[key]) for key in stretch])
         # Whole and split backwards take turns, so that a slowdown of the machine affects both alike.
         while short := [key for key in inputs if min(len(samples[key]), len(split_samples[key])) < repeats]:
             add_to(samples, whole_timer, short)
@@ -201,7 +198,8 @@ def statistics_update_us(unit: LayerToMeasure, received: MeasurementInput, *, cl
     times = []
     with deferred_batch_norms(unit.module) as statistics, torch.no_grad():
         for _ in range(repeats):
-            forward_function(unit, received.non_leaf_copies(), received, outputs=[], statistics=statistics)()
+            with statistics.collecting():
+                unit.run(received.non_leaf_copies(), received)
             times.append(clock.time_us(statistics.update_running_statistics))
     return median_us(times)
 

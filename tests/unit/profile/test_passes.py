@@ -12,7 +12,7 @@ from planner.device.cpu import Cpu
 from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import SplitBackward
 from planner.profile.crossing import LayerOutputs, make_layer_inputs, own_storages_of
-from planner.profile.passes import EmptyLayer, SplitTimer, WholeTimer, time_neighbors
+from planner.profile.passes import SplitTimer, WholeTimer, time_neighbors
 from planner.profile.timing import group_layers_to_time
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model
@@ -85,7 +85,7 @@ def test_all_forwards_come_before_all_backwards(timer: WholeTimer) -> None:
     notes: list[str] = []
     units = [unit_of(Watched(name, notes), name) for name in "abc"]
     layers = [(unit, unit_input(traced(*LARGE))) for unit in units]
-    times = time_neighbors(timer, layers, EmptyLayer.matching(units[0]))
+    times = time_neighbors(timer, layers)
     assert notes == ["F a", "F b", "F c", "B c", "B b", "B a"]
     assert times == [(0.0, 0.0)] * 3
 
@@ -111,9 +111,7 @@ def test_each_layer_gets_its_own_time(count: int) -> None:
             clock.now_us += 1000.0 * (1 + self.number)
 
     layers = [(unit_of(Slow(n), str(n)), unit_input(traced(3))) for n in range(count)]
-    assert time_neighbors(timer, layers, EmptyLayer.matching(layers[0][0])) == [
-        (100.0 * n, 1000.0 * n) for n in range(1, count + 1)
-    ]
+    assert time_neighbors(timer, layers) == [(100.0 * n, 1000.0 * n) for n in range(1, count + 1)]
 
 
 @pytest.mark.parametrize(("shape", "shared"), [(LARGE, True), ((3, 3), False)])
@@ -130,7 +128,6 @@ def test_a_large_input_is_in_the_memory_of_the_previous_output(shape: tuple[int,
     time_neighbors(
         timer,
         [(unit_of(first, "a"), unit_input(traced(*shape))), (unit_of(second, "b"), unit_input(wanted))],
-        EmptyLayer.matching(unit_of(first)),
     )
     assert (second.address == written[0]) == shared
     assert torch.equal(seen[0], wanted)
@@ -184,7 +181,7 @@ def test_layers_may_overwrite_their_inputs() -> None:
         (unit_of(nn.ReLU(inplace=True), "b"), unit_input(traced(*LARGE))),
     ]
     for each in (timer, split_timer):
-        assert len(time_neighbors(each, layers, EmptyLayer.matching(layers[0][0]))) == 2
+        assert len(time_neighbors(each, layers)) == 2
 
 
 def test_output_gradients_are_ones_in_the_memory_of_the_next_layer() -> None:
