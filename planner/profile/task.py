@@ -1,5 +1,6 @@
 """Describe a profiling task: the model, options, progress, and the measurements so far."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -8,8 +9,7 @@ from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 from planner.model.optimizers import WholeModelOptimizer
-from planner.profile.timing import TimeSamples
-from planner.profile.units import LayerKey
+from planner.profile.units import LayerKey, TimeSamples
 
 Progress = Callable[[str, int, int], None]
 """Function of (name of the next measurement, samples measured so far, samples to measure in total)."""
@@ -71,8 +71,8 @@ class Measurements:
     memory: dict[LayerKey, MemoryDetail] = field(default_factory=dict)
     split_memory: dict[LayerKey, SplitMemory] = field(default_factory=dict)
     """Memory of units with a split backward."""
-    samples: TimeSamples = field(default_factory=dict)
-    split_samples: TimeSamples = field(default_factory=dict)
+    samples: TimeSamples = field(default_factory=lambda: defaultdict(list))
+    split_samples: TimeSamples = field(default_factory=lambda: defaultdict(list))
 
     def add_earlier(self, earlier: PartialProfile, warn: Callable[[str], None]) -> None:
         """Add measurements of an earlier run if its model and environment are equal; otherwise warn."""

@@ -30,7 +30,9 @@ from planner.profile.passes import (
     is_large,
     time_neighbors,
 )
-from planner.profile.units import LayerKey, LayerToMeasure, MeasurementInput
+from planner.profile.records import LayerRecords
+from planner.profile.task import ProfilingTask
+from planner.profile.units import LayerKey, LayerToMeasure, MeasurementInput, TimeSamples
 
 _WARM_UPS = 2
 """Number of untimed passes, in which caches fill and libraries choose their kernels."""
@@ -44,9 +46,6 @@ _STRETCH_BYTES = 2**28
 _OVERHEAD_US = 100.0
 """Lower bound, in microseconds, of the executor's time per micro-batch and stage; shorter times need not be exact."""
 
-TimeSamples = dict[LayerKey, list[tuple[float, float]]]
-"""For every unit and size, pairs of times in microseconds: (forward, backward) or (forward plus I, W)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
@@ -59,32 +58,30 @@ class LayerTimes:
 
 
 def measure_times(
-    units: Sequence[LayerToMeasure],
-    inputs: Mapping[LayerKey, MeasurementInput],
-    samples: TimeSamples,
-    split_samples: TimeSamples,
+    task: ProfilingTask,
+    records: LayerRecords,
     *,
     statistics: BatchStatistics,
     clock: Clock,
-    repeats: int,
     doubtful: Callable[[], bool],
     progress: Callable[[Sequence[LayerKey]], Iterator[LayerKey]],
-    kept_bytes: Mapping[LayerKey, int],
 ) -> None:
-    """Time all layers repeatedly, and add the times to `samples` and `split_samples`.
+    """Time all layers repeatedly, and add the times to the measurements of the task.
 
     Args:
-        units: Layers to time.
-        inputs: Inputs, one for each digest and micro-batch size.
-        samples: Earlier pairs (forward, backward), with an entry for every key of `inputs`; new pairs are appended.
-        split_samples: Earlier pairs (forward plus I, W), like `samples`, for split backwards.
+        task: Profiling task, with the minimum number of repeats and any times of an interrupted run.
+        records: Layers to time, with their inputs and memory.
         statistics: Collector of the layers' batch normalization statistics, which works as in training.
         clock: Clock of the device.
-        repeats: Minimum number of timed passes over all layers, at least 2.
         doubtful: Function that returns True while further repeats are needed.
         progress: Function that yields the given keys one by one, and announces each measurement.
-        kept_bytes: Bytes that each layer keeps from forward to backward, by digest and micro-batch size.
     """
+    units, inputs, repeats = records.units, records.inputs, task.options.repeats
+    samples, split_samples = task.measurements.samples, task.measurements.split_samples
+    kept_bytes = {
+        key: detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
+        for key, detail in records.memory.items()
+    }
     equal = {digest: layers_exceeding_cache(units, digest) for digest, _ in inputs}
     for unit in chain.from_iterable(equal.values()):
         # Gradients are allocated before anything runs. Between transient tensors, they would fragment the memory.

@@ -34,6 +34,9 @@ from planner.model.variables import undo_changes
 LayerKey = tuple[str, int]
 """Digest of a unit, and a micro-batch size."""
 
+TimeSamples = dict[LayerKey, list[tuple[float, float]]]
+"""For every unit and size, pairs of times in microseconds: (forward, backward) or (forward plus I, W)."""
+
 
 @dataclass(frozen=True)
 class MeasurementInput:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from planner.core.values.profile import Device, MemoryDetail
+from planner.core.values.profile import Device
 from planner.device.clock import Clock
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory, release_freed_memory
@@ -154,28 +154,10 @@ def _times(task: ProfilingTask, records: LayerRecords, clock: Clock) -> dict[Lay
             return False
         return share >= _DOUBT
 
-    samples, split_samples = task.measurements.samples, task.measurements.split_samples
-    for key in records.inputs:
-        samples.setdefault(key, [])
-        split_samples.setdefault(key, [])
     with deferred_batch_norms(task.chain.model) as statistics:
-        measure_times(
-            records.units,
-            records.inputs,
-            samples,
-            split_samples,
-            statistics=statistics,
-            clock=clock,
-            repeats=task.options.repeats,
-            doubtful=doubtful,
-            progress=partial(task.steps.each, names=records.names),
-            kept_bytes={key: _kept_bytes(detail) for key, detail in records.memory.items()},
-        )
-    return {key: median_times(samples[key]) for key in records.inputs}
-
-
-def _kept_bytes(detail: MemoryDetail) -> int:
-    return detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
+        progress = partial(task.steps.each, names=records.names)
+        measure_times(task, records, statistics=statistics, clock=clock, doubtful=doubtful, progress=progress)
+    return {key: median_times(task.measurements.samples[key]) for key in records.inputs}
 
 
 def _doubt(task: ProfilingTask, records: LayerRecords) -> float:
