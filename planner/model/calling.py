@@ -9,10 +9,7 @@ from torch import nn
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments for a model's inputs.
-
-    A tuple or list becomes positional arguments, a dict keyword arguments.
-    """
+    """Return a model's inputs as positional arguments, or as keyword arguments if they are a dict."""
     if isinstance(inputs, dict):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})

@@ -131,10 +131,7 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
 
 @contextmanager
 def updating_parameters(parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise a `ModelError` if an optimizer's step in the `with` block takes values of another stage for `parameters`.
-
-    A hook on the step must not do so, either.
-    """
+    """Raise a `ModelError` if an optimizer's step or its hooks, in the `with` block, use values of another stage."""
     token = _is_updating.set(True)
     try:
         yield

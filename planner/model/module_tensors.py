@@ -28,10 +28,7 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def attribute_tensors(module: nn.Module) -> list[Tensor]:
-    """Return tensors in attributes of modules that are no parameters or buffers.
-
-    Lists and dicts in attributes are searched too.
-    """
+    """Return tensors, except parameters and buffers, in attributes of modules and in lists and dicts there."""
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     leaves = [leaf for part in module.modules() for _, value in _attributes(part) for leaf in tree_leaves(value)]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held]
@@ -97,10 +94,7 @@ def parameters_as_ghosts(module: nn.Module) -> Iterator[None]:
 
 
 def copy_attributes(parameter: Tensor, other: Tensor) -> None:
-    """Copy a parameter's Python attributes, such as `no_decay`, to `other`.
-
-    Optimizer builders may read these attributes.
-    """
+    """Copy a parameter's Python attributes, such as `no_decay`, to `other`; optimizer builders may read them."""
     for name, value in vars(parameter).items():
         if name not in _OF_GHOSTS:
             vars(other).setdefault(name, value)

@@ -19,12 +19,10 @@ ABSENT: Final = object()
 
 @dataclass(frozen=True)
 class Nest:
-    """Structure of a nested value: its type, keys, and the structures of its items.
-
-    The type `kind` is None for a leaf.
-    """
+    """Structure of a nested value: its type, keys, and the structures of its items."""
 
     kind: type | None = None
+    """Type of the value; None for a leaf."""
     keys: tuple[Any, ...] = ()
     children: tuple["Nest", ...] = ()
 

@@ -108,24 +108,15 @@ class ModelOutline:
         return (self.cuts[first - 1] if first else 0), (self.cuts[end - 1] if end <= len(self.cuts) else END)
 
     def received(self, layer: int) -> tuple[int, ...]:
-        """Return the indices in `Recording.values` of the tensors that `layer` receives.
-
-        `layer` must not be 0, which receives the model's inputs.
-        """
+        """Return the indices in `Recording.values` of the tensors that `layer` receives. It must not be the first."""
         return self.crossings[layer - 1]
 
     def shape_of(self, index: int, batch_size: int) -> tuple[int, ...]:
-        """Return the shape of a recorded tensor in a batch of `batch_size` samples.
-
-        `index` is its index in `Recording.values`.
-        """
+        """Return the shape of the tensor `Recording.values[index]` in a batch of `batch_size` samples."""
         return shape_at(self.shapes[index], batch_size)
 
     def batch_size_of(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> int:
-        """Return the number of samples in a batch, computed from the shapes of some of its tensors.
-
-        `indices` are the indices of these tensors in `Recording.values`.
-        """
+        """Return the number of samples in a batch, given some of its tensors with their indices in the recording."""
         for index, tensor in zip(indices, tensors, strict=True):
             # Only a dimension that grows with the batch determines the size; those of a common mask are constant.
             for a, b, length in zip(*self.shapes[index], tensor.shape, strict=True):
@@ -135,10 +126,7 @@ class ModelOutline:
         return SIZES[0]
 
     def meta_inputs(self, layer: int, batch_size: int) -> tuple[Tensor, ...]:
-        """Return tensors on the meta device like those that `layer` receives for `batch_size` samples.
-
-        `layer` must not be 0, which receives the model's inputs.
-        """
+        """Return meta tensors like those that `layer`, which is not the first, receives for `batch_size` samples."""
         return tuple(self._meta(value, batch_size) for value in self.received(layer))
 
     @property

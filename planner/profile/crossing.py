@@ -35,11 +35,7 @@ class LayerInputs:
 
 
 class LayerOutputs:
-    """Outputs of a layer for one micro-batch, from which its backward starts.
-
-    Attributes:
-        end: Scalar whose backward is that of all outputs; None if no output requires a gradient.
-    """
+    """Outputs of a layer for one micro-batch, from which its backward starts."""
 
     def __init__(self, outputs: Sequence[Any], own_storages: frozenset[int]) -> None:
         self._own_storages = own_storages
@@ -47,6 +43,7 @@ class LayerOutputs:
         self._shapes = {n: (output.new_empty(0), output.shape) for n, output in enumerate(outputs) if _carries(output)}
         carrying = [outputs[n] for n in self._shapes]
         self.end: Tensor | None = _End.apply(self._gradients, *carrying) if carrying else None  # type: ignore[no-untyped-call]
+        """Scalar whose backward is that of all outputs; None if no output requires a gradient."""
 
     def create_gradients(self, next_inputs: LayerInputs | None) -> None:
         """Create missing gradients of the outputs, if possible in the memory of the gradients of `next_inputs`."""

@@ -60,10 +60,7 @@ class WholeTimer:
             return self.clock.time_us(run)
 
     def backward_us(self, unit: LayerToMeasure, end: Tensor) -> tuple[float, float]:
-        """Run the backward from `end`; return 0 and its time in microseconds.
-
-        The 0 stands for the input-gradient pass, which a whole backward does not have.
-        """
+        """Run the backward from `end`; return 0, because there is no pass I, and its time in microseconds."""
         backward_us = self.clock.time_us(end.backward)
         if is_large(unit):
             gradients = [p.grad for p in unit.module.parameters() if p.grad is not None]

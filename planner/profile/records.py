@@ -75,10 +75,7 @@ class LayerRecords:
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
     def measure_distinct(self, figure: Callable[[LayerToMeasure, MeasurementInput], _Figure]) -> dict[str, _Figure]:
-        """Return `figure(unit, input)` for every measured layer, by digest of its operators.
-
-        The input has the smallest micro-batch size.
-        """
+        """Return `figure(unit, input)` at the smallest micro-batch size for every measured layer, by its digest."""
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:

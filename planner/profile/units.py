@@ -135,10 +135,7 @@ def trace_layers(
 
 
 def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
-    """Return a digest of each layer's operators; empty if a layer needs values of tensors.
-
-    The operators are recorded on tensors without values.
-    """
+    """Return a digest of each layer's operators, recorded without tensor values; empty if a layer needs values."""
     for size in (1, 2):  # some layers, such as batch normalization, need two samples
         with suppress(Exception):
             units, _ = trace_layers(chain, loaded, size, torch.device("cpu"), ghosts=True)

@@ -19,11 +19,7 @@ _ESTIMATE = "estimate:"
 
 
 class Backend(Protocol):
-    """Source of the costs of layers on one device.
-
-    Attributes:
-        device: Torch device on which the backend runs layers.
-    """
+    """Source of the costs of layers on one device."""
 
     device: torch.device
     """Torch device on which the backend runs layers."""

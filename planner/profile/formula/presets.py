@@ -14,10 +14,7 @@ def model_presets() -> dict[str, dict[str, Any]]:
 
 @cache
 def config_defaults() -> dict[str, dict[str, Any]]:
-    """Return the defaults of transformers for missing keys, by `model_type`.
-
-    Defaults that are 0 or false are left out.
-    """
+    """Return the defaults of transformers for missing keys, except 0 and false, by `model_type`."""
     return _content("defaults.json")
 
 
