@@ -12,6 +12,7 @@ from planner.core.errors import ModelError
 from planner.core.values.balance import Balance
 from planner.core.values.units import pluralize
 from planner.executor.build.own_stage import BuildError, build_only, to_meta
+from planner.executor.run.loader import example_mini_batch
 from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, refuse_sparse
 from planner.model.closures import other_reachable_tensors
@@ -29,7 +30,6 @@ from planner.model.module_tensors import (
 )
 from planner.model.outline import ModelOutline
 from planner.model.precision import convert_in_place
-from planner.model.seeding import preserve_torch_generators
 
 
 class StageRange(NamedTuple):
@@ -86,9 +86,7 @@ def check_buildable(loaded: LoadedModel) -> None:
     Raises:
         ModelError: The structure or the shapes cannot be found.
     """
-    with preserve_torch_generators():
-        torch.manual_seed(0)
-        inputs = loaded.example_batch(SIZES[0]).inputs
+    inputs = example_mini_batch(loaded, SIZES[0], seed=0, step=0).inputs
     chain_shapes(build_structure(loaded), inputs, precision=loaded.precision, device=torch.device("cpu"))
 
 

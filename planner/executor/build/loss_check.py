@@ -188,7 +188,8 @@ def _compare_halves(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Chec
     masked = _mask_labels(batch) if is_counted else batch
     if masked is None:
         return _assume_counting_rule(loaded, model, batch)
-    halves = _halves(masked)
+    first, second = (Batch(*half) for half in micro_batches_of(tuple(masked), 2))
+    halves = first, second
     losses = _losses_of_halves(loaded, model, masked, halves)
     if losses is None:
         return _assume_counting_rule(loaded, model, batch)
@@ -259,11 +260,6 @@ def _mask_labels(batch: Batch) -> Batch | None:
     kept[:half, ..., :2] = labels[:half, ..., :2]
     kept[half:, ..., 1:4] = labels[half:, ..., 1:4]
     return batch._replace(inputs={**batch.inputs, "labels": kept})
-
-
-def _halves(batch: Batch) -> tuple[Batch, Batch]:
-    first, second = (Batch(*half) for half in micro_batches_of(tuple(batch), 2))
-    return first, second
 
 
 def _counts(halves: tuple[Batch, Batch], rule: CountedLabels) -> tuple[float, float]:

@@ -26,7 +26,12 @@ import torch
 from planner.core.errors import ModelError
 from planner.core.values.proof import Proof
 from planner.executor.build.building import build_structure
-from planner.executor.equivalence.isolation import ChildError, ChildProcess, return_freed_blocks_to_system
+from planner.executor.equivalence.isolation import (
+    ChildError,
+    ChildProcess,
+    return_freed_blocks_to_system,
+    run_in_child,
+)
 from planner.executor.equivalence.rehearsal import repeat_forwards
 from planner.executor.equivalence.rounds import EquivalenceRound, RoundResult
 from planner.executor.equivalence.subject import (
@@ -139,13 +144,10 @@ def _check_builds(request: CheckRequest) -> None:
     Raises:
         ModelError: The second model has modules of the first one, or other numbers in its attributes.
     """
-    child = ChildProcess(lambda _connection: _difference_of_builds(request.loaded), limit_s=request.time_limit_s)
     try:
-        difference = child.result()
+        difference = run_in_child(lambda: _difference_of_builds(request.loaded), limit_s=request.time_limit_s)
     except ChildError:  # the model cannot be built without values, so the cause stays unknown
         return
-    finally:
-        child.end()
     if difference:
         name = request.loaded.source.rpartition(":")[2]
         raise ModelError(
@@ -189,20 +191,17 @@ def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_siz
         ModelError: The model does not train, or not within `limit_s` seconds.
     """
 
-    def work(_connection: Connection) -> list[float]:
+    def work() -> list[float]:
         starts = layer_starts(build_structure(loaded))
         options = ReferenceOptions(
             seed=0, steps=STEPS, micro_batches=micro_batches, micro_batch_size=micro_batch_size, starts=starts
         )
         return train_reference(loaded, options, None)
 
-    child = ChildProcess(work, limit_s=limit_s)
     try:
-        losses: list[float] = child.result()
+        losses: list[float] = run_in_child(work, limit_s=limit_s)
     except ChildError as error:
         raise error.as_model_error() from None
-    finally:
-        child.end()
     return losses
 
 

@@ -54,15 +54,6 @@ def find_equivalent_cuts(chain: Chain, shapes: ChainShapes, digests: Sequence[st
     return EquivalentCuts(classes=tuple(map(tuple, classes.values())), keys=keys)
 
 
-def split_into_groups(cuts: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    """Split cuts into groups of at most `most` cuts.
-
-    The cuts of a group are as far apart as possible.
-    """
-    num_groups = -(-len(cuts) // most) if cuts else 0
-    return [tuple(cuts[first::num_groups]) for first in range(num_groups)]
-
-
 def _layer_keys(chain: Chain, digests: Sequence[str]) -> list[Hashable]:
     shared = {name for owners in shared_parameters(chain.layers) for _, name in owners}
     distinct = count()

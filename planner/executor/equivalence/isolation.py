@@ -126,6 +126,19 @@ class ChildProcess:
         return "its process closed the connection"
 
 
+def run_in_child(work: Callable[[], Any], *, limit_s: float) -> Any:
+    """Return the result of `work()`, run in a forked process for at most `limit_s` seconds.
+
+    Raises:
+        ChildError: The process raised an error, or ended without a result.
+    """
+    child = ChildProcess(lambda _connection: work(), limit_s=limit_s)
+    try:
+        return child.result()
+    finally:
+        child.end()
+
+
 def _child_error_arguments(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ChildError):
         return vars(error)

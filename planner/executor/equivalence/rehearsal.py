@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.executor.build.building import StageRange, build_stages
-from planner.executor.equivalence.isolation import ChildError, ChildProcess
+from planner.executor.equivalence.isolation import ChildError, run_in_child
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.shapes import describe_leaves
 from planner.model.autocast import forward_context
@@ -65,15 +65,12 @@ def repeat_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str
     """
     if sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
         return ""
-    child = ChildProcess(lambda _connection: _RepeatedForwards(loaded, chain).run(), limit_s=limit_s)
     try:
-        return str(child.result())
+        return str(run_in_child(lambda: _RepeatedForwards(loaded, chain).run(), limit_s=limit_s))
     except ChildError as error:
         if error.is_user_error:
             raise
         return ""  # other errors have nothing to do with the path, and a run would raise them in its first steps
-    finally:
-        child.end()
 
 
 class _RepeatedForwards:

@@ -18,7 +18,6 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model
 from planner.core.values.proof import Proof
 from planner.core.values.units import pluralize
-from planner.executor.equivalence.coverage import split_into_groups
 from planner.executor.equivalence.differences import (
     NUMBER,
     StageDifferences,
@@ -26,7 +25,7 @@ from planner.executor.equivalence.differences import (
     largest_unexplained_difference,
     rounding_perturbation,
 )
-from planner.executor.equivalence.isolation import ChildError, ChildProcess
+from planner.executor.equivalence.isolation import ChildError, ChildProcess, run_in_child
 from planner.executor.equivalence.stages import PipelineTrial, run_rank
 from planner.executor.equivalence.subject import CheckedModel, CheckRequest
 from planner.model.reference import ReferenceOptions, Shake, train_reference
@@ -105,7 +104,9 @@ class EquivalenceRound:
         recomputed, took_s = "", 0.0
         relative: dict[str, float] = {}
         wrong: dict[int, CutProblem] = {}
-        for number, cuts in enumerate(split_into_groups(wanted, most)):
+        num_groups = -(-len(wanted) // max(1, most))
+        groups = [wanted[n::num_groups] for n in range(num_groups)]  # the cuts of a group are far apart
+        for number, cuts in enumerate(groups):
             if number and time.monotonic() + took_s > self.request.deadline:
                 break
             begin = time.monotonic()
@@ -267,14 +268,8 @@ class EquivalenceRound:
 
     def _train_another_reference(self, options: ReferenceOptions, shake: Shake | None) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
-        loaded = self.request.loaded
-        child = ChildProcess(
-            lambda _connection: train_reference(loaded, options, folder, shake), limit_s=self.request.time_limit_s
-        )
-        try:
-            child.result()
-        finally:
-            child.end()
+        request = self.request
+        run_in_child(lambda: train_reference(request.loaded, options, folder, shake), limit_s=request.time_limit_s)
         return folder
 
 

@@ -149,7 +149,11 @@ class LayerState:
     def snapshot(self) -> _Snapshot:
         """Return a snapshot of the current state."""
         last = self._last
-        tensors = last.tensors if last is not None and self._are_still(last.tensors) else self._clone_state()
+        if last is not None and self._are_still(last.tensors):
+            tensors = last.tensors
+        else:
+            entries = [_Entry(location, location.value) for owner in self._owners for location in owner.locations()]
+            tensors = _StateTensors.of(entries, self._names(), self._values())
         numbers: list[Any] = [holder.get(name) for holder, name in self._numbers]
         if last is not None and all(map(is_, numbers, last.numbers)):
             numbers = last.numbers
@@ -179,10 +183,6 @@ class LayerState:
             return result
 
         return call
-
-    def _clone_state(self) -> _StateTensors:
-        entries = [_Entry(location, location.value) for owner in self._owners for location in owner.locations()]
-        return _StateTensors.of(entries, self._names(), self._values())
 
     def _are_still(self, tensors: _StateTensors) -> bool:
         return tensors.are_still(self._names(), self._values())
