@@ -186,8 +186,8 @@ class EquivalenceRound:
         """Train a pipeline with these cuts, and compare it with the reference.
 
         Returns:
-            Differences of each rank, and a text on the largest difference that is not a rounding error. The text is
-            empty if there is none.
+            Differences of each rank, and the problem of the cuts; it is empty if rounding errors explain all
+            differences.
         """
         trial = PipelineTrial(
             loaded=self.subject.loaded,

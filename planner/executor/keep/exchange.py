@@ -64,7 +64,7 @@ class ValueExchange:
         return self.decide(value, lambda values: values[0])
 
     def close(self) -> None:
-        """Wait, on the first rank, until all ranks have read the last result. The store may end with its process."""
+        """Wait, on the first rank, until all ranks have read the last result. The store may end with this process."""
         if self._store is not None and self._rank == 0 and self._round:
             try:
                 self._store.wait([f"exchange/{self._round}/done"], _JOINING)

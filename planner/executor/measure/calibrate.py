@@ -51,7 +51,7 @@ _SIZES = 1024, 1024 * 1024
 
 
 class MeasuredExecutor(NamedTuple):
-    """Measured cost of the executor, and a flag that tells if other programs disturbed the measurement."""
+    """Measured cost of the executor, and a flag that is false if other programs disturbed the measurement."""
 
     cost: ExecutorCost
     is_alone: bool

@@ -37,7 +37,7 @@ class RecomputedLayer:
 
 
 def run_recomputed(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any) -> Any:
-    """Return `run(value)`. The backward keeps only `value`, and calls `run` again.
+    """Return `run(value)`. Until the backward, only `value` is kept; the backward calls `run` again.
 
     Args:
         run: Function that computes the layer's output from its input, both nested values. It must compute the same

@@ -125,7 +125,7 @@ class ReplicaGradients:
 
 
 def is_replica_hook(hook: Callable[..., object]) -> bool:
-    """Return True if a hook on a parameter belongs to `ReplicaGradients` and only counts its calls."""
+    """Return True if a hook on a parameter is that of `ReplicaGradients`, which only counts its calls."""
     return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 
 

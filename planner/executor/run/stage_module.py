@@ -133,7 +133,7 @@ class StageModule(nn.Module):
         """Function that calls the layers, and records the time if the call is a recomputation."""
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the tensors at the next boundary, without gaps in memory; the loss, on the last stage."""
+        """Return the tensors at the next boundary, without gaps in memory; on the last stage, return the loss."""
         with self.statistics.collecting(), hidden_process_group():
             return self._forward(*tensors)
 

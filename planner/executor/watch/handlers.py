@@ -14,7 +14,7 @@ _Handler = Callable[[int, FrameType | None], None]
 
 
 class SignalHandlers:
-    """Handler for several signals. Signal numbers are also written to the non-blocking file descriptor `wakeup_fd`."""
+    """Installed handler of several signals. Their numbers are also written to the file descriptor `wakeup_fd`."""
 
     def __init__(self, numbers: Sequence[signal.Signals], handler: _Handler, wakeup_fd: int) -> None:
         self._woken_before = signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)

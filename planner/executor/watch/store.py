@@ -94,7 +94,10 @@ def _agree_on_name(store: Store, rank: int, world: int, timeout: timedelta) -> s
 
 
 def _answer_all(store: Store, start: str, world: int, timeout: timedelta) -> None:
-    """Answer announcements until every rank has joined. Answers to processes of earlier starts are never read."""
+    """Send the name of this start to every rank that announces itself, until all ranks have joined.
+
+    Processes of earlier starts are answered as well, but never read the answer.
+    """
     begin = reported = time.monotonic()
     answered: set[str] = set()
     missing = list(range(1, world))
