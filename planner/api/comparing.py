@@ -16,10 +16,7 @@ enable_notebook_display(Comparison)
 
 
 def compare(*plans: File | Plan) -> Comparison:
-    """Compare plans; each is recomputed from its profile if possible.
-
-    Args:
-        plans: Two or more plans, or their files.
+    """Compare two or more plans, or files of plans. Each is recomputed from its profile if possible.
 
     Returns:
         The compared plans; for two plans also their differences.

@@ -58,13 +58,7 @@ def profile_of(profile: AnyProfile) -> ProfileSource:
 
 
 def load_plan(plan: File = "plan.yaml") -> Plan:
-    """Read a plan from its file. The plan is not compared with its profile (see `check`).
-
-    Args:
-        plan: The file.
-
-    Returns:
-        The plan.
+    """Return the plan in a file. The plan is not compared with its profile (see `check`).
 
     Raises:
         FileError: The file cannot be read, or is not a plan.

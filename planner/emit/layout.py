@@ -161,13 +161,13 @@ class PlanLayout:
         num_layers = names.index(second) - names.index(first) + 1
         return None if num_layers == len(names) else f"`--together {first},{second}`"
 
-    def refuse_formula(self, engine: str, *, known: str = "") -> None:
+    def refuse_formula(self, engine: str, *, block_kind: str = "") -> None:
         """Raise UsageError if the layers come from a formula for a model that the engine lacks.
 
-        `known` is the kind of block that the engine has (`block`, `encoder` or `decoder`); empty if it has none.
+        `block_kind` is the kind of block that the engine has (`block`, `encoder` or `decoder`); empty if it has none.
         """
         kinds = {match["kind"] for layer in self.layers if (match := _BLOCK.fullmatch(layer.name))}
-        if self.formula and kinds - {known}:
+        if self.formula and kinds - {block_kind}:
             raise UsageError(
                 f"{engine} has no model of the formula `{self.formula}`, so its modules have no names to cut at",
                 hint="emit `--format csv`, the schedule alone; or profile the model itself: `--from-formula never`",

@@ -36,7 +36,7 @@ def emit_megatron(layout: PlanLayout) -> EngineFile:
         UsageError: The layers are not an embedding, blocks and a head; a cut is inside an embedding, a block or a head;
             or layers of multi-token prediction are in several stages.
     """
-    layout.refuse_formula(_NAME, known="block")
+    layout.refuse_formula(_NAME, block_kind="block")
     plan = layout.plan
     kinds = _layer_groups(layout.layers)
     letters = []

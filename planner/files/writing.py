@@ -21,11 +21,11 @@ from planner.files.strict_yaml import NUMBER
 
 
 class _Line(dict[str, Any]):
-    pass
+    """Mapping that is written on one line."""
 
 
 class _Lines(list[Any]):
-    pass
+    """List that is written with one line per item."""
 
 
 _COMMAND_MARKER = "##["

@@ -118,6 +118,7 @@ class Residual:
     kind: str
     """Origin: `output`, `input`, `state` for a parameter or buffer, else `made`."""
     index: int | str = 0
+    """Index among the outputs, inputs or `made` residuals; for `state`, the name of the parameter or buffer."""
     shape: jax.ShapeDtypeStruct = None
 
 

@@ -42,12 +42,12 @@ class LaunchJob:
 
     script: str
     """Path of train.py, relative to the folder where the job is submitted."""
-    shares: tuple[Nodes, ...]
+    cluster_sizes: tuple[Nodes, ...]
     """Nodes and processes per node of each plan that the script supports, most processes first."""
     device: str
     threads: int
     """CPU threads of each process."""
-    crossing: tuple[str, ...]
+    cuts_between_nodes: tuple[str, ...]
     """Descriptions of the largest plan's cuts that are between nodes."""
     notes: tuple[str, ...] = ()
     """Remarks about assumptions of the plan that do not match the nodes."""
@@ -55,7 +55,7 @@ class LaunchJob:
     @property
     def largest(self) -> Nodes:
         """Nodes and processes per node of the plan that needs most processes."""
-        return self.shares[0]
+        return self.cluster_sizes[0]
 
     @property
     def uses_gpus(self) -> bool:
@@ -102,14 +102,14 @@ class LaunchJob:
     def _about_nodes(self) -> list[str]:
         if self.largest.count == 1:
             return []
-        if not self.crossing:
+        if not self.cuts_between_nodes:
             return ["No cut is between nodes."]
-        more = len(self.crossing) - _MOST_CUTS
-        cuts = [*self.crossing[:_MOST_CUTS], *([f"and {more} more"] if more > 0 else [])]
+        more = len(self.cuts_between_nodes) - _MOST_CUTS
+        cuts = [*self.cuts_between_nodes[:_MOST_CUTS], *([f"and {more} more"] if more > 0 else [])]
         return [f"Cuts between nodes: {'; '.join(cuts)}."]
 
     def _about_plans(self) -> list[str]:
-        fewer = [f"{_described(s)} ({_balance_of(s)})" for s in self.shares[1:]]
+        fewer = [f"{_described(s)} ({_balance_of(s)})" for s in self.cluster_sizes[1:]]
         return [f"With fewer nodes it continues with {', or '.join(fewer)}."] if fewer else []
 
 
@@ -127,14 +127,14 @@ def launch_job(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: 
     """
     first = plans[0]
     available = _planned_nodes(inputs, first) if nodes is None else nodes
-    shares = tuple(_fewest_nodes(plan.num_processes, available) for plan in plans)
+    sizes = tuple(_fewest_nodes(plan.num_processes, available) for plan in plans)
     return LaunchJob(
         script=script,
-        shares=shares,
+        cluster_sizes=sizes,
         device=first.device,
         threads=first.threads,
-        crossing=_cuts_between_nodes(first, shares[0].devices),
-        notes=_notes(inputs, shares[0]),
+        cuts_between_nodes=_cuts_between_nodes(first, sizes[0].devices),
+        notes=_notes(inputs, sizes[0]),
     )
 
 
@@ -175,20 +175,20 @@ def _cuts_between_nodes(balance: Balance, node_devices: int) -> tuple[str, ...]:
     return tuple(cuts)
 
 
-def _notes(inputs: Inputs, share: Nodes) -> tuple[str, ...]:
-    if share.count == 1 or inputs.links:
+def _notes(inputs: Inputs, size: Nodes) -> tuple[str, ...]:
+    if size.count == 1 or inputs.links:
         return ()
     if not inputs.node_devices:
-        return (f"the plan assumes equal links within and between nodes: `solve --nodes {share} --inter-link …`",)
-    if inputs.node_devices != share.devices:
-        used = f"the plan is for nodes of {inputs.node_devices} devices, but {share.devices} per node are used here"
-        return (f"{used}: `solve --nodes {share}`",)
+        return (f"the plan assumes equal links within and between nodes: `solve --nodes {size} --inter-link …`",)
+    if inputs.node_devices != size.devices:
+        used = f"the plan is for nodes of {inputs.node_devices} devices, but {size.devices} per node are used here"
+        return (f"{used}: `solve --nodes {size}`",)
     return ()
 
 
-def _described(share: Nodes) -> str:
-    return f"{pluralize(share.count, 'node')} of {pluralize(share.devices, 'process', 'es')}"
+def _described(size: Nodes) -> str:
+    return f"{pluralize(size.count, 'node')} of {pluralize(size.devices, 'process', 'es')}"
 
 
-def _balance_of(share: Nodes) -> str:
-    return cuts_path(PurePath("balance.yaml"), share.num_processes).name
+def _balance_of(size: Nodes) -> str:
+    return cuts_path(PurePath("balance.yaml"), size.num_processes).name

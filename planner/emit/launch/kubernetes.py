@@ -17,10 +17,10 @@ _IMAGE: Final = "registry.example/train:latest"
 
 def kubernetes_file(job: LaunchJob) -> EngineFile:
     """Return the manifest of the `TrainJob` for a training job."""
-    share = job.largest
+    size = job.largest
     # JSON is valid YAML. Kubernetes expects quantities as text.
-    requests: dict[str, Any] = {"cpu": str(share.devices * job.cores)}
-    limits: dict[str, Any] = {"nvidia.com/gpu": str(share.devices)} if job.uses_gpus else dict(requests)
+    requests: dict[str, Any] = {"cpu": str(size.devices * job.cores)}
+    limits: dict[str, Any] = {"nvidia.com/gpu": str(size.devices)} if job.uses_gpus else dict(requests)
     use = f"kubectl create -f {shell_word(job.path_of(_FILE))}"
     text = job.launcher_text(
         "kubernetes_template.txt",
@@ -29,12 +29,12 @@ def kubernetes_file(job: LaunchJob) -> EngineFile:
         use=use,
         image=json.dumps(_IMAGE),
         args=json.dumps(["--max-restarts=3", job.script, "--checkpoint=/checkpoints", "--resume=auto"]),
-        nodes=share.count,
-        per_node=share.devices,
+        nodes=size.count,
+        per_node=size.devices,
         requests=json.dumps({**requests, **limits}),
         limits=json.dumps(limits),
     )
-    fewer = [f"numNodes {s.count}, numProcPerNode {s.devices}" for s in job.shares[1:]]
+    fewer = [f"numNodes {s.count}, numProcPerNode {s.devices}" for s in job.cluster_sizes[1:]]
     notes = [*job.notes, f"set `image` in {_FILE}, and create the claim `checkpoints`"]
     if fewer:
         notes.append(f"a TrainJob has a fixed size: with fewer nodes, create it again with {' or '.join(fewer)}")

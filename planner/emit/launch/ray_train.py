@@ -20,7 +20,7 @@ def ray_file(job: LaunchJob) -> EngineFile:
         scheduler="Ray (Ray Train V2)",
         option="ray",
         use=use,
-        sizes=repr(tuple(share.num_processes for share in job.shares)),
+        sizes=repr(tuple(size.num_processes for size in job.cluster_sizes)),
         use_gpu=job.uses_gpus,
         cores=job.cores,
     )

@@ -15,7 +15,7 @@ _FILE: Final = "train.sbatch"
 
 def slurm_file(job: LaunchJob) -> EngineFile:
     """Return the SLURM batch script of a training job."""
-    fewest = min(share.count for share in job.shares)
+    fewest = min(size.count for size in job.cluster_sizes)
     resources = [f"#SBATCH --cpus-per-task={job.largest.devices * job.cores}"]
     if job.uses_gpus:
         resources.append(f"#SBATCH --gpus-per-node={job.largest.devices}")
@@ -28,7 +28,7 @@ def slurm_file(job: LaunchJob) -> EngineFile:
         name="train",
         nodes=job.largest.count if fewest == job.largest.count else f"{fewest}-{job.largest.count}",
         resources="\n".join(resources),
-        plans=" ".join(map(str, job.shares)),
+        plans=" ".join(map(str, job.cluster_sizes)),
         there="SLURM_GPUS_ON_NODE" if job.uses_gpus else "SLURM_CPUS_ON_NODE",
         script=_escape_single_quotes(shell_word(job.script)),
     )

@@ -36,11 +36,9 @@ class NumberTable:
         return place
 
     def json_data(self) -> dict[str, Any]:
-        """Return the table for the page's JSON data.
+        """Return the table for the page's JSON data: `columns` without repeated rows, and `rows`.
 
-        Returns:
-            `columns`: The columns, without repeated rows. `rows`: Index of each row in these columns; None if no row is
-            repeated.
+        `rows` has the index of each row in these columns; it is None if no row is repeated.
         """
         if not self._columns:
             return {"rows": None, "columns": []}

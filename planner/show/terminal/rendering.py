@@ -25,12 +25,10 @@ def heading(text: str) -> Text:
 
 
 def wrap_items(items: Iterable[Text | str], style: Style, *, gap: str = "  ", indent: str = "") -> Text:
-    """Return items one after the other on as few lines as possible.
-
-    Only an item that is longer than a line is broken.
+    """Return items on as few lines as possible. Only an item that is longer than a line is broken.
 
     Args:
-        items: The items.
+        items: The items, in order.
         style: Style of the output, with the width.
         gap: Text between items on a line.
         indent: Indentation of all lines except the first one.

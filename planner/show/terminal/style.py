@@ -1,4 +1,4 @@
-"""Width, characters and colors of the output on a stream."""
+"""Width and colors of the output on a stream."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _PIPE_WIDTH: Final = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """Width, characters and colors of the text that is written to a stream."""
+    """Width and colors of the text that is written to a stream."""
 
     width: int
     """Width of the stream in columns; pictures have this width, or `MIN_WIDTH` if that is larger."""

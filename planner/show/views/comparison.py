@@ -80,7 +80,7 @@ def _more_us(row: _Change) -> str:
 
 
 _WITHOUT_PLAN = {"none": "does not fit", "unknown": "none found"}
-"""Notes on clusters without a plan, by `SweepCell.status`."""
+"""Text for a cluster without a plan, by `SweepCell.status`."""
 
 
 def sweep_table(sweep: Sweep) -> Table:
