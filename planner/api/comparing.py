@@ -16,7 +16,10 @@ enable_notebook_display(Comparison)
 
 
 def compare(*plans: File | Plan) -> Comparison:
-    """Compare two or more plans, or files of plans. Each is recomputed from its profile if possible.
+    """Compare plans; each is recomputed from its profile if possible.
+
+    Args:
+        plans: Two or more plans, or their files.
 
     Returns:
         The compared plans; for two plans also their differences.

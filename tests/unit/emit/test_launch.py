@@ -71,7 +71,7 @@ def crossing(profile: Profile, plan: Plan, nodes: Nodes | None) -> list[str]:
     """Return stages and ranks of the cuts between nodes."""
     emitted = emit_native(plan, profile, folder=".", profile_folder=".")
     job = launch_job(emitted.plans, plan.inputs, script="train.py", nodes=nodes)
-    return [cut.partition(", ")[2] for cut in job.crossing]
+    return [cut.partition(", ")[2] for cut in job.cuts_between_nodes]
 
 
 def test_cuts_between_nodes_are_listed(profile: Profile) -> None:
