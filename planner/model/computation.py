@@ -10,7 +10,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, Final
 
@@ -70,7 +70,7 @@ class _CodeReader:
         if id(thing) in self._seen or not is_user_module(thing.__module__):
             return name
         self._seen.add(id(thing))
-        functions = [thing] if isinstance(thing, FunctionType) else _methods(thing)
+        functions = filter(None, map(function_of, [thing] if isinstance(thing, FunctionType) else vars(thing).values()))
         refers: dict[str, Any] = {}
         for function in functions:
             outside = _outer_variables(function)
@@ -90,10 +90,6 @@ def _name_of(thing: Any) -> str:
     module = str(getattr(thing, "__module__", None) or "")
     # A user's file is imported under a generated module name.
     return f"{'' if is_user_module(module) else module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
-
-
-def _methods(thing: type) -> Iterator[FunctionType]:
-    return filter(None, map(function_of, vars(thing).values()))
 
 
 def _outer_variables(function: FunctionType) -> dict[str, Any]:

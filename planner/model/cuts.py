@@ -385,7 +385,8 @@ class _Needs:
             kept = self._cuts._states.get(self._cuts.recording.flow.nodes[version]["storage"])
             if kept is not None:  # only one stage changes this state
                 self._fail(f'the code of {where} reads "{kept}" ({name}), which forward changes')
-        if any(not self._is_repeated(old) for old in operator.writes):
+        makers = (self._cuts.recording.flow.nodes[old]["operator"] for old in operator.writes)
+        if not all(self._cuts.repeated_code.is_repeated(maker, self._cut) for maker in makers):
             # The received tensor already contains the result of this write.
             self._fail(f"the code of {where} writes into what a module returned ({name})")
 
@@ -395,10 +396,6 @@ class _Needs:
 
     def _name_of(self, operator: RecordedOperator) -> str:
         return self._cuts.recording.calls[operator.call].path or "the model itself"
-
-    def _is_repeated(self, version: int) -> bool:
-        maker = self._cuts.recording.flow.nodes[version]["operator"]
-        return self._cuts.repeated_code.is_repeated(maker, self._cut)
 
     def _fail(self, problem: str) -> None:
         self.problem = self.problem or problem  # the first one is reported

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,10 +30,6 @@ class ReferenceState:
     """For each parameter, the numeric options of its group in the optimizer."""
     largest_gradient: float = 0.0
     """Largest absolute value in all gradients."""
-
-    def with_sampled_tensors(self) -> "ReferenceState":
-        """Return this state with large tensors replaced by samples of their values."""
-        return replace(self, tensors={n: None if t is None else sampled_values(t) for n, t in self.tensors.items()})
 
     def use_as_parameters(self, named: Mapping[str, Tensor]) -> None:
         """Use this state's tensors, loaded from a file, as memory of parameters. Writes do not change the file."""
@@ -128,7 +124,8 @@ def state_after_update(model: nn.Module, loss: float, optimizer: torch.optim.Opt
     named = dict(model.named_parameters(remove_duplicate=False))
     tensors, groups = optimizer_state(optimizer, named)
     tensors |= {f"parameter:{name}": parameter for name, parameter in named.items()}
-    return ReferenceState(loss=loss, tensors=tensors, numbers={}, groups=groups).with_sampled_tensors()
+    samples = {name: None if tensor is None else sampled_values(tensor) for name, tensor in tensors.items()}
+    return ReferenceState(loss=loss, tensors=samples, numbers={}, groups=groups)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor | None]:

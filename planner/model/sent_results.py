@@ -37,15 +37,12 @@ class SentResultFinder:
         """The `Recording.candidates` that are sent across cuts, by number of their operator."""
         for candidate in recording.candidates:  # in order of creation
             number = self._flow[candidate.version]["operator"]
+            first, end = (bisect_right(self._times, time) for time in (candidate.enter, candidate.exit))
+            inside = recording.operators[first:end]
             # Stages would draw different random numbers, so these are sent whatever their size.
-            inside = self._operators_in(candidate)
             is_needed = any(operator.random for operator in inside) or self._is_narrower(candidate)
             if self._is_pure(candidate, inside) and is_needed:
                 self.sent_results[number] = candidate
-
-    def _operators_in(self, candidate: FunctionResult) -> Sequence[RecordedOperator]:
-        first, end = (bisect_right(self._times, time) for time in (candidate.enter, candidate.exit))
-        return self._recording.operators[first:end]
 
     def _is_pure(self, candidate: FunctionResult, inside: Sequence[RecordedOperator]) -> bool:
         # A stage that receives the result does not run the function, so other effects would be missing.

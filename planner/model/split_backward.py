@@ -132,7 +132,9 @@ class SplitBackward:
             starts = []
             # Autograd starts with the newest node, so the node of the use that I reached first must be created last.
             while together:
-                starts.append(_start_of(together.pop()))
+                use = together.pop()
+                weights = [weight for weight in use.operands[1:] if weight is not None]
+                starts.append(_WeightGradients.apply(use, *weights))  # type: ignore[no-untyped-call]
             torch.autograd.backward(starts, [start.detach() for start in starts])
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -273,12 +275,6 @@ class _WeightGradients(torch.autograd.Function):
         use, ctx.use = ctx.use, None
         of_weight, of_bias = use.gradients()
         return (None, of_weight) if of_bias is None else (None, of_weight, of_bias)
-
-
-def _start_of(use: _DeferredUse) -> Tensor:
-    weights = [weight for weight in use.operands[1:] if weight is not None]
-    start: Tensor = _WeightGradients.apply(use, *weights)  # type: ignore[no-untyped-call]
-    return start
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
