@@ -16,6 +16,7 @@ FunctionCall = tuple[str, int]
 """Function call in a gap: the function's name, and the number of earlier calls of this function in the gap."""
 
 Interceptor = Callable[[FunctionCall, Callable[[], Any]], Any]
+"""Function that gets a call and a function that makes it, and returns the result of the call."""
 
 
 class FunctionWatch(TorchFunctionMode):

@@ -39,7 +39,7 @@ def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
 
 
 def candidates_in_both_recordings(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
-    """Return results of functions that may be sent across cuts and occur in both recordings, with both shapes."""
+    """Return candidates for sent results that occur in the recordings of both batch sizes, each with both shapes."""
     other_shapes = {place: other.values[candidate.value][1].shape for place, candidate in _candidates_by_place(other)}
     pairs = {}
     for place, candidate in _candidates_by_place(recording):

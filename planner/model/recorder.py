@@ -103,8 +103,8 @@ def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: An
 class _ForwardRecorder:
     """Recorder of one forward.
 
-    The state of a storage is tainted if it depends on a parameter, a floating-point input or a random number. Untainted
-    values, such as a mask of positions, can be computed in every stage.
+    A version of a storage is tainted if it depends on a parameter, a floating-point input or a random number. Untainted
+    versions, such as a mask of positions, can be computed in every stage.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -30,7 +30,7 @@ class SizedLayer:
     """Layer to measure, with one micro-batch size."""
 
     key: LayerKey
-    """Digest of the layer's trace at the first micro-batch size, and this unit's size."""
+    """Digest of the layer's trace at the first micro-batch size, and this micro-batch size."""
     unit: LayerToMeasure
     """Layer as traced at this micro-batch size."""
     received: MeasurementInput
@@ -41,13 +41,13 @@ class RecordingHooks:
     """Functions of a profile backend that measure the memory of layers."""
 
     device: torch.device
-    """Device on which units run."""
+    """Device on which layers run."""
     record: Callable[[Sequence[SizedLayer]], None]
-    """Function that measures units and stores the results in `ProfilingTask.measurements`."""
+    """Function that measures layers and stores the results in `ProfilingTask.measurements`."""
     prepare: Callable[[Sequence[LayerToMeasure]], None] = lambda _: None
-    """Function that is called with the units of all layers before the first unit runs."""
+    """Function that is called with all layers before the first one runs."""
     received: Callable[[MeasurementInput], MeasurementInput] = lambda traced: traced
-    """Function that converts a unit's traced input to the input on which the unit runs."""
+    """Function that converts a layer's traced input to the input on which the layer runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

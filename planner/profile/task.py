@@ -70,7 +70,7 @@ class Measurements:
     """Conditions under which the measurements are valid (model, device, versions): their file without measurements."""
     memory: dict[LayerKey, MemoryDetail] = field(default_factory=dict)
     split_memory: dict[LayerKey, SplitMemory] = field(default_factory=dict)
-    """Memory of units with a split backward."""
+    """Memory of layers with a split backward."""
     samples: TimeSamples = field(default_factory=lambda: defaultdict(list))
     split_samples: TimeSamples = field(default_factory=lambda: defaultdict(list))
 

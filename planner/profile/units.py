@@ -1,7 +1,7 @@
-"""Define units of measurement: layers with their inputs; the last layer together with the loss.
+"""Trace the layers to measure: each with its input, and the last one together with the loss.
 
-The loss runs inside the last stage, so its time and memory belong to the last layer. The digest of a unit covers the
-trace of its operators (name, shapes, dtypes, numbers). Units with equal digests are measured only once.
+The loss runs inside the last stage, so its time and memory belong to the last layer. The digest of a layer covers the
+trace of its operators (name, shapes, dtypes, numbers). Layers with equal digests are measured only once.
 """
 
 import hashlib
@@ -32,10 +32,10 @@ from planner.model.user_errors import explain_user_errors
 from planner.model.variables import undo_changes
 
 LayerKey = tuple[str, int]
-"""Digest of a unit, and a micro-batch size."""
+"""Digest of a layer's operators, and a micro-batch size."""
 
 TimeSamples = dict[LayerKey, list[tuple[float, float]]]
-"""For every unit and size, pairs of times in microseconds: (forward, backward) or (forward plus I, W)."""
+"""For every layer and micro-batch size, pairs of times in microseconds: (forward, backward) or (forward plus I, W)."""
 
 
 @dataclass(frozen=True)
