@@ -292,9 +292,10 @@ def _print_head(table: Table) -> None:
         "equally many layers per stage, or fewer stages if the model has fewer layers. Micro-batches have "
         f"{table.micro_batch_size}\n"
         f"samples; M is {', '.join(map(str, table.micro_batches))}, if the schedule allows it.\n"
-        "An error is (predicted - measured) / measured, for each device; the measured peak is the allocator's in the\n"
-        f"second step. Errors of {-PROMISED.memory_below:+.0%} to {PROMISED.memory_above:+.0%}, or at most "
-        f"{PROMISED.memory_slack_bytes >> 10} KiB, are within tolerance.\n"
+        "An error is (predicted - measured) / measured, for each device, positive if the prediction is too high.\n"
+        "README and cost model state measured / predicted - 1, which has the opposite sign. The measured peak is the\n"
+        f"allocator's in the second step. Errors of {-PROMISED.memory_below:+.0%} to {PROMISED.memory_above:+.0%}, or\n"
+        f"at most {PROMISED.memory_slack_bytes >> 10} KiB, are within tolerance.\n"
     )
     print("| model | precision | schedule | recompute | rows | peaks | lowest | highest | median | outside |")
     print("|---|---|---|---|---|---|---|---|---|---|")

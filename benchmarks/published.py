@@ -29,8 +29,9 @@ def main() -> None:
         and copied with their sources to [benchmarks/data/published](../../benchmarks/data/published/README.md).
         Predictions are those of the [cost model](../cost-model.md), from profiles written by hand from the same
         publications. *Difference* is (predicted - measured) / measured. + means that the predicted time is too
-        long, the predicted memory too large, or the predicted throughput too high. Each section gives the reason
-        for large differences. `tests/unit/test_published.py` fails if a difference changes."""
+        long, the predicted memory too large, or the predicted throughput too high. README and cost model state
+        measured / predicted - 1, which has the opposite sign. Each section gives the reason for large differences.
+        `tests/unit/test_published.py` fails if a difference changes."""
     )
     for section in (
         _a100,

@@ -237,7 +237,7 @@ class _Setting:
 
 
 def _peers(_options: argparse.Namespace) -> None:
-    print("\n## Beside other planners\n")
+    print("\n## Compared with other planners\n")
     peers, missing = installed_peers()
     peers = [*peers, MIN_MAX]
     print(

@@ -87,7 +87,8 @@ def main() -> None:
 
 def _sums(models: dict[str, LoadedModel]) -> None:
     print(f"A step: {MICRO_BATCHES} micro-batches, then the optimizer.")
-    print(f"Times are medians of {ROUNDS} rounds; the time of a round is the median of its repeats.\n")
+    print(f"Times are medians of {ROUNDS} rounds; the time of a round is the median of its repeats.")
+    print("A percentage is the sum of the layers / the same part of the whole step - 1.\n")
     print("| model | micro-batch | whole step | layers | forward | backward | optimizer | layers against step |")
     print("|---|---|---|---|---|---|---|---|")
     for name, size in (CASES | REAL_CASES).items():
@@ -142,7 +143,8 @@ def _call(work: Callable[[], object]) -> Callable[[], None]:
 
 def _plans(models: dict[str, LoadedModel]) -> None:
     print(f"Each model was profiled twice, as by `gpipe-plan profile`, and planned from both profiles, batch {BATCH}.")
-    print("Regret: evaluated with the other profile, how much slower is the plan than the best plan of that profile?\n")
+    print("Both plans are evaluated with the other profile: *regret* is the step of this plan / the step of the other")
+    print("profile's best plan - 1.\n")
     print("| model | devices | first plan | second plan | regret of the first | regret of the second |")
     print("|---|---|---|---|---|---|")
     for name, loaded in models.items():
