@@ -63,7 +63,7 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         verdict = check_certificate(read, verdict, profile)
     if options.model is not None:
         verdict = with_findings(verdict, _changes(os.fspath(options.model), profile))
-    if verdict.is_over and verdict.plan is not None:
+    if verdict.exceeds_limit and verdict.plan is not None:
         # A plan that fits needs no solver.
         from planner.api.question import solve_options  # noqa: PLC0415
         from planner.core.values.balance import replan_command  # noqa: PLC0415

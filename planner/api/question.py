@@ -6,7 +6,7 @@ from typing import Final
 
 from planner.api import texts
 from planner.api.options.solving import recorded_texts
-from planner.core.schedule import GIVEN, schedules_of_policy
+from planner.core.schedule import GIVEN, allowed_schedules
 from planner.core.values.balance import memory_options
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs
@@ -68,4 +68,4 @@ def _schedule(inputs: Inputs) -> str | None:
 
 
 def _may_choose_chunks(inputs: Inputs) -> bool:
-    return inputs.schedule != GIVEN and any(allowed.is_chunked for allowed in schedules_of_policy(inputs.schedule))
+    return inputs.schedule != GIVEN and any(allowed.is_chunked for allowed in allowed_schedules(inputs.schedule))

@@ -12,7 +12,7 @@ from planner.api.texts import Numbers, Sizes
 from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
 from planner.core.judge.calibration import calibrated_executor
-from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, schedules_of_policy
+from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, allowed_schedules
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.limits import MOST_BATCH, truncate
@@ -168,7 +168,7 @@ def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> ScheduleN
 
 def _chunks(chunks: str | int, policy: ScheduleName) -> int:
     count = texts.parse_count_or_auto("--chunks", chunks)
-    may_choose = policy != GIVEN and any(allowed.is_chunked for allowed in schedules_of_policy(policy))
+    may_choose = policy != GIVEN and any(allowed.is_chunked for allowed in allowed_schedules(policy))
     return count if may_choose else max(1, count)
 
 

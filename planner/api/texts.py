@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.devices import ACCELERATORS
-from planner.core.values.limits import LARGEST, MOST_DEVICES, PRICES, RATES, SPEEDS, check_limit, truncate
+from planner.core.values.limits import BANDWIDTHS, LARGEST, MOST_DEVICES, PRICES, SPEEDS, check_limit, truncate
 from planner.core.values.precision import PRECISIONS, Precision, precision_of
 from planner.core.values.units import (
     parse_bytes,
@@ -235,7 +235,7 @@ def parse_rate(option: str, value: str | float) -> float:
     """Return operations per second, from a text such as `190TFLOP/s` or a number."""
     if isinstance(value, str):
         return parse_flops_per_s(value, f"{option} ")
-    slowest, fastest = RATES
+    slowest, fastest = BANDWIDTHS
     if not slowest <= value <= fastest:
         raise UsageError(f"a rate is from 1 FLOP/s to 10^18 FLOP/s, got `{option} {value}`")
     return float(value)

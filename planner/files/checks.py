@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from planner.core.errors import UsageError
 from planner.core.schedule import check_orders, parse_orders, schedule_of
-from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, PRICES, RATES, SPEEDS
+from planner.core.values.limits import BANDWIDTHS, LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, PRICES, SPEEDS
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.profile import LayerProfile, Profile
 from planner.files.kinds import kind_in_schema_key
@@ -174,7 +174,7 @@ def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
         yield ("inputs", "speeds"), text, ""
     links = [((name,), getattr(inputs, name)) for name in ("link", "inter_link", "allreduce")]
     for at, link in (*links, *((("links", n), link) for n, link in enumerate(inputs.links))):
-        if link is not None and link.bytes_per_s != 0 and not RATES[0] <= link.bytes_per_s <= RATES[1]:
+        if link is not None and link.bytes_per_s != 0 and not BANDWIDTHS[0] <= link.bytes_per_s <= BANDWIDTHS[1]:
             yield ("inputs", *at, "bytes_per_s"), "must be from 1 to 1e18 bytes per second, or 0", "0 is unlimited"
     if inputs.links and len(inputs.links) < inputs.devices - 1:
         text = f"expected {inputs.devices - 1} links, one after every device but the last, got {len(inputs.links)}"

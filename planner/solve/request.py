@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from planner.core.schedule import GIVEN, ListedSchedule, Schedule, schedule_of, schedules_of_policy
+from planner.core.schedule import GIVEN, ListedSchedule, Schedule, allowed_schedules, schedule_of
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
 from planner.solve.deadline import UNWATCHED, SearchObserver
@@ -75,4 +75,4 @@ class Request:
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """Schedules that the solver may choose from."""
-        return schedules_of_policy(self.inputs.schedule) if self.lists is None else (self.lists,)
+        return allowed_schedules(self.inputs.schedule) if self.lists is None else (self.lists,)

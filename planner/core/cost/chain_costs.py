@@ -204,11 +204,11 @@ class Storages:
     """Layer that makes the storage; -1 for the model's input."""
     until: IntArray
     """Last layer that receives the storage; L for the model's output."""
-    kept_by_readers: FloatArray
+    saved_by_readers: FloatArray
     """Bytes of the storage if any receiving layer saves it for backward, else 0."""
-    kept_by_maker: FloatArray
+    saved_by_maker: FloatArray
     """Bytes of the storage if only its maker saves it for backward, else 0."""
-    kept_by_nobody: FloatArray
+    unsaved: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

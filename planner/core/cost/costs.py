@@ -193,9 +193,9 @@ def _storages(weighted: Sequence[tuple[ProfiledLayerCosts, float]]) -> Storages:
     return Storages(
         maker=np.array([origin for origin, _ in places], dtype=np.int64),
         until=np.array(until, dtype=np.int64),
-        kept_by_readers=by_readers,
-        kept_by_maker=by_maker,
-        kept_by_nobody=by_nobody,
+        saved_by_readers=by_readers,
+        saved_by_maker=by_maker,
+        unsaved=by_nobody,
     )
 
 

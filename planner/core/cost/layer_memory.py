@@ -119,11 +119,11 @@ class StageLayers:
         Complexity: O(L).
         """
         made, stage = costs.storages.maker, slice(first, end)
-        by_maker, unkept = np.rint(costs.storages.kept_by_maker), np.rint(costs.storages.kept_by_nobody)
+        by_maker, unkept = np.rint(costs.storages.saved_by_maker), np.rint(costs.storages.unsaved)
         copied = np.rint(costs.boundaries.copied_input[stage])
         # If the first layer is not recomputed, the stage copies its input for it.
         own_copy = np.where(np.arange(first, end) == first, copied, 0.0)
-        dropped = _sum_by_maker(costs, costs.storages.kept_by_readers)
+        dropped = _sum_by_maker(costs, costs.storages.saved_by_readers)
         kept = dropped + most_bytes_freed(costs)[0]
         pending: list[list[PendingStorage]] = [[] for _ in range(first, end)]
         for n in np.flatnonzero((made >= first) & (made < end) & (by_maker + unkept > 0)):
@@ -185,10 +185,10 @@ def most_bytes_freed(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     Returns:
         One array for layers that begin a stage, and one for other layers, whose input the stage must then store.
     """
-    dropped = np.rint(costs.memory.internal) + _sum_by_maker(costs, costs.storages.kept_by_maker)
+    dropped = np.rint(costs.memory.internal) + _sum_by_maker(costs, costs.storages.saved_by_maker)
     # Only storages with one reader count, because another reader may save a storage already.
     own = (costs.storages.maker >= 0) & (costs.storages.until == costs.storages.maker + 1)
-    sizes = np.where(own, np.rint(costs.storages.kept_by_nobody), 0.0)
+    sizes = np.where(own, np.rint(costs.storages.unsaved), 0.0)
     kept = np.bincount(costs.storages.until[own], sizes[own], minlength=costs.num_layers + 1)[:-1]
     return dropped, np.maximum(dropped - kept, 0.0)
 
@@ -208,8 +208,8 @@ def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> t
         Saved bytes, and peaks: arrays with one row per first layer and one column per last layer. Entries whose last
         layer is before the first layer are meaningless.
     """
-    kept = most_bytes_freed(costs)[0] + _sum_by_maker(costs, costs.storages.kept_by_readers)
-    unkept, into = np.rint(costs.storages.kept_by_nobody), np.zeros(costs.num_layers + 2)
+    kept = most_bytes_freed(costs)[0] + _sum_by_maker(costs, costs.storages.saved_by_readers)
+    unkept, into = np.rint(costs.storages.unsaved), np.zeros(costs.num_layers + 2)
     np.add.at(into, costs.storages.maker + 1, unkept)
     np.add.at(into, costs.storages.until + 1, -unkept)
     into = np.cumsum(into)

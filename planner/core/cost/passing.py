@@ -36,10 +36,10 @@ class RelayedTensors:
             return _spanning(costs.storages.maker + 1, costs.storages.until - 1, np.rint(sizes), firsts, layers)
 
         received = (costs.boundaries.copied_input[firsts] == 0)[:, None]
-        by_readers = spans(costs.storages.kept_by_readers)
-        self.unkept = spans(costs.storages.kept_by_nobody) * received
+        by_readers = spans(costs.storages.saved_by_readers)
+        self.unkept = spans(costs.storages.unsaved) * received
         """Bytes of tensors that the stage receives and sends on, and that no layer of the chain saves."""
-        self.all = self.unkept + (by_readers + spans(costs.storages.kept_by_maker)) * received
+        self.all = self.unkept + (by_readers + spans(costs.storages.saved_by_maker)) * received
         """Bytes of all tensors that the stage receives and sends on."""
         self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
@@ -155,7 +155,7 @@ class NoRelayedTensors:
 def has_no_skips_or_ties(costs: ChainCosts) -> bool:
     """Return True if the chain has no skip connections, and no layers that share parameters."""
     storages = costs.storages
-    kept = storages.kept_by_readers + storages.kept_by_maker + storages.kept_by_nobody
+    kept = storages.saved_by_readers + storages.saved_by_maker + storages.unsaved
     return not (costs.ties or costs.relays.bytes.any() or kept[storages.until > storages.maker + 1].any())
 
 
@@ -175,7 +175,7 @@ def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntAr
 
 
 def _bypassing_bytes(costs: ChainCosts) -> FloatArray:
-    sizes, begins = np.rint(costs.storages.kept_by_readers), costs.storages.maker + 1
+    sizes, begins = np.rint(costs.storages.saved_by_readers), costs.storages.maker + 1
     change = np.zeros(costs.num_layers + 2)
     np.add.at(change, begins, sizes)
     np.add.at(change, np.maximum(costs.storages.until, begins), -sizes)

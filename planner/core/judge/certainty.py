@@ -34,7 +34,7 @@ class StepErrors:
     """Largest ratio of measured to predicted step time."""
 
 
-STEPS: Final = {
+STEP_ERRORS: Final = {
     # One process: time.md; two processes: verify.md and cpu.md.
     "one device": StepErrors(source="measured on the CPU, one process", least=0.918, most=1.072),
     "cpu": StepErrors(source="measured on the CPU", least=0.910, most=1.105),
@@ -54,9 +54,9 @@ STEPS: Final = {
 """Step errors by the basis of a prediction; a kind without timed runs has no entry."""
 
 SHORTEST_US: Final = 20_000.0
-"""Shortest forward plus backward time of the slowest stage among the rows of `STEPS["cpu"]`, in microseconds."""
+"""Shortest forward plus backward time of the slowest stage among the rows of `STEP_ERRORS["cpu"]`, in microseconds."""
 
-PEAKS: Final = {
+PEAK_RATIOS: Final = {
     "measured": 1 / 0.99,  # on a CPU: the 954 peaks of memory.md
     "cuda": 1.045,  # measured on a GPU: gpu.md
     "compiled": 1 / 0.952,  # single stages: tpu-composition.md
@@ -64,7 +64,7 @@ PEAKS: Final = {
 }
 """Largest ratio of measured to predicted peak, by the origin of the profile's values."""
 
-ALLOCATOR: Final = 1.152
+ALLOCATOR_RATIO: Final = 1.152
 """Largest ratio of reserved to allocated memory of PyTorch's CUDA allocator: published.md."""
 
 SLACK_BYTES: Final = 64 * 2**10
@@ -190,15 +190,15 @@ def _step_errors(plan: Plan, profile: Profile) -> StepErrors | None:
     if how == "compiled" or kind not in TORCH_KINDS:
         return None
     if kind != "cpu":
-        return STEPS["cuda"]
+        return STEP_ERRORS["cuda"]
     if (ratio := plan.inputs.step_ratio) is not None:
-        errors = STEPS["calibrated"]
+        errors = STEP_ERRORS["calibrated"]
         return replace(errors, least=ratio * errors.least, most=ratio * errors.most)
     # Several processes on one machine slow each other down, so that a single process has an error range of its own.
     if plan.num_devices * plan.replicas == 1:
-        return STEPS["one device"]
+        return STEP_ERRORS["one device"]
     slowest_us = max(stage.forward_us + stage.backward_us for stage in plan.stages)
-    return STEPS["cpu" if slowest_us >= SHORTEST_US else "short"]
+    return STEP_ERRORS["cpu" if slowest_us >= SHORTEST_US else "short"]
 
 
 def _formula_errors(profile: Profile) -> StepErrors | None:
@@ -210,15 +210,15 @@ def _formula_errors(profile: Profile) -> StepErrors | None:
     peaks = {f"{rate / 1e12:g} TFLOP/s" for of in sheets for rate in (of.half_flops_per_s, of.float32_flops_per_s)}
     for sustained in (sustained_rate(name, experts="experts" in settings) for name in names):
         if sustained is not None and settings.get("rate") == f"{sustained.flops_per_s / 1e12:g} TFLOP/s":
-            return STEPS.get(sustained.errors)
-    return STEPS["peak" if settings.get("rate") in peaks else "rate"]
+            return STEP_ERRORS.get(sustained.errors)
+    return STEP_ERRORS["peak" if settings.get("rate") in peaks else "rate"]
 
 
 def _peak_ratios(profile: Profile) -> tuple[float | None, float]:
     device = profile.device
     unseen = device.how == "measured" and device.kind not in TORCH_KINDS
     basis = "cuda" if device.how == "measured" and device.kind == "cuda" else device.how
-    return None if unseen else PEAKS[basis], ALLOCATOR if device.kind == "cuda" else 1.0
+    return None if unseen else PEAK_RATIOS[basis], ALLOCATOR_RATIO if device.kind == "cuda" else 1.0
 
 
 def _most_bytes(need_bytes: int, ratio: float) -> int:

@@ -51,7 +51,7 @@ class Verdict:
         return ("error", "warning") if self.strict else ("error",)
 
     @property
-    def is_over(self) -> bool:
+    def exceeds_limit(self) -> bool:
         """True if a stage exceeds its memory limit."""
         return any(each.code == "GP101" for each in self.findings)
 

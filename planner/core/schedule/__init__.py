@@ -58,6 +58,7 @@ __all__ = [
     "MessageKind",
     "NeededMessage",
     "Schedule",
+    "allowed_schedules",
     "check_orders",
     "devices_of",
     "execution_order",
@@ -69,7 +70,6 @@ __all__ = [
     "parse_orders",
     "receiving_stage",
     "schedule_of",
-    "schedules_of_policy",
     "sending_stage",
 ]
 
@@ -106,7 +106,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
     return SEARCHED if name in (SEARCHED.name, GIVEN) else SCHEDULES[name]
 
 
-def schedules_of_policy(policy: ScheduleName) -> tuple[Schedule, ...]:
+def allowed_schedules(policy: ScheduleName) -> tuple[Schedule, ...]:
     """Return the schedules that a value of `--schedule` allows: all schedules for `auto`, else the named one."""
     searched = SEARCHED, SEARCHED_IN_V
     if policy == "auto":

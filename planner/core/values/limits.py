@@ -18,9 +18,8 @@ MOST_ACTIONS = 2**19
 SPEEDS = (1e-6, 1e6)
 """Range of device speeds relative to the profiled device."""
 
-RATES = (1.0, 1e18)
+BANDWIDTHS = (1.0, 1e18)
 """Range of link bandwidths, in bytes per second."""
-
 
 PRICES = (1e-6, 1e6)
 """Range of prices of a GPU-hour."""

@@ -20,8 +20,8 @@ class SustainedRate:
     """True for a mixture of experts."""
     flops_per_s: float
     errors: str
-    """Key of the error range of predictions with this rate, in `planner.core.judge.certainty.STEPS`; empty if unknown.
-    Rates from fewer than three sources have the error range of all chips."""
+    """Key in `planner.core.judge.certainty.STEP_ERRORS` of the error range of predictions with this rate; empty if
+    unknown. Rates from fewer than three sources have the error range of all chips."""
 
 
 SUSTAINED: Final = (

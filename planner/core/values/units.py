@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from planner.core.errors import UsageError
-from planner.core.values.limits import LARGEST, RATES, truncate
+from planner.core.values.limits import BANDWIDTHS, LARGEST, truncate
 
 _BYTES = {
     "b": 1,
@@ -181,7 +181,7 @@ def _parse_rate(
         raise _unit_error(before + text, unit, "a rate", units, sample=sample)
     if number == 0:
         raise UsageError(f"a rate must not be zero: `{before}{text}`")
-    if not RATES[0] <= number * factor <= RATES[1]:
+    if not BANDWIDTHS[0] <= number * factor <= BANDWIDTHS[1]:
         raise UsageError(f"a rate is from 1 {numerator}/s to 10^18 {numerator}/s, got `{before}{truncate(text)}`")
     return float(number * factor)
 

@@ -56,7 +56,7 @@ def _refusal(verdict: Verdict) -> str:
     errors = [finding.code for finding in verdict.findings if finding.severity == "error"]
     if not errors:
         return "refused, because warnings are errors"
-    if verdict.is_over:
+    if verdict.exceeds_limit:
         return "does not fit"
     # Findings GP2xx mean that the plan belongs to another profile, so its memory was not checked.
     is_stale = any(code.startswith("GP2") for code in errors)

@@ -263,7 +263,7 @@ class CutDynamicProgram:
         numbers = self.recurrence.extend(tuple(plans.numbers.take(parent, axis=1)), at, num_later)
         earlier = self._earlier_layers(at.first, stages_left)
         bound = self.recurrence.bound_us(numbers, earlier)
-        rank = np.stack(self.recurrence.rank_lower_bounds(numbers, earlier, bound))
+        rank = np.stack(self.recurrence.ranking_bounds(numbers, earlier, bound))
         is_kept = bound < just_below(target.upper_us)
         if target.best_rank is not None:
             is_kept &= _before(rank, target.best_rank)

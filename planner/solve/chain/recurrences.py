@@ -117,7 +117,7 @@ class Recurrence(Protocol):
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of all plans that contain a partial plan; exact for complete plans."""
 
-    def rank_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:
+    def ranking_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:
         """Return lower bounds of the numbers that rank complete plans, such as the step time; exact for complete plans.
 
         Args:
@@ -194,7 +194,7 @@ class GPipeRecurrence:
             d = np.maximum(d + earlier.work_us, a + earlier.least["passes"] + _times(self._M - 2, x))
         return d + _times(self._M - 1, f) + np.where(earlier.exist, earlier.own_us, u)
 
-    def rank_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is all
+    def ranking_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is all
         return (bound_us,)
 
 
@@ -247,7 +247,7 @@ class OneForwardOneBackwardRecurrence:
         )
         return bound + np.where(earlier.exist, earlier.own_us, u)
 
-    def rank_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is all
+    def ranking_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is all
         return (bound_us,)
 
 
@@ -297,5 +297,5 @@ class TieBreakRecurrence:
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
         return self._recurrence.bound_us(numbers[: self._recurrence.size], earlier)
 
-    def rank_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is equal
+    def ranking_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is equal
         return tuple(need.combine(number, earlier.least[name]) for name, need, number in self._ranked(numbers))

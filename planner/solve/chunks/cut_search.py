@@ -97,7 +97,8 @@ class CutSearch(Descent[PartitionCandidate]):
             return self._evaluate(self.random_cuts(cuts)[None], choices[None], is_open)
         for _ in range(self.random.randint(2, 4)):
             device = self.random.randrange(self.evaluator.num_devices)
-            choices[list(self.evaluator.chunks[device])] = self.random.choice(self._fitting.combinations.tolist())
+            stages = list(self.evaluator.stages_by_device[device])
+            choices[stages] = self.random.choice(self._fitting.combinations.tolist())
             is_open[0, device] = False
         return self._evaluate(cuts[None], choices[None], is_open)
 
@@ -131,7 +132,7 @@ class CutSearch(Descent[PartitionCandidate]):
         if candidate.excess_bytes == 0 and (candidate.choices == allowed[0]).all():
             return np.empty((0, self.evaluator.num_stages), dtype=np.int64)
         every = np.repeat(candidate.choices[None], len(combinations) * self.evaluator.num_devices, axis=0)
-        for device, chunks in enumerate(self.evaluator.chunks):
+        for device, chunks in enumerate(self.evaluator.stages_by_device):
             every[device * len(combinations) : (device + 1) * len(combinations), list(chunks)] = combinations
         other_recomputations: IntArray = every[(every != candidate.choices).any(axis=1)]
         return other_recomputations

@@ -86,7 +86,7 @@ class Descent(ABC, Generic[CandidateT]):
         self.progress, self.evaluator = progress, evaluator
         # The seed is fixed, so that the same request always gets the same plan.
         self.random = random.Random(0)  # noqa: S311
-        self.moves = cut_moves(evaluator.chunks)[: None if evaluator.case.rules.balance is None else 0]
+        self.moves = cut_moves(evaluator.stages_by_device)[: None if evaluator.case.rules.balance is None else 0]
         self._ends = 0
 
     @abstractmethod

@@ -35,7 +35,7 @@ def cuts_with_even_loads(evaluator: Evaluator, cuts: IntArray) -> IntArray:
     """Return cuts that distribute the work of layers over the devices at least as evenly as `cuts`, shape (S+1,)."""
     case = evaluator.case
     work_us = tuple((case.costs.forward_us + case.least_backward_us).tolist())
-    chunks, speeds = tuple(evaluator.chunks), tuple(evaluator.speeds.tolist())
+    chunks, speeds = tuple(evaluator.stages_by_device), tuple(evaluator.speeds.tolist())
     return _even_cuts(work_us, tuple(cuts.tolist()), chunks=chunks, speeds=speeds, rules=case.rules).copy()
 
 

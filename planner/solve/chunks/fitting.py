@@ -101,4 +101,4 @@ class RecomputeFitter:
         forward_us = np.diff(self._evaluator.case.sums.forward_us[cuts], axis=1)
         # "always" counts slightly more than "except-last", because it also recomputes the last micro-batch.
         weights = np.where(self.combinations > 0, 1 + self.combinations * 1e-3, 0.0)
-        return np.stack([forward_us[:, list(chunks)] @ weights.T for chunks in self._evaluator.chunks], axis=2)
+        return np.stack([forward_us[:, stages] @ weights.T for stages in self._evaluator.stages], axis=2)

@@ -175,7 +175,7 @@ class LinearProgram:
         carried = device_spans(evaluator.actions, times, begin=LinearExpression(), later_of=self._maximum)
         own = [
             sum((self._stage_sum(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=LinearExpression())
-            for chunks in evaluator.chunks
+            for chunks in evaluator.stages_by_device
         ]
         step = LinearExpression({self.step: 1.0})
         if case.schedule.splits_backward:
@@ -229,10 +229,10 @@ class LinearProgram:
         for device, points in enumerate(whole.peak_counts):
             for point in self._points_with_most_memory(whole, device, reference_cuts):
                 room = LinearExpression({}, evaluator.case.limits_bytes[device])
-                for chunk, s in enumerate(evaluator.chunks[device]):
+                for chunk, s in enumerate(evaluator.stages_by_device[device]):
                     counts = points[point, chunk]
                     handed_over = most_shared_input_bytes(evaluator.case.costs, counts) * (
-                        s - 1 in evaluator.chunks[device]
+                        s - 1 in evaluator.stages_by_device[device]
                     )
                     room = room - self._least_bytes(whole, counts, recomputation[s], s) + handed_over
                 self.constraints.add(room.scaled_by(1 / evaluator.case.limits_bytes[device]))
@@ -252,7 +252,7 @@ class LinearProgram:
         return RecomputeColumns(columns, rows)
 
     def _points_with_most_memory(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
-        points, chunks = whole.peak_counts[device], whole.chunks[device]
+        points, chunks = whole.peak_counts[device], whole.stages_by_device[device]
         alive = np.empty((len(self.evaluator.allowed), len(chunks), len(points)))
         for chunk, s in enumerate(chunks):
             place = reference_cuts[s + 1], max(0, reference_cuts[s] - reference_cuts[s + 1] + whole.width)

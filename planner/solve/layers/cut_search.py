@@ -86,7 +86,7 @@ def _fits(evaluator: Evaluator, partition: Partition) -> bool:
     memory = Evaluation(evaluator.case.costs, partition, cluster).memory
     return all(
         sum(memory[s].total for s in chunks) <= cluster.memory_bytes[device]
-        for device, chunks in enumerate(evaluator.chunks)
+        for device, chunks in enumerate(evaluator.stages_by_device)
     )
 
 
@@ -129,7 +129,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             cuts, choices = cuts_and_choices(initial)
             devices = [
                 self._devices.improve_from(device, cuts, [choices[s] for s in chunks])
-                for device, chunks in enumerate(self.evaluator.chunks)
+                for device, chunks in enumerate(self.evaluator.stages_by_device)
             ]
             least = [recomputations[0] for recomputations in self._recomputations(cuts)]
             yield min(
@@ -156,7 +156,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
     def other_recomputations(self, candidate: LayerCandidate) -> Iterator[LayerCandidate]:
         """Yield the best partition, if any, that differs from the candidate in the recomputation of one device."""
         changed = [
-            self._with_recomputation(candidate, list(self.evaluator.chunks[device]), recomputation)
+            self._with_recomputation(candidate, list(self.evaluator.stages_by_device[device]), recomputation)
             for device, recomputations in enumerate(list(self._recomputations(candidate.cuts)))
             for recomputation in recomputations
         ]
@@ -197,7 +197,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             layers_us=np.zeros(num),
             excess_bytes=sum(device.excess_bytes for device in devices),
         )
-        for chunks, device in zip(self.evaluator.chunks, devices, strict=True):
+        for chunks, device in zip(self.evaluator.stages_by_device, devices, strict=True):
             candidate = self._with_recomputation(candidate, list(chunks), device)
         return candidate
 

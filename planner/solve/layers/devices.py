@@ -85,7 +85,7 @@ class RecomputeSearch:
 
         If none fits into memory, return those that exceed the limit least.
         """
-        key = device, *(int(cuts[s + more]) for s in self._evaluator.chunks[device] for more in (0, 1))
+        key = device, *(int(cuts[s + more]) for s in self._evaluator.stages_by_device[device] for more in (0, 1))
         if key not in self._answers:
             self._answers[key] = self._solve(device, cuts)
         return self._answers[key]
@@ -138,7 +138,7 @@ class RecomputeSearch:
 
     def _chunks(self, device: int, cuts: IntArray) -> "list[_Chunk]":
         evaluator, costs = self._evaluator, self._evaluator.case.costs
-        stages = evaluator.chunks[device]
+        stages = evaluator.stages_by_device[device]
         shared = shared_bytes(costs, cuts[None], evaluator.num_devices, evaluator.case.schedule.placement)
         whole = {n: evaluator.stage_bytes(cuts[None], np.full((1, evaluator.num_stages), n)) for n in evaluator.allowed}
         chunks = []

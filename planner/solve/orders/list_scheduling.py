@@ -125,11 +125,11 @@ class _ListScheduler(ABC):
     def __init__(self, problem: OrderProblem, limit_us: float) -> None:
         self.problem, self.times, self.footprints = problem, problem.times, problem.footprints
         num_stages, self.num = len(problem.times), problem.micro_batches
-        self.rows: list[list[Act]] = [[] for _ in problem.chunks]
-        device = {stage: device for device, chunks in enumerate(problem.chunks) for stage in chunks}
-        self.free_us = [0.0] * len(problem.chunks)
-        self.begins_us = [0.0] * len(problem.chunks)
-        self.link_us = [0.0] * len(problem.chunks) ** 2
+        self.rows: list[list[Act]] = [[] for _ in problem.stages_by_device]
+        device = {stage: device for device, chunks in enumerate(problem.stages_by_device) for stage in chunks}
+        self.free_us = [0.0] * len(problem.stages_by_device)
+        self.begins_us = [0.0] * len(problem.stages_by_device)
+        self.link_us = [0.0] * len(problem.stages_by_device) ** 2
         self.down = [self._route(device[s], device[s + 1], s) for s in range(num_stages - 1)]
         self.up = [self._route(device[s], device[s - 1], s - 1) for s in range(1, num_stages)]
         # Arrival times of the inputs of each stage's next F and next I, in the order of micro-batches.
@@ -137,7 +137,7 @@ class _ListScheduler(ABC):
         self.gradients: list[deque[float]] = [deque() for _ in range(num_stages)]
         self.forwards[0].extend([0.0] * self.num)
         self.num_forwards, self.num_backwards = [0] * num_stages, [0] * num_stages
-        self.waiting: list[deque[tuple[int, int]]] = [deque() for _ in problem.chunks]
+        self.waiting: list[deque[tuple[int, int]]] = [deque() for _ in problem.stages_by_device]
         """For each device, stage and micro-batch of every W that can run, oldest first."""
         footprints = problem.footprints
         # Memory for the largest running action and for one micro-batch of each later chunk is reserved. Otherwise the
@@ -145,28 +145,28 @@ class _ListScheduler(ABC):
         self.size = [max(footprint.held, footprint.between) for footprint in footprints]
         self.left = [
             limit - sum(footprints[s].always for s in chunks) - max(footprints[s].above for s in chunks)
-            for limit, chunks in zip(problem.limits_bytes, problem.chunks, strict=True)
+            for limit, chunks in zip(problem.limits_bytes, problem.stages_by_device, strict=True)
         ]
         self.spare = [0.0] * num_stages
-        for chunks in problem.chunks:
+        for chunks in problem.stages_by_device:
             for place, stage in enumerate(chunks):
                 self.spare[stage] = self.size[stage] + sum(self.size[s] for s in chunks[place + 1 :])
-        self.idle_us = [inf] * len(problem.chunks)
+        self.idle_us = [inf] * len(problem.stages_by_device)
         """Time that each device may still wait within the limit on the step time."""
         if limit_us < inf:
             self.idle_us = [
-                limit_us * (1 + _ROUNDING) - problem.busy_us(device) for device in range(len(problem.chunks))
+                limit_us * (1 + _ROUNDING) - problem.busy_us(device) for device in range(len(problem.stages_by_device))
             ]
         self.turns: list[tuple[float, int]] = []
 
     def _route(self, device: int, other: int, boundary: int) -> _Route:
         times = self.times[boundary]
-        link = -1 if device == other else device * len(self.problem.chunks) + other
+        link = -1 if device == other else device * len(self.problem.stages_by_device) + other
         return _Route(other, link, times.send_us, times.blocking)
 
     def run(self) -> ActionOrder | None:
         turns, free_us = self.turns, self.free_us
-        turns.append((0.0, next(device for device, chunks in enumerate(self.problem.chunks) if 0 in chunks)))
+        turns.append((0.0, next(device for device, chunks in enumerate(self.problem.stages_by_device) if 0 in chunks)))
         try:
             while turns:
                 now_us, device = heappop(turns)
@@ -247,11 +247,12 @@ class _RuleScheduler(_ListScheduler):
     def __init__(self, problem: OrderProblem, rules: DispatchRules, limit_us: float) -> None:
         super().__init__(problem, limit_us)
         self.forward_first, self.most_waiting, self.patience = rules.forward_first, rules.most_waiting, rules.patience
-        self.forward_order = [chunks[::-1] if rules.later_chunk_first else chunks for chunks in problem.chunks]
+        step = -1 if rules.later_chunk_first else 1
+        self.forward_order = [stages[::step] for stages in problem.stages_by_device]
 
     def turn(self, device: int, now_us: float) -> None:
         gradient, gradient_us = -1, inf
-        for stage in self.problem.chunks[device]:
+        for stage in self.problem.stages_by_device[device]:
             gradients = self.gradients[stage]
             if gradients and gradients[0] < gradient_us:
                 gradient, gradient_us = stage, gradients[0]

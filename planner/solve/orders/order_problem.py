@@ -25,7 +25,7 @@ class ApproximateStageMemory(NamedTuple):
 class OrderProblem:
     """Stages whose action order is searched, with their devices, times and memory."""
 
-    chunks: tuple[tuple[int, ...], ...]
+    stages_by_device: tuple[tuple[int, ...], ...]
     """Indices of the stages of each device, ascending."""
     micro_batches: int
     """Number of micro-batches, M."""
@@ -43,7 +43,7 @@ class OrderProblem:
     def busy_us(self, device: int) -> float:
         """Return the time that a device is busy in a step: its actions, all-reduces and optimizer steps."""
         total_us, more = self.own_us[device], self.micro_batches - 1
-        for stage in self.chunks[device]:
+        for stage in self.stages_by_device[device]:
             times = self.times[stage]
             total_us += self.micro_batches * times.forward_us
             if self.is_whole[stage]:

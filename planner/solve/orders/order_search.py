@@ -181,7 +181,7 @@ class OrderSearch:
         most = tuple(max(1, ceil(tuning.waiting * number) + tuning.extra) for number in self._shapes[tuning.shape])
         return DispatchRules(
             most_waiting=most,
-            patience=(tuning.patience,) * len(self._problem.chunks),
+            patience=(tuning.patience,) * len(self._problem.stages_by_device),
             forward_first=tuning.forward_first,
             later_chunk_first=tuning.later_first,
         )
@@ -238,12 +238,12 @@ def least_period_us(problem: OrderProblem) -> float:
         SplitBackwardTimes(*map(each, SplitBackwardTimes._fields)),
     )
     times = StageTimeBounds.of(busy, split_backward, each("send_us"), problem.micro_batches)
-    footprints = [problem.footprints[stages[0]] for stages in problem.chunks]
+    footprints = [problem.footprints[stages[0]] for stages in problem.stages_by_device]
     fitting = [
         (limit - f.always) / max(f.held, 1e-9) for limit, f in zip(problem.limits_bytes, footprints, strict=True)
     ]
     most_in_flight = np.clip(np.floor(np.array([fitting]) + 1e-9), 1.0, problem.micro_batches)
-    windows_us = least_windows_us(times, problem.chunks, problem.micro_batches, most_in_flight)
+    windows_us = least_windows_us(times, problem.stages_by_device, problem.micro_batches, most_in_flight)
     return float((windows_us + np.array(problem.own_us)).max())
 
 
@@ -258,7 +258,7 @@ def _in_flight_per_round_trip(problem: OrderProblem) -> tuple[float, ...]:
     """Return how many micro-batches the slowest device runs during a round trip from each stage."""
     pace_us = max(
         sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
-        for chunks in problem.chunks
+        for chunks in problem.stages_by_device
     )
     if pace_us <= 0:
         return (1.0,) * len(problem.times)
@@ -301,9 +301,10 @@ def _reorder(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[lis
     changed = [*map(list, rows)]
     for _ in range(rng.choice((1, 2))):
         kind, micro_batch = rng.choice(rows[0])[1], rng.randrange(problem.micro_batches)
-        chunk, device, step = rng.randrange(len(problem.chunks[0])), rng.randrange(len(rows)), rng.choice(_PLACES)
+        chunk, device = rng.randrange(len(problem.stages_by_device[0])), rng.randrange(len(rows))
+        step = rng.choice(_PLACES)
         for each in rng.choice((range(device, device + 1), range(device, len(rows)), range(device + 1))):
-            _move(changed[each], (problem.chunks[each][chunk], kind, micro_batch), step)
+            _move(changed[each], (problem.stages_by_device[each][chunk], kind, micro_batch), step)
     return changed
 
 
@@ -321,12 +322,13 @@ def _move(row: list[Act], act: Act, step: int) -> None:
 
 def _merge_or_split(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[list[Act]]:
     changed = [*map(list, rows)]
-    chunk, device, first = (rng.randrange(n) for n in (len(problem.chunks[0]), len(rows), problem.micro_batches))
+    num_chunks = len(problem.stages_by_device[0])
+    chunk, device, first = (rng.randrange(n) for n in (num_chunks, len(rows), problem.micro_batches))
     devices = rng.choice((range(device, device + 1), range(device, len(rows)), range(device + 1)))
     numbers = rng.choice((range(first, first + 1), range(problem.micro_batches)))
     to_whole = rng.choice(_EITHER)
     for each in devices:
-        stage = problem.chunks[each][chunk]
+        stage = problem.stages_by_device[each][chunk]
         chosen = {(stage, "I" if to_whole else "B", m) for m in numbers}.intersection(changed[each])
         whole = {(stage, m) for _, _, m in chosen}
         row: list[Act] = []

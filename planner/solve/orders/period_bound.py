@@ -187,7 +187,7 @@ def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
     windows = np.full((len(cuts), evaluator.num_devices), inf)
     for stage_bounds in _combinations(evaluator, stages):
         most_in_flight = stage_bounds.most_in_flight(evaluator)
-        chunks, num = evaluator.chunks, evaluator.case.micro_batches
+        chunks, num = evaluator.stages_by_device, evaluator.case.micro_batches
         least = least_windows_us(stage_bounds.times, chunks, num, np.maximum(most_in_flight, 1.0), passed_us=passed_us)
         windows = np.minimum(windows, np.where(most_in_flight > 0, least, inf))
     return min(upper_us, float((windows + stages[0].own_us).max(axis=1).min()))
@@ -229,7 +229,7 @@ class _StageBounds:
     def most_in_flight(self, evaluator: Evaluator) -> FloatArray:
         num = float(evaluator.case.micro_batches)
         most = np.full((len(self.always), evaluator.num_devices), num)
-        for device, stages in enumerate(evaluator.chunks):
+        for device, stages in enumerate(evaluator.stages_by_device):
             columns = list(stages)
             # Gradients, and tensors kept for deferred W, are not counted, because they need not exist.
             room = evaluator.case.limits_bytes[device] + _ROUNDED_BYTES - self.always[:, columns].sum(axis=1)
@@ -244,7 +244,7 @@ class _StageBounds:
 
 def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Iterator[_StageBounds]:
     num_chunks = evaluator.case.chunks
-    place = {stage: chunk for chunks in evaluator.chunks for chunk, stage in enumerate(chunks)}
+    place = {stage: chunk for chunks in evaluator.stages_by_device for chunk, stage in enumerate(chunks)}
 
     def by_chunk(each: Sequence[FloatArray]) -> FloatArray:
         return np.stack([each[place[s]][:, s] for s in range(evaluator.num_stages)], axis=1)

@@ -184,7 +184,7 @@ def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, i
         for name, us in {**busy._asdict(), **split_backward._asdict()}.items()
     }
     return OrderProblem(
-        chunks=tuple(evaluator.chunks),
+        stages_by_device=tuple(evaluator.stages_by_device),
         micro_batches=evaluator.case.micro_batches,
         times=tuple(
             StageTimes(

@@ -58,9 +58,9 @@ class Evaluator:
         placement = case.schedule.placement
         devices = [device_of(s, num_devices, placement) for s in range(self.num_stages + 1)]
         self.device_of_stage = np.array(devices[:-1])
-        self.chunks = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
+        self.stages_by_device = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
         """Indices of the stages of each device, ascending."""
-        self.stages = np.array(self.chunks)
+        self.stages = np.array(self.stages_by_device)
         """The same indices as an array of shape (K, V): `times[:, stages]` has the values of N partitions by device."""
         self.speeds = np.array([cluster.speed(d) for d in devices[:-1]])
         links = [

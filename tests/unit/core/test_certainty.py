@@ -11,11 +11,11 @@ import pytest
 from benchmarks.published_runs import read
 from planner.core.errors import UsageError
 from planner.core.judge.certainty import (
-    ALLOCATOR,
-    PEAKS,
+    ALLOCATOR_RATIO,
+    PEAK_RATIOS,
     SHORTEST_US,
     SLACK_BYTES,
-    STEPS,
+    STEP_ERRORS,
     certainty_of,
     headroom_for,
 )
@@ -97,29 +97,29 @@ DEVICES = {"A100": "a100-80gb", "H100": "h100", "GB200": "gb200"}
 TIME = "Sum of the layers against the whole step"
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", STEP_ERRORS)
 def test_step_ranges_equal_the_extremes_of_their_rows(kind):
     ratios = SEEN[kind]()
-    assert (STEPS[kind].least, STEPS[kind].most) == pytest.approx((min(ratios), max(ratios)), abs=1e-3)
+    assert (STEP_ERRORS[kind].least, STEP_ERRORS[kind].most) == pytest.approx((min(ratios), max(ratios)), abs=1e-3)
     page = (PAGES.parent / "cost-model.md").read_text(encoding="utf-8")
-    assert f" {STEPS[kind].least:.3f} to {STEPS[kind].most:.3f}" in page
+    assert f" {STEP_ERRORS[kind].least:.3f} to {STEP_ERRORS[kind].most:.3f}" in page
 
 
 def test_peak_ranges_cover_their_rows_and_are_tight():
     page = (PAGES / "memory.md").read_text(encoding="utf-8")
-    assert PEAKS["measured"] == 1 / (1 - int(re.search(r"Errors of -(\d)%", page)[1]) / 100)
+    assert PEAK_RATIOS["measured"] == 1 / (1 - int(re.search(r"Errors of -(\d)%", page)[1]) / 100)
     measured = [*rows("memory.md"), *rows("memory.md", "Kinds of models whose memory is hard to predict")]
     assert len(measured) > 100
     for cells in measured:
         largest_bytes = float(cells[5].split()[-2]) * 2**20
-        assert 1 / (1 + shares([cells[6]])[0]) * largest_bytes <= PEAKS["measured"] * largest_bytes + SLACK_BYTES
+        assert 1 / (1 + shares([cells[6]])[0]) * largest_bytes <= PEAK_RATIOS["measured"] * largest_bytes + SLACK_BYTES
     on_a_gpu = [*rows("gpu.md", "Peak memory of stages"), *rows("gpu.md", "Whole models")]
-    assert PEAKS["cuda"] == pytest.approx(max(1 + shares(cells)[-1] for cells in on_a_gpu), abs=1e-3)
+    assert PEAK_RATIOS["cuda"] == pytest.approx(max(1 + shares(cells)[-1] for cells in on_a_gpu), abs=1e-3)
     compiled = [1 / float(cells[-1]) for cells in rows("tpu-composition.md")]
-    assert PEAKS["compiled"] == pytest.approx(max(compiled), abs=1e-3)
-    assert PEAKS["estimated"] == pytest.approx(max(published("Memory by formula")), abs=1e-3)
+    assert PEAK_RATIOS["compiled"] == pytest.approx(max(compiled), abs=1e-3)
+    assert PEAK_RATIOS["estimated"] == pytest.approx(max(published("Memory by formula")), abs=1e-3)
     reserved = [float(line["reserved_mib"]) / float(line["allocated_mib"]) for line in read("gpt-8xa100")]
-    assert pytest.approx(max(reserved), abs=1e-3) == ALLOCATOR
+    assert pytest.approx(max(reserved), abs=1e-3) == ALLOCATOR_RATIO
 
 
 def on(kind="cpu", *, how="measured", settings=None, name="", us=10_000.0):
@@ -138,7 +138,7 @@ def test_step_range_combines_rows_and_repeats():
     profile, plan = on()
     certainty = certainty_of(plan, profile)
     assert certainty.sampling == pytest.approx(0.1)
-    step_us, seen = plan.predicted.step_us, STEPS["cpu"]
+    step_us, seen = plan.predicted.step_us, STEP_ERRORS["cpu"]
     assert certainty.step_us == pytest.approx((step_us * seen.least / 1.1, step_us * seen.most * 1.1), rel=1e-3)
     assert certainty.device_bytes == tuple(
         -int(-need / 0.99 // 1) + SLACK_BYTES for need in plan.peak_bytes_by_device()
@@ -160,7 +160,7 @@ def test_sampling_error_uses_the_layers_of_the_plans_width():
 def test_calibrated_plan_has_the_error_range_of_repeated_runs():
     profile, plan = on()
     plan = replace(plan, inputs=replace(plan.inputs, step_ratio=1.5))
-    again = STEPS["calibrated"]
+    again = STEP_ERRORS["calibrated"]
     assert certainty_of(plan, profile).step_ratio == pytest.approx((1.5 * again.least, 1.5 * again.most))
 
 
@@ -179,12 +179,12 @@ def test_every_kind_of_profile_has_its_own_error_range():
     """Predictions without comparable runs have none."""
     for kind, make in KINDS.items():
         profile, plan = make()
-        assert certainty_of(plan, profile).source == STEPS[kind].source
+        assert certainty_of(plan, profile).source == STEP_ERRORS[kind].source
     profile, plan = on()
     one = solve(profile, Request(inputs=inputs_of(1, 4), balance=(4,)))
-    assert certainty_of(one, profile).source == STEPS["one device"].source
+    assert certainty_of(one, profile).source == STEP_ERRORS["one device"].source
     compiled = certainty_of(plan, on("tpu:v2", how="compiled")[0])
-    assert (compiled.step_us, compiled.peak_ratio) == (None, PEAKS["compiled"])
+    assert (compiled.step_us, compiled.peak_ratio) == (None, PEAK_RATIOS["compiled"])
     assert certainty_of(plan, on("cuda", how="estimated")[0]).step_us is None
     assert certainty_of(plan, on("tpu:v2")[0]).device_bytes == ()
 

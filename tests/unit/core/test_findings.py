@@ -211,7 +211,7 @@ def test_large_plans_get_a_device_suggestion() -> None:
     verdict = api.check(gate.plan(), profile=big)
     assert "`--device rtx3090` has" in verdict.would_fit[0] or "`--device a10` has" in verdict.would_fit[0]
     card = re.search(r"--device (\S+)` has", verdict.would_fit[0])
-    assert api.check(gate.plan(), profile=big, device=card[1]).is_over is False
+    assert api.check(gate.plan(), profile=big, device=card[1]).exceeds_limit is False
 
 
 def test_comparison_of_plans_with_different_numbers_of_stages() -> None:

@@ -78,5 +78,5 @@ def test_chain_with_skips_is_not_simple() -> None:
     assert sum(map(has_no_skips_or_ties, chains)) < len(chains) / 2
     for costs in chains:
         spans = costs.storages.until - costs.storages.maker
-        sizes = costs.storages.kept_by_readers + costs.storages.kept_by_maker + costs.storages.kept_by_nobody
+        sizes = costs.storages.saved_by_readers + costs.storages.saved_by_maker + costs.storages.unsaved
         assert has_no_skips_or_ties(costs) == (not sizes[spans > 1].any() and not costs.relays.bytes.any())

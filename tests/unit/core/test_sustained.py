@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner import api
-from planner.core.judge.certainty import STEPS, certainty_of
+from planner.core.judge.certainty import STEP_ERRORS, certainty_of
 from planner.core.values.devices import ACCELERATORS
 from planner.core.values.sustained import SUSTAINED, sustained_rate
 
@@ -41,7 +41,7 @@ def test_model_kind_without_runs_uses_another_rate_without_range() -> None:
 def test_predictions_have_the_error_range_of_their_rate(shape: dict, device: str, more: dict, kind: str | None) -> None:
     profile = api.profile(**shape, device=f"estimate:{device}", batch_sizes="1", **more)
     plan = api.solve(profile, devices=2, batch=4, schedule="gpipe")
-    errors = None if kind is None else (STEPS[kind].least, STEPS[kind].most)
+    errors = None if kind is None else (STEP_ERRORS[kind].least, STEP_ERRORS[kind].most)
     assert certainty_of(plan, profile).step_ratio == errors
 
 

@@ -175,7 +175,7 @@ def test_memory_of_all_combinations_equals_memory_of_each(seed: int) -> None:
     over = fitting.excess_by_combination(cuts)
     for n, combination in enumerate(fitting.combinations):
         choices = np.empty((len(cuts), 4), dtype=np.int64)
-        for chunks in evaluator.chunks:
+        for chunks in evaluator.stages_by_device:
             choices[:, list(chunks)] = combination
         assert np.array_equal(over[:, n], evaluator.excess_bytes(cuts, choices))
 

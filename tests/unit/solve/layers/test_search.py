@@ -91,7 +91,7 @@ def test_recomputed_layers_of_a_device_equal_the_best_subset(schedule: ScheduleN
         case = cases_of(profile, Request(inputs=inputs, micro_batches=4))[0]
         evaluator = Evaluator(case, 2)
         cuts = np.array([0, 4, 8] if chunks == 1 else [0, 2, 4, 6, 8])
-        layers = [n for s in evaluator.chunks[0] for n in range(cuts[s], cuts[s + 1])]
+        layers = [n for s in evaluator.stages_by_device[0] for n in range(cuts[s], cuts[s + 1])]
         subsets = [some for count in range(len(layers) + 1) for some in combinations(layers, count)]
         held = {some: bytes_with(evaluator, cuts, some) for some in subsets}
         for share in (0.0, 0.3, 0.7):
@@ -120,7 +120,7 @@ def bytes_with(evaluator: Evaluator, cuts: np.ndarray, recomputed: tuple[int, ..
         chunks=evaluator.case.chunks,
     )
     stages = Evaluation(evaluator.case.costs, partition, evaluator.case.cluster).stages
-    return sum(stages[s].memory.total for s in evaluator.chunks[0])
+    return sum(stages[s].memory.total for s in evaluator.stages_by_device[0])
 
 
 def test_search_accepts_given_cuts_with_one_chunk() -> None:

@@ -52,7 +52,7 @@ def problem(
 ) -> OrderProblem:
     devices = num_devices or len(times)
     return OrderProblem(
-        chunks=tuple(stages_on(d, devices, len(times) // devices, placement) for d in range(devices)),
+        stages_by_device=tuple(stages_on(d, devices, len(times) // devices, placement) for d in range(devices)),
         micro_batches=micro_batches,
         times=tuple(times),
         footprints=(ApproximateStageMemory(always=0.0, held=1.0, between=between, above=0.0),) * len(times),
@@ -239,7 +239,8 @@ def test_bound_is_at_most_all_orders_of_two_chunks(placement: Placement) -> None
         ]
         asked = problem(times, 1, [2.0, 2.0], num_devices=2, placement=placement)
         every = [
-            [*interleavings(*(tuple(Action(s, kind, 0) for kind in _KINDS) for s in stages))] for stages in asked.chunks
+            [*interleavings(*(tuple(Action(s, kind, 0) for kind in _KINDS) for s in stages))]
+            for stages in asked.stages_by_device
         ]
         best = min(slow_period(rows, times) for rows in product(*every))
         bound = least_period_us(asked)
