@@ -25,7 +25,7 @@ from planner.profile.formula.layers import ElementBytes, Execution
 from planner.profile.formula.shapes import Experts, Transformer, gpt_shape, with_multi_token_prediction
 
 _GPT: Final = "transformer"
-"""Name of the formula for the GPT of the papers, with learned positions and biases."""
+"""Name of the formula for GPT models, with learned positions and biases."""
 
 _KEYS: Final = {
     "layers": "num_hidden_layers",
@@ -253,7 +253,7 @@ def _execution(options: ProfileOptions, shape: Transformer, widths: tuple[int, .
         sequence_parallel=options.sequence_parallel,
         keep_scores=options.keep_scores,
         recompute_attention=options.recompute_attention,
-        # Layer norm and GELU of the papers are one kernel each.
+        # In the papers on Megatron-LM, layer norm and GELU are one kernel each.
         fused=options.fused_kernels or shape.family == _GPT,
     )
 

@@ -9,7 +9,7 @@ from planner.api.options.solving import recorded_texts
 from planner.core.schedule import GIVEN, allowed_schedules
 from planner.core.values.balance import memory_options
 from planner.core.values.cluster import ExecutorCost, Link
-from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs
+from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, ScheduleName
 from planner.core.values.profile import Device
 
 _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
@@ -39,7 +39,7 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
         **dict(option.split(" ", 1) for option in memory_options(inputs, device.how)),
         "--batch": str(inputs.batch),
         "--schedule": _schedule(inputs),
-        "--chunks": str(inputs.chunks) if inputs.chunks and _may_choose_chunks(inputs) else None,
+        "--chunks": str(inputs.chunks) if inputs.chunks and may_choose_chunks(inputs.schedule) else None,
         "--recompute": None if inputs.recompute == "auto" else inputs.recompute,
         "--speed": ",".join(map(repr, inputs.speeds)) or None,
         "--link": None if is_link_left_out else texts.link_text(inputs.link),
@@ -67,5 +67,6 @@ def _schedule(inputs: Inputs) -> str | None:
     return "FILE.csv" if inputs.schedule == GIVEN else inputs.schedule
 
 
-def _may_choose_chunks(inputs: Inputs) -> bool:
-    return inputs.schedule != GIVEN and any(allowed.is_chunked for allowed in allowed_schedules(inputs.schedule))
+def may_choose_chunks(policy: ScheduleName) -> bool:
+    """Return True if a schedule that `--schedule policy` allows can have several chunks per device."""
+    return policy != GIVEN and any(schedule.is_chunked for schedule in allowed_schedules(policy))

@@ -6,13 +6,14 @@ from typing import cast
 from planner.api import texts
 from planner.api.defaults import default_batch, headroom_of
 from planner.api.options.solving import SolverOptions, recorded_values
+from planner.api.question import may_choose_chunks
 from planner.api.reading import calibration_of, cuts_of, links_of
 from planner.api.schedule_file import check_cuts, listed_schedule_of, schedule_file_path, with_order_counts
 from planner.api.texts import Numbers, Sizes
 from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
 from planner.core.judge.calibration import calibrated_executor
-from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, allowed_schedules
+from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.limits import MOST_BATCH, truncate
@@ -168,8 +169,7 @@ def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> ScheduleN
 
 def _chunks(chunks: str | int, policy: ScheduleName) -> int:
     count = texts.parse_count_or_auto("--chunks", chunks)
-    may_choose = policy != GIVEN and any(allowed.is_chunked for allowed in allowed_schedules(policy))
-    return count if may_choose else max(1, count)
+    return count if may_choose_chunks(policy) else max(1, count)
 
 
 def _recompute(recompute: str, profile: Profile) -> RecomputePolicy:

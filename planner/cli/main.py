@@ -33,7 +33,7 @@ _COMMANDS = (
 
 
 _WIDEST_HELP = 140
-"""Largest width of help texts in columns; narrower terminals are filled."""
+"""Largest width of help texts in columns. On a narrower terminal, they have the terminal's width."""
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the option's value

@@ -19,7 +19,7 @@ from planner.emit.layout import EngineFile, PlanLayout, signed_text
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 ON_EVERY_STAGE: Final = "rotary_emb"
-"""Last part of the module paths that are in the lists of all stages."""
+"""Last component of the module paths that must be in the lists of all stages."""
 
 _NAME: Final = "Automodel"
 _INSIDE_A_MEMBER = re.compile(r"\.\d+\.")

@@ -7,7 +7,7 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, Final
 
@@ -153,10 +153,6 @@ def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
     return _run_lengths(stages)
 
 
-def _from_device_map(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    return _run_lengths(_places_of_layers(_mapping(value), layers))
-
-
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"expected a mapping of modules, got `{value}`")
@@ -204,11 +200,11 @@ def _not_a_layer(path: str, layers: Sequence[LayerProfile]) -> UsageError:
     return UsageError(f'"{path}" is not a layer of the profile', hint="was it made for another model?")
 
 
-_READERS: Final = {
+_READERS: Final[dict[str, Callable[[Any, Sequence[LayerProfile]], tuple[int, ...]]]] = {
     "balance": _from_balance,
     "split_spec": _from_split_spec,
     "module_fqns_per_model_part": _from_parts,
     "pipeline_parallel_module_fqns_per_model_part": _from_parts,
     "parts": _from_boundaries,
-    "device_map": _from_device_map,
+    "device_map": lambda value, layers: _run_lengths(_places_of_layers(_mapping(value), layers)),
 }

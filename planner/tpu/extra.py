@@ -47,10 +47,7 @@ def chip_of_device(reported: str) -> str:
 
 
 def expect_no_tpu() -> None:
-    """Set environment variables that keep jax and libtpu from searching for a TPU.
-
-    Call this function before they are imported.
-    """
+    """Set environment variables that keep jax and libtpu from searching for a TPU. Call it before you import these."""
     for setting, value in _SETTINGS.items():
         os.environ.setdefault(setting, value)
 

@@ -178,7 +178,7 @@ def _narrowed_bytes(shape: Any) -> int:
 
 _PRODUCTS: Final = frozenset(("conv_general_dilated", "dot_general"))
 _MOVING: Final = frozenset(("copy", "copy_p", "expand_dims", "reshape", "rev", "squeeze", "transpose"))
-"""Primitives that only move values."""
+"""JAX primitives that copy, reshape or reorder values and compute nothing."""
 
 _LOOPS: Final = frozenset(("cond", "scan", "while"))
 """JAX primitives that may run a function several times, or not at all."""

@@ -91,15 +91,16 @@ class CompiledLayer:
             kept=merge_equal_arrays(
                 [
                     *self.made_kinds,
-                    *(_stored_kind(self.output_kinds[n], narrow=kept_outputs[n]) for n in sorted(kept_outputs)),
+                    # An output that some backward reads at full width is stored at full width.
+                    *(
+                        array if kept_outputs[n] else replace(array, loop_bytes=array.bytes)
+                        for n, array in enumerate(self.output_kinds)
+                        if n in kept_outputs
+                    ),
                 ]
             ),
             received=merge_equal_arrays(map(_received_kind, self.input_kinds, received)),
         )
-
-
-def _stored_kind(array: ArrayKind, *, narrow: bool) -> ArrayKind:
-    return array if narrow else replace(array, loop_bytes=array.bytes)
 
 
 def _received_kind(array: ArrayKind, sizes: tuple[int, int]) -> ArrayKind:

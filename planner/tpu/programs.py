@@ -188,7 +188,7 @@ def shape_in_loops(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def bytes_in_loops(shape: jax.ShapeDtypeStruct, size: int) -> int:
-    """Return the bytes of an array as loops over micro-batches store it. In `shape` it takes `size` bytes."""
+    """Return the bytes of an array as loops over micro-batches store it. Outside of loops, it takes `size` bytes."""
     held = shape_in_loops(shape)
     return size if held is shape else num_bytes(held)
 

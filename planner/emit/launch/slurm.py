@@ -30,10 +30,6 @@ def slurm_file(job: LaunchJob) -> EngineFile:
         resources="\n".join(resources),
         plans=" ".join(map(str, job.cluster_sizes)),
         there="SLURM_GPUS_ON_NODE" if job.uses_gpus else "SLURM_CPUS_ON_NODE",
-        script=_escape_single_quotes(shell_word(job.script)),
+        script=shell_word(job.script).replace("'", "'\\''"),  # the template has it inside single quotes
     )
     return EngineFile(name=_FILE, text=text, notes=job.notes, use=use)
-
-
-def _escape_single_quotes(words: str) -> str:
-    return words.replace("'", "'\\''")

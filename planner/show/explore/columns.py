@@ -42,7 +42,7 @@ class _Block(NamedTuple):
     """Rows of a table whose stages are computed at the same time."""
 
     rows: IntArray
-    """Indices of the rows."""
+    """Indices of the rows in the table."""
     stages: StageTable
     """Stages for all pairs of several first layers and several last layers, which include those of the rows."""
     places: tuple[IntArray, IntArray]
@@ -162,8 +162,8 @@ def add_time_columns(
     Returns:
         Indices of columns by the name that the page uses. `durations` and `again` (recomputation) have two columns for
             each of `CHOICES` and each kind of action: for all micro-batches except the last, and for the last one.
-            `optimizer` is the optimizer step, `summed` the all-reduce over replicas, `hides` the result of
-            `optimizer_slack_us`.
+            `optimizer` is the optimizer step, `summed` the all-reduce over replicas. `hides` is how much longer the
+            next stage may take for both at no cost, without transfers (`optimizer_slack_us`).
     """
     sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
     durations, again = [], []
@@ -201,8 +201,8 @@ def add_transfer_columns(
         pipeline: Devices and links of the pipeline.
 
     Returns:
-        Indices of columns by name: `send` is the time of one transfer, `send_hides` its part of the result of
-            `optimizer_slack_us`.
+        Indices of columns by name: `send` is the time of one transfer, `send_hides` the time that transfers add to
+            `hides` (see `add_time_columns`).
     """
     sent = costs.boundaries.output[crossings.cut - 1].tolist()
     send_us = [pipeline.links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)]

@@ -53,7 +53,11 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
     )
     sums = (
         _Part(style_class="m-parameters", words="parameters", of=lambda x: x.parameter_bytes),
-        _Part(style_class="m-optimizer", words="gradients and optimizer", of=_training_bytes),
+        _Part(
+            style_class="m-optimizer",
+            words="gradients and optimizer",
+            of=lambda x: x.trained_bytes + x.optimizer_bytes,
+        ),
         _Part(style_class="m-in_flight", words="saved, of one micro-batch", of=lambda x: x.saved_bytes[n]),
     )
     cuts = tuple(accumulate(plan.balance)) if plan else ()
@@ -65,10 +69,6 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
     lead += "; dashed lines mark the starts of stages, with their numbers below." if cuts else "."
     body = "".join(charts) + collapsible("Every layer", scroll_box(_numbers(profile, n, cuts), "layers"))
     return Section(anchor="layers", title="Layers", lead=lead, body=body)
-
-
-def _training_bytes(layer: LayerProfile) -> int:
-    return layer.trained_bytes + layer.optimizer_bytes
 
 
 def _chart(

@@ -18,7 +18,7 @@ _COLUMNS = 480
 
 
 def memory_section(plan: Plan, step: StepTimeline | None) -> Section:
-    """Return a bar with the peak memory of each device, and its memory over time if `step` is given."""
+    """Return a section with a bar for the peak memory of each device, and with memory over time if `step` is given."""
     devices = device_memory(plan.by_device())
     most, limit = max(d.total_bytes for d in devices), max(d.limit_bytes for d in devices)
     full = max(1, most, limit if most * 4 >= limit else 0)
