@@ -57,7 +57,7 @@ def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractCon
 
 
 @contextmanager
-def weight_casts_kept() -> Iterator[None]:
+def keep_weight_casts() -> Iterator[None]:
     """Keep autocast's cached weight copies when autocast contexts end within the block.
 
     Autocast clears its cache, which all threads share, when the outermost context of a thread ends. Backwards of a GPU

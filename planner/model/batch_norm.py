@@ -36,7 +36,7 @@ def uses_batch_in_evaluation(model: nn.Module) -> bool:
 
 
 @contextmanager
-def deferred_batch_norms(model: nn.Module) -> Iterator["BatchStatistics"]:
+def defer_batch_norms(model: nn.Module) -> Iterator["BatchStatistics"]:
     """Collect batch normalization statistics in the `with` block, instead of updating running statistics.
 
     Raises:

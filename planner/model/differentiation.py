@@ -18,7 +18,7 @@ class _DifferentiatesError(BaseException):
 
 
 @contextmanager
-def refusing_gradients() -> Iterator[None]:
+def refuse_autograd_grad() -> Iterator[None]:
     """Raise a `ModelError` if code in the `with` block calls `torch.autograd.grad`.
 
     A stage that repeats this code would lack parts of the graph.

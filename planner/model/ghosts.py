@@ -46,7 +46,7 @@ SHAPE_ONLY = frozenset(
 
 
 _is_updating = ContextVar("_is_updating", default=False)
-"""True inside `updating_parameters`."""
+"""True inside `check_parameter_update`."""
 
 
 class NeedsValuesError(Exception):
@@ -130,7 +130,7 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
 
 
 @contextmanager
-def updating_parameters(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def check_parameter_update(parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Raise a `ModelError` if an optimizer's step or its hooks, in the `with` block, use values of another stage."""
     token = _is_updating.set(True)
     try:

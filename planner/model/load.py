@@ -29,7 +29,7 @@ from planner.model.inputs import BATCH_FIRST, PLAIN_CONTAINERS, input_tensor, ty
 from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
 from planner.model.optimizers import OptimizerBuilder, optimizer_builder
-from planner.model.process_group import hidden_process_group
+from planner.model.process_group import hide_process_group
 from planner.model.seeding import preserve_torch_generators
 from planner.model.settings import public_names, typed_settings
 from planner.model.shared_memory import check_separate_memory
@@ -270,7 +270,7 @@ def _builder(
     typed = typed_settings(f"{path}:{name}", value, settings)
 
     def build() -> nn.Module:
-        with explain_user_errors(path, f"`{name}()`"), hidden_process_group():
+        with explain_user_errors(path, f"`{name}()`"), hide_process_group():
             model = value(**typed)
         if not isinstance(model, nn.Module):
             raise ModelError(

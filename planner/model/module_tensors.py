@@ -6,7 +6,7 @@ replaces parameters must replace them in these attributes, too.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -63,7 +63,7 @@ def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> lis
 
 
 @contextmanager
-def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replace_tensors_temporarily(module: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replace every parameter and buffer by `other(tensor)` in the `with` block, and restore them at its end."""
     before = [(table, dict(table)) for table in _tables(module)]
     changed = replace_tensors(module, other)
@@ -77,13 +77,18 @@ def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> It
             attributes[name] = value
 
 
+def copy_buffers_temporarily(module: nn.Module) -> AbstractContextManager[None]:
+    """Replace buffers by copies in the `with` block, because a forward may write into buffers (running statistics)."""
+    return replace_tensors_temporarily(module, lambda t: t if isinstance(t, nn.Parameter) else t.clone())
+
+
 @contextmanager
 def parameters_as_ghosts(module: nn.Module) -> Iterator[None]:
     """Replace parameters and buffers in the `with` block by ghosts (tensors without values). Tied tensors stay tied.
 
     Meta tensors in plain attributes are replaced too, because autocast ignores meta tensors.
     """
-    with replaced_tensors(module, _ghost):
+    with replace_tensors_temporarily(module, _ghost):
         loose = {id(tensor): _ghost(tensor) for tensor in attribute_tensors(module) if tensor.is_meta}
         changed = replace_attribute_tensors(module, lambda tensor: loose.get(id(tensor), tensor))
         try:

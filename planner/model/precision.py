@@ -90,7 +90,7 @@ def convert_in_place(module: nn.Module, precision: Precision) -> nn.Module:
     return module
 
 
-def converted(module: nn.Module, precision: Precision) -> nn.Module:
+def convert_if_needed(module: nn.Module, precision: Precision) -> nn.Module:
     """Return a copy of `module` in `precision`, or `module` itself if nothing needs conversion."""
     dtype = _CONVERTED.get(precision)
     tensors = (*module.parameters(), *module.buffers())

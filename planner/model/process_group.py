@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 @contextmanager
-def hidden_process_group() -> Iterator[None]:
+def hide_process_group() -> Iterator[None]:
     """Let `dist.is_initialized()` return False in the `with` block. Operations with an explicit group still work."""
     world = dist.group.WORLD
     dist.group.WORLD = None
@@ -31,7 +31,7 @@ def hide_process_group_in_step(optimizer: torch.optim.Optimizer, before: Callabl
 
     @wraps(step)
     def hidden_step(_self: Any, *args: Any, **kwargs: Any) -> Any:
-        with hidden_process_group():
+        with hide_process_group():
             if before is not None:
                 before()
             return step(*args, **kwargs)

@@ -21,18 +21,18 @@ from planner.model.carried_state import (
     reused_tables,
     written_states,
 )
-from planner.model.differentiation import refusing_gradients, without_shape_log
+from planner.model.differentiation import refuse_autograd_grad, without_shape_log
 from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_graphs, storage_of
 from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, TensorLeaf, TensorMeta, is_plain
 from planner.model.loss_reads import addresses_read
-from planner.model.module_tensors import parameters_as_ghosts, replaced_tensors
+from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
 from planner.model.nests import flatten, tensors_in
 from planner.model.operators import OperatorWatch, depends_on_values, written_tensors
 from planner.model.recording import END, CarriedState, FunctionResult, ModuleCall, RecordedOperator, Recording
 from planner.model.refusals import explain_refusals
 from planner.model.regions import RegionFinder, without_reentrant_checkpointing
-from planner.model.seeding import host_generator_states, preserve_torch_generators, seeded_host
+from planner.model.seeding import host_generator_states, preserve_torch_generators, seed_host_temporarily
 from planner.model.variables import undo_changes
 
 
@@ -58,14 +58,12 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         stack.enter_context(preserve_torch_generators())
         # Random choices, such as skipped layers, are the same in each recording.
         torch.manual_seed(0)
-        stack.enter_context(seeded_host(0))
-        # Real buffers are copied, because a forward may write into them (running statistics).
-        copied = replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
-        stack.enter_context(parameters_as_ghosts(model) if ghosts else copied)
+        stack.enter_context(seed_host_temporarily(0))
+        stack.enter_context(parameters_as_ghosts(model) if ghosts else copy_buffers_temporarily(model))
         recorder.note_model(model)
         recorder.note_inputs(inputs)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(refusing_gradients())
+        stack.enter_context(refuse_autograd_grad())
         # Tensors saved for backward would look as if code still used them.
         stack.enter_context(saved_tensors_hooks(_forget, _forget))
         stack.enter_context(without_reentrant_checkpointing())

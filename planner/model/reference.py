@@ -42,7 +42,7 @@ from planner.model.gradient_files import keep_gradients_in_files
 from planner.model.label_counts import label_count
 from planner.model.lean import allocate_parameters
 from planner.model.load import Batch, LoadedModel
-from planner.model.precision import converted
+from planner.model.precision import convert_if_needed
 from planner.model.python_state import numbers_in_attributes, numbers_in_user_files, without_leftover_tensors
 from planner.model.reference_norms import whole_mini_batch_statistics
 from planner.model.reference_state import END, ReferenceState, initial_state, state_after_backward, state_after_update
@@ -208,7 +208,7 @@ def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Bat
 
 
 def _built(loaded: LoadedModel, options: ReferenceOptions) -> nn.Module:
-    model = converted(shorten_model(loaded, options.skipped, lean=options.lean).build(), loaded.precision)
+    model = convert_if_needed(shorten_model(loaded, options.skipped, lean=options.lean).build(), loaded.precision)
     if options.lean:
         allocate_parameters([model], model, _CPU)
     return model

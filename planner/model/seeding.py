@@ -42,7 +42,7 @@ def seed_host(seed: int) -> None:
 
 
 @contextmanager
-def seeded_host(seed: int) -> Iterator[None]:
+def seed_host_temporarily(seed: int) -> Iterator[None]:
     """Seed Python's and NumPy's generators for the `with` block, and restore their states afterwards."""
     states = random.getstate(), np.random.get_state(legacy=False)
     random.seed(seed)

@@ -37,7 +37,7 @@ class SizedLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordingHooks:
+class MeasurementHooks:
     """Functions of a profile backend that measure the memory of layers."""
 
     device: torch.device
@@ -86,7 +86,7 @@ class LayerRecords:
         return {own for (own, _), (name, _) in pairs if name in names}
 
 
-def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> LayerRecords:
+def record_sizes(task: ProfilingTask, hooks: MeasurementHooks) -> LayerRecords:
     """Trace the layers at every micro-batch size and measure their memory.
 
     Raises:
@@ -151,7 +151,7 @@ def record_memory(sized_units: Sequence[SizedLayer], task: ProfilingTask, meter:
 
 
 def _traced_at(
-    task: ProfilingTask, hooks: RecordingHooks, first: tuple[LayerToMeasure, ...], size: int
+    task: ProfilingTask, hooks: MeasurementHooks, first: tuple[LayerToMeasure, ...], size: int
 ) -> tuple[tuple[LayerToMeasure, ...], list[SizedLayer]]:
     units, traced = trace_layers(task.chain, task.loaded, size, hooks.device, ghosts=task.lean)
     if not first:

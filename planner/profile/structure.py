@@ -11,7 +11,7 @@ from planner.core.values.units import format_bytes
 from planner.model.chain import Chain, chain_digest
 from planner.model.lean import build_lean, move_buffers
 from planner.model.load import LoadedModel
-from planner.model.precision import converted
+from planner.model.precision import convert_if_needed
 from planner.model.refusals import TooFewSamplesError
 from planner.model.shared_memory import check_hooks, has_hooks
 from planner.model.stage import ModelStage
@@ -47,7 +47,7 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
 def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device | None = None) -> Chain:
     # Hooked parameters are collected by name before the conversion, because a converted copy has no hooks.
     hooked = {name: p for name, p in model.named_parameters(remove_duplicate=False) if has_hooks(p)}
-    ready = converted(model, loaded.precision)
+    ready = convert_if_needed(model, loaded.precision)
     chain = loaded.chain(ready if device is None else ready.to(device))
     check_hooks(hooked, chain.layers)
     for layer in chain.layers:

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.device.clock import Clock, median_us
 from planner.device.machine import CACHE_BYTES
-from planner.model.batch_norm import BatchStatistics, deferred_batch_norms
+from planner.model.batch_norm import BatchStatistics, defer_batch_norms
 from planner.model.split_backward import SplitBackward
 from planner.profile.passes import (
     SplitTimer,
@@ -193,7 +193,7 @@ def statistics_update_us(unit: LayerToMeasure, received: MeasurementInput, *, cl
     if not any(isinstance(module, _BatchNorm) for module in unit.module.modules()):
         return 0.0
     times = []
-    with deferred_batch_norms(unit.module) as statistics, torch.no_grad():
+    with defer_batch_norms(unit.module) as statistics, torch.no_grad():
         for _ in range(repeats):
             with statistics.collecting():
                 unit.run(received.non_leaf_copies(), received)

@@ -30,7 +30,7 @@ from planner.profile.backends.estimated import GhostMeter, as_ghosts_if_lean
 from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
 from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import OptimizerCost, trained_parameters
-from planner.profile.records import LayerRecords, RecordingHooks, SizedLayer, record_sizes
+from planner.profile.records import LayerRecords, MeasurementHooks, SizedLayer, record_sizes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes
 from planner.profile.units import LayerKey
@@ -118,7 +118,7 @@ class CompiledBackend:
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
         rule = optimizer_rule(task.loaded.build_optimizer, list(task.chain.model.parameters()))
         layers: dict[LayerKey, CompiledLayer] = {}
-        hooks = RecordingHooks(
+        hooks = MeasurementHooks(
             device=self.device, record=partial(_compile, task=task, compiler=compiler, layers=layers)
         )
         with as_ghosts_if_lean(task):

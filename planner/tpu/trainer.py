@@ -27,7 +27,7 @@ from planner.files import check_writable, read_balance
 from planner.model import Batch
 from planner.model.batch_norm import BatchStatistics
 from planner.model.calling import arguments_of
-from planner.model.precision import converted
+from planner.model.precision import convert_if_needed
 from planner.model.state import trained_batch_norms
 from planner.tpu.chips import chip_devices, platform_devices
 from planner.tpu.compiler import OutOfMemoryError
@@ -67,7 +67,7 @@ class JaxTraining:
         torch.manual_seed(self._seed)  # before the model file is imported, because the import may build the model
         self.model = load_planned_model(self.balance, Path(balance_path).parent)
         torch.manual_seed(self._seed)
-        self._built = built = converted(self.model.build(), self.model.precision)
+        self._built = built = convert_if_needed(self.model.build(), self.model.precision)
         layers = self.model.chain(built)
         check_same_model(self.balance, self.model, layers)
         if arguments.weights:

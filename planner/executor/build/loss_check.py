@@ -34,7 +34,7 @@ from planner.model.calling import arguments_of
 from planner.model.label_counts import MASKED, label_count
 from planner.model.lean import build_lean
 from planner.model.load import Batch, LoadedModel, to_device
-from planner.model.module_tensors import parameters_as_ghosts, replaced_tensors
+from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
 from planner.model.nests import flatten, tensors_in, unflatten
 from planner.model.variables import undo_changes
 
@@ -144,8 +144,7 @@ def _check_and_estimate_bytes(loaded: LoadedModel, model: nn.Module, batch: Batc
 
 @contextmanager
 def _undoing_changes(model: nn.Module, loaded: LoadedModel) -> Iterator[None]:
-    copied = replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
-    with undo_changes(model, loaded.loss_fn), copied:
+    with undo_changes(model, loaded.loss_fn), copy_buffers_temporarily(model):
         yield
 
 

@@ -30,7 +30,7 @@ from planner.executor.equivalence.isolation import return_freed_blocks_to_system
 from planner.executor.pipeline import Pipeline
 from planner.executor.run.same_batch import digest_of_tensors
 from planner.model.chain import Chain
-from planner.model.ghosts import updating_parameters
+from planner.model.ghosts import check_parameter_update
 from planner.model.gradient_files import keep_gradients_in_files
 from planner.model.load import LoadedModel
 from planner.model.module_tensors import attribute_tensors
@@ -123,7 +123,7 @@ class _RankTraining:
         return self._found
 
     def _update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        with updating_parameters(self._named):
+        with check_parameter_update(self._named):
             optimizer.step()
         if not self._found.late_step:  # of the late steps, only the last update is compared
             self._compare_update(optimizer, step)

@@ -51,7 +51,7 @@ from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.executor.watch.activity import RankActivity
 from planner.model.autocast import forward_context, weight_cast_cache
-from planner.model.process_group import hidden_process_group
+from planner.model.process_group import hide_process_group
 from planner.model.split_backward import DeferredUses, SplitBackward, count_additions
 
 _LOSS: Final = torch.empty((), dtype=torch.float64, device="meta")
@@ -336,7 +336,7 @@ class Engine:
         # Outputs that depend on no trained parameter have no graph and need no backward.
         pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
         with_graph, of_these = [x for x, _ in pairs], [gradient for _, gradient in pairs]
-        with hidden_process_group():
+        with hide_process_group():
             if action.is_split:
                 deferred = self._split.backward_input(with_graph, of_these) if pairs else []
                 self._deferred[action.message[1:]] = deferred

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from planner.executor.run.parts import extract_tensors
-from planner.model.autocast import caching_only_with_graph, weight_casts_kept
+from planner.model.autocast import caching_only_with_graph, keep_weight_casts
 
 Tensors = tuple[Tensor, ...]
 
@@ -94,7 +94,7 @@ class _Recomputing(torch.autograd.Function):
         # The inputs become leaves, so that the graph of this run ends at them.
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with ExitStack() as stack:
-            stack.enter_context(weight_casts_kept())
+            stack.enter_context(keep_weight_casts())
             # Restore the autocast state of the forward, because the engine runs backwards without autocast.
             for kind, enabled, dtype in ctx.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))

@@ -33,7 +33,7 @@ from planner.model.autocast import caching_only_with_graph
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Layer, register_at_path
 from planner.model.layout import match_layout
-from planner.model.process_group import hidden_process_group
+from planner.model.process_group import hide_process_group
 from planner.model.regions import without_reentrant_checkpointing
 from planner.model.stage import ModelStage
 
@@ -134,7 +134,7 @@ class StageModule(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the tensors at the next boundary, without gaps in memory; on the last stage, return the loss."""
-        with self.statistics.collecting(), hidden_process_group():
+        with self.statistics.collecting(), hide_process_group():
             return self._forward(*tensors)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:

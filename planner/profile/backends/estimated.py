@@ -49,7 +49,7 @@ from planner.profile.optimizer import (
     trained_parameters,
 )
 from planner.profile.passes import SplitTimer, WholeTimer, time_once
-from planner.profile.records import LayerRecords, RecordingHooks, record_memory, record_sizes
+from planner.profile.records import LayerRecords, MeasurementHooks, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes, split_backward_times
@@ -101,7 +101,7 @@ class EstimatedBackend:
     def measure(self, task: ProfilingTask) -> BackendResult:
         """Estimate every distinct layer once at each micro-batch size."""
         meter, clock = GhostMeter(), self.clock()
-        hooks = RecordingHooks(device=self.device, record=partial(record_memory, task=task, meter=meter))
+        hooks = MeasurementHooks(device=self.device, record=partial(record_memory, task=task, meter=meter))
         with as_ghosts_if_lean(task), GpuKernels():
             records = record_sizes(task, hooks)
             flops = records.measure_distinct(clock.flops_of)

@@ -12,7 +12,7 @@ from planner.device.clock import Clock
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory, release_freed_memory
 from planner.device.meter import MemoryMeter
-from planner.model.batch_norm import deferred_batch_norms
+from planner.model.batch_norm import defer_batch_norms
 from planner.model.lean import allocate_parameters
 from planner.model.load import LoadedModel
 from planner.profile.flops import forward_flops
@@ -26,7 +26,7 @@ from planner.profile.optimizer import (
     measure_optimizer,
     optimizer_boundary_peaks,
 )
-from planner.profile.records import LayerRecords, RecordingHooks, record_memory, record_sizes
+from planner.profile.records import LayerRecords, MeasurementHooks, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import (
@@ -61,7 +61,7 @@ class MeasuredBackend:
     def measure(self, task: ProfilingTask) -> BackendResult:
         """Measure memory first, while nothing else is allocated, and then times."""
         meter, clock = self._kind.meter(), self._kind.clock(task.options.threads)
-        hooks = RecordingHooks(
+        hooks = MeasurementHooks(
             device=self.device,
             prepare=partial(_fill, task, self.device),
             received=partial(with_random_values, device=self.device),
@@ -154,7 +154,7 @@ def _times(task: ProfilingTask, records: LayerRecords, clock: Clock) -> dict[Lay
             return False
         return share >= _DOUBT
 
-    with deferred_batch_norms(task.chain.model) as statistics:
+    with defer_batch_norms(task.chain.model) as statistics:
         progress = partial(task.steps.each, names=records.names)
         measure_times(task, records, statistics=statistics, clock=clock, doubtful=doubtful, progress=progress)
     return {key: median_times(task.measurements.samples[key]) for key in records.inputs}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.device.meter import CpuMemoryMeter
-from planner.model.batch_norm import BatchStatistics, deferred_batch_norms
+from planner.model.batch_norm import BatchStatistics, defer_batch_norms
 from planner.model.chain import chain_of
 from planner.model.state import batch_norm_statistics_bytes
 
@@ -113,7 +113,7 @@ def test_deferral_restores_forward_methods() -> None:
     """A forward that the user replaced is kept, and no statistics are updated."""
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     replaced = vars(model[1])["forward"] = lambda value: value + 1
-    with deferred_batch_norms(model) as statistics, statistics.collecting():
+    with defer_batch_norms(model) as statistics, statistics.collecting():
         model(torch.randn(3, 4))
     assert "forward" not in vars(model[0])
     assert vars(model[1])["forward"] is replaced

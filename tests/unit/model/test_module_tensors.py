@@ -5,7 +5,12 @@ from torch import Tensor, nn
 
 from planner.model.chain import chain_of
 from planner.model.lean import allocate_parameters, build_lean
-from planner.model.module_tensors import attribute_tensors, move_attribute_tensors, replace_tensors, replaced_tensors
+from planner.model.module_tensors import (
+    attribute_tensors,
+    move_attribute_tensors,
+    replace_tensors,
+    replace_tensors_temporarily,
+)
 
 
 class Listed(nn.Module):
@@ -52,7 +57,7 @@ def test_replacing_a_parameter_replaces_it_in_lists() -> None:
 def test_temporary_replacement_restores_lists_and_tensors() -> None:
     model = Listed()
     before, weights = model(torch.ones(2, 4)), model.weights
-    with replaced_tensors(model, lambda t: t.detach() * 0):
+    with replace_tensors_temporarily(model, lambda t: t.detach() * 0):
         assert not bool(model(torch.ones(2, 4)).any())
     assert torch.equal(model(torch.ones(2, 4)), before)
     assert model.weights is weights

@@ -11,7 +11,7 @@ from planner.model import autocast
 from planner.model.autocast import caching_only_with_graph, forward_context, weight_cast_cache
 from planner.model.load import Batch
 from planner.model.operators import OperatorWatch
-from planner.model.precision import convert_in_place, converted, in_precision
+from planner.model.precision import convert_if_needed, convert_in_place, in_precision
 from tests.support.measure import loaded_model, profile_of_model
 
 CPU = torch.device("cpu")
@@ -34,9 +34,9 @@ def test_precision_of_dtype_names() -> None:
 def test_conversion_changes_floating_point_tensors_only() -> None:
     """Integers, complex numbers and ties stay."""
     model = tied_layers()
-    assert converted(model, "bf16") is not model
-    assert converted(model, "fp32") is model
-    assert converted(model, "bf16-mixed") is model
+    assert convert_if_needed(model, "bf16") is not model
+    assert convert_if_needed(model, "fp32") is model
+    assert convert_if_needed(model, "bf16-mixed") is model
     convert_in_place(model, "bf16")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model[2].weight is model[0].weight

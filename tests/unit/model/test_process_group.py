@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.model.process_group import hidden_process_group, hide_process_group_in_step
+from planner.model.process_group import hide_process_group, hide_process_group_in_step
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def _group() -> Iterator[None]:
 
 
 def test_the_group_is_visible_again_after_an_error() -> None:
-    with pytest.raises(ValueError, match="not been initialized"), hidden_process_group(), hidden_process_group():
+    with pytest.raises(ValueError, match="not been initialized"), hide_process_group(), hide_process_group():
         dist.get_world_size()
     assert dist.get_world_size() == 1
 
@@ -26,7 +26,7 @@ def test_the_group_is_visible_again_after_an_error() -> None:
 def test_explicit_groups_work_in_the_block() -> None:
     """Gradients are summed over replicas while a backward of the model runs."""
     group = dist.new_group([0])
-    with hidden_process_group():
+    with hide_process_group():
         dist.all_reduce(torch.ones(1), group=group)
 
 
