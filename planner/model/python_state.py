@@ -19,6 +19,7 @@ import itertools
 import operator
 import random
 import sys
+import sysconfig
 import threading
 import zlib
 from array import array
@@ -60,6 +61,7 @@ _MOST_BYTES = 2**20
 
 _MOST_NUMBERS = 20_000
 
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LIBRARIES = ("torch", "transformers", "timm", "planner")
 """Packages whose objects and module-level values do not count as state of a model."""
 
@@ -299,5 +301,6 @@ def is_user_module(module_name: str | None) -> bool:
     """Return True if a Python module is the user's own file, not of a package or the standard library."""
     top = (module_name or "").partition(".")[0]
     file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""
-    is_installed = "site-packages" in file or "dist-packages" in file
-    return bool(file) and top not in sys.stdlib_module_names and top not in _LIBRARIES and not is_installed
+    # A user's file may have the name of a module of the standard library, so the path decides.
+    is_installed = "site-packages" in file or "dist-packages" in file or file.startswith(_STANDARD_LIBRARY)
+    return bool(file) and top not in _LIBRARIES and not is_installed

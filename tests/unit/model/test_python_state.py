@@ -150,12 +150,17 @@ def test_module_level_values_and_their_readers_are_found() -> None:
     assert "UNREAD" not in read
 
 
-def test_a_users_file_may_begin_with_the_name_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch_layers.py").write_text("from torch import nn\nCALLS = 4\nclass Layer(nn.Module):\n    pass\n")
+@pytest.mark.parametrize("name", ["torch_layers", "colorsys"])
+def test_a_users_file_may_have_the_name_of_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It may begin with the name of a package, or be that of a module of the standard library."""
+    (tmp_path / f"{name}.py").write_text("from torch import nn\nCALLS = 4\nclass Layer(nn.Module):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    layers = importlib.import_module("torch_layers")
-    monkeypatch.setitem(sys.modules, "torch_layers", layers)
-    assert numbers_in_user_files(layers.Layer(), count)["torch_layers:CALLS"] == 4
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    layers = importlib.import_module(name)
+    monkeypatch.setitem(sys.modules, name, layers)
+    assert numbers_in_user_files(layers.Layer(), count)[f"{name}:CALLS"] == 4
 
 
 def ticks() -> Iterator[int]:
