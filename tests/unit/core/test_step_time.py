@@ -34,30 +34,6 @@ def predicted_step_us(num_stages: int, micro_batches: int, num_layers: int = 48,
     return Evaluation(costs, partition_of(balance, micro_batches), cluster).step_us
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 7, 8, 15, 16])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_equal_stages_have_the_bubble_of_the_paper(schedule: ScheduleName, num_stages: int) -> None:
-    stages = [StageTimes(forward_us=1, backward_us=2, last_backward_us=2)] * num_stages
-    profile = profile_of([1.0] * num_stages, [2.0] * num_stages)
-    costs, cluster = costs_at(profile, 1), inputs_of(num_stages, 1).cluster
-    tried = 0
-    for micro_batches in (1, 2, 3, 5, 8, 16, 37, 64):
-        if schedule == "1f1b" and micro_batches < num_stages:
-            continue
-        actions = SCHEDULES[schedule].actions(num_stages, micro_batches)
-        end = max(event.end_us for event in simulate(actions, stages))
-        assert end == 3 * (micro_batches + num_stages - 1)
-        ideal = Fraction(num_stages - 1, micro_batches + num_stages - 1)
-        assert 1 - Fraction(3 * micro_batches, int(end)) == ideal
-        partition = partition_of((1,) * num_stages, micro_batches, schedule=schedule)
-        figures = Evaluation(costs, partition, cluster).predicted
-        assert figures.step_us == end
-        assert figures.bubble == pytest.approx(float(ideal), abs=1e-15)
-        assert figures.ideal_bubble == float(ideal)
-        tried += 1
-    assert tried >= 3
-
-
 def test_closed_form_equals_the_simulator() -> None:
     rng = random.Random(3)
     with_links = with_last = 0

@@ -33,34 +33,6 @@ def test_instruction_lists_by_hand() -> None:
     ]
 
 
-@pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
-def test_pairs_of_devices_have_the_same_order_of_transfers(devices: int, chunks: int, micro_batches: int) -> None:
-    rows = rows_of(devices, chunks, micro_batches)
-    transfers: dict[tuple[int, int], list[list[tuple[str, int, int]]]] = {}
-    for device, row in enumerate(rows):
-        received = set()
-        for what in row:
-            stage = what.stage
-            forward = what.kind == "F"
-            if what.do == "run":
-                is_given = stage == (0 if forward else devices * chunks - 1)
-                assert is_given or devices == 1 or (what.kind, stage, what.micro_batch) in received
-                continue
-            receives = what.do == "receive"
-            if receives:
-                received.add((what.kind, stage, what.micro_batch))
-            receiver = stage if receives else stage + (1 if forward else -1)
-            sender = receiver - (1 if forward else -1)
-            pair = transfers.setdefault((min(sender, receiver) % devices, max(sender, receiver) % devices), [[], []])
-            pair[int(device == max(sender % devices, receiver % devices))].append(
-                (what.kind, receiver, what.micro_batch)
-            )
-    merged: dict[frozenset[int], list[list[tuple[str, int, int]]]] = {}
-    for (a, b), sides in transfers.items():
-        assert sorted(sides[0]) == sorted(sides[1])
-        merged[frozenset((a, b))] = sides
-
-
 def step_time(rows: Rows, times: dict[str, list[float]], *, waits: bool) -> float:  # noqa: C901 - one loop
     """Return the step time if transfers take no time; with `waits`, devices wait for all but the last sent gradient."""
     devices, stages = len(rows), len(times["F"])

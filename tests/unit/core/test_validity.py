@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -148,9 +149,15 @@ def runs_to_its_end(rows: Sequence[Sequence[Action]]) -> bool:
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=lambda schedule: schedule.name)
 def test_named_schedules_are_valid(schedule: Schedule) -> None:
-    for num_devices, micro_batches in [(1, 4), (2, 4), (3, 6), (4, 16), (8, 16)]:
-        chunks = schedule.exact_chunks or (3 if schedule.is_chunked else 1)
-        check_orders(schedule.actions(num_devices, micro_batches, chunks), micro_batches)
+    tried = 0
+    for num_devices, micro_batches, chunks in product(range(1, 9), (1, 2, 3, 4, 6, 8, 13, 16, 24), (1, 2, 3)):
+        try:
+            orders = schedule.actions(num_devices, micro_batches, chunks)
+        except UsageError:
+            continue
+        check_orders(orders, micro_batches)
+        tried += 1
+    assert tried > 30
 
 
 @pytest.mark.parametrize(
