@@ -119,7 +119,7 @@ class CaseKey(NamedTuple):
 
 
 class SearchedCases(NamedTuple):
-    """Best answer of a search over several cases, with lower bounds."""
+    """Result of a search over several cases: the best plan found, lower bounds, and the answer of each case."""
 
     best: Answer | None
     bounds_us: Mapping[ScheduleName, float]

@@ -32,7 +32,7 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagePeaks:
-    """Peak memory of the running micro-batch, for many stages at once, in bytes.
+    """Peak memory that the micro-batch whose action runs needs, for many stages at once, in bytes.
 
     Received input and transfer buffers are not included.
     """

@@ -16,7 +16,7 @@ Size = TypeVar("Size", float, "NDArray[np.float64]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Connection between neighboring stages, equally fast in both directions, which it can serve at the same time.
+    """Connection between neighboring devices. It can send in both directions at once, at the same rate.
 
     A `blocking` link keeps the receiving stage busy for the whole transfer, as gloo on CPUs does. Transfers over other
     links overlap with compute. Over the default link, transfers take no time.

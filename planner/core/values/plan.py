@@ -239,7 +239,7 @@ class Predicted:
     It is 0 if backwards are split, because weight-gradient passes can fill the bubble.
     """
     imbalance: float
-    """Largest forward plus backward time of a stage, divided by the mean."""
+    """Largest forward plus backward time of a device, divided by the mean over the devices."""
     recompute_share: float
     """Share of compute time spent recomputing activations."""
     bottleneck_stage: int

@@ -132,7 +132,7 @@ class GPipeRecurrence:
 
     Args:
         micro_batches: Number of micro-batches.
-        floor: Largest forward and backward time that every plan in the search has at least, or None.
+        floor: Lower bounds of the largest forward and the largest backward time of every plan in the search, or None.
     """
 
     size = 5

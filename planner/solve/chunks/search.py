@@ -216,7 +216,7 @@ class LinearBound(NamedTuple):
 
 
 def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> LinearBound | None:
-    """Solve a linear program that bounds the step time from below, and return the bound.
+    """Return a lower bound of the step time of all partitions from a linear program, with its branch and bound.
 
     The result is None if this takes too long, cuts are fixed, or HiGHS is not installed.
 

@@ -32,7 +32,7 @@ class LayerSubsets(NamedTuple):
 
     @classmethod
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "LayerSubsets":
-        """Return the subsets worth recomputing of a stage of at most `MOST_LAYERS` layers.
+        """Return the subsets of a stage's layers, at most `MOST_LAYERS`, that may be worth recomputing.
 
         `times_us` has the time to recompute each layer, in microseconds.
         """
