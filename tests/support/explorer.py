@@ -326,5 +326,6 @@ def _tie(layers: list[LayerProfile], rng: random.Random) -> None:
             layer,
             parameter_bytes=layer.parameter_bytes + 90,
             tied_bytes=90,
+            tied_view_bytes=70,
             tied=(f"{layers[other].name}.weight",),
         )

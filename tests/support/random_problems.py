@@ -298,11 +298,13 @@ def _last(layer: LayerProfile) -> LayerProfile:
 def _tie(draw: st.DrawFn, made: list[LayerProfile], first: int, second: int) -> None:
     """Let both layers share parameters, or a part of them."""
     shared = draw(st.integers(1, 150))
+    views = draw(st.sampled_from([0, shared]))
     for at, other in ((first, second), (second, first)):
         layer = made[at]
         made[at] = replace(
             layer,
             parameter_bytes=layer.parameter_bytes + shared,
             tied_bytes=shared,
+            tied_view_bytes=views * (at == second),
             tied=(f"{made[other].name}.weight",),
         )
