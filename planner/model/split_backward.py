@@ -8,15 +8,16 @@ I is autograd's own backward. It also does everything else, and releases the gra
 parameters, hooks, streams. W builds a separate graph that leads straight to the parameters.
 
 A function mode intercepts the operators, whether modules call them or not. Some weight gradients are not deferred but
-computed in I: those of compiled code and of weights computed from other weights, which the mode cannot see, and those
-of parameters with hooks. A backward that a model runs within its forward is not split, and can be differentiated again.
+computed in I: those of compiled code and of weights computed from other weights, which the mode cannot see, those of
+parameters with hooks, and those of a stage whose modules have backward hooks. A backward that a model runs within its
+forward is not split, and can be differentiated again.
 
 Deferred weight gradients: Qi et al. 2024, arXiv:2401.10241.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from types import FunctionType
@@ -30,6 +31,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from planner.model.ghosts import Ghost
+from planner.model.stage import ModelStage
 from planner.model.weight_operators import (
     OPERATORS,
     Embedding,
@@ -101,9 +103,12 @@ class SplitBackward:
         finally:
             self._casts = None
 
-    def splitting(self) -> AbstractContextManager[Any]:
-        """Return the context manager for a forward whose backward is split."""
-        return self._mode
+    def splitting(self, *modules: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context manager for a forward of `modules` whose backward is split.
+
+        If they have backward hooks, which may read or change gradients of parameters, pass I computes all gradients.
+        """
+        return nullcontext() if _have_backward_hooks(modules) else self._mode
 
     def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> DeferredUses:
         """Run pass I: compute all gradients except deferred weight gradients, which are returned for `backward_weight`.
@@ -275,6 +280,11 @@ class _WeightGradients(torch.autograd.Function):
         use, ctx.use = ctx.use, None
         of_weight, of_bias = use.gradients()
         return (None, of_weight) if of_bias is None else (None, of_weight, of_bias)
+
+
+def _have_backward_hooks(modules: Sequence[nn.Module]) -> bool:
+    roots = [module.model if isinstance(module, ModelStage) else module for module in modules]
+    return any(each._backward_hooks or each._backward_pre_hooks for root in roots for each in root.modules())
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

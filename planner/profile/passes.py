@@ -56,7 +56,7 @@ class WholeTimer:
             with self.statistics.collecting():
                 outputs.extend(unit.run(values, received))
 
-        with self._context():
+        with self._context(unit.module):
             return self.clock.time_us(run)
 
     def backward_us(self, unit: LayerToMeasure, end: Tensor) -> tuple[float, float]:
@@ -68,7 +68,7 @@ class WholeTimer:
             _take_gradients(unit)
         return 0.0, backward_us
 
-    def _context(self) -> AbstractContextManager[Any]:
+    def _context(self, _module: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
@@ -95,8 +95,8 @@ class SplitTimer(WholeTimer):
             _take_gradients(unit)
         return input_us, weight_us
 
-    def _context(self) -> AbstractContextManager[Any]:
-        return self.split.splitting()
+    def _context(self, module: nn.Module) -> AbstractContextManager[Any]:
+        return self.split.splitting(module)
 
 
 def _empty_layer(unit: LayerToMeasure) -> tuple[LayerToMeasure, MeasurementInput]:

@@ -40,7 +40,7 @@ def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter
     subject = _MeasuredUnit(unit=unit, received=received, meter=meter)
     with unit.weight_cast_cache(), subject.split.weight_cast_cache():
         # Autocast's copies of weights belong to no micro-batch, so an unmeasured forward makes them first.
-        with subject.split.splitting():
+        with subject.split.splitting(unit.module):
             unit.run(received.non_leaf_copies(), received)
         unit.module.zero_grad()
         first = _SplitPass(subject)
@@ -96,7 +96,7 @@ class _SplitPass:
         # The inputs are created under the meter, because it will also see their release.
         self._run(receive)
         self._alive_bytes = 0
-        with split.splitting():
+        with split.splitting(unit.module):
             self._run(lambda: outputs.extend(unit.run(values, received)))
         starts: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         self._run(lambda: starts.append(_start(outputs, held_elsewhere)))

@@ -148,6 +148,8 @@ class Engine:
         self._device_index = self._devices[stages[0].index]
         self._stage_at = {stage.index: stage for stage in stages}
         self._split = SplitBackward(counts_only=is_replica_hook)
+        own = {stage.index: stage.module.finished_modules().values() for stage in stages}
+        self._splitting = {index: self._split.splitting(*modules) for index, modules in own.items()}
         self._deferred: dict[tuple[int, int], DeferredUses] = {}
         """Operands of deferred weight gradients, between I and W."""
         self._transfers = Transfers(device, group)
@@ -273,7 +275,7 @@ class Engine:
         # Autocast is enabled for the forward, and for its recomputation; other parts of the backward run without it.
         with (
             forward_context(self._precision, self._device),
-            self._split.splitting() if action.is_split else nullcontext(),
+            self._splitting[stage.index] if action.is_split else nullcontext(),
         ):
             result = stage.timer("forward", lambda: stage.module(*inputs), micro_batch=micro_batch)
         if self._check_nan:

@@ -486,3 +486,13 @@ def test_counted_additions_equal_those_of_w(build: Build, dtype: torch.dtype | N
         split.backward_weight(deferred_uses)
     assert expected == added
     assert max(expected.values()) == (3 if build is Reentered else 1)
+
+
+def test_modules_with_backward_hooks_are_not_split() -> None:
+    """A hook may wait for the end of the backward (`queue_callback`), and change gradients of parameters then."""
+    split, model = SplitBackward(), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    for expected in (1, 0):
+        with split.splitting(model):
+            loss = loss_of(model(torch.randn(4, 6)))
+        assert len(split.backward_input([loss], [torch.ones(())])) == expected
+        model[1].register_full_backward_hook(lambda *_: None)
