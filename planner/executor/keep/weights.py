@@ -35,16 +35,26 @@ _NESTED = ("model", "state_dict", "model_state_dict")
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return, for every name in the model's state dict, the first name of the same tensor.
+    """Return, for every parameter and persistent buffer of a model, the first name of the same tensor.
 
-    A tied tensor has several names.
+    A tied tensor has several names. Hooks on the state dict, which may rename or leave out tensors, have no effect.
     """
     first: dict[tuple[Any, ...], str] = {}
-    names = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            names[name] = first.setdefault(memory_key(tensor) if tensor.numel() else (name,), name)
-    return names
+    return {
+        name: first.setdefault(memory_key(tensor) if tensor.numel() else (name,), name)
+        for name, tensor in _saved_tensors(model).items()
+    }
+
+
+def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers, in the order of the state dict."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        buffers = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *buffers.items()):
+            if tensor is not None:
+                found[f"{path}.{name}" if path else name] = tensor
+    return found
 
 
 def load_weights(
@@ -116,8 +126,8 @@ def model_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     A tied tensor is the same object under all its names.
     """
-    state = model.state_dict()
-    return {name: state[first].contiguous() for name, first in first_names(model).items()}
+    state = _saved_tensors(model)
+    return {name: state[first].detach().contiguous() for name, first in first_names(model).items()}
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:

@@ -51,6 +51,16 @@ def test_names_are_those_of_the_state_dict(model: nn.Module) -> None:
         assert first_names(Tied()) == names
 
 
+def test_hooks_on_the_state_dict_neither_rename_nor_remove_tensors(model: nn.Module) -> None:
+    """A checkpoint without a tensor would be resumed with its initial values."""
+    before = first_names(model)
+    model.register_state_dict_post_hook(lambda _module, state, prefix, _meta: state.pop(f"{prefix}embedding.weight"))
+    model.norm.register_state_dict_post_hook(
+        lambda _module, state, prefix, _meta: state.update({"other": state.pop(f"{prefix}weight")})
+    )
+    assert first_names(model) == before
+
+
 @pytest.mark.parametrize("kind", ["file", "nested", "safetensors", "checkpoint"])
 def test_a_stage_loads_its_weights_from_any_kind_of_file(model: nn.Module, kind: str, tmp_path: Path) -> None:
     state: dict[str, Any] = dict(model.state_dict())
