@@ -69,7 +69,8 @@ class _Variables(NamedTuple):
 
 
 def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Any]:
-    # The search starts with the dicts of module-level variables.
+    # The search starts with the dicts of module-level variables. `AttributeSnapshot` covers the modules of the model.
+    own_modules = set(model.modules())
     todo: list[Any] = [vars(file) for file in user_files(model, loss_fn)]
     seen: dict[int, Any] = {}
     while todo and len(seen) < _MOST_CONTAINERS:
@@ -86,7 +87,7 @@ def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[An
             seen[id(value)] = value
             todo += _content(value).values()
             todo += [value.__defaults__, vars(value)] if isinstance(value, FunctionType) else []
-        elif is_user_object(value) and not isinstance(value, nn.Module):
+        elif value not in own_modules if isinstance(value, nn.Module) else is_user_object(value):
             todo.append(vars(value))
     return list(seen.values())
 

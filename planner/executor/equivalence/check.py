@@ -111,7 +111,12 @@ def check_equivalence(
     warnings: list[str] = []
     while True:
         request = CheckRequest(loaded=loaded, budget_s=budget_s, deadline=deadline, ends=ends, digests=digests)
-        found = _run_round_in_child(request, progress)
+        try:
+            found = _run_round_in_child(request, progress)
+        except ModelError as error:
+            if not warnings:
+                raise
+            raise ModelError(f"{error.message} ({warnings[-1]})", hint=error.hint) from error
         if found.random or found.is_failure:
             _check_builds(request)
         if not found.wrong:
@@ -122,7 +127,7 @@ def check_equivalence(
                 f"the model trains differently every time, also in a plain loop ({found.random}): stages cannot be "
                 "compared with it",
                 hint="let the model draw only from generators of torch, NumPy or Python that a seed sets, and not read "
-                "the clock",
+                "the clock; keep values that change from step to step in the model, not in module-level objects",
             )
         if len(found.wrong) == found.num_cuts:
             why = next(iter(found.wrong.values()))

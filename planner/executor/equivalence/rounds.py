@@ -39,7 +39,8 @@ _FEW_STAGES = 4
 
 _IN_PLACE_HINT = (
     "stages run forwards of several micro-batches before the first backward, so neither `forward` nor a hook may "
-    "change a parameter in place: do it after the optimizer's step; give a buffer a new tensor instead"
+    "change a parameter in place: do it after the optimizer's step; give a buffer, or a target that `loss_fn` changes, "
+    "a new tensor instead"
 )
 
 _DRAWS = 2

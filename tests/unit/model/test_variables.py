@@ -30,6 +30,18 @@ def counter() -> Callable[[], int]:
 TICK = counter()
 
 
+class Memory(nn.Module):
+    """Module-level object, as a loss with a memory of past batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("past", torch.zeros(2))
+        self.calls = 0
+
+
+MEMORY = Memory()
+
+
 class Changes(nn.Module):
     """Changes everything that a forward can."""
 
@@ -49,6 +61,8 @@ class Changes(nn.Module):
         past.append(value)
         Changes.mean = value.mean(0)
         self.initialized = True
+        MEMORY.past.add_(1)
+        MEMORY.calls += 1
         return value * TICK()
 
 
@@ -63,6 +77,7 @@ def test_changes_of_a_recording_forward_are_undone(value: Tensor) -> None:
     assert not STATE["mean"].any()
     assert not STATE["written"].any()
     assert (STATE["calls"], STATE["started"], STATE.get("new")) == (0, False, None)
+    assert (float(MEMORY.past.sum()), MEMORY.calls) == (0, 0)
     assert len(QUEUE) == 1
     assert not Changes.mean.any()
     assert Changes.forward.__defaults__ == ([],)
