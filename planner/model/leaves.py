@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,7 +92,9 @@ def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
         other: The same leaf recorded with a batch of `sizes[1]` samples.
         sizes: Numbers of samples in the two batches.
     """
-    if not (isinstance(leaf, ConstantLeaf) and isinstance(other, ConstantLeaf)) or leaf == other:
+    if not (isinstance(leaf, ConstantLeaf) and isinstance(other, ConstantLeaf)):
+        return leaf
+    if is_same_constant(leaf.value, other.value):
         return leaf
     is_size = isinstance(leaf.value, torch.Size)
     values = (leaf.value, other.value)
@@ -110,3 +113,16 @@ def is_plain(value: Any) -> bool:
     """Return True if the value is immutable and plain, such as a number, so that an equal value can replace it."""
     plain = bool | int | float | str | torch.Size | torch.dtype | torch.device
     return value is None or isinstance(value, plain)
+
+
+def is_same_constant(one: Any, other: Any) -> bool:
+    """Return True if two values that are no tensors have the same type and are equal."""
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except ValueError:  # of arrays of NumPy, which are equal element by element
+        return bool(np.array_equal(one, other))
+
+
+def describe_constant(value: Any) -> str:
+    """Return the text of a value that is no tensor, in one line."""
+    return " ".join(repr(value).split())

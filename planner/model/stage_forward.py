@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +25,16 @@ from planner.model.attributes import apply_change, stored_leaves, undo_attribute
 from planner.model.calling import arguments_of, intercept_calls
 from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
 from planner.model.ghosts import check_present
-from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, SampleCount, TensorLeaf
+from planner.model.leaves import (
+    ArgumentLeaf,
+    ConstantLeaf,
+    Leaf,
+    ParameterLeaf,
+    SampleCount,
+    TensorLeaf,
+    describe_constant,
+    is_same_constant,
+)
 from planner.model.nests import ABSENT, align_leaves, flatten, leaf_names, unflatten
 from planner.model.recording import END, FunctionResult, ModuleCall
 from planner.model.refusals import control_flow_error
@@ -233,13 +243,14 @@ class StageForward:
     def _expect_constants(self, call: ModuleCall, leaves: Sequence[Any]) -> None:
         for leaf, recorded in zip(leaves, call.leaves, strict=True):
             if not isinstance(recorded, ConstantLeaf | SampleCount) or not isinstance(
-                leaf, int | float | str | torch.Size
+                leaf, int | float | str | torch.Size | np.ndarray
             ):
                 continue
             expected = recorded.of(self._size) if isinstance(recorded, SampleCount) else recorded.value
-            if leaf != expected:
+            if not is_same_constant(leaf, expected):
                 raise ModelError(
-                    f'"{call.path}" returned {leaf!r} where it returned {expected!r} when its layers were found: only '
+                    f'"{call.path}" returned {describe_constant(leaf)} where it returned '
+                    f"{describe_constant(expected)} when its layers were found: only "
                     "tensors are sent to the next stages, which would use the old value",
                     hint="return it as a tensor, and give inputs of the same shape as those of `example_batch`",
                 )

@@ -20,6 +20,7 @@ from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer
 from planner.model.copying import copy_module
 from planner.model.layout import meta_tensor_like
+from planner.model.leaves import describe_constant, is_same_constant
 from planner.model.load import to_device
 from planner.model.module_tensors import attribute_tensors
 from planner.model.refusals import control_flow_error, explain_error
@@ -37,11 +38,7 @@ class Boundary:
     def of(cls, value: Any) -> "Boundary":
         """Return the boundary for a nested value: its structure, constants, and tensors without values."""
         leaves, spec = tree_flatten(value)
-        if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
-            raise ModelError(
-                "a layer passes on a nested tensor, whose shape depends on the data, so it cannot be sent",
-                hint="pad it to a fixed length at the end of the layer (`torch.nested.to_padded_tensor`)",
-            )
+        _refuse_other_layouts([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         return cls(tuple(meta_tensor_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 
     @property
@@ -67,25 +64,49 @@ class Boundary:
         Raises:
             ModelError: The value differs, so the next stage would misread it.
         """
-        pairs = zip(leaves, self.leaves, strict=False)
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad > planned.requires_grad for leaf, planned in pairs):
+        pairs = list(zip(leaves, self.leaves, strict=False))
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad > _requires_grad(planned) for leaf, planned in pairs):
             raise control_flow_error(
                 "a tensor that a stage sends requires a gradient now, but did not before (let `build_model` run a "
                 "first forward that only initializes)"
             )
-        same = spec == self.spec and all(
-            (leaf.shape, leaf.dtype) == (planned.shape, planned.dtype)
-            if isinstance(planned, Tensor) and isinstance(leaf, Tensor)
-            else type(leaf) is type(planned) and leaf == planned
-            for leaf, planned in zip(leaves, self.leaves, strict=False)
-        )
-        if not same:
+        other = next((pair for pair in pairs if not _is_same(*pair)), None)
+        if other is not None and not any(isinstance(leaf, Tensor) for leaf in other):
+            now, before = map(describe_constant, other)
+            raise ModelError(
+                f"a layer returned {now} where it returned {before} when its layers were found: only tensors are sent "
+                "to the next stages, which would use the old value",
+                hint="return tensors only: a number as a tensor, and make an object in the layer that uses it",
+            )
+        if other is not None or spec != self.spec:
             raise ModelError(
                 f"a stage that received {describe_leaves(received)} should send {describe_leaves(self.leaves)}, "
                 f"but has {describe_leaves(leaves)}: the next stage expects the shapes of `example_batch`",
                 hint="give inputs of the same shape in every step (pad or cut them), or plan for the new shapes: let "
                 "`example_batch` return them, and profile again",
             )
+
+
+def _refuse_other_layouts(tensors: Sequence[Tensor]) -> None:
+    kind = next((tensor.layout for tensor in tensors if tensor.layout != torch.strided), None)
+    if kind is not None:
+        raise ModelError(
+            f"a layer passes on a tensor of {kind} (nested or sparse), whose size depends on the data and which cannot "
+            "be sent",
+            hint="make it dense and of a fixed shape at the end of the layer: `torch.nested.to_padded_tensor`, "
+            "`to_dense()`",
+        )
+
+
+def _requires_grad(planned: Any) -> bool:
+    return isinstance(planned, Tensor) and planned.requires_grad
+
+
+def _is_same(leaf: Any, planned: Any) -> bool:
+    """Return True if two tensors have the same shape and dtype, or two constants are equal."""
+    if isinstance(leaf, Tensor) and isinstance(planned, Tensor):
+        return (leaf.shape, leaf.dtype) == (planned.shape, planned.dtype)
+    return is_same_constant(leaf, planned)
 
 
 @dataclass(frozen=True)
@@ -206,6 +227,7 @@ class _Effects(NamedTuple):
         inputs = tensors_in_value(value)
         versions = [t._version for t in inputs]
         output = module(value)
+        _refuse_other_layouts(tensors_in_value(output))
         storages = {t.untyped_storage()._cdata for t in inputs}
         aliases = any(t.untyped_storage()._cdata in storages for t in tensors_in_value(output))
         return cls(output, [t._version for t in inputs] != versions, aliases)
@@ -231,7 +253,8 @@ def _cannot_run_error(
     layer: Layer, received: Boundary, error: BaseException, with_values: BaseException
 ) -> PlannerError:
     where = f'layer "{layer.name}" ({type(layer.module).__name__})'
-    if type(error) is type(with_values):  # an error in the user's code: the layer's input does not fit
+    # Two equal errors are from the user's code: the layer's input does not fit.
+    if type(error) is type(with_values) or isinstance(with_values, PlannerError):
         return explain_error(where, with_values, describe_leaves(received.leaves))
     return ModelError(
         f"{where} does not run on random values, with which every rank finds the shapes at the boundaries: "

@@ -59,3 +59,12 @@ def test_sent_tensors_hold_no_graph_and_no_base() -> None:
     sent = in_memory_order(value)
     assert not sent.requires_grad
     assert sent._base is None
+
+
+def test_lazily_conjugated_tensors_are_sent_with_their_values() -> None:
+    value = torch.view_as_complex(torch.randn(2, 3, 2)).conj()
+    for sent in (value, value.imag):
+        made = in_memory_order(match_layout(sent, meta_tensor_like(sent)))
+        assert not made.is_conj()
+        assert not made.is_neg()
+        assert torch.equal(made, sent)

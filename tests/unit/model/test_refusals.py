@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.profile import Profile
 from planner.executor.build.building import build_structure, keep_only
+from planner.executor.equivalence.check import check_equivalence
 from planner.executor.run.parts import count_samples
 from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import chain_of
@@ -137,9 +139,76 @@ def test_nested_tensors_may_not_cross_boundaries() -> None:
     chain = chain_of(model_of_blocks(*(Ragged(pad=True) for _ in range(3))), lambda size: torch.randn(size, WIDTH))
     assert len(chain.layers) == 3
     crossing = nn.Sequential(Ragged(pad=False), Ragged(pad=True), nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(ModelError, match="a layer passes on a nested tensor") as refused:
+    with pytest.raises(ModelError, match=r"a layer passes on a tensor of torch\.jagged") as refused:
         chain_shapes(build_structure(loaded_model(crossing, WIDTH)), inputs)
-    assert "pad it" in refused.value.hint
+    assert "to_padded_tensor" in refused.value.hint
+
+
+class Sparse(nn.Module):
+    """Returns a sparse tensor."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.relu().to_sparse()
+
+
+class Dense(nn.Module):
+    """Takes a sparse tensor."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.to_dense()
+
+
+def test_sparse_tensors_may_not_cross_boundaries() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Sparse(), Dense(), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ModelError, match=r"a layer passes on a tensor of torch\.sparse_coo") as refused:
+        chain_shapes(build_structure(loaded_model(model, WIDTH)), torch.randn(2, WIDTH))
+    assert "to_dense" in refused.value.hint
+
+
+class Array(nn.Module):
+    """Returns an array of NumPy as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Any]:
+        return self.linear(value), np.sign(value.detach().numpy())
+
+
+class ReadsArray(nn.Module):
+    """Reads an array of NumPy."""
+
+    def forward(self, values: tuple[Tensor, Any]) -> Tensor:
+        return values[0] + torch.from_numpy(values[1])
+
+
+class ArrayBetweenModules(Blocks):
+    """Uses an array of its first module after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.array = Array()
+
+    def forward(self, value: Tensor) -> Tensor:
+        value, signs = self.array(value)
+        for block in self.blocks:
+            value = block(value)
+        return value + torch.from_numpy(signs)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (ArrayBetweenModules, '"array" returned array'),
+        (lambda: nn.Sequential(Array(), ReadsArray(), nn.Linear(WIDTH, WIDTH)), "a layer returned array"),
+    ],
+)
+def test_arrays_may_not_cross_boundaries(build: Callable[[], nn.Module], message: str) -> None:
+    loaded = loaded_model(build, WIDTH)
+    with pytest.raises(ModelError, match=message) as refused:
+        check_equivalence(loaded, budget_s=30.0).raise_if_not_compared()
+    assert "only tensors are sent to the next stages" in str(refused.value)
 
 
 class Packed(nn.Module):
