@@ -112,9 +112,9 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 def _refusal(name: str, tried: int, differing: int, step: str = "") -> ModelError:
     return ModelError(
-        f"{name} reads all parameters in `step()`{step} (for a clip, a step size, or a skip), and a rank of a pipeline "
-        f"has those of its own stages only: of {tried} parameters that were tried, {differing} are stepped differently "
-        "in two parts than together",
+        f"{name} reads all parameters in `step()`{step} (for a clip, a step size, a count, a skip or noise), and a "
+        f"rank of a pipeline has those of its own stages only: of {tried} parameters that were tried, {differing} are "
+        "stepped differently in two parts than together",
         hint=_HINT,
     )
 

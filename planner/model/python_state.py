@@ -237,7 +237,7 @@ def _add_function(numbers: dict[str, float], name: str, function: FunctionType, 
 def _add_variable(numbers: dict[str, float], name: str, value: Any, file: str) -> None:
     if not isinstance(value, type):
         _add(numbers, name, value, 0)
-    elif value.__module__ == file:
+    elif value.__module__ == file and not issubclass(value, torch.optim.Optimizer):
         for key, item in list(vars(value).items()):
             if not key.startswith("__"):
                 _add(numbers, f"{name}.{key}", function_of(item) or item, 1)

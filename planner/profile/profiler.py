@@ -152,7 +152,8 @@ def _raise_of_model(loaded: LoadedModel, model: nn.Module, error: Exception) -> 
 def keep_model_unchanged(model: nn.Module) -> Iterator[None]:
     """Restore a model's buffers and gradients, and the random generators, when the `with` block ends."""
     holders = [(module, dict(module._buffers)) for module in model.modules()]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # Torch refuses to write into an expanded buffer, so its values cannot change.
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not _is_expanded(buffer)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -163,6 +164,11 @@ def keep_model_unchanged(model: nn.Module) -> Iterator[None]:
             _put_back(holders, values)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    is_dense = tensor.layout == torch.strided
+    return is_dense and any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _put_back(

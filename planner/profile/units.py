@@ -204,7 +204,8 @@ def _check_loss(loaded: LoadedModel, chain: Chain, targets: Any, output: Any) ->
         loss: Any = loaded.loss_fn(output, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ModelError(f"`loss_fn` returned {shape}, expected a scalar tensor", hint="return the mean over samples")
+        hint = "return one loss, the mean over samples; print or log other losses within `loss_fn`"
+        raise ModelError(f"`loss_fn` returned {shape}, expected a scalar tensor", hint=hint)
     trainable = any(p.requires_grad for layer in chain.layers for p in layer.module.parameters())
     if trainable and not loss.requires_grad:
         hint = "look for `detach()`, `.item()` or `no_grad` between the parameters and the loss"

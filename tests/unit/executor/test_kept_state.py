@@ -282,3 +282,12 @@ def test_measuring_restores_resized_buffers() -> None:
     with keep_model_unchanged(model):
         model(torch.randn(2, WIDTH))
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_measuring_leaves_expanded_buffers_alone() -> None:
+    """Torch refuses to write into them."""
+    model = nn.Linear(WIDTH, WIDTH)
+    model.register_buffer("bias_of_all", torch.ones(1).expand(WIDTH))
+    with keep_model_unchanged(model):
+        model(torch.randn(2, WIDTH))
+    assert torch.equal(model.bias_of_all, torch.ones(WIDTH))

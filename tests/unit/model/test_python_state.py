@@ -150,6 +150,16 @@ def test_module_level_values_and_their_readers_are_found() -> None:
     assert "UNREAD" not in read
 
 
+class CountsSteps(torch.optim.SGD):
+    """Optimizer with a count of all steps."""
+
+    steps = 3
+
+
+def test_counts_in_the_class_of_an_optimizer_are_no_state_of_a_forward() -> None:
+    assert not any("CountsSteps" in name for name in numbers_in_user_files(Reads(), count))
+
+
 @pytest.mark.parametrize("name", ["torch_layers", "colorsys"])
 def test_a_users_file_may_have_the_name_of_a_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
