@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.zoo.unprepared import (
+    autograd_hooks,
     caches,
     calls,
     conditions,
@@ -16,13 +17,18 @@ from tests.zoo.unprepared import (
     late_effects,
     losses,
     modules,
+    objectives,
+    objects,
     optimizers,
     popular,
+    pretrained,
     random_draws,
     recipes,
     second_look,
     state,
+    stepping,
     structures,
+    tensor_kinds,
     ties,
     training_tricks,
     updates,
@@ -116,6 +122,12 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "recipes": recipes,
         "popular": popular,
         "caches": caches,
+        "objects": objects,
+        "nodes": autograd_hooks,
+        "kinds": tensor_kinds,
+        "stepping": stepping,
+        "objectives": objectives,
+        "pretrained": pretrained,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)

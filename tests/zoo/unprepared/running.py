@@ -356,7 +356,10 @@ def _compared(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's tensors without statistics of batch normalization, which a pipeline takes of mini-batches."""
     norms = tuple(f"{path}." for path, m in model.named_modules() if isinstance(m, _BatchNorm))
     names = ("running_mean", "running_var", "num_batches_tracked")
-    return {n: t for n, t in model.state_dict().items() if not (n.startswith(norms) and n.endswith(names))}
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    # Hooks may rename or leave out entries of the state dict, which may also have other objects (`get_extra_state`).
+    tensors |= {n: t for n, t in model.named_buffers(remove_duplicate=False) if n in model.state_dict()}
+    return {n: t for n, t in tensors.items() if not (n.startswith(norms) and n.endswith(names))}
 
 
 @contextmanager
