@@ -4,7 +4,7 @@ The `__init__` of such a package lists its functions as `module:function`, in a 
 
     BACKENDS         profile backends    `--device <name>`, up to the first colon
     FORMATS          emitters            `--format <name>`
-    MEMORY_MODELS    memory models       profiles whose layers have the field <name> of `LayerProfile`
+    MEMORY_MODELS    memory models       used if the layers of a profile have the field <name> of `LayerProfile`
 """
 
 from importlib import import_module

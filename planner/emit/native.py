@@ -16,7 +16,7 @@ from planner.core.values.precision import precision_of
 from planner.core.values.profile import GENERATOR, Device, Profile
 from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
 from planner.emit.layout import EngineFile, PlanLayout, refuse_tensor_parallel_or_sharded
-from planner.emit.signature import is_edited, names_balance_file, refuse_edited, with_signature
+from planner.emit.signature import is_edited, is_script_with_balance, refuse_edited, with_signature
 from planner.files import digest_of, dump, reference_path, relocate_source, write_text
 
 _HEADER = """\
@@ -82,7 +82,7 @@ class NativeFiles:
             for path in launch:
                 refuse_edited(path, hint="to keep it, remove `--launch`; `--force` overwrites it")
         is_kept = not force and is_edited(script)
-        if is_kept and not names_balance_file(script):
+        if is_kept and not is_script_with_balance(script):
             refuse_edited(script)
         for path, text in {**cuts, **launch}.items():
             write_text(str(path), text)

@@ -23,7 +23,7 @@ def is_edited(path: Path) -> bool:
     return signature.strip() != _digest(body)
 
 
-def names_balance_file(path: Path) -> bool:
+def is_script_with_balance(path: Path) -> bool:
     """Return True if `emit` wrote the file (a user may have edited it since), and its text names `balance.yaml`."""
     text = _text(path)
     return text is not None and _SIGNATURE in text and "balance.yaml" in text

@@ -19,7 +19,7 @@ from typing import Any
 
 from planner.core.errors import ModelError
 from planner.model.attributes import AttributeChange
-from planner.model.leaves import ConstantLeaf, Leaf, TensorLeaf, as_sample_count
+from planner.model.leaves import ConstantValue, Leaf, TensorLeaf, as_sample_count
 from planner.model.recording import FunctionResult, ModuleCall, Recording
 
 SIZES = (2, 4)
@@ -159,7 +159,7 @@ def _changes_in_both(call: ModuleCall, other: ModuleCall) -> tuple[tuple[Attribu
         others = other_leaves.get((change.path, change.keys, change.kind, change.nest), ())
         leaves = _with_sample_counts(change.leaves, others) if others else ()
         # A number that depends on the data is not restored: its value is unknown after a cut.
-        if not leaves or any(isinstance(a, ConstantLeaf) and a != b for a, b in zip(leaves, others, strict=True)):
+        if not leaves or any(isinstance(a, ConstantValue) and a != b for a, b in zip(leaves, others, strict=True)):
             continue
         with contextlib.suppress(ModelError):
             shapes |= _paired(call.path, leaves, others)

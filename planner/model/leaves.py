@@ -58,7 +58,7 @@ class ParameterLeaf:
 
 
 @dataclass(frozen=True)
-class ConstantLeaf:
+class ConstantValue:
     """Leaf that is no tensor and does not depend on the number of samples."""
 
     value: Any
@@ -81,7 +81,7 @@ class SampleCount:
         return torch.Size(numbers) if self.is_size else next(numbers)
 
 
-Leaf = TensorLeaf | ArgumentLeaf | ParameterLeaf | ConstantLeaf | SampleCount
+Leaf = TensorLeaf | ArgumentLeaf | ParameterLeaf | ConstantValue | SampleCount
 
 
 def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
@@ -92,7 +92,7 @@ def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
         other: The same leaf recorded with a batch of `sizes[1]` samples.
         sizes: Numbers of samples in the two batches.
     """
-    if not (isinstance(leaf, ConstantLeaf) and isinstance(other, ConstantLeaf)):
+    if not (isinstance(leaf, ConstantValue) and isinstance(other, ConstantValue)):
         return leaf
     if is_same_constant(leaf.value, other.value):
         return leaf

@@ -24,7 +24,7 @@ from planner.model.carried_state import (
 from planner.model.differentiation import refuse_autograd_grad, without_shape_log
 from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_graphs, storage_of
-from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, TensorLeaf, TensorMeta, is_plain
+from planner.model.leaves import ArgumentLeaf, ConstantValue, Leaf, ParameterLeaf, TensorLeaf, TensorMeta, is_plain
 from planner.model.loss_reads import addresses_read
 from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
 from planner.model.nests import flatten, tensors_in
@@ -153,7 +153,7 @@ class _ForwardRecorder:
         noted: list[Leaf] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                noted.append(ConstantLeaf(leaf))
+                noted.append(ConstantValue(leaf))
                 continue
             value = self._value(leaf, -1)
             if leaf.is_floating_point() or leaf.is_complex():
@@ -181,7 +181,7 @@ class _ForwardRecorder:
     def drop_graphs(self) -> None:
         for call in self.recording.calls:
             for leaf in (*call.leaves, *(leaf for change in call.changes for leaf in change.leaves)):
-                if isinstance(leaf, ConstantLeaf) and not is_plain(leaf.value):
+                if isinstance(leaf, ConstantValue) and not is_plain(leaf.value):
                     drop_graphs(leaf.value)
 
     def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
@@ -337,7 +337,7 @@ class _ForwardRecorder:
             if isinstance(leaf, nn.Parameter) and storage in self._held:
                 return ParameterLeaf(self._name_in(self._held[storage], call.number))
             return self._value(leaf, call.number, exposed=call.function < 0)
-        return ArgumentLeaf(argument) if argument >= 0 and not is_plain(leaf) else ConstantLeaf(leaf)
+        return ArgumentLeaf(argument) if argument >= 0 and not is_plain(leaf) else ConstantValue(leaf)
 
     def _value(self, tensor: Tensor, call: int, *, exposed: bool = True) -> TensorLeaf:
         storage, meta = self._storage(tensor), TensorMeta.of(tensor)

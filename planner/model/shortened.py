@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from planner.model.chain import Chain
 from planner.model.lean import build_lean
-from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, TensorLeaf
+from planner.model.leaves import ArgumentLeaf, ConstantValue, Leaf, TensorLeaf
 from planner.model.load import LoadedModel
 from planner.model.nests import Nest, flatten, unflatten
 
@@ -69,7 +69,7 @@ def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[SkippedModule,
         if len(modules) != 1 or len(calls) != 1:
             return None
         kinds = [type(leaf) for leaf in calls[0].leaves]
-        if kinds.count(TensorLeaf) != 1 or not set(kinds) <= {TensorLeaf, ConstantLeaf, ArgumentLeaf}:
+        if kinds.count(TensorLeaf) != 1 or not set(kinds) <= {TensorLeaf, ConstantValue, ArgumentLeaf}:
             return None
         skipped.append(SkippedModule(path=modules[0], leaves=calls[0].leaves, nest=calls[0].nest))
     return tuple(skipped)
@@ -116,7 +116,7 @@ def _leaf(leaf: Leaf, arguments: Sequence[Any], value: Tensor) -> Any:
     match leaf:
         case ArgumentLeaf():
             return arguments[leaf.argument]
-        case ConstantLeaf():
+        case ConstantValue():
             return leaf.value
         case _:
             return value

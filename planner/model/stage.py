@@ -75,7 +75,7 @@ class ModelStage(nn.Module):
         self._part.call_at_layers(listener)
 
     def keep_state(self) -> None:
-        """Keep tensors in attributes after a forward if later forwards read them."""
+        """After a forward, keep the tensors that it stored in attributes, if later forwards read them."""
         part = self._part
         part.leftovers = [change for change in part.leftovers if attribute_key(change) not in part.kept]
 

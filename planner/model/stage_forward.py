@@ -27,7 +27,7 @@ from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
 from planner.model.ghosts import check_present
 from planner.model.leaves import (
     ArgumentLeaf,
-    ConstantLeaf,
+    ConstantValue,
     Leaf,
     ParameterLeaf,
     SampleCount,
@@ -242,7 +242,7 @@ class StageForward:
 
     def _expect_constants(self, call: ModuleCall, leaves: Sequence[Any]) -> None:
         for leaf, recorded in zip(leaves, call.leaves, strict=True):
-            if not isinstance(recorded, ConstantLeaf | SampleCount) or not isinstance(
+            if not isinstance(recorded, ConstantValue | SampleCount) or not isinstance(
                 leaf, int | float | str | torch.Size | np.ndarray
             ):
                 continue
@@ -284,7 +284,7 @@ class StageForward:
                 return arguments[leaf.argument]
             case ParameterLeaf():
                 return tensor_named(self._part.model, leaf.name)
-            case ConstantLeaf():
+            case ConstantValue():
                 return leaf.value
             case SampleCount():
                 return leaf.of(self._size)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from planner.core.errors import ModelError
 from planner.core.values.devices import TORCH_KINDS
 from planner.model.ghosts import SHAPE_ONLY, ghost_like, zeros_without_memory
-from planner.model.leaves import ConstantLeaf, TensorLeaf
+from planner.model.leaves import ConstantValue, TensorLeaf
 from planner.model.nests import ABSENT, tensors_in
 from planner.model.stage_part import StagePart
 
@@ -112,7 +112,7 @@ class StandInFactory:
         recording = outline.recording
         model = recording.calls[0]
         recorded = model.leaves[number] if model.nest == recording.output_nest else None
-        if isinstance(recorded, ConstantLeaf):
+        if isinstance(recorded, ConstantValue):
             return recorded.value
         is_unread = recording.outputs[number] in recording.unread
         if isinstance(recorded, TensorLeaf) and is_unread and recorded.number in outline.shapes:

@@ -104,7 +104,9 @@ def backward_root(outputs: Sequence[Any]) -> Tensor | None:
 
 
 def view_gradients(unit: LayerToMeasure, received: MeasurementInput) -> frozenset[str]:
-    """Return the names of parameters whose gradient is a view of another tensor, as that of a linear layer's weight.
+    """Return the names of parameters whose gradient is a view of another tensor.
+
+    The gradient of a linear layer's weight, for example, is the transposed view of a product.
 
     Args:
         unit: Layer to run.

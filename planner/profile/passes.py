@@ -152,7 +152,7 @@ class _Turn:
 def time_once(timer: WholeTimer, unit: LayerToMeasure, received: MeasurementInput) -> tuple[float, float]:
     """Return the times of forward and backward of one micro-batch of one layer, in microseconds.
 
-    With a split backward, these are the times of forward plus I, and of W.
+    With a split backward, the first time is that of forward and I together, and the second time is that of W.
 
     Args:
         timer: Timer of a whole or of a split backward.

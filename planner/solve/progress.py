@@ -52,9 +52,10 @@ class SimulationBudget:
         return self._most_actions - self.spent
 
     def try_reserve(self, actions: int, tables: int) -> bool:
-        """Return True if the budget suffices for tables and for `actions` to simulate. If so, spend the tables' part.
+        """Return True if the budget suffices to compute tables of stage times and then simulate `actions` actions.
 
-        `tables` is the computing time of the tables, as the number of actions that take as long to simulate.
+        If so, the tables are charged to the budget at once, and the actions when they are simulated. `tables` is the
+        computing time of the tables, as the number of actions that take as long to simulate.
         """
         if not self.is_bounded:
             return True
@@ -84,7 +85,7 @@ class Progress:
     rest_us: float = 0.0
     """Lower bound of the step time of the partitions that are still to be searched."""
 
-    def leave_out(self, bound_us: float) -> None:
+    def record_skipped(self, bound_us: float) -> None:
         """Record that partitions were skipped. `bound_us` is a lower bound of their step times."""
         self.bound_us = min(self.bound_us, bound_us)
 
@@ -158,7 +159,7 @@ def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us
     except OutOfTimeError:
         if progress.best is None and upper_us == inf:
             raise
-        progress.leave_out(max(progress.rest_us, case.bound_us))
+        progress.record_skipped(max(progress.rest_us, case.bound_us))
     bound_us = min(progress.bound_us, progress.upper_us)
     step_us = inf if progress.best is None else progress.upper_us
     return Answer(case, progress.best, step_us, bound_us, "simulated", progress.budget.spent)

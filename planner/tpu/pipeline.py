@@ -26,7 +26,7 @@ from planner.tpu.torchax_adapter import jax_shape_of, torch_like
 class JaxPipeline:
     """Pipeline of a model's stages as one JAX program over a mesh, with one stage per device.
 
-    `parameters` reads the values of parameters from `chain` when it is called.
+    The method `parameters` returns the current values of the parameters of `chain`, the layers of the model.
 
     Raises:
         UsageError: One JAX program cannot run the plan.

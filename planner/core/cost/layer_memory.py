@@ -197,7 +197,8 @@ def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> t
     """Return saved bytes and peaks of stages, to compute lower bounds for any choice of recomputed layers.
 
     For a lower bound of the saved bytes, subtract `most_bytes_freed` of all recomputed layers. For a lower bound of a
-    peak, subtract `most_bytes_freed` of the recomputed layers before the layer that runs at the peak.
+    peak, subtract `most_bytes_freed` of the recomputed layers before the layer whose backward has the peak. By then,
+    later layers have run their backward and have released their memory.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.

@@ -10,7 +10,8 @@ A micro-batch passes each stage with F and B, or with F, I and W.
 
 `direction` states which stage an action depends on and which stage it sends to, so that no other module encodes that a
 forward needs stage s-1 and a backward stage s+1. The last stage of a direction sends nothing. The first stage of a
-direction depends on its own earlier action (`follows`).
+direction receives nothing: the forward of stage 0 needs no other action, and a backward of the last stage needs its own
+forward (`follows`).
 """
 
 from collections.abc import Mapping

@@ -95,7 +95,7 @@ RULES: Final = (
         meaning="Step time or memory in the plan differ from the values that the cost model computes from the "
         "plan's profile.",
         why="The plan was edited by hand. This is allowed, and the edited cuts were checked. But "
-        "the numbers and the solver's certificate in the file belong to the original cuts.",
+        "the numbers and the lower bounds in the file belong to the original cuts.",
         remedy="If the edit is intended, nothing needs to be done. To get the new numbers, use "
         "`gpipe-plan check --format json`, or solve with `--balance` set to the edited cuts.",
     ),
@@ -163,8 +163,9 @@ RULES: Final = (
         "differed.",
         why="A layer changes state in each forward, and the executor cannot restore this state (such as a counter in "
         "an attribute). Training would continue with wrong gradients, without an error message.",
-        remedy="Solve again: the solver never recomputes such a model. To allow recomputation, let the layer store "
-        "this state in a buffer, which the executor restores, and profile again.",
+        remedy="The plan was edited, or the model has changed. Solve again: the solver recomputes no stage of such a "
+        "model. To allow recomputation, let the layer store this state in a buffer, which the executor restores, and "
+        "profile again.",
     ),
     Rule(
         code="GP303",

@@ -41,7 +41,7 @@ class Backend(Protocol):
         """Raise an error if the backend cannot run a model. `lean` is True if its parameters have no values.
 
         Raises:
-            ModelError: The layers read values, which this backend does not have.
+            ModelError: The layers read values of tensors, but the backend runs them without values.
             UsageError: The device does not support the model's precision.
         """
         ...

@@ -93,9 +93,9 @@ class StageLayout:
     def json_data(self) -> dict[str, object]:
         """Return the dependencies and messages of every action, for the page's JSON data.
 
-        The action of a kind and a stage has the index 4 * stage + kind. A message is encoded as stage for activations,
-        and as S + stage for gradients, with the number of stages S. A boundary is encoded as the index of the stage
-        before it. -1 stands for no message or boundary.
+        S is the number of stages. The action of a kind and a stage has the index 4 * stage + kind. Activations that
+        stage s sends are the message s, and gradients that it sends are the message S + s. A boundary is encoded as the
+        index of the stage before it. -1 stands for no message or boundary.
         """
         every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
         makes = [

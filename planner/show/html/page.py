@@ -31,7 +31,7 @@ from planner.show.views.cluster import (
 )
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest_device
-from planner.show.views.numbers import method_name, not_measured_warning, percent
+from planner.show.views.numbers import not_measured_warning, percent, solver_method_label
 from planner.show.views.plan import ideal_bubble_words, optimality_text, plan_headline, stage_table
 
 _MANY = 24
@@ -175,7 +175,7 @@ def _provenance(plan: Plan, profile: Profile | None, digest: str) -> Section:
     facts = [
         ("plan digest", digest),
         ("planned by", f"{written.name} {written.version}" if written else ""),
-        ("certificate", f"{_certificate(plan)}; {method_name(plan.solver.method)}"),
+        ("certificate", f"{_certificate(plan)}; {solver_method_label(plan.solver.method)}"),
         ("GPUs that share each layer", str(plan.tensor_parallel) if plan.tensor_parallel > 1 else ""),
         ("devices", str(inputs.devices)),
         ("batch", str(inputs.batch)),

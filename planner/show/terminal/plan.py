@@ -21,7 +21,7 @@ from planner.show.terminal.tables import facts_table
 from planner.show.terminal.timeline import timeline_parts
 from planner.show.views.certainty import accuracy_words, fit_words, peak_words
 from planner.show.views.cluster import throughput_words, training_words
-from planner.show.views.numbers import method_name, not_measured_warning, percent, row_noun
+from planner.show.views.numbers import not_measured_warning, percent, row_noun, solver_method_label
 from planner.show.views.plan import figure_words, has_unlike_devices, ideal_bubble_words, optimality_text, plan_headline
 
 _LEAST_GAP = 0.0005
@@ -68,7 +68,7 @@ def _sections(
         memory_over_time_parts(plan, step, style) if step else [],
         frontier_parts(plan, style),
         schedules_parts(plan, style),
-        insight_parts(plan, style),
+        explanation_of_plan(plan, style),
     ]
 
 
@@ -89,7 +89,7 @@ def _figures(plan: Plan, certainty: Certainty | None, style: Style) -> list[Text
 
 def _status(plan: Plan) -> str:
     solver = plan.solver
-    method = printable(method_name(solver.method))
+    method = printable(solver_method_label(solver.method))
     if solver.status == "optimal":
         return f"optimal: {optimality_text(plan)} ({method})"
     if solver.status == "feasible":
@@ -135,7 +135,7 @@ _AS_FAST = 0.0005
 """Smallest relative change of the step time that is reported; smaller changes are reported as `no faster`."""
 
 
-def insight_parts(plan: Plan, style: Style) -> list[RenderableType]:
+def explanation_of_plan(plan: Plan, style: Style) -> list[RenderableType]:
     """Return the explanation of a plan (`--explain`); an empty list without one."""
     insight = plan.insight
     if insight is None:

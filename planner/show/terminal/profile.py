@@ -15,7 +15,7 @@ from planner.core.values.units import format_bytes, pluralize
 from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import TextColumn, rich_table
-from planner.show.views.numbers import NOTHING, TimeScale, format_count, layer_range, percent
+from planner.show.views.numbers import NOTHING, TimeUnit, format_count, layer_range, percent
 
 _WIDE = 84
 _WIDEST = 100
@@ -117,7 +117,7 @@ def _alike(layers: Sequence[LayerProfile]) -> list[list[LayerProfile]]:
 def _figures(profile: Profile, style: Style) -> list[_Figure]:
     n = _largest(profile)
     layers = profile.layers
-    scale = TimeScale.fitting(time for layer in layers for time in (layer.forward_us[n], layer.backward_us[n]))
+    scale = TimeUnit.fitting(time for layer in layers for time in (layer.forward_us[n], layer.backward_us[n]))
     figures = [
         _Figure(header="parameters", of=lambda x: x.parameter_bytes, text=format_bytes),
         _Figure(header=f"forward\n{scale.unit}", of=lambda x: x.forward_us[n], text=scale.text),
@@ -140,7 +140,7 @@ def _flops(count: float) -> str:
 
 def _per_sample(profile: Profile) -> list[_Figure]:
     sizes = (min(profile.micro_batch_sizes), max(profile.micro_batch_sizes))
-    scale = TimeScale.fitting(_us_per_sample(profile, size, layer) for size in sizes for layer in profile.layers)
+    scale = TimeUnit.fitting(_us_per_sample(profile, size, layer) for size in sizes for layer in profile.layers)
     return [
         _Figure(header=f"{scale.unit}/sample\nat {size}", of=partial(_us_per_sample, profile, size), text=scale.text)
         for size in sizes

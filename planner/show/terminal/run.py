@@ -34,7 +34,7 @@ from planner.show.views.measured import (
     shares_peaks,
     times_warning,
 )
-from planner.show.views.numbers import NOTHING, TimeScale, percent, rate_text, row_noun
+from planner.show.views.numbers import NOTHING, TimeUnit, percent, rate_text, row_noun
 
 _Row = list[str | Text]
 _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
@@ -91,7 +91,7 @@ def _steps(report: RunReport, style: Style) -> Text:
     steps = timed_steps_us(report)
     if not steps:
         return Text("no step was timed")
-    scale = TimeScale.fitting(steps)
+    scale = TimeUnit.fitting(steps)
     spread = f"fastest {scale.text(min(steps))}, slowest {scale.text(max(steps))}"
     warm_up = (
         f"after {pluralize(report.warmup_steps, 'warm-up step')}"
@@ -133,7 +133,7 @@ def _table(rows: Sequence[_Row | None], *more: TextColumn) -> Table:
 
 
 def _compared(rows: Sequence[ComparedFigure], plan: Plan) -> Iterator[_Row]:
-    scale = TimeScale.fitting(time for row in rows for time in (row.predicted, row.measured))
+    scale = TimeUnit.fitting(time for row in rows for time in (row.predicted, row.measured))
 
     def time(time_us: float) -> str:
         return f"{scale.text(time_us)} {scale.unit}" if time_us else NOTHING

@@ -12,7 +12,7 @@ NOTHING = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeScale:
+class TimeUnit:
     """Unit of time for all numbers of a column."""
 
     unit: str
@@ -21,7 +21,7 @@ class TimeScale:
     decimals: int
 
     @classmethod
-    def fitting(cls, times_us: Iterable[float]) -> "TimeScale":
+    def fitting(cls, times_us: Iterable[float]) -> "TimeUnit":
         """Return the unit and number of decimals that suit the largest of some times."""
         largest = max(times_us, default=0.0)
         unit, factor = ("us", 1.0) if largest < 1e3 else ("ms", 1e3) if largest < 1e7 else ("s", 1e6)
@@ -87,7 +87,7 @@ class Tick:
 def time_ticks(total_us: float, most: float) -> tuple[str, tuple[Tick, ...]]:
     """Return the unit and the marks of a time axis from 0 to `total_us`: at most `most` + 1 round times."""
     step_us = _nice(total_us / most)
-    scale = TimeScale.fitting([total_us])
+    scale = TimeUnit.fitting([total_us])
     count = floor(total_us / step_us * (1 + 1e-9)) + 1
     ticks = (Tick(time_us=n * step_us, label=f"{n * step_us / scale.factor:g}") for n in range(count))
     return scale.unit, tuple(ticks)
@@ -105,7 +105,7 @@ _METHODS = {
 }
 
 
-def method_name(method: str) -> str:
+def solver_method_label(method: str) -> str:
     """Return a solver method's name in words; unknown methods keep their names."""
     return _METHODS.get(method, method)
 

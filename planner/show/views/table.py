@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeVar
 
 from planner.core.values.units import format_bytes, format_us
-from planner.show.views.numbers import NOTHING, TimeScale, percent, rate_text
+from planner.show.views.numbers import NOTHING, TimeUnit, percent, rate_text
 
 Unit = Literal["text", "count", "us", "bytes", "percent", "share", "rate"]
 Value = str | float | None
@@ -47,7 +47,7 @@ class Column:
     def heading(self) -> str:
         return self.title.replace("\n", " ")
 
-    def texts(self, scale: TimeScale | None = None) -> tuple[str, ...]:
+    def texts(self, scale: TimeUnit | None = None) -> tuple[str, ...]:
         """Return every value as text: with its own unit, or as a number in the unit `scale`."""
         text = _TEXTS[self.unit] if scale is None else scale.text
         return tuple(NOTHING if v is None else v if isinstance(v, str) else text(v) for v in self.values)
@@ -93,13 +93,13 @@ class Table:
         """Return the texts of every row, each value with its own unit."""
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
-    def scales(self) -> Mapping[str, TimeScale]:
+    def scales(self) -> Mapping[str, TimeUnit]:
         """Return a common unit for all columns with the same `per` (such as `step`), by `per`."""
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
                 times.setdefault(column.per, []).extend(v for v in column.values if isinstance(v, (int, float)))
-        return {per: TimeScale.fitting(numbers) for per, numbers in times.items()}
+        return {per: TimeUnit.fitting(numbers) for per, numbers in times.items()}
 
 
 def column(

@@ -14,7 +14,8 @@ corners:
               +-----------------------    T >= (M-1) f + (M-2) x + (smallest sum over stages of F + p + 2 C)
                         forward
 
-The smallest sum contains one forward and one of the M-1 backwards before the last micro-batch. It is a shortest path.
+The bound counts one backward less than a step has: the last micro-batch's, which recomputation makes different. The
+smallest sum is a shortest path.
 Within a box, partial plans hardly differ. If there are few of them, the dynamic program solves the box; otherwise the
 box is divided in two. The box with the smallest lower bound is searched first, so this bound holds for all boxes.
 

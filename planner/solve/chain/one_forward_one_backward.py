@@ -65,7 +65,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
     while table_width.widen(progress.upper_us):
         cells = num_stages * (case.costs.num_layers + 1) * table_width.width
         if not budget.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
-            progress.leave_out(max(progress.case.least_step_us(num_stages), case.bound_us))
+            progress.record_skipped(max(progress.case.least_step_us(num_stages), case.bound_us))
             return False
         problem = case.chain_problem(num_stages, width=table_width.width, exact=True)
         search = CutDynamicProgram(problem, recurrence, deadline=progress.deadline)
@@ -83,7 +83,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
                 _improve_cuts(progress, evaluator, problem, np.array([start]))
         is_open = least.step_us < progress.upper_us * (1 - 1e-9)
         if is_open and not _simulate_below(progress, evaluator, search):
-            progress.leave_out(least.step_us)
+            progress.record_skipped(least.step_us)
     return True
 
 

@@ -92,7 +92,7 @@ def _search_all(progress: Progress) -> None:
     for evaluator, least_us in evaluators_by_devices(progress):
         budget.spent += (_ORDER + _PEAK_POINTS) * evaluator.num_actions if budget.is_bounded else 0
         if not _simulate_all(progress, evaluator):
-            progress.leave_out(_improve(progress, evaluator, least_us))
+            progress.record_skipped(_improve(progress, evaluator, least_us))
 
 
 def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
@@ -122,7 +122,7 @@ def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float
         evaluator = Evaluator(case, num_devices)
         cells = (case.costs.num_layers + 1) * evaluator.width * len(evaluator.allowed)
         if not progress.budget.try_reserve((_ORDER + _PEAK_POINTS + 1) * evaluator.num_actions, cells // _CELLS):
-            progress.leave_out(least_us)
+            progress.record_skipped(least_us)
             return
         if evaluator.can_run:
             yield evaluator, least_us

@@ -126,7 +126,7 @@ class _StageCountSearch:
             cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * table_width.width
             if not budget.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
                 self._cuts.search([], actions_per_descent(progress, self._evaluator), initial)
-                progress.leave_out(max(progress.case.least_step_us(self._evaluator.num_stages), case.bound_us))
+                progress.record_skipped(max(progress.case.least_step_us(self._evaluator.num_stages), case.bound_us))
                 return False
             least, search = self._least(table_width.width)
             if least is None:
@@ -140,7 +140,7 @@ class _StageCountSearch:
                 }
                 some = [np.array(start) for start in sorted(filter(None, starts)) if min(np.diff(start)) > 0]
                 self._cuts.search(some, actions_per_descent(progress, self._evaluator), initial)
-                progress.leave_out(least.step_us)
+                progress.record_skipped(least.step_us)
         return True
 
     def _least(self, width: int) -> tuple[ChainCuts | None, CutDynamicProgram]:

@@ -62,7 +62,7 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
 def _search_devices(progress: Progress, initial: Partition | None) -> None:
     for evaluator, least_us in evaluators_by_devices(progress):
         initial_here = initial if initial is not None and initial.num_devices == evaluator.num_devices else None
-        progress.leave_out(_search(progress, evaluator, least_us, initial_here))
+        progress.record_skipped(_search(progress, evaluator, least_us, initial_here))
 
 
 def _surely_fits_without_recomputation(case: Case, upper_us: float) -> bool:
@@ -88,7 +88,7 @@ def _holds_all(evaluator: Evaluator, width: int) -> bool:
 
 def _choose_layers_under_order(progress: Progress, initial: Partition | None) -> None:
     progress.deadline.check()
-    progress.leave_out(progress.case.bound_us)
+    progress.record_skipped(progress.case.bound_us)
     if initial is None:
         return
     evaluator = Evaluator(progress.case, initial.num_devices).with_schedule(initial.schedule_object)

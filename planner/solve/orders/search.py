@@ -69,17 +69,17 @@ def _search_all(progress: Progress, start: Partition | None) -> None:
     for num_devices in range(case.num_devices, 0, -1):
         least_us = max(progress.case.least_step_us(num_devices), case.bound_us, trip_us)
         if least_us >= progress.upper_us or progress.budget.left <= 0:
-            progress.leave_out(least_us)
+            progress.record_skipped(least_us)
             return
         evaluator = Evaluator(case, num_devices)
         if evaluator.has_layers and start is not None:
             if start.num_devices == num_devices:
                 _JointSearch(progress, evaluator).improve(start)
-            progress.leave_out(least_us)
+            progress.record_skipped(least_us)
         elif evaluator.has_layers:
             _JointSearch(progress, evaluator).search()
             of_all_us = lower_bound_of_all_cuts_us(evaluator, progress.upper_us, progress.budget.spent // _OF_BOUND)
-            progress.leave_out(max(least_us, of_all_us))
+            progress.record_skipped(max(least_us, of_all_us))
 
 
 class _JointSearch:

@@ -116,7 +116,7 @@ class PrefixBounds:
     def stages(self, num_later: int, ends: IntArray) -> StageTimeArrays:
         """Return the stages that end at each of the cuts `ends` and have `num_later` later stages.
 
-        Stages with different recompute choices are stacked, as by `StageTimeArrays.of_variants`.
+        Each stage has one row for every recompute choice; see `StageTimeArrays.of_variants`.
         """
         variants = range(len(self._problem.tables[num_later]))
         return StageTimeArrays.of_variants([self._problem.stages(num_later, variant, ends) for variant in variants])

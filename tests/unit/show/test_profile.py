@@ -6,7 +6,7 @@ import pytest
 
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.show.terminal.profile import profile_text
-from planner.show.views.numbers import TimeScale, format_count, percent_difference
+from planner.show.views.numbers import TimeUnit, format_count, percent_difference
 from tests.unit.show.samples import layer, profile, style
 
 WIDE = style(120, wrap=False)
@@ -93,7 +93,7 @@ def test_layers_that_all_share_parameters_take_one_line():
     ],
 )
 def test_time_unit_fits_the_largest_value(largest_us, text):
-    scale = TimeScale.fitting([0.1, largest_us])
+    scale = TimeUnit.fitting([0.1, largest_us])
     assert f"{scale.text(largest_us)} {scale.unit}" == text
 
 
