@@ -137,9 +137,7 @@ class SplitBackward:
             starts = []
             # Autograd starts with the newest node, so the node of the use that I reached first must be created last.
             while together:
-                use = together.pop()
-                weights = [weight for weight in use.operands[1:] if weight is not None]
-                starts.append(_WeightGradients.apply(use, *weights))  # type: ignore[no-untyped-call]
+                starts.append(_start_of(together.pop()))
             torch.autograd.backward(starts, [start.detach() for start in starts])
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -285,6 +283,13 @@ class _WeightGradients(torch.autograd.Function):
 def _have_backward_hooks(modules: Sequence[nn.Module]) -> bool:
     roots = [module.model if isinstance(module, ModelStage) else module for module in modules]
     return any(each._backward_hooks or each._backward_pre_hooks for root in roots for each in root.modules())
+
+
+def _start_of(use: _DeferredUse) -> Tensor:
+    # In `backward_weight` itself, a variable would keep the last use's tensors in memory during the backward.
+    weights = [weight for weight in use.operands[1:] if weight is not None]
+    start: Tensor = _WeightGradients.apply(use, *weights)  # type: ignore[no-untyped-call]
+    return start
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
