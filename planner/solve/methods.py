@@ -278,3 +278,23 @@ def improve_fastest_answers(searched: SearchedCases, deadline: Deadline) -> Sear
         better = answers[CaseKey.of(answer.case)] = improve_answer(answer, deadline=deadline)
         best = better if better.step_us < best.step_us else best
     return searched._replace(best=best, answers=answers)
+
+
+def nearest_schedules(answers: Iterable[Answer], most: int) -> dict[ScheduleName, float]:
+    """Return the step times of at most `most` of the fastest schedules whose bounds come from a linear program."""
+    found_us: dict[ScheduleName, float] = {}
+    for answer in answers:
+        if answer.partition is not None and has_linear_program(answer.case.schedule):
+            name = answer.case.schedule.name
+            found_us[name] = min(answer.step_us, found_us.get(name, inf))
+    return dict(sorted(found_us.items(), key=lambda item: item[1])[:most])
+
+
+def faster_answers(*searches: Mapping[CaseKey, Answer]) -> Mapping[CaseKey, Answer]:
+    """Return the fastest answer of each case from several searches."""
+    faster: dict[CaseKey, Answer] = {}
+    for answers in searches:
+        for key, answer in answers.items():
+            if key not in faster or answer.step_us < faster[key].step_us:
+                faster[key] = answer
+    return faster

@@ -21,10 +21,12 @@ from planner.solve.methods import (
     NEARBY,
     CaseKey,
     SearchedCases,
+    faster_answers,
     gains_from_longer_search,
     has_linear_program,
     improve_fastest_answers,
     lower_bound_of_case_us,
+    nearest_schedules,
     search_cases,
 )
 from planner.solve.request import Request
@@ -41,7 +43,7 @@ _CLEARLY: Final = 1.01
 """Ratio of step times above which no action orders are searched from the best plan with a named schedule, because a
 searched plan is faster."""
 
-_TIED: Final = 1.002
+_TIED: Final = 1.005
 """Largest ratio of a plan's step time to the fastest one at which action orders are searched from both plans."""
 
 _MOST_STARTS: Final = 2
@@ -51,7 +53,14 @@ _MOST_ACTIONS_OF_CASE: Final = 200_000
 """Number of actions to simulate for one of several cases of a searched schedule."""
 
 _NEAREST_SCHEDULES: Final = 2
-"""Number of schedules in the second pass over several widths."""
+"""Number of the fastest schedules that are searched again with more effort over several widths."""
+
+_NEAREST_OF_WIDTH: Final = 3
+"""Number of the fastest schedules that are searched again with more effort for one width."""
+
+_LONG_BUDGET: Final = 3
+"""Factor of each schedule's number of simulated actions, in the second search of the fastest schedules. One case uses
+half of them."""
 
 _FIRST_BUDGET: Final = 5
 """Divisor of each schedule's number of simulated actions, in the first pass over widths."""
@@ -151,7 +160,7 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
     by_stage = _in_passes(whole, request, deadline.share(0.5), upper_us=upper_us)
     upper_us = upper_us if by_stage.best is None else by_stage.best.step_us
     by_layer = search_cases(cases, request, deadline, upper_us=upper_us, starts=by_stage.answers)
-    best, answers = by_layer.best or by_stage.best, _faster_answers(by_stage.answers, by_layer.answers)
+    best, answers = by_layer.best or by_stage.best, faster_answers(by_stage.answers, by_layer.answers)
     return by_layer._replace(best=best, answers=answers)
 
 
@@ -164,9 +173,8 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
         return search_cases(cases, request, deadline, upper_us=upper_us)
     # Named schedules come first, because the search for action orders starts from their plans.
     named = [case for case in cases if not case.schedule.is_to_be_made]
-    first = improve_fastest_answers(
-        search_cases(named, request, deadline.share(0.5), upper_us=upper_us), deadline.share(0.5)
-    )
+    first = search_cases(named, request, deadline.share(0.5), upper_us=upper_us)
+    first = improve_fastest_answers(_searched_longer(first, request, deadline.share(0.5)), deadline.share(0.5))
     upper_us = upper_us if first.best is None else first.best.step_us
     own = [case for case in cases if case.schedule.is_to_be_made]
     found_us = _fastest_us_without_schedule(first.answers.values())
@@ -181,9 +189,27 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     searched = SearchedCases(first.best, bounds_us, complete, answers)
     searched_us = inf if again.best is None else again.best.step_us
     # The best searched plan was the start of a search for action orders already.
-    improved = searched if searched_us * _CLEARLY <= upper_us else _with_own_orders(searched, own, request, deadline)
+    improved = searched
+    if searched_us * _CLEARLY > upper_us:
+        improved = _with_own_orders(searched, own, request, deadline, improved=again.best)
     improved_us = upper_us if improved.best is None else improved.best.step_us
     return improved._replace(best=again.best) if searched_us <= improved_us * (1 + SAME) else improved
+
+
+def _searched_longer(first: SearchedCases, request: Request, deadline: Deadline) -> SearchedCases:
+    # Search the fastest case of each of the fastest schedules again, with about the effort of a requested schedule.
+    best, answers = first.best, first.answers
+    if best is None or first.bound_us >= best.step_us:
+        return first
+    for name in nearest_schedules(answers.values(), _NEAREST_OF_WIDTH):
+        of_name = (a for a in answers.values() if a.case.schedule.name == name and a.partition is not None)
+        case, upper_us = min(of_name, key=lambda answer: answer.step_us).case, best.step_us * NEARBY
+        named = replace(request, inputs=replace(request.inputs, schedule=name), searches_on=False)
+        budget = {name: _LONG_BUDGET * (request.actions or 0)}
+        again = search_cases([case], named, deadline, upper_us=upper_us, budget=budget)
+        answers = faster_answers(answers, again.answers)
+        best = again.best if again.best is not None and again.best.step_us < best.step_us else best
+    return first._replace(best=best, answers=answers)
 
 
 def _key_without_schedule(case: Case) -> tuple[object, ...]:
@@ -200,8 +226,15 @@ def _fastest_us_without_schedule(answers: Iterable[Answer]) -> dict[tuple[object
 
 
 def _with_own_orders(
-    searched: SearchedCases, cases: Sequence[Case], request: Request, deadline: Deadline
+    searched: SearchedCases,
+    cases: Sequence[Case],
+    request: Request,
+    deadline: Deadline,
+    *,
+    improved: Answer | None = None,
 ) -> SearchedCases:
+    # `improved` is the result of a search from the best searched plan. If it is one of the starts, that search found
+    # nothing better.
     best = searched.best
     if best is None or searched.bound_us >= best.step_us:
         return searched
@@ -210,15 +243,26 @@ def _with_own_orders(
     tied = [a for a in searched.answers.values() if a.partition is not None and a.step_us <= best.step_us * _TIED]
     starts = {_key_without_schedule(a.case): a for a in sorted(tied, key=lambda a: -a.step_us)}
     starts = {_key_without_schedule(best.case): best, **dict(reversed(starts.items()))}
-    for key, start in [*starts.items()][:_MOST_STARTS]:
-        again = _improved_orders(own[key], start, request, deadline) if key in own else None
+    chosen = [(own[key], start) for key, start in starts.items() if key in own][:_MOST_STARTS]
+    for case, start in chosen:
+        if improved is not None and _cuts_and_order(start) == _cuts_and_order(improved):
+            continue
+        again = _improved_orders(case, start, request, deadline, most=MOST_ACTIONS_OF_SEARCH // len(chosen))
         best = again if again is not None and again.step_us < best.step_us else best
     return searched._replace(best=best)
 
 
-def _improved_orders(case: Case, start: Answer, request: Request, deadline: Deadline) -> Answer | None:
+def _cuts_and_order(answer: Answer) -> tuple[object, ...]:
+    partition = answer.partition
+    assert partition is not None
+    return partition.micro_batches, partition.balance, partition.recompute, partition.actions()
+
+
+def _improved_orders(
+    case: Case, start: Answer, request: Request, deadline: Deadline, *, most: int = MOST_ACTIONS_OF_SEARCH
+) -> Answer | None:
     alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
-    starts, budget = {CaseKey.of(case): start}, {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
+    starts, budget = {CaseKey.of(case): start}, {SEARCHED.name: most}
     return search_cases([case], alone, deadline, upper_us=start.step_us, starts=starts, budget=budget).best
 
 
@@ -253,7 +297,7 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     cheaper = replace(request, actions=(request.actions or 0) // _FIRST_BUDGET)
     first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
     quickly = {CaseKey.of(answer.case): answer for answer in quick}
-    first = first._replace(best=first.best or found, answers=_faster_answers(quickly, first.answers))
+    first = first._replace(best=first.best or found, answers=faster_answers(quickly, first.answers))
     is_improvable = first.best is not None and request.searches_on
     return _improved_schedules(cases, first, request, deadline, ranks=ranks) if is_improvable else first
 
@@ -334,37 +378,19 @@ def _improved_schedules(
         named = replace(request, inputs=replace(request.inputs, schedule=name), searches_on=False)
         budget = {name: actions // _SHORT_BUDGET}
         again = search_cases(own, named, deadline, upper_us=best.step_us * NEARBY, ranks=own_first, budget=budget)
-        answers = _faster_answers(answers, again.answers)
+        answers = faster_answers(answers, again.answers)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
-    for name in _nearest_schedules(answers.values()):
+    for name in nearest_schedules(answers.values(), _NEAREST_SCHEDULES):
         own = [case for case in cases if case.schedule.name == name]
         again = _search_ranked(own, request, deadline, upper_us=best.step_us * NEARBY, ranks=own_first)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
-        answers = _faster_answers(answers, again.answers)
+        answers = faster_answers(answers, again.answers)
     shape, found_us = width_replicas_and_micro_batches(best.case), _fastest_us_without_schedule(answers.values())
     own = [case for case in cases if case.schedule.is_to_be_made and width_replicas_and_micro_batches(case) == shape]
     near = [case for case in own if found_us.get(_key_without_schedule(case), inf) <= best.step_us * _CLOSE]
     again = _search_orders_of(near, request, deadline.share(0.5), upper_us=best.step_us)
-    searched = first._replace(best=again.best or best, answers=_faster_answers(answers, again.answers))
+    searched = first._replace(best=again.best or best, answers=faster_answers(answers, again.answers))
     return _with_own_orders(searched, own, request, deadline)
-
-
-def _nearest_schedules(answers: Iterable[Answer]) -> dict[ScheduleName, float]:
-    found_us: dict[ScheduleName, float] = {}
-    for answer in answers:
-        if answer.partition is not None and has_linear_program(answer.case.schedule):
-            name = answer.case.schedule.name
-            found_us[name] = min(answer.step_us, found_us.get(name, inf))
-    return dict(sorted(found_us.items(), key=lambda item: item[1])[:_NEAREST_SCHEDULES])
-
-
-def _faster_answers(*searches: Mapping[CaseKey, Answer]) -> Mapping[CaseKey, Answer]:
-    faster: dict[CaseKey, Answer] = {}
-    for answers in searches:
-        for key, answer in answers.items():
-            if key not in faster or answer.step_us < faster[key].step_us:
-                faster[key] = answer
-    return faster
 
 
 def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:

@@ -324,7 +324,7 @@ def _compute_spans(
         {letter: [getattr(stage, names[n]) for stage in stages] for letter, names in _NAMES.items()} for n in (0, 1)
     )
     times = StageDurations(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
-    steps = _steps_of(actions, len(stages))
+    steps = _known_steps(tuple(map(tuple, actions)), len(stages))
     return _compute_clocks(steps, len(actions), times, begin=0.0, later_of=max, note=note)
 
 

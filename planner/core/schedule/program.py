@@ -5,7 +5,7 @@ backward or input-gradient pass waits for the same pass of stage s+1, and on the
 A weight-gradient pass waits for its input-gradient pass. `ActionKind.direction` and `ActionKind.follows` encode this.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Final, Literal, NamedTuple
@@ -130,7 +130,7 @@ def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instru
     num_stages = len(devices)
     targets = {(kind, stage): receiving_stage(kind, stage, num_stages) for kind in KINDS for stage in range(num_stages)}
     rows: list[list[Instruction]] = [[] for _ in actions]
-    for stage, kind, micro_batch in _in_turns(actions, devices):
+    for stage, kind, micro_batch in _in_turns(tuple(map(tuple, actions)), devices):
         device, message_kind, target = devices[stage], _FLOWS[kind], targets[kind, stage]
         rows[device].append(_instruction("run", kind, micro_batch, stage))
         if message_kind is None or target is None or devices[target] == device:
@@ -147,10 +147,12 @@ def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
         DeadlockError: The action orders wait for each other in a circle, or for a missing action.
         ValueError: A stage is in several action orders, or in none.
     """
-    return tuple(_in_turns(actions, devices_of(actions)))
+    return _in_turns(tuple(map(tuple, actions)), devices_of(actions))
 
 
-def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> Iterator[Action]:
+@lru_cache(maxsize=8)
+def _in_turns(actions: tuple[tuple[Action, ...], ...], devices: tuple[int, ...]) -> tuple[Action, ...]:
+    # Callers that need an order's instructions often need its simulation, too.
     num_stages = len(devices)
     size = 1 + max((action.micro_batch for row in actions for action in row), default=0)
     # A message has a number: that of its kind and stage, plus its micro-batch.
@@ -161,6 +163,7 @@ def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> It
     over: set[int] = set()
     position = [0] * len(actions)
     left = sum(map(len, actions))
+    every: list[Action] = []
     while left:
         turn, messages = [], []
         for device, row in enumerate(actions):
@@ -178,4 +181,5 @@ def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> It
             raise DeadlockError({device: row[at] for device, (row, at) in progress if at < len(row)})
         over.update(messages)
         left -= len(turn)
-        yield from turn
+        every += turn
+    return tuple(every)

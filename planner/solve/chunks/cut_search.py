@@ -34,8 +34,8 @@ _PROMISING, _PROMISING_ALONE = 1.05, 1.25
 class CutSearch(Descent[PartitionCandidate]):
     """Local search over cuts and the recomputation of whole stages, for one number of devices."""
 
-    def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
-        super().__init__(progress, evaluator)
+    def __init__(self, progress: Progress, evaluator: Evaluator, *, rows: int = ROWS) -> None:
+        super().__init__(progress, evaluator, rows=rows)
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:

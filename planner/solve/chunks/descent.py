@@ -82,8 +82,8 @@ class Descent(ABC, Generic[CandidateT]):
         evaluator: Evaluator for this number of devices.
     """
 
-    def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
-        self.progress, self.evaluator = progress, evaluator
+    def __init__(self, progress: Progress, evaluator: Evaluator, *, rows: int = ROWS) -> None:
+        self.progress, self.evaluator, self._rows = progress, evaluator, rows
         # The seed is fixed, so that the same request always gets the same plan.
         self.random = random.Random(0)  # noqa: S311
         self.moves = cut_moves(evaluator.stages_by_device)[: None if evaluator.case.rules.balance is None else 0]
@@ -163,9 +163,9 @@ class Descent(ABC, Generic[CandidateT]):
     def _neighbors(self, candidate: CandidateT) -> Iterator[CandidateT]:
         order = list(range(len(self.moves)))
         self.random.shuffle(order)
-        for first in range(0, len(order), ROWS):
+        for first in range(0, len(order), self._rows):
             self.progress.deadline.check()
-            cuts = self._legal(candidate.cuts + self.moves[order[first : first + ROWS]])
+            cuts = self._legal(candidate.cuts + self.moves[order[first : first + self._rows]])
             if len(cuts):
                 yield self.pick_best(candidate, cuts)
             if self.is_over:

@@ -27,6 +27,7 @@ from planner.core.values.cluster import Cluster
 from planner.solve.answer import Answer
 from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound
 from planner.solve.chunks.cut_search import CutSearch
+from planner.solve.chunks.descent import ROWS
 from planner.solve.chunks.even_loads import cuts_with_even_loads
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram, approximate_num_constraints
@@ -44,8 +45,12 @@ _MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
 """Number of micro-batches per device from which cuts with even work of devices are a start, and then the share of a
 limited budget that one descent may use."""
 
-_MOST_OF_SEARCH_ALONE = 100_000
-"""Largest number of actions of one descent with an unlimited budget: some tenths of a second."""
+_MOST_OF_SEARCH_ALONE = 400_000
+"""Largest number of actions of one descent: about half a second."""
+
+_LONG_STEP, _ROWS = 1000, 512
+"""Number of actions of a step from which batches are large, and their number of moves. If the budget allows only a few
+batches, large ones are better, because the simulation of 512 moves takes little longer than that of 128."""
 
 _MOST_OF_BOUND_ALONE = 400_000
 """Longest time to solve a linear program with an unlimited budget, as the number of actions that take as long."""
@@ -204,7 +209,8 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
     fewer = evaluator.num_devices - 1
     fewer_us = max(progress.case.least_step_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
-    CutSearch(progress, evaluator).search(starts, actions_per_descent(progress, evaluator))
+    rows = _ROWS if evaluator.num_actions >= _LONG_STEP else ROWS
+    CutSearch(progress, evaluator, rows=rows).search(starts, actions_per_descent(progress, evaluator))
     return max(least_us, branch_and_bound_us(progress, evaluator, linear))
 
 

@@ -165,14 +165,15 @@ class OrderSearch:
                 rows = found.rows
 
     def _follow(self, most_actions: int) -> None:
-        for rows, lookahead, patience in product(self._known_orders, _LOOKAHEAD, _PATIENCE[:3]):
-            if self.spent >= most_actions:
-                return
+        for rows in self._known_orders:
             preferred = [split_backwards(row, self._problem.is_whole) for row in rows]
-            found = follow_order(
-                self._problem, preferred, lookahead=lookahead, patience=patience, limit_us=self._limit_us
-            )
-            self._keep_if_better(found)
+            for lookahead, patience in product(_LOOKAHEAD, _PATIENCE[:3]):
+                if self.spent >= most_actions:
+                    return
+                found = follow_order(
+                    self._problem, preferred, lookahead=lookahead, patience=patience, limit_us=self._limit_us
+                )
+                self._keep_if_better(found)
 
     def _is_proven(self) -> bool:
         return self.best is not None and self.best.period_us <= self._least_us

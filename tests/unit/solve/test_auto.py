@@ -272,7 +272,7 @@ def test_order_search_skips_placements_whose_named_schedules_are_slow(monkeypatc
         return methods.SearchedCases(None, {}, complete=True, answers={})
 
     monkeypatch.setattr(search, "_search_orders_twice", found)
-    monkeypatch.setattr(search, "_with_own_orders", lambda result, *_: result)
+    monkeypatch.setattr(search, "_with_own_orders", lambda result, *_, **__: result)
     inputs = replace(inputs_of(4, 4), schedule="auto", chunks=0)
     plan = solve(uneven(1), request := Request(inputs=inputs, micro_batches=4, actions=100_000))
     kept = {(case.schedule.placement, case.chunks) for case in searched}
@@ -310,9 +310,33 @@ def test_orders_are_searched_from_two_plans_if_both_are_almost_equally_fast(monk
     first = methods.SearchedCases(
         answers[0], {"search": 0.0}, complete=True, answers={methods.CaseKey.of(a.case): a for a in answers}
     )
-    begun: list[str] = []
-    monkeypatch.setattr(search, "_improved_orders", lambda _, start, *__: begun.append(start.case.schedule.name))
+    begun: dict[str, int] = {}
+    monkeypatch.setattr(
+        search, "_improved_orders", lambda _, start, *__, most: begun.update({start.case.schedule.name: most})
+    )
     own = [case for case in cases if case.schedule.is_to_be_made]
     request = Request(inputs=inputs, micro_batches=4)
     assert search._with_own_orders(first, own, request, NEVER).best == answers[0]
-    assert begun == starts
+    assert list(begun) == starts
+    assert sum(begun.values()) == methods.MOST_ACTIONS_OF_SEARCH
+    # A start from which orders were searched before, without a better result, is skipped.
+    begun.clear()
+    search._with_own_orders(first, own, request, NEVER, improved=answers[0])
+    assert list(begun) == starts[1:]
+
+
+def test_fastest_schedules_are_searched_again_with_more_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = replace(inputs_of(4, 4), schedule="auto", chunks=0)
+    request = Request(inputs=inputs, micro_batches=4, actions=100_000)
+    budgets: dict[str, int] = {}
+    original = search.search_cases
+
+    def record(cases: list[Case], asked: Request, *args: object, **more: object) -> methods.SearchedCases:
+        if len(cases) == 1 and not asked.searches_on:
+            budgets.update(more["budget"])
+        return original(cases, asked, *args, **more)
+
+    monkeypatch.setattr(search, "search_cases", record)
+    solve(uneven(1), request)
+    assert len(budgets) == 3
+    assert all(budget > request.actions for budget in budgets.values())

@@ -225,6 +225,24 @@ def test_no_move_of_a_batch_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) 
     assert best.step_us == original(evaluator, moved, np.zeros((3, 4), dtype=np.int64)).min()
 
 
+@pytest.mark.parametrize(("micro_batches", "is_large"), [(16, False), (32, True)])
+def test_more_moves_are_simulated_at_once_if_steps_are_long(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: int, *, is_large: bool
+) -> None:
+    """Batches of 512 partitions take little longer than those of 128."""
+    inputs = replace(inputs_of(8, micro_batches, extrapolate=True), schedule="zbv", chunks=2)
+    sizes: list[int] = []
+    original = Evaluator.step_us
+
+    def record(self: Evaluator, cuts: np.ndarray, *more: np.ndarray) -> np.ndarray:
+        sizes.append(len(cuts))
+        return original(self, cuts, *more)
+
+    monkeypatch.setattr(Evaluator, "step_us", record)
+    solve(random_profile(1, 48), Request(inputs=inputs, micro_batches=micro_batches, searches_on=False))
+    assert (max(sizes) > 128) == is_large
+
+
 def test_moves_shift_layers_between_stages_of_a_device() -> None:
     num_stages = 40
     every = {tuple(row) for row in cut_moves([(d, num_stages - 1 - d) for d in range(num_stages // 2)]).tolist()}
@@ -305,6 +323,7 @@ def test_best_case_is_improved_further_unless_optimal(monkeypatch: pytest.Monkey
     times = [(4000 * rng.lognormvariate(0, 0.7), 8000 * rng.lognormvariate(0, 0.7)) for _ in range(30)]
     profile = chain(*(layer(f"l{n}", forward_us=f, backward_us=b) for n, (f, b) in enumerate(times)))
     request = Request(inputs=replace(inputs_of(4, 8), schedule="interleaved", chunks=3), micro_batches=8)
+    monkeypatch.setattr(search, "_MOST_OF_SEARCH_ALONE", 100_000)
     longer = solve(profile, request)
     asked: list[Answer] = []
     monkeypatch.setattr(search, "improve_answer", lambda answer, **_: asked.append(answer) or answer)

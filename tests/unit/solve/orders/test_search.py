@@ -55,7 +55,7 @@ def test_auto_searches_orders_for_the_best_named_schedule(monkeypatch: pytest.Mo
     monkeypatch.setattr(search, "MOST_ACTIONS_OF_SEARCH", 100_000)
     plan = solve(profile, request)
     assert plan.schedule == "search"
-    monkeypatch.setattr(search, "_with_own_orders", lambda searched, *_: searched)
+    monkeypatch.setattr(search, "_with_own_orders", lambda searched, *_, **__: searched)
     assert plan.predicted.step_us < solve(profile, request).predicted.step_us
 
 
