@@ -126,8 +126,8 @@ def model_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     A tied tensor is the same object under all its names.
     """
-    state = _saved_tensors(model)
-    return {name: state[first].detach().contiguous() for name, first in first_names(model).items()}
+    state = {name: tensor.detach().contiguous() for name, tensor in _saved_tensors(model).items()}
+    return {name: state[first] for name, first in first_names(model).items()}
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:
