@@ -1,4 +1,4 @@
-"""`gpipe-plan verify` of five models as pipelines of two CPU processes, before and after calibration.
+"""`gpipe-plan verify` of seven models as pipelines of two CPU processes, before and after calibration.
 
     python benchmarks/verify.py > docs/measurements/verify.md
     python benchmarks/verify.py transformer_lm     # one model
@@ -48,6 +48,8 @@ CASES = {
     "resnet": Case(SAMPLES / "resnet.py", 8),
     "unet": Case(SAMPLES / "unet.py", 8),
     "GPT-2 of transformers": Case(HERE / "gpt2.py", 8, steps=7),  # of six seconds
+    "GRU blocks": Case(HERE / "gru.py", 8),  # micro-batches of milliseconds
+    "mlp": Case(SAMPLES / "mlp.py", 64),
 }
 RUNS = 3
 
