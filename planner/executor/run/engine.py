@@ -46,6 +46,7 @@ from planner.core.schedule import (
 )
 from planner.core.values.precision import Precision
 from planner.executor.run.gradients import check_output
+from planner.executor.run.losses import sum_losses
 from planner.executor.run.replicas import is_replica_hook
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
@@ -196,16 +197,17 @@ class Engine:
             self._transfers.wait_until_sent()
         last.module.targets = []
         self._inputs = []
-        losses = self._weighted_losses() if has_loss else []
-        if has_loss:
-            self.loss = _sum_losses(losses)
+        losses = self._weigh_losses() if has_loss else []
         self._losses = []
         return losses
 
-    def _weighted_losses(self) -> list[Tensor]:
+    def _weigh_losses(self) -> list[Tensor]:
+        """Return the weighted losses of all micro-batches, and store their sum."""
         together = torch.stack(self._losses)
         weights = self._loss_weights.to(together).reshape(-1, *[1] * (together.ndim - 1))
-        return list((together * weights).unbind())
+        losses = list((together * weights).unbind())
+        self.loss = torch.as_tensor(sum_losses(losses), dtype=torch.float64)
+        return losses
 
     def _bind_instructions(self, program: Sequence[Instruction]) -> list[Callable[[], None]]:
         # Values that are equal in all steps are computed here, once.
@@ -261,8 +263,9 @@ class Engine:
         self._transfers.send_gradient(self._gradients.pop(message[1:]), shapes, rank)
 
     def _send_gradient_and_loss(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
-        loss = _sum_losses(self._weighted_losses()) if message.stage == self._num_stages - 1 else self.loss
-        self._transfers.send_gradient((*self._gradients.pop(message[1:]), loss), (*shapes, _LOSS), rank)
+        if message.stage == self._num_stages - 1:
+            self._weigh_losses()
+        self._transfers.send_gradient((*self._gradients.pop(message[1:]), self.loss), (*shapes, _LOSS), rank)
 
     def _forward(self, action: _StageAction) -> None:
         stage, micro_batch = action.stage, action.message.micro_batch
@@ -365,10 +368,6 @@ def _messages_with_loss(order: Sequence[Sequence[Action]]) -> set[tuple[int, int
     last = {action.stage: action.micro_batch for row in order for action in row if KINDS[action.kind].direction < 0}
     num_stages = len(last)
     return {(stage - 1, last[stage]) for stage in range(num_stages - len(order) + 1, num_stages)}
-
-
-def _sum_losses(losses: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(losses)).sum().double()
 
 
 def _tensors_with_gradient(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:
