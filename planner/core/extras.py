@@ -24,6 +24,8 @@ Extra = Literal["train", "milp", "tpu"]
 
 
 class _Packages(NamedTuple):
+    """Packages of an extra, and the purpose for error messages."""
+
     names: tuple[str, ...]
     """Names of the modules, which are also the names of the packages."""
     purpose: str

@@ -40,7 +40,8 @@ class TiedParameters:
     optimizer_bytes: float
     cast_bytes: float = 0.0
     sum_bytes: float = 0.0
-    """Largest new tensor in which autograd adds the gradient of `first` to that of `second`; 0 if it adds in place."""
+    """Bytes of the largest tensor that autograd allocates for the sum of both layers' gradients; 0 if it adds in place.
+    """
     these_alone: bool = True
     """True if a device with both layers stores the bytes once, even if it does not run the layers between them."""
     earlier: tuple[int, ...] = ()
@@ -62,7 +63,7 @@ class FixedLayerBytes:
     optimizer_peak: FloatArray
     """Transient bytes while the optimizer updates the layer's parameters."""
     optimizer_boundary_peak: FloatArray
-    """Transient bytes while the optimizer moves from the previous layer to this one, if one stage has both."""
+    """Transient bytes while the optimizer still has tensors of the previous layer and already those of this layer."""
     buffers: FloatArray
     rewritten: FloatArray
     """Bytes of state that the forward writes; recomputation needs a copy of the old state for each micro-batch."""
@@ -102,7 +103,7 @@ class BoundaryBytes:
     unkept_input: FloatArray
     """Part of `input` that no layer saves. `LayerMemory.forward` includes this part."""
     input_alive: FloatArray
-    """Part of `input` that is included in `LayerMemory.no_grad`."""
+    """Part of `input` that is still in memory at the peak of a forward without gradients (`LayerMemory.no_grad`)."""
     copied_input: FloatArray
     """Bytes that a stage beginning with the layer copies, because its layers would write into the received input."""
 
@@ -129,15 +130,15 @@ class LayerMemory:
     end_twice_first: FloatArray
     """Part of `first_backward` that would count twice if a stage ends with the layer.
 
-    The executor stores the stage's output and its gradient in buffers. This part is in these buffers as well. If an
-    earlier layer created an output tensor, this part includes only the tensor's gradient.
+    The executor stores the stage's output and the output's gradient in buffers, whose bytes the model adds separately.
+    For output tensors that an earlier layer created, only the gradient would count twice.
     """
     end_twice: FloatArray
     """Part of `backward` that would count twice if a stage ends with the layer."""
     attributes: FloatArray
     """Bytes of tensors in plain attributes of modules, which exist during the whole step."""
     renewed: FloatArray
-    """Part of `attributes` that each forward replaces. A micro-batch keeps its tensors as long as its activations."""
+    """Part of `attributes` that each forward replaces. The tensors of a forward exist as long as its activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,7 +170,7 @@ class SplitBackwardCosts:
 
 
 class StageMemoryModel(Protocol):
-    """Memory model of an extension for the stages in a `StageTable`, for example for compiled layers.
+    """Memory model that a package outside `core` provides for stages, for example for compiled TPU layers.
 
     Arrays have one row per first layer of a stage and one column per last layer, as in the table.
     """
@@ -186,10 +187,10 @@ class StageMemoryModel(Protocol):
 
 
 class LayerMemoryModel(Protocol):
-    """Memory model of an extension for the layers of a chain, for example for compiled layers."""
+    """Memory model that a package outside `core` provides for layers, for example for compiled TPU layers."""
 
     def in_stages(self, builder: "StageTableBuilder", micro_batches: int) -> StageMemoryModel:
-        """Return the memory of the stages in a table, for a number of micro-batches."""
+        """Return the memory model of the stages that `builder` makes, for a number of micro-batches."""
         ...
 
 
@@ -203,7 +204,7 @@ class Storages:
     maker: IntArray
     """Layer that makes the storage; -1 for the model's input."""
     until: IntArray
-    """Last layer that receives the storage; L for the model's output."""
+    """Last layer that receives the storage; the number of layers for the model's output."""
     saved_by_readers: FloatArray
     """Bytes of the storage if any receiving layer saves it for backward, else 0."""
     saved_by_maker: FloatArray
@@ -248,7 +249,7 @@ class ChainCosts:
     exact: bool
     """True if `memory` comes from exact memory records; else it is an upper bound: saved bytes plus transient peaks."""
     memory_model: LayerMemoryModel | None
-    """Memory records of layers with a memory model of their own; None if a model of this package applies."""
+    """Memory model from a package outside `core`; None if the memory model of this package applies."""
     storages: Storages
     relays: PassedGradients
     workload: SampleWork
@@ -268,7 +269,7 @@ class ChainCosts:
     def has_backward(self) -> BoolArray:
         """True for each layer that has a backward: the layer or an earlier one has trained parameters.
 
-        If no layer has gradients, the profile does not say which layers are trained, and all layers have a backward.
+        A profile in which no layer has bytes of gradients does not say which layers are trained. Then all are True.
         """
         trained = np.cumsum(self.gradients + self.state.idle) > 0
         return trained if trained[-1] else np.ones_like(trained)

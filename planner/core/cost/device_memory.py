@@ -2,9 +2,7 @@
 
     peak = max over t of sum over v of (always[v] + sum over p of counts[t, v, p] * parts[v, p])
 
-    t    point in the step           v    chunk of the device, 0 to V-1
-    p    part, one of `PARTS`        N    number of devices or partitions evaluated at once
-    S    number of stages            K    number of devices
+    t    point in the step    v    chunk of the device, 0 to V-1    p    part, one of `PARTS`
 
 Each chunk is a stage with the parts of `planner.core.cost.parts`. `counts` follow from the device's instruction list
 (`planner.core.cost.peak_points`). Differences from a device with one stage:
@@ -128,7 +126,7 @@ def chunk_memory(
     recomputed: Collection[int] = (),
     splits_backward: bool = False,
 ) -> ChunkMemory:
-    """Return the memory of one chunk with the layers `first` to `end - 1`, without the reserve.
+    """Return the memory of one chunk with the layers `first` to `end - 1`.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -191,7 +189,7 @@ def part_bytes_of_stages(stages: StageTable, recompute: Recompute) -> FloatArray
     """Return the permanent bytes of each stage of a table, then the bytes of each memory part (`PARTS`).
 
     The result has whole bytes in the shape (1 + parts, first layers, last layers). Stages without a backward recompute
-    nothing. For the choice `layers`, `stages` is a result of `with_recomputed_layers`.
+    nothing. For the choice `layers`, pass a table from `with_recomputed_layers`.
     """
     totals = memory_parts_on_shared_device(stages, recompute).totals(stages.shape)
     if recompute in ("never", "layers") or not stages.forward_only.any():
@@ -236,9 +234,11 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
 
 
 def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
-    """Return an upper bound of the input bytes that `subtract_shared` removes from one device.
+    """Return an upper bound of the input bytes that `subtract_shared` removes from one device at a point in the step.
 
-    `counts` says how many of each memory part (`PARTS`) exist on the device.
+    Args:
+        costs: Costs of the layers.
+        counts: Number of each memory part (`PARTS`) on the device at this point, shape (parts,).
     """
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
@@ -325,9 +325,13 @@ def chunk_memory_at_peak(
 
 
 def bytes_by_component(parts: FloatArray) -> FloatArray:
-    """Divide the whole bytes of each memory part (`PARTS`) into the components that a plan lists (`ITEMS`).
+    """Return the bytes of each memory part (`PARTS`) by the components that a plan lists (`ITEMS`).
 
-    The last dimension of `parts` is the part. The last two dimensions of the result are the part and the component.
+    Args:
+        parts: Bytes of each part, as whole numbers; shape (..., parts).
+
+    Returns:
+        Shape (..., parts, components). The sum over the components is `parts`.
     """
     items = np.zeros((*parts.shape, len(ITEMS)))
     for part, item in _ITEM_OF.items():

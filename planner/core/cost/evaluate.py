@@ -1,7 +1,6 @@
-"""Evaluation of a partition: the only module that computes the predicted times and memory of a plan.
+"""Predicted times and memory of a partition.
 
-Solver, `check`, `show` and `emit` all read an `Evaluation`, so their predictions are equal. The other modules of this
-package do the calculations.
+Solver, `check`, `show` and `emit` all read an `Evaluation`, so their predictions are equal.
 """
 
 from collections import Counter
@@ -48,8 +47,8 @@ class Evaluation:
         """Return the evaluation of the partition that a plan stores, with the costs of the layers in `profile`.
 
         Raises:
-            UsageError: The profile lacks the plan's number of GPUs per layer, its micro-batch size, or one of its
-                layers.
+            UsageError: The profile has no entry for the plan's tensor-parallel size or its micro-batch size, or lacks
+                one of its layers.
         """
         priced = tensor_parallel_profile(profile, plan.cluster)
         costs = costs_at(priced, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
@@ -135,7 +134,7 @@ class Evaluation:
     def optimizer_us(self) -> float:
         """Time by which all-reduces and optimizer steps delay the next step, in microseconds.
 
-        Only for schedules that do not split backwards.
+        Not defined for schedules that split backwards.
         """
         between_steps_us = self.between_steps_us
         # A device's first chunk is the last one that it runs in a step, and the first one in the next step.

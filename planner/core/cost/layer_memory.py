@@ -5,8 +5,8 @@ Other tensors that its backward needs exist only while this backward runs. The c
 stage in order, with
 
     held       bytes that one micro-batch has saved in the layers so far
-    pending    storages that later layers read and that no layer has saved so far; they are saved if one of the layers
-               that read them is recomputed, else they are freed after the last of these layers
+    pending    storages that later layers read and that no layer has saved so far; each is saved if a layer that reads
+               it is recomputed, else it is freed after the last layer that reads it
 
 Each layer adds its own peak and then its saved bytes. With exact memory records (g: gradient of the layer's output; c:
 copy of the layer's input, made if the layer writes into it; w: copy of the state that the forward changes):
@@ -18,8 +18,8 @@ copy of the layer's input, made if the layer writes into it; w: copy of the stat
     added to held     internal bytes, and of its output what   pending, c, w, and of its output what a later
                       it or a later layer saves                layer saves
 
-Without exact memory records, each peak is temporary memory on top of all saved memory. For a recomputed layer, it also
-includes the layer's saved bytes, or its output if the output is larger. Saved bytes are assumed to include as much of
+Without exact memory records, each peak is temporary memory on top of all saved memory. The peak of a recomputed layer
+also includes the larger one of the layer's saved bytes and its output. Saved bytes are assumed to include as much of
 the layer's output as possible.
 
 Sizes are rounded to whole bytes before they are added, so that sums do not depend on the order of addition.
@@ -79,7 +79,7 @@ class SavedAndPeaks(NamedTuple, Generic[Bytes]):
     forward: Bytes
     first_backward: Bytes
     backward: Bytes
-    """Peak memory of a later backward."""
+    """Peak memory of the backward of any micro-batch after the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +102,10 @@ class StageLayers:
     can_recompute: BoolArray
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """For each layer, bytes of the stage's copied input that no layer saves and that this or a later layer reads.
+    """For each layer, bytes of the stage's input that no layer saves and that this or a later layer reads.
 
-    Shape (end - first + 1,); the last entry is for the end of the stage.
+    Shape (end - first + 1,); the last entry is for the end of the stage. All entries are 0 if the stage does not copy
+    its input.
     """
 
     @classmethod
@@ -116,7 +117,7 @@ class StageLayers:
             first: First layer of the stage.
             end: One past its last layer.
 
-        Complexity: O(L).
+        Complexity: O(number of layers of the chain).
         """
         made, stage = costs.storages.maker, slice(first, end)
         by_maker, unkept = np.rint(costs.storages.saved_by_maker), np.rint(costs.storages.unsaved)
@@ -194,11 +195,11 @@ def most_bytes_freed(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 
 
 def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """Return saved bytes and peaks of stages, to compute lower bounds for any choice of recomputed layers.
+    """Return saved bytes and peaks of stages without recomputation, to compute lower bounds with recomputation.
 
     For a lower bound of the saved bytes, subtract `most_bytes_freed` of all recomputed layers. For a lower bound of a
-    peak, subtract `most_bytes_freed` of the recomputed layers before the layer whose backward has the peak. By then,
-    later layers have run their backward and have released their memory.
+    peak, subtract `most_bytes_freed` of the recomputed layers before the layer that runs at the peak. Layers after it
+    have already released their memory.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -288,8 +289,8 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
     """Return the memory that each layer needs to convert gradients of autocast's weight copies to parameter gradients.
 
-    Autograd converts them at the end of a later backward, when the gradients of all copies exist. These gradients
-    (`casts` bytes) are not included.
+    After the first micro-batch, autograd converts them at the end of the backward, when the gradients of all copies
+    exist. The result does not include the gradients of the copies (`FixedLayerBytes.casts`).
     """
     return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
@@ -297,12 +298,12 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
 def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     """Return the peak memory of each layer's backward, if the first micro-batch is recomputed under autocast.
 
-    It includes gradients of later layers: of autocast's weight copies, which wait until the stage's backward ends, and
-    of parameters without a copy.
+    The peak includes gradients of later layers: those of autocast's weight copies, which exist until the stage's
+    backward ends, and those of parameters without a copy.
 
     Returns:
-        The peak of each layer, as in `LayerMemory.backward`, for a stage that ends with the last layer of the chain;
-        and the prefix sums of these gradients, up to and including each layer.
+        Peak of each layer in a stage that ends with the last layer of the chain; and prefix sums of the gradients, up
+        to and including each layer. A stage that ends earlier lacks the gradients of the layers after its end.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
     level = costs.memory.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()

@@ -16,7 +16,7 @@ Parts of a stage in the middle, from exact memory records (level: highest memory
     forward           I D  level                         I D J  level without gradients
     first backward    I D  level with G, O's gradient    I O D R  max(forward level + J, level), O's gradient
     backward          I D  level, O's gradient           I O D R  as first backward, with a later backward's level
-    message           as `backward`, and Z               `always`: I O D  as `backward`, and Z
+    message           as `backward`, and Z               as `backward`, and Z
 
 G, T, the gradient of O and the gradient of I are also parts of their own (`gradients`, `casts`, `output_gradient`,
 `input_gradient`). The last micro-batch has its own parts, since `except-last` does not recompute it. With a split
@@ -267,8 +267,8 @@ def running_part(
     """Return the size of the part that exists while an action of a micro-batch runs.
 
     Args:
-        in_flight: Bytes of the micro-batch's activations.
-        working: Bytes of temporary tensors.
+        in_flight: Bytes that count as the component `in_flight`: the micro-batch's activations.
+        working: Bytes that count as the component `working`: temporary tensors.
         transfer: Bytes of transfer buffers, if any.
         saved: How many times the saved bytes are included.
         peak: Index of the field of `LayerPeaks` that is included, or None.

@@ -49,16 +49,21 @@ class RelayedTensors:
     def received_input_bytes(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
         """Return the bytes of each layer's input that the stage received from earlier stages; shape (firsts, layers).
 
-        `own_input` has the input bytes of each layer, which counts if a stage begins with the layer. `sizes` is the
-        field `unkept` or `all` of this object. It selects the tensors that count for the other layers.
+        Args:
+            sizes: `unkept` or `all` of this object: the received tensors that count for layers after the first.
+            own_input: Input bytes of each layer, which count for the first layer of a stage.
         """
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
     def passed_gradients(self, ends: IntArray) -> FloatArray:
         """Return the bytes of received gradients that no layer has used or changed when a layer's backward runs.
 
-        The result has one row per layer whose backward runs, and one column for each of `ends`: consecutive, ascending
-        last layers of stages. Zeros may have shape (1, 1).
+        Args:
+            ends: Last layers of stages, consecutive and ascending.
+
+        Returns:
+            Shape (layers, ends): layer whose backward runs, last layer of its stage. If all bytes are 0, the shape may
+            be (1, 1).
         """
         return _spanning(*self._relays, self._layers, ends)
 

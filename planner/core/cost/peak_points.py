@@ -10,9 +10,10 @@
     send F         -  (the output is in `held` and `kept`)      -
     receive B      output gradient                              -
     B              gradients, if it is the first one            held or kept, output gradient
-    I              gradients (of I), if it is the first one     held or kept, output gradient
-                   weight held                                  -
-    W              gradients, if it is the first one            weight held; gradients (of I)
+    I              weight held                                  held or kept, output gradient
+    W              -                                            weight held
+    first I        input backward gradients, too
+    first W        gradients, too                               input backward gradients, too
     send B         input gradient                               the previous input gradients
 
 While F or B runs, one of the parts `forward`, `last forward`, `first backward`, `backward` and `last backward` exists.

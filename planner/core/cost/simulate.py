@@ -1,14 +1,15 @@
 """Simulate the schedule of a training step: when each action and each transfer starts and ends.
 
-    start of an action    = latest of: end of the device's previous action; arrival of the message that it needs
+    start of an action    = latest of: end of the device's previous action; arrival of the message that it needs;
+                            over a blocking link, the receiver then spends the transfer time before it starts
     end                   = start + duration
-    arrival of a message  = end, over a blocking link; else latest of (end, link is free) + transfer time
+    arrival of a message  = end of the sender's action, over a blocking link;
+                            else latest of (that end, link is free) + transfer time
 
-Each device runs one action at a time, and each direction of a link one transfer. A device follows its action order.
-Each direction has one sender, so that its messages are in the order of the sender's actions. Over a blocking link, the
-receiver spends the transfer time before it starts its action. These orders do not depend on times, so that they are
-computed once per schedule. The same loop then computes with times of any type: numbers (`simulate`, which also returns
-events), arrays over partitions (`makespans`), or linear expressions (`device_spans`).
+Each device runs one action at a time, in its action order. Each direction of a link has one sender and carries one
+message at a time, in the order of the sender's actions. These orders do not depend on times, so that they are computed
+once per schedule. The same loop then computes with times of any type: numbers (`simulate`, which also returns events),
+arrays over partitions (`makespans`), or linear expressions (`device_spans`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -249,6 +250,8 @@ def device_spans(
 
 
 class _Step(NamedTuple):
+    """Action of the simulation, with what it waits for and sends. A slot is an index in the list of arrival times."""
+
     kind: Letter
     stage: int
     device: int

@@ -1,8 +1,10 @@
 """Costs of a profile at one of its micro-batch sizes, as arrays over the layers.
 
-There are three kinds of profiles. If every layer has exact memory records, they are composed along the chain. If layers
-have only the required fields, memory is an upper bound: all bytes that may be stored are summed, and temporary memory
-is added. Extensions (`planner.core.extensions`) have a memory model of their own.
+How memory is computed depends on what the profile has for each layer:
+
+    exact memory records              the memory of a stage follows from the records of its layers, in order
+    required fields only              upper bound: the sum of all bytes that may be stored, plus temporary memory
+    fields of another package         the package has its own memory model (`planner.core.extensions`)
 """
 
 from collections.abc import Callable, Sequence

@@ -112,10 +112,11 @@ def split_backward_times(
 
 
 def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return how much longer the next stage's optimizer step may take than this stage's, at no cost.
+    """Return how much longer the next stage's optimizer step may take than this stage's without delaying the next step.
 
-    The result is F + B - R + 2 C, with this stage's forward F, backward B, recomputation R and transfer C. The next
-    stage ends its last backward earlier, by B - R + C, and begins its next forward later, by F + C.
+    The result is F + B - R + 2 C, with this stage's forward F, backward B, recomputation R and transfer C
+    (`crossing_us`). The next stage ends its last backward earlier, by B - R + C, because this stage recomputes before
+    the gradient arrives. And the next stage begins its next forward later, by F + C.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)

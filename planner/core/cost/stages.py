@@ -32,9 +32,9 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagePeaks:
-    """Peak memory that the micro-batch whose action runs needs, for many stages at once, in bytes.
+    """Peak memory of many stages, in bytes, of the micro-batch whose action runs.
 
-    Received input and transfer buffers are not included.
+    Other micro-batches, received input and transfer buffers are not included.
     """
 
     forward: FloatArray
@@ -43,9 +43,10 @@ class StagePeaks:
     first_backward: FloatArray
     """Highest memory in the first micro-batch's backward, including the parameter gradients that it creates."""
     first_recomputed: FloatArray
-    """Highest memory in the first micro-batch's backward after recomputation, including waiting gradients of casts."""
+    """Highest memory in the first micro-batch's backward after recomputation, including gradients of autocast's weight
+    copies that are not converted yet."""
     backward: FloatArray
-    """Highest memory in a later backward."""
+    """Highest memory in the backward of a micro-batch after the first."""
     first_message: FloatArray
     """Highest memory in the first backward while gradients are sent to other replicas."""
     message: FloatArray
@@ -92,7 +93,7 @@ class StageTable:
     renewed: FloatArray
     """Tensors that each forward stores in module attributes; a micro-batch that keeps its activations has its own."""
     data: FloatArray
-    """Bytes of inputs and targets of the mini-batch that the stage reads."""
+    """Bytes of those inputs and targets of the mini-batch that this stage reads."""
     input: FloatArray
     """Bytes received for one micro-batch; 0 for stage 0, which reads slices of the mini-batch."""
     copied_input: FloatArray
@@ -113,7 +114,7 @@ class StageTable:
     message: FloatArray
     """Copies of gradients while they are sent to other replicas; 0 without such copies."""
     memory_model: StageMemoryModel | None
-    """Memory records of stages with a memory model of their own; None if a model of this package applies."""
+    """Memory model from a package outside `core`; None if the memory model of this package applies."""
     split_backward: SplitBackwardMemory | None
     """Memory with a split backward; None if not requested."""
     recomputes_layers: bool = False

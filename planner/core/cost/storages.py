@@ -106,7 +106,7 @@ class CrossingStorages:
         return storage
 
     def saved(self) -> list[float]:
-        """Return the bytes that each layer saves for backward. A storage that several layers save counts once."""
+        """Return the bytes that each layer saves for backward; a saved storage counts for the layer that creates it."""
         saved = [float(detail.internal_bytes) for detail in self.details]
         for storage in self.storages:
             if storage.kept and storage.origin >= 0:
@@ -134,7 +134,7 @@ class CrossingStorages:
         return relays
 
     def passing(self) -> list[int]:
-        """Return, for the boundary after each layer, the bytes of storages that earlier layers created."""
+        """Return the bytes of storages that cross the boundary after each layer and that an earlier layer created."""
         return [sum([s.bytes for s in each if s.origin < n]) for n, each in enumerate(self.crossing_after)]
 
     def bytes_after(self) -> list[int]:

@@ -1,4 +1,8 @@
-"""Pairs of layers that share parameters, and lower bounds of the shared bytes."""
+"""Pairs of layers that share parameters, and the bytes that they share.
+
+Profiles give the tied bytes of a layer in total. Where several assignments to pairs are possible, the bytes are lower
+bounds.
+"""
 
 from collections.abc import Sequence
 

@@ -1,18 +1,16 @@
 """Memory of waiting gradients, which belong to parameters that several layers of a stage share.
 
-Autograd sums the gradients of all uses of a parameter within a micro-batch, and adds the sum to the gradient of earlier
-micro-batches. So a second gradient exists from the backward of the last layer that uses the parameter to the backward
-of the first such layer. In the backward of the first micro-batch, the sum becomes the gradient itself, which exists
-once and not once per layer.
+Let the layers a < b share a parameter. Autograd sums the gradients of both uses within a micro-batch, and adds the sum
+to the gradient of earlier micro-batches. So a second gradient exists from b's backward to a's backward. In the first
+micro-batch, the sum becomes the gradient itself, which exists once and not once per layer.
 
-Autograd adds the second gradient to the first one in place, unless the first one is a view of another tensor, as that
-of a linear layer's weight is. Then the sum is a new tensor, and three tensors exist while the second of these layers
-runs its backward. The sum is no view, so further gradients are added to it in place.
+Autograd adds a's gradient to b's in place, unless b's is a view of another tensor, as that of a linear layer's weight
+is. Then the sum is a new tensor, and three tensors exist while a runs its backward. The sum is no view, so gradients of
+further layers are added to it in place.
 
-The gradients that the last such layer has created wait while its own backward still runs. They raise the peak of this
-backward. The increase is estimated from the first backward, after which all gradients of the layer stay in memory: the
-difference between its peak and the peak of a later backward, times the share of shared parameters in the layer's
-gradients.
+The gradient that b has created already waits while b's own backward still runs, and raises the peak of this backward.
+The increase is estimated as the difference between the peaks of the first backward, after which all gradients of the
+layer stay in memory, and of a later backward, times the share of shared parameters in the layer's gradients.
 """
 
 from collections.abc import Iterator
@@ -28,13 +26,10 @@ Backward = Literal["first", "later"]
 
 
 class WaitingGradients(NamedTuple):
-    """Bytes of gradients that wait until all layers that share the parameter have run their backward.
-
-    `bytes` is for the stages that begin with the layers in `rows`.
-    """
+    """Bytes of gradients that wait until all layers that share the parameter have run their backward."""
 
     rows: BoolArray
-    """True for each of the `firsts` of `waiting_gradients` to which `bytes` applies; shape (firsts,)."""
+    """True for each first layer of a stage to which `bytes` applies; shape (first layers,)."""
     bytes: FloatArray
     """Bytes to add to the peak memory of a backward; shape (layers, ends): layer that runs, last layer of the stage.
     They may be negative in the first backward, whose peak includes the gradients of all later layers."""
@@ -74,7 +69,7 @@ def waiting_gradients(
 
 
 def unfreed_gradient_bytes(costs: ChainCosts) -> FloatArray:
-    """Return how many bytes higher each layer's peak in backward is if its gradients are not freed."""
+    """Return how many bytes higher each layer's peak in backward is if its parameter gradients stay in memory."""
     first = costs.memory.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
     later = costs.memory.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))

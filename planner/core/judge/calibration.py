@@ -39,12 +39,12 @@ def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Cal
 
 
 def calibrated_executor(calibration: Calibration, kind: str, measured: ExecutorCost | None = None) -> ExecutorCost:
-    """Return the costs of the executor that a calibration has measured.
+    """Return the executor's overhead and link, as in a calibration.
 
     Args:
         calibration: Calibration from a run.
         kind: Kind of device of the profile; must be the calibration's.
-        measured: Executor costs in the profile. Their link is used if the calibration has none.
+        measured: Executor costs in the profile; their link is returned if the calibration has no link.
 
     Raises:
         UsageError: The calibration was measured on another kind of device.

@@ -1,7 +1,7 @@
-"""Error ranges of predictions, taken from earlier predictions of the same kind.
+"""Error ranges of predictions, taken from earlier predictions with the same kind of profile (measured, estimated, …).
 
-Each bound is the largest error in the measurements under docs/measurements; for runs that were repeated, the median is
-used. docs/cost-model.md names the pages for each kind. `tests/unit/core/test_certainty.py` fails if a bound differs
+The ends of a range are the largest errors in the measurements under docs/measurements; of repeated runs, the median
+counts. docs/cost-model.md names the pages for each kind. `tests/unit/core/test_certainty.py` fails if a range differs
 from the measurements on these pages. A kind without measurements has no error range.
 """
 
@@ -27,7 +27,7 @@ class StepErrors:
     """Range of measured step times relative to the predicted ones."""
 
     source: str
-    """Phrase that says how the values of the predictions' profile were found: `measured on the CPU`."""
+    """Phrase that says where the values of the profile come from, such as `measured on the CPU`."""
     least: float
     """Smallest ratio of measured to predicted step time."""
     most: float
@@ -82,15 +82,15 @@ class Certainty:
     """Error ranges of the predicted step time and peaks of a plan."""
 
     source: str
-    """Phrase that says how the values of the prediction's profile were found: `measured on the CPU`."""
+    """Phrase that says where the values of the profile come from, such as `measured on the CPU`."""
     step_ratio: tuple[float, float] | None = None
-    """Smallest and largest ratio of measured to predicted step time; None without timed runs of this kind."""
+    """Smallest and largest ratio of measured to predicted step time; None if no run with such a profile was timed."""
     sampling: float = 0.0
     """Sampling error of the step time, from the spread of repeated measurements; divided by the step time."""
     step_us: tuple[float, float] | None = None
     """Range of the step time in microseconds, from `step_ratio` and `sampling`."""
     peak_ratio: float | None = None
-    """Largest ratio of measured to predicted peak; None without measured peaks of this kind."""
+    """Largest ratio of measured to predicted peak; None if no peak with such a profile was measured."""
     allocator_ratio: float = 1.0
     """Largest ratio of reserved to allocated memory of the device's allocator."""
     device_bytes: tuple[int, ...] = ()
@@ -98,7 +98,7 @@ class Certainty:
 
 
 def certainty_of(plan: Plan, profile: Profile) -> Certainty:
-    """Return the error ranges of a plan's predictions, which must be those of its profile."""
+    """Return the error ranges of a plan's predictions. The predictions must have been computed from `profile`."""
     errors, step_us = _step_errors(plan, profile), plan.predicted.step_us
     sampling = _sampling_error(plan, tensor_parallel_profile(profile, plan.cluster))
     if errors is None:

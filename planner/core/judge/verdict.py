@@ -30,7 +30,7 @@ class Verdict:
 
     schema: Literal["gpipe-plan/check/v1"] = "gpipe-plan/check/v1"
     fits: bool
-    """True if no finding is an error and, with `strict`, none is a warning."""
+    """True if the check passes: no finding is an error and, with `strict`, none is a warning."""
     findings: tuple[Finding, ...]
     plan: Plan | None
     """Plan with values computed from the profile; None if the profile does not match the plan."""
@@ -72,7 +72,7 @@ def judge(
         plan: Plan as stored.
         profile: Current profile.
         profile_digest: Digest of the profile.
-        memory_bytes: Memory limit of each device in bytes; None for the limits of the plan.
+        memory_bytes: Memory limit of each device in bytes; None for the limits of the plan. Ignored with `device`.
         device: Device type to assume for every device; its memory is the limit.
         headroom: Share of the limit that should stay free, in [0, 1).
         strict: True to treat warnings as errors.
