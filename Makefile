@@ -50,6 +50,7 @@ matrix:
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select DOC102,DOC202,DOC403 planner gpipe_plan
 	$(BIN)/ruff format --check .
 
 types: $(READY)

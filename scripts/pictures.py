@@ -46,7 +46,7 @@ def even_profile() -> Profile:
 
 
 def plans(profile: str) -> dict[str, Plan]:
-    """The plan of each schedule, by its name, for the profile of that file."""
+    """Solve a plan for each schedule; return the plans by schedule name."""
     found = {}
     for name, chunks in CHUNKS.items():
         each = LAYERS // DEVICES // chunks
@@ -64,7 +64,7 @@ def plans(profile: str) -> dict[str, Plan]:
 
 
 def pictures() -> dict[str, str]:
-    """The text of every picture, by its file's name; figures go to standard output."""
+    """Return the text of every picture by file name, and print the figures of docs/schedules.md."""
     profile, drawn = even_profile(), {}
     with TemporaryDirectory() as folder:
         place = str(Path(folder, "profile.yaml"))

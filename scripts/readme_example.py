@@ -32,10 +32,10 @@ PAGES = (
 
 
 def said(line: str, folder: Path) -> str:
-    """What a command prints in `folder`, results and notes in their order.
+    """Run a command in `folder` and return its output: results and notes, in order.
 
     Raises:
-        RuntimeError: It did not end with exit code 0.
+        RuntimeError: The exit code is not 0.
     """
     with chdir(folder), patch.dict(os.environ, {"COLUMNS": str(COLUMNS)}), StringIO() as out:
         with redirect_stdout(out), redirect_stderr(out):

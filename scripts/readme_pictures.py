@@ -24,7 +24,7 @@ _LETTER = 6.2
 
 
 def badges() -> dict[str, str]:
-    """The badges by their file's name: versions and licence, as pyproject.toml has them."""
+    """Return badges of the versions and the license in pyproject.toml, as SVG by file name."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project = settings["project"]
     torch = next(n for n in project["optional-dependencies"]["train"] if n.startswith("torch>"))

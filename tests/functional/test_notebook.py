@@ -15,7 +15,7 @@ CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
 def shown_by(cell: str, names: dict[str, Any]) -> Any:
-    """What a cell ends with, if that is an expression, as Jupyter runs it; `names` are those of the cells before."""
+    """Run a cell as Jupyter does; return the value of its last expression. `names`: variables of earlier cells."""
     tree = ast.parse(cell)
     last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "cell", "exec"), names)

@@ -14,9 +14,7 @@ __all__ = [
     "Module",
     "clock_readers",
     "compared_words",
-    "docstrings",
     "functions",
-    "has_no_subject",
     "is_vague",
     "modules",
     "named_files",
@@ -33,7 +31,6 @@ _CLOCKS = frozenset(
     f"{clock}{unit}" for clock in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")
 )
 _VAGUE = frozenset({"given", "found", "known", "told", "own", "made", "others", "alone", "mine", "theirs"})
-_SUBJECTLESS = frozenset({"Of", "Likewise", "As", "Those", "They", "Same", "And", "Beside"})
 
 _TOP_FOLDERS = ("planner/", "tests/", "benchmarks/", "docs/", "sample_models/", ".github/")
 
@@ -140,18 +137,6 @@ def clock_readers(path: str) -> Iterator[str]:
         is_nightly = any("nightly" in ast.unparse(decorator) for decorator in node.decorator_list)
         if set(clocks) & _CLOCKS and not is_nightly:
             yield f"{path}:{name}"
-
-
-def docstrings(module: Module) -> Iterator[str]:
-    """Yield every docstring of a module, including those of fields."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.value.value
-
-
-def has_no_subject(docstring: str) -> bool:
-    """Return True for a docstring without a subject, such as "Of a later backward."."""
-    return re.split(r"\W", docstring.strip(), maxsplit=1)[0] in _SUBJECTLESS
 
 
 def names(module: Module) -> Iterator[str]:

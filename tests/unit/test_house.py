@@ -14,9 +14,7 @@ from tests.support.house import (
     Module,
     clock_readers,
     compared_words,
-    docstrings,
     functions,
-    has_no_subject,
     imported_parts,
     is_vague,
     modules,
@@ -52,9 +50,6 @@ PRIVATE_TORCH = {
 
 VAGUE_NAMES: dict[str, int] = {}
 """Packages with 1 % or more vague names, and the percentage, rounded up."""
-
-DOCSTRINGS_WITHOUT_SUBJECT: dict[str, int] = {}
-"""Packages with 1 % or more docstrings without a subject, and the percentage, rounded up."""
 
 
 USERS_FILES = re.compile(r"(path/to/)?model\.py|train(_jax|_ray)?\.py|plan_\w+\.py|pip\.py")
@@ -113,10 +108,6 @@ def test_executor_uses_public_names_of_torch() -> None:
 
 def test_few_names_are_vague() -> None:
     assert percent(names, is_vague) == VAGUE_NAMES
-
-
-def test_few_docstrings_lack_a_subject() -> None:
-    assert percent(docstrings, has_no_subject) == DOCSTRINGS_WITHOUT_SUBJECT
 
 
 def percent(all_of: Callable[[Module], Iterable[str]], is_bad: Callable[[str], bool]) -> dict[str, int]:

@@ -289,7 +289,7 @@ def _hand_written(
     is_compiled: bool = True,
     names: tuple[str, ...] = ("l0", "l1", "l2", "l3"),
 ) -> None:
-    """A profile in kB, of one sample per micro-batch and two."""
+    """Write a profile for micro-batches of one and two samples; sizes are in kB."""
     layers = "".join(
         f"- {{name: '{names[n]}', parameter_bytes: {1000 * p}, forward_us: [5, 9], backward_us: [9, 16], "
         f"output_bytes: [1000, 2000], saved_bytes: [{1000 * s}, {2000 * s}]}}\n"

@@ -27,7 +27,7 @@ class Scale:
 
 
 def scale(gradient: Tensor, by: Tensor) -> Tensor:
-    """Hook that is bound to its tensor."""
+    """Scale a gradient; used as a hook that is bound to the tensor `by`."""
     return gradient * by
 
 

@@ -460,7 +460,7 @@ class Passing(TorchFunctionMode):
     """Changes nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch returns."""
+        """Return the result of torch's function."""
         return func(*args, **(kwargs or {}))
 
 

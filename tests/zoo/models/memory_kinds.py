@@ -236,7 +236,7 @@ class Carried(nn.Module):
 
 
 def carried_in_a_row() -> nn.Sequential:
-    """The layers of `Carried` in a Sequential."""
+    """Return the layers of `Carried` in a Sequential."""
     model = Carried()
     return nn.Sequential(model.words, *model.cells)
 
@@ -259,7 +259,7 @@ class Compared(nn.Module):
 
 
 def pruned_in_a_row() -> nn.Sequential:
-    """The layers of `Pruned` in a Sequential."""
+    """Return the layers of `Pruned` in a Sequential."""
     model = Pruned()
     return nn.Sequential(model.words, *model.layers, model.head)
 
