@@ -23,7 +23,7 @@ class Answer(NamedTuple):
     method: str
     """Name of the search method, for the plan's `SolverReport`."""
     actions: int = 0
-    """Number of actions that a search with a limited budget has simulated."""
+    """Number of simulated actions that the search has charged to its budget; 0 if it simulates nothing."""
 
 
 class PlanSearch(Protocol):

@@ -67,7 +67,10 @@ def check_request(profile: Profile, request: Request) -> None:
 
 
 def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None = None) -> list[Case]:
-    """Return the cases of a request: all combinations of width, schedule, chunks, replicas and micro-batches.
+    """Return the cases of a request.
+
+    There is one case for each possible combination of tensor-parallel width, schedule, stages per device, replicas and
+    number of micro-batches.
 
     Args:
         profile: The profile to plan for.
@@ -75,7 +78,7 @@ def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None =
         tables: Cost tables of the profile; None to compute them.
 
     Raises:
-        UsageError: The request allows no width or no number of micro-batches, or names unknown layers.
+        UsageError: No tensor-parallel width or no number of micro-batches is possible, or a layer name is unknown.
     """
     inputs = request.inputs
     names = [layer.name for layer in profile.layers]
@@ -177,16 +180,18 @@ def _replica_counts(profile: Profile, inputs: Inputs, cluster: Cluster) -> list[
 def micro_batch_counts(
     profile: Profile, request: Request, *, replicas: int = 1, required: bool = True
 ) -> tuple[int, ...]:
-    """Return the numbers of micro-batches that divide each replica's batch, and whose size the profile covers.
+    """Return the possible numbers of micro-batches of a request, ascending.
+
+    They divide the batch of a replica into micro-batches of a size that the profile covers.
 
     Args:
         profile: The profile to plan for.
         request: The request.
         replicas: Number of replicas.
-        required: True to raise an error if there is no such number.
+        required: True to raise an error if no number is possible.
 
     Raises:
-        UsageError: There is no such number, and `required` is set.
+        UsageError: No number is possible, and `required` is set.
     """
     inputs = request.inputs
     batch = inputs.batch // replicas

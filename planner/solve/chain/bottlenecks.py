@@ -1,9 +1,9 @@
 """Branch and bound over the bottlenecks of a plan under GPipe: its largest forward time and its largest backward time.
 
 Most of a step is (M-1) times the largest forward and the largest backward time of any stage or link. The dynamic
-program spends most of its time on partial plans that differ in these two times, and its bound is weakest for them. The
-plane of the two times is therefore divided into boxes. A box contains the plans whose largest times are between its two
-corners:
+program spends most of its time on partial plans that differ in these two times, because its lower bound excludes few
+of these plans. The plane of the two times is therefore divided into boxes. A box contains the plans whose largest times
+are between its two corners:
 
     backward  |_______________________
               |      |        |           T       step time of a plan in the box
@@ -14,10 +14,12 @@ corners:
               +-----------------------    T >= (M-1) f + (M-2) x + (smallest sum over stages of F + p + 2 C)
                         forward
 
-The bound counts one backward less than a step has: the last micro-batch's, which recomputation makes different. The
-smallest sum is a shortest path.
+The lower bound leaves out the backward of the last micro-batch, whose time depends on recomputation. The smallest sum
+is computed as a shortest path.
+
 Within a box, partial plans hardly differ. If there are few of them, the dynamic program solves the box; otherwise the
-box is divided in two. The box with the smallest lower bound is searched first, so this bound holds for all boxes.
+box is divided in two. The box with the smallest lower bound is searched first. No plan in another box can be faster
+than this lower bound.
 
 Complexity: O(K L W) for each box, with K stages, L layers and W layers in the longest stage; a few dozen boxes for an
 optimum, fewer for a small gap.
@@ -66,7 +68,7 @@ class BottleneckSearch:
     """Search for the fastest partition of a chain under GPipe.
 
     Args:
-        problem: The chain and its stages.
+        problem: The layers, and tables of all stages that a partition may have.
         micro_batches: Number of micro-batches.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """

@@ -1,14 +1,16 @@
 """Exact search over the cuts of a chain for a given number of micro-batches: a dynamic program with bounds.
 
-The search adds stages from the last to the first, as backward visits them. A partial plan has the layers i..L-1. Its
-numbers (`recurrences.py`) determine the step time of all plans that contain it. Among partial plans with the same first
-layer and number of stages, the search keeps only those that no other one dominates. Three rules keep their number
-small:
+The search adds stages from the last to the first, as backward visits them. A partial plan has stages for the layers
+i..L-1. It is described by a few numbers (`recurrences.py`), for example its longest backward time. These numbers and
+the earlier stages determine the step time of a complete plan (under 1F1B, a lower bound of it). Among partial plans
+with the same first layer and number of stages, the search keeps only those that no other one dominates. Three rules
+keep their number small:
 
 - A partial plan is dropped if its lower bound does not beat the best complete plan. The bound consists of the times of
   its stages, the work of the earlier layers, and the smallest possible bottlenecks of the earlier layers.
-- Before partial plans are compared, their bottlenecks are raised to the smallest possible bottleneck of the earlier
-  layers and of the whole chain: every complete plan has at least this bottleneck.
+- A bottleneck is the largest forward or backward time of any stage or link. Before partial plans are compared, their
+  bottlenecks are raised to the smallest value that a complete plan can have. Plans that differ only below this value
+  become equal.
 - The tables leave out stages that are so long that no plan with such a stage can beat the best plan found so far
   (`max_stage_layers`).
 
@@ -53,7 +55,7 @@ class ChainCuts(NamedTuple):
     cuts: tuple[int, ...]
     choices: tuple[int, ...]
     rank: tuple[float, ...]
-    """Numbers by which the recurrence ranks partitions; smaller is better."""
+    """Values by which partitions are compared, such as the step time, the most important first; smaller is better."""
 
 
 class _PartialPlans(NamedTuple):
@@ -68,7 +70,7 @@ class _PartialPlans(NamedTuple):
     bound: FloatArray
     """Lower bound of the step time of every complete plan that contains the partial plan."""
     rank: FloatArray
-    """Lower bounds of the numbers by which complete plans that contain the partial plan are ranked, one row each."""
+    """Lower bounds of `ChainCuts.rank` for complete plans that contain the partial plan; one row per ranking value."""
 
     def take(self, index: IndexArray) -> "_PartialPlans":
         fields: list[Any] = [field.take(index, axis=-1) for field in self]
@@ -84,7 +86,7 @@ class CutDynamicProgram:
     """Dynamic program that finds the best cuts of a chain for one schedule.
 
     Args:
-        problem: The chain and its stages.
+        problem: The layers, and tables of all stages that a partition may have.
         recurrence: Rule to add a stage to partial plans under the schedule, for example `GPipeRecurrence`.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
@@ -107,7 +109,10 @@ class CutDynamicProgram:
         return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
 
     def least_values(self) -> dict[str, float]:
-        """Return lower bounds for all partitions, by their names in `Recurrence.needs`, such as `forward`."""
+        """Return lower bounds that hold for all partitions, such as `forward`: of the longest forward time of a stage.
+
+        The keys are those of `Recurrence.needs`.
+        """
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
@@ -153,10 +158,9 @@ class CutDynamicProgram:
             most_plans: Number of partial plans to keep for each first layer; None for all. With a limit, the result may
                 not be the best partition.
             best_rank: Rank to beat, or None.
-            most_per_count: Limit on partial plans with the same number of stages. If it is exceeded, the search ends
-                early and sets `is_exhaustive` to False.
-            enough_in_all: Number of partial plans, of all numbers of stages together, below which the search does not
-                end early.
+            most_per_count: Limit on partial plans with the same number of stages.
+            enough_in_all: Limit on partial plans in total. The search ends early only if it exceeds both limits; then
+                `CutDynamicProgram.is_exhaustive` is False.
         """
         levels = [self._root()]
         best: ChainCuts | None = None
@@ -308,7 +312,7 @@ class CutDynamicProgram:
 
 
 def just_below(upper_us: float) -> float:
-    """Return a step time reduced by the rounding errors of sums: a shorter step time is surely shorter."""
+    """Return `upper_us` minus a tolerance: a time below the result is shorter than `upper_us` despite rounding."""
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 

@@ -44,7 +44,8 @@ class TableWidth:
     def widen(self, upper_us: float) -> bool:
         """Increase the width, or return False if the tables have every stage of any plan faster than `upper_us`.
 
-        While `upper_us` is infinite, each call doubles the longest time of a stage in the tables.
+        The width follows from a limit on the time of a stage. Each call doubles this limit while `upper_us` is
+        infinite.
         """
         case = self.case
         limit_us = case.longest_stage_us(upper_us)

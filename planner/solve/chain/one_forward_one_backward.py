@@ -1,15 +1,15 @@
-"""Search for 1F1B with one stage per device, which simulates every partition that may be the fastest.
+"""Search for the fastest partition under 1F1B, with one stage per device.
 
-The dynamic program with `OneForwardOneBackwardRecurrence` gives a lower bound. The search improves a few good
-partitions by moving one cut at a time. The dynamic program then lists all partitions whose lower bound is below the
-best step time, including dominated ones:
+The dynamic program with `OneForwardOneBackwardRecurrence` gives a lower bound of each partition's step time. The search
+first improves a few good partitions by moving one cut at a time. The dynamic program then lists all partitions whose
+lower bound is below the best step time found, including dominated ones. The search simulates these partitions:
 
-    no partition is as fast     all partitions with such bounds are simulated     partitions are slower
-    |--------------------------|-------------------------------------------------|--------------------->  step time
-    0                     lower bound                                  best partition simulated
+        no partition             simulate the partitions           partitions are slower
+    |--------------------|--------------------------------------|------------------------>  lower bound of a partition
+    0           smallest lower bound                  best step time found
 
-Complexity: that of `chain_dp.py` for each number of stages whose bound is below the best step time, plus O(K M) for
-every batch of simulated partitions, with K stages and M micro-batches.
+Complexity: that of `chain_dp.py` for each number of stages whose lower bound is below the best step time. In addition,
+O(K M) numpy operations per 1024 simulated partitions, for K stages and M micro-batches.
 """
 
 from math import inf

@@ -22,7 +22,9 @@ _SIMULATIONS: Final = 4
 
 
 def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:
-    """Return the plans that short searches under 1F1B find, one for each width, replicas and micro-batches.
+    """Return the plans that short searches under 1F1B find.
+
+    There is at most one plan for each combination of tensor-parallel width, replicas and number of micro-batches.
 
     Args:
         cases: Cases of a request, of any schedule.

@@ -33,15 +33,20 @@ where D is the makespan of the backward flow shop and U the time that optimizer 
 
 **1F1B** (a lower bound: the makespan is the longest of many paths, and only the most important paths are computed):
 
-    g   time from the first forward to the last backward of the partial plan's first stage; the largest of
-          all its work, M F + M B;
-          the round trip of the first micro-batch through all later stages, then the remaining M-1 backwards and
-          M-w forwards of the stage, because only w forwards run before the first backward;
-          consecutive round trips, because a micro-batch begins only after the w-th previous one has returned;
-          g of the next stage, plus one forward, one backward and two transfers
-    s   round trip of the first micro-batch, with its recomputation: s + 2 C + F + B of the added stage
-    r   round trip that ends with the backward of the last micro-batch: r + 2 C + F + q of the added stage
-    u   as under GPipe
+    g   time from the first forward to the last backward of the partial plan's first stage
+    s   round trip of the first micro-batch: time from its forward to the end of its backward on the same stage
+    r   round trip of the last micro-batch
+    u   time that the optimizer steps of these stages add, as under GPipe
+
+An added stage changes s to s + 2 C + F + B, and r to r + 2 C + F + q. The new g is the largest of four times:
+
+    M F + (M-1) B + q                       all work of the added stage
+    F + 2 C + s + (M-1) B + q + (M-w) F     the first micro-batch visits the later stages (s before the change); then
+                                              the added stage runs all backwards, and the forwards that follow them
+    floor((M-1) / w) s + r                  consecutive round trips (s and r after the change), because a micro-batch
+                                              begins only after the w-th previous one has returned
+    g + F + q + 2 C                         the next stage runs (g before the change), with one more forward, backward
+                                              and two transfers
 """
 
 from collections.abc import Iterator
@@ -69,11 +74,11 @@ class EarlierLayers:
     work_us: FloatArray
     """Forward plus backward time of all earlier layers, in microseconds."""
     own_us: float
-    """Lower bound of the all-reduce and optimizer time of the first stage, if there are earlier layers."""
+    """Lower bound of the all-reduce and optimizer time of the stage with layer 0, in microseconds."""
     exist: BoolArray
     """True for partial plans with earlier layers."""
     least: dict[str, FloatArray]
-    """Lower bounds, by their names in `Recurrence.needs`."""
+    """Lower bounds of the values in `Recurrence.needs`, such as the longest forward time of a stage, by name."""
 
 
 _NEEDS: dict[str, BoundKind] = {
@@ -93,7 +98,7 @@ class Recurrence(Protocol):
     """Rule of one schedule to add a stage to partial plans, and to bound the step time of complete plans."""
 
     size: int
-    """Number of numbers that a partial plan has."""
+    """Number of entries of a partial plan's `PlanNumbers`, for example 5 for f, x, a, d and u."""
     rank_is_time: bool
     """True if partitions are ranked by their step time alone."""
     needs: dict[str, BoundKind]
@@ -103,12 +108,12 @@ class Recurrence(Protocol):
         """Return the numbers of partial plans after a stage is added before each of them.
 
         Args:
-            numbers: Numbers of the partial plans without the stage, one plan per row.
-            stages: Stages to add.
-            num_later: Number of stages of the partial plans without the stage.
+            numbers: Numbers of the partial plans without the added stage; each array has one entry per plan.
+            stages: Stage to add to each partial plan.
+            num_later: Number of stages of each partial plan without the added stage.
 
         Returns:
-            Numbers of the partial plans with the stage, in the shape of `stages`.
+            Numbers of the partial plans with the added stage; each array has one entry per plan.
         """
 
     def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:

@@ -34,7 +34,7 @@ class PrefixBounds:
     """Lower bounds for the layers before each cut, by number of stages.
 
     Args:
-        problem: The chain and its stages.
+        problem: The layers, and tables of all stages that a partition may have.
         needs: Definitions of the lower bounds to compute, by name.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
@@ -46,7 +46,8 @@ class PrefixBounds:
         self.shared_stages = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
         """Stages that end at each cut, if all levels have the same stages; else None."""
         self.least = self._least_of_prefixes()
-        """Lower bounds by name; [r][i] is the bound for layers 0..i-1 in at most (or exactly) r stages."""
+        """Lower bounds by name; entry [r][i] is for layers 0..i-1 in at most r stages (exactly r if the problem is
+        `exact`)."""
 
     def cuts_with_smallest_maximum(self, name: str) -> tuple[int, ...] | None:
         """Return the cuts for which the largest value of any stage is smallest; None if no partition fits.
@@ -66,7 +67,10 @@ class PrefixBounds:
         return tuple(cuts[::-1])
 
     def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
-        """Return the lower bounds by name. Entry [r][i] is for layers 0..i-1 in at most (or exactly) r stages."""
+        """Return the lower bounds by name. Entry [r][i] is for layers 0..i-1 in r stages.
+
+        Fewer than r stages are allowed as well, unless the problem requires an exact number of stages (`exact`).
+        """
         num, width, most = self._problem.num_layers, self._problem.width, self._problem.num_stages
         start = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
         least = {name: [start] for name in self._needs}
@@ -116,7 +120,7 @@ class PrefixBounds:
     def stages(self, num_later: int, ends: IntArray) -> StageTimeArrays:
         """Return the stages that end at each of the cuts `ends` and have `num_later` later stages.
 
-        Each stage has one row for every recompute choice; see `StageTimeArrays.of_variants`.
+        The arrays have one more dimension, the first one, for the tables of `ChainProblem.tables[num_later]`.
         """
         variants = range(len(self._problem.tables[num_later]))
         return StageTimeArrays.of_variants([self._problem.stages(num_later, variant, ends) for variant in variants])
