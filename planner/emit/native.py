@@ -13,7 +13,7 @@ from planner.core.values.balance import Balance, RunPrediction, StageBalance, cu
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
-from planner.core.values.profile import GENERATOR, Device, Profile
+from planner.core.values.profile import THIS_TOOL, Device, Profile
 from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
 from planner.emit.layout import EngineFile, PlanLayout, refuse_tensor_parallel_or_sharded
 from planner.emit.signature import is_edited, is_script_with_balance, refuse_edited, with_signature
@@ -238,7 +238,7 @@ def decisions_digest(plan: Plan) -> str:
 def _balance(layout: PlanLayout, profile: Profile, source: str) -> Balance:
     plan = layout.plan
     return Balance(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         plan_digest=decisions_digest(plan),
         model=replace(profile.model, source=source),
         optimizer=profile.optimizer,

@@ -246,7 +246,7 @@ class Checkpoints:
     def _release(self) -> None:
         if sys.exc_info()[0] is None:
             self._exchange.close()
-        self._place.release()
+        self._place.release_lock()
 
     def _publish(self, folder: Path, computation: dict[str, str], files: Sequence[WrittenFile]) -> None:
         holders: dict[str, int] = {}

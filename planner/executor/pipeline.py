@@ -28,7 +28,7 @@ from planner.executor.watch.activity import ANY
 from planner.executor.watch.failure import FailureWatch
 from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
-from planner.model.optimizer_scope import check_optimizer, watch_optimizer
+from planner.model.optimizer_scope import check_optimizer, optimizer_step_check
 from planner.model.optimizers import WholeModelOptimizer
 from planner.model.process_group import hide_process_group_in_step
 from planner.model.seeding import seed_process
@@ -165,7 +165,7 @@ class Pipeline:
         if is_divided and build is not self.model.build_optimizer:
             check_optimizer(build, whole, self.device)  # the profile had another optimizer
         optimizer = WholeModelOptimizer(build, whole).build_for(self._assembly.parameter_pairs())
-        hide_process_group_in_step(optimizer, watch_optimizer(optimizer, build, whole) if is_divided else None)
+        hide_process_group_in_step(optimizer, optimizer_step_check(optimizer, build, whole) if is_divided else None)
         self._trainer.record_learning_rates(optimizer)
         return optimizer
 

@@ -87,7 +87,7 @@ def check_optimizer(build: OptimizerBuilder, parameters: Iterable[Tensor], devic
         raise _refusal(whole.name, len(sample), differing)
 
 
-def watch_optimizer(
+def optimizer_step_check(
     optimizer: torch.optim.Optimizer, build: OptimizerBuilder, parameters: Iterable[Tensor]
 ) -> Callable[[], None] | None:
     """Return a function to call before each step of a run, which repeats the check of `check_optimizer` for this step.

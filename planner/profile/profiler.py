@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError, PlannerError
 from planner.core.values.partial import PartialProfile
-from planner.core.values.profile import GENERATOR, Device, Environment, Model, Profile
+from planner.core.values.profile import THIS_TOOL, Device, Environment, Model, Profile
 from planner.device.kinds import kind_of
 from planner.device.machine import LARGE_BYTES, keep_freed_memory
 from planner.model.batch_norm import has_batch_norm
@@ -96,7 +96,7 @@ def profile_model(
         _raise_of_model(loaded, chain.model, error)
         raise
     return Profile(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         model=measurements.header.model,
         device=measurements.header.device,
         environment=measurements.header.environment,
@@ -185,7 +185,7 @@ def _put_back(
 
 def _header(loaded: LoadedModel, chain: Chain, device: Device, options: ProfilerOptions) -> PartialProfile:
     return PartialProfile(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         model=Model(
             source=loaded.source,
             settings=loaded.settings,

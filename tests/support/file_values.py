@@ -12,7 +12,6 @@ from planner.core.values.profile import (
     ArrayKind,
     Device,
     Environment,
-    Generator,
     LayerProfile,
     Model,
     Profile,
@@ -20,6 +19,7 @@ from planner.core.values.profile import (
     SplitMemory,
     TiedGroup,
     WidthCosts,
+    WritingTool,
 )
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
@@ -28,7 +28,7 @@ from tests.support.chains import record, tensor
 from tests.support.profiles import inputs_of
 
 EXECUTOR = ExecutorCost(overhead_us=12.5, link=Link(latency_us=3.0, bytes_per_s=1e9, blocking=True))
-GENERATOR = Generator(name="gpipe-plan", version="0.1.0")
+THIS_TOOL = WritingTool(name="gpipe-plan", version="0.1.0")
 
 
 def full_layer(n: int) -> LayerProfile:
@@ -118,7 +118,7 @@ def full_layer(n: int) -> LayerProfile:
 def full_profile() -> Profile:
     """Return a profile of three such layers."""
     return Profile(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         model=Model(
             source="model.py:build",
             settings={
@@ -244,7 +244,7 @@ def fullest_plan() -> Plan:
 def full_run() -> RunReport:
     """Return a report of two steps of the plan."""
     return RunReport(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         plan_digest="sha256:def",
         seed=7,
         device=Device(kind="cpu", name="x86_64"),
@@ -282,7 +282,7 @@ def full_run() -> RunReport:
 def full_calibration() -> Calibration:
     """Return the calibration from such a run."""
     return Calibration(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         plan_digest="sha256:def",
         steps=10,
         device=Device(kind="cpu", name="x86_64"),
@@ -303,7 +303,7 @@ def full_links() -> Links:
         sample_us=(401.0, 402.9),
     )
     return Links(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         device=Device(kind="cpu", name="x86_64"),
         environment=Environment(torch="2.13.0", python="3.11.7"),
         backend="gloo",
@@ -316,7 +316,7 @@ def full_partial() -> PartialProfile:
     profile = full_profile()
     one, four = profile.layers[0].detail
     return PartialProfile(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         model=profile.model,
         device=profile.device,
         environment=profile.environment,
@@ -340,7 +340,7 @@ def full_partial() -> PartialProfile:
 def full_balance() -> Balance:
     """Return the balance that `emit` writes of the plan."""
     return Balance(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         plan_digest="sha256:def",
         model=full_profile().model,
         optimizer="adamw",

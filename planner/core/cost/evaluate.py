@@ -31,7 +31,7 @@ from planner.core.cost.workload import training_run
 from planner.core.schedule import Action
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Inputs, Plan, Predicted, SolverReport, Stage, StageMemory
-from planner.core.values.profile import GENERATOR, Profile
+from planner.core.values.profile import THIS_TOOL, Profile
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,7 +280,7 @@ class Evaluation:
         """
         partition = self.partition
         return Plan(
-            generator=GENERATOR,
+            generator=THIS_TOOL,
             inputs=inputs,
             solver=replace(solver, gap=0.0, lower_bound_us=0.0) if solver.status == "given" else solver,
             schedule=partition.schedule,

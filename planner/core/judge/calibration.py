@@ -8,7 +8,7 @@ from planner.core.errors import UsageError
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.plan import Plan
-from planner.core.values.profile import GENERATOR
+from planner.core.values.profile import THIS_TOOL
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 
@@ -25,7 +25,7 @@ def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Cal
     """
     overhead_us = plan.inputs.overhead_us if report.overhead_us is None else report.overhead_us
     corrected = Calibration(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         plan_digest=report.plan_digest,
         steps=max(0, len(report.step_us) - report.warmup_steps),
         device=replace(report.device, memory_bytes=0, executor=None),

@@ -10,7 +10,7 @@ from planner.core.values.left_out import LEFT_OUT
 from planner.core.values.placement import Placement, stages_on
 from planner.core.values.plan import Inputs, Recompute, ScheduleName
 from planner.core.values.precision import Precision
-from planner.core.values.profile import Generator, Model
+from planner.core.values.profile import Model, WritingTool
 from planner.core.values.units import exact_bytes_option
 
 BALANCE_SCHEMA: Final = "gpipe-plan/balance/v1"
@@ -58,7 +58,7 @@ class Balance:
     """
 
     schema: Literal["gpipe-plan/balance/v1"] = BALANCE_SCHEMA
-    generator: Generator | None = None
+    generator: WritingTool | None = None
     plan_digest: str
     model: Model
     """Profiled model; `source` is relative to the folder of `balance.yaml`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from planner.core.values.cluster import Link
-from planner.core.values.profile import Device, Environment, Generator
+from planner.core.values.profile import Device, Environment, WritingTool
 
 CALIBRATION_SCHEMA: Final = "gpipe-plan/calibration/v1"
 
@@ -17,7 +17,7 @@ class Calibration:
     """Costs of a machine, measured by a run. Predictions use them instead of the profile's costs."""
 
     schema: Literal["gpipe-plan/calibration/v1"] = CALIBRATION_SCHEMA
-    generator: Generator | None = None
+    generator: WritingTool | None = None
     plan_digest: str = ""
     """Digest of the plan that was run, as in the run report."""
     steps: int = 0

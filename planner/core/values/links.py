@@ -7,7 +7,7 @@ from typing import Final, Literal
 import numpy as np
 
 from planner.core.values.cluster import Link
-from planner.core.values.profile import Device, Environment, Generator
+from planner.core.values.profile import Device, Environment, WritingTool
 
 LINKS_SCHEMA: Final = "gpipe-plan/links/v1"
 
@@ -28,7 +28,7 @@ class Links:
     """Links between all neighboring processes of a pipeline, in order (`links.yaml`)."""
 
     schema: Literal["gpipe-plan/links/v1"] = LINKS_SCHEMA
-    generator: Generator | None = None
+    generator: WritingTool | None = None
     device: Device
     """Device of the first process."""
     environment: Environment

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from planner.core.values.profile import Device, Environment, Generator, MemoryDetail, Model, SplitMemory
+from planner.core.values.profile import Device, Environment, MemoryDetail, Model, SplitMemory, WritingTool
 
 PARTIAL_SCHEMA: Final = "gpipe-plan/partial/v1"
 
@@ -32,7 +32,7 @@ class PartialProfile:
     """Measurements of an interrupted profile, with the settings that must be equal to reuse them."""
 
     schema: Literal["gpipe-plan/partial/v1"] = PARTIAL_SCHEMA
-    generator: Generator
+    generator: WritingTool
     model: Model
     device: Device
     environment: Environment

@@ -13,7 +13,7 @@ from planner.core.values.cluster import Cluster, Link
 from planner.core.values.left_out import LEFT_OUT
 from planner.core.values.placement import Placement, device_of, stages_on
 from planner.core.values.precision import Precision
-from planner.core.values.profile import Generator
+from planner.core.values.profile import WritingTool
 
 PLAN_SCHEMA: Final = "gpipe-plan/plan/v1"
 
@@ -322,7 +322,7 @@ class Plan:
     """Partition of the layers into stages, with schedule and predictions."""
 
     schema: Literal["gpipe-plan/plan/v1"] = PLAN_SCHEMA
-    generator: Generator | None = None
+    generator: WritingTool | None = None
     inputs: Inputs
     solver: SolverReport
     schedule: ScheduleName

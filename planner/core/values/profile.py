@@ -26,14 +26,14 @@ CountedLabels = Literal["", "all", "shifted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generator:
+class WritingTool:
     """Tool that wrote a file."""
 
     name: str
     version: str
 
 
-GENERATOR: Final = Generator(name="gpipe-plan", version=__version__)
+THIS_TOOL: Final = WritingTool(name="gpipe-plan", version=__version__)
 """This version of gpipe-plan."""
 
 
@@ -329,7 +329,7 @@ class Profile:
     """Costs of a model on a device."""
 
     schema: Literal["gpipe-plan/profile/v1"] = PROFILE_SCHEMA
-    generator: Generator | None = None
+    generator: WritingTool | None = None
     model: Model = field(default_factory=Model)
     proof: Proof | None = None
     """Result of the equivalence check; None if it was not run."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from planner.core.values.left_out import LEFT_OUT
-from planner.core.values.profile import Device, Environment, Generator
+from planner.core.values.profile import Device, Environment, WritingTool
 
 RUN_SCHEMA: Final = "gpipe-plan/run/v1"
 
@@ -66,7 +66,7 @@ class RunReport:
     """Report of one run of the bundled executor."""
 
     schema: Literal["gpipe-plan/run/v1"] = RUN_SCHEMA
-    generator: Generator | None = None
+    generator: WritingTool | None = None
     plan_digest: str
     """Digest of the plan's decisions: schedule, micro-batches, balance, recompute."""
     seed: int | None = None

@@ -85,7 +85,7 @@ class RunFolder:
         if self._is_first:
             self._set_aside([path for path in checkpoints_in(self.path) if step_of(path) > step])
 
-    def release(self) -> None:
+    def release_lock(self) -> None:
         """Release the lock, so that other jobs may use the folder."""
         if self._lock is not None:
             self._lock.release()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from planner.core.errors import MeasurementError, UsageError
 from planner.core.values.links import Links, MeasuredLink, fit_link
-from planner.core.values.profile import GENERATOR, Device, Environment
+from planner.core.values.profile import THIS_TOOL, Device, Environment
 from planner.device.clock import median_us
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.measure.calibrate import MICRO_BATCHES, make_empty_step
@@ -90,7 +90,7 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
     if rank > 0:
         return None
     return Links(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         device=Device(kind=kind.name, name=kind.model_name),
         environment=Environment(torch=str(torch.__version__), python=platform.python_version()),
         backend=kind.communication,

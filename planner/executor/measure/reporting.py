@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner import __version__
 from planner.core.schedule import KINDS
 from planner.core.values.balance import Balance
-from planner.core.values.profile import Device, Environment, Generator
+from planner.core.values.profile import THIS_TOOL, Device, Environment
 from planner.core.values.run_report import RunReport, StageRun
 from planner.device.kinds import kind_of
 from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
@@ -101,7 +100,7 @@ def steps_report(
         step_us: Time of every step, in microseconds.
     """
     return RunReport(
-        generator=Generator(name="gpipe-plan", version=__version__),
+        generator=THIS_TOOL,
         plan_digest=balance.plan_digest,
         seed=seed,
         device=device,

@@ -39,7 +39,7 @@ from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 
 from planner.core.values.profile import (
-    GENERATOR,
+    THIS_TOOL,
     Device,
     Environment,
     LayerProfile,
@@ -105,7 +105,7 @@ def transformer_profile(
         return tuple(layers)
 
     return Profile(
-        generator=GENERATOR,
+        generator=THIS_TOOL,
         model=Model(settings=_settings(shape, execution, rates), parameters=shape.parameters),
         device=device,
         environment=Environment(dtype=dtype),

@@ -56,7 +56,7 @@ class LayerChoice:
     """Lower bound of `recompute_us` over all choices that fit."""
 
     @property
-    def is_exact(self) -> bool:
+    def is_optimal(self) -> bool:
         """Return True if no choice that fits takes less time."""
         return self.lower_bound_us >= self.recompute_us * (1 - RELATIVE)
 

@@ -10,7 +10,7 @@ from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
 from planner.core.values.partial import PartialProfile
 from planner.core.values.plan import ProfileReference
-from planner.core.values.profile import Device, Environment, Generator, Model
+from planner.core.values.profile import Device, Environment, Model, WritingTool
 from planner.device.cuda import Cuda
 from tests.support.chains import random_profile
 
@@ -62,7 +62,7 @@ def test_the_profiles_reserve_is_the_default_of_solve(reserve: str | None, expec
 def test_a_partial_profile_may_have_another_reserve() -> None:
     """Other programs come and go."""
     one = PartialProfile(
-        generator=Generator(name="gpipe-plan", version="0"),
+        generator=WritingTool(name="gpipe-plan", version="0"),
         model=Model(),
         device=Device(kind="cuda", name="H100", reserve_bytes=5),
         environment=Environment(),

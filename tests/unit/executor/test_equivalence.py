@@ -307,7 +307,7 @@ def test_layers_with_a_module_level_count_stay_in_one_stage() -> None:
 @pytest.mark.slow
 def test_optimizers_that_read_all_parameters_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """`profile` would refuse it earlier, and a run before its first step."""
-    monkeypatch.setattr("planner.executor.pipeline.watch_optimizer", lambda *_: None)
+    monkeypatch.setattr("planner.executor.pipeline.optimizer_step_check", lambda *_: None)
     loaded = loaded_model(
         lambda: nn.Sequential(block(), block()), WIDTH, build_optimizer=lambda ps: ClippingSGD(ps, lr=0.1)
     )

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from planner.core.values.profile import BoundaryTensor, Generator, MemoryDetail, Profile
+from planner.core.values.profile import BoundaryTensor, MemoryDetail, Profile, WritingTool
 from planner.files import digest_of, dump, read_profile, to_plain, write
 from tests.support.file_values import full_plan, full_profile
 
@@ -63,7 +63,7 @@ def test_default_values_do_not_change_the_digest(tmp_path: Path) -> None:
 
 
 def test_version_of_the_tool_does_not_change_the_digest() -> None:
-    other = dataclasses.replace(full_profile(), generator=Generator(name="gpipe-plan", version="9.9"))
+    other = dataclasses.replace(full_profile(), generator=WritingTool(name="gpipe-plan", version="9.9"))
     assert digest_of(other) == digest_of(full_profile())
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.optimizer_scope import check_optimizer, watch_optimizer
+from planner.model.optimizer_scope import check_optimizer, optimizer_step_check
 from planner.model.optimizers import OPTIMIZERS, WholeModelOptimizer
 
 MODEL = nn.Sequential(*[nn.Sequential(nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 12)) for _ in range(3)])
@@ -209,7 +209,7 @@ def steps_until_refused(build: Callable[..., torch.optim.Optimizer], most: int, 
     own = [nn.Parameter(p.detach().clone()) for p in parameters[:5]]
     optimizer = WholeModelOptimizer(build, parameters).build_for(zip(parameters, own, strict=False))
     optimizer.param_groups[0]["steps"] = begun
-    watch = watch_optimizer(optimizer, build, parameters)
+    watch = optimizer_step_check(optimizer, build, parameters)
     assert watch is not None
     for step in range(most):
         try:
@@ -247,7 +247,7 @@ def test_random_draws_of_a_run_are_the_same_with_the_comparison_of_its_optimizer
     torch.manual_seed(0)
     before = torch.get_rng_state()
     optimizer = Lamb(MODEL.parameters(), lr=0.1)
-    watch = watch_optimizer(optimizer, partial(Lamb, lr=0.1), MODEL.parameters())
+    watch = optimizer_step_check(optimizer, partial(Lamb, lr=0.1), MODEL.parameters())
     assert watch is not None
     watch()
     assert torch.equal(torch.get_rng_state(), before)
@@ -255,7 +255,7 @@ def test_random_draws_of_a_run_are_the_same_with_the_comparison_of_its_optimizer
 
 @pytest.mark.parametrize("build", OPTIMIZERS.values())
 def test_steps_of_torchs_optimizers_need_no_comparison(build: Callable[..., torch.optim.Optimizer]) -> None:
-    assert watch_optimizer(build(MODEL.parameters()), build, MODEL.parameters()) is None
+    assert optimizer_step_check(build(MODEL.parameters()), build, MODEL.parameters()) is None
 
 
 def test_optimizers_of_complex_parameters_are_accepted() -> None:

@@ -78,7 +78,7 @@ def test_cheapest_layers_equal_the_best_subset(seed: int, kind: str) -> None:
             assert found is narrow is None
             continue
         assert narrow is not None
-        assert found.is_exact
+        assert found.is_optimal
         assert found.recompute_us == pytest.approx(best, rel=1e-9) == times[found.recomputed]
         assert sizes[found.recomputed] <= limit
         assert sizes[narrow.recomputed] <= limit
@@ -115,7 +115,7 @@ def test_equal_layers_are_recomputed_as_few_as_possible(num_layers: int) -> None
     for share in (0.2, 0.5, 0.8):
         limit = always + share * (never - always)
         found = cheapest(costs, 0, num_layers, counts, limit, most_choices=256)
-        assert found.is_exact
+        assert found.is_optimal
         assert total(costs, 0, num_layers, counts, found.recomputed) <= limit
         # Recomputing front layers lowers the level in backward, too: no other choice of one less can fit.
         assert total(costs, 0, num_layers, counts, tuple(range(len(found.recomputed) - 1))) > limit
@@ -127,7 +127,7 @@ def test_large_chains_are_solved_exactly() -> None:
     for share in (0.2, 0.5, 0.8):
         limit = always + share * (never - always)
         found = cheapest(costs, 0, 200, counts, limit)
-        assert found.is_exact
+        assert found.is_optimal
         bound = bounds(costs, list(range(200)), 200, counts, limit)
         assert 0.98 * found.recompute_us <= bound[0, -1] <= found.recompute_us
         # A longer stage never needs less.
@@ -146,7 +146,7 @@ def test_bound_is_true_if_labels_run_out() -> None:
     limit = 0.4 * total(costs, 0, 60, counts, ())
     found = cheapest(costs, 0, 60, counts, limit, most_choices=200)
     assert total(costs, 0, 60, counts, found.recomputed) <= limit
-    assert not found.is_exact
+    assert not found.is_optimal
     assert 0.99 * found.recompute_us <= found.lower_bound_us <= found.recompute_us
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_recomputed_if_everything_fits() -> None:
     found = cheapest(costs, 0, 6, (4, 4), never)
     assert found == LayerChoice(recomputed=(), recompute_us=0.0, lower_bound_us=0.0)
     free = cheapest(costs, 0, 6, (4, 4), never - 1)
-    assert (len(free.recomputed), free.recompute_us, free.is_exact) == (1, 0.0, True)
+    assert (len(free.recomputed), free.recompute_us, free.is_optimal) == (1, 0.0, True)
 
 
 @pytest.mark.parametrize("fits", [False, True])
