@@ -135,8 +135,8 @@ def _of_trial(plan: Plan, source: ProfileSource, tolerance: Tolerance, options: 
     options.progress("equivalence check of the plan's stages", steps, steps)
     proof, wrong = _proof(plan, loaded, partial(_loaded, profile, folder))
     wrong = (*wrong, *_other_losses(plan, loaded, report))
-    crowded = reason_times_are_invalid(plan, profile)
-    return verification_of(plan, profile, report, tolerance, crowded=crowded, proof=proof, wrong=wrong)
+    reason = reason_times_are_invalid(plan, profile)
+    return verification_of(plan, profile, report, tolerance, reason_times_are_invalid=reason, proof=proof, wrong=wrong)
 
 
 def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) -> RunReport:

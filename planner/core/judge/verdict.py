@@ -263,9 +263,17 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
 
 
 def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
-    """Return the solver report of a stored plan, or None if its lower bound and gap cannot be checked.
+    """Return the solver report of a stored plan; None if its status, lower bound, gap and frontier cannot be checked.
 
-    `verdict` is the result of the check of this plan with its profile.
+    They can be checked if the plan fits the memory limits of its own request and was made from the verdict's profile.
+    Given cuts without a frontier have nothing to check.
+
+    Args:
+        written: Plan as stored.
+        verdict: Verdict on this plan.
+
+    Returns:
+        The stored report. If the verdict changed the plan's status, the report of `verdict.plan`.
     """
     now, codes = verdict.plan, {each.code for each in verdict.findings}
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:
@@ -283,7 +291,14 @@ def _differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
 
 
 def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
-    """Return contradictions between a solver report and the step time and frontier of a plan, as texts."""
+    """Return the values of a solver report that contradict the plan, as texts.
+
+    For example, the lower bound is above the step time, or a plan in `Plan.frontier` is faster than an optimal plan.
+
+    Args:
+        plan: Plan with the step time and the frontier: the best plan for each number of micro-batches.
+        solver: Status, lower bound and gap of the plan.
+    """
     step_us, bound_us = plan.predicted.step_us, solver.lower_bound_us
     problems = []
     if solver.status == "given":

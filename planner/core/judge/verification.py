@@ -70,9 +70,10 @@ class Verification:
     proof: Proof | None = None
     """Result of the equivalence check of the stages with the unpartitioned model."""
     calibration: Calibration
+    """Costs of the machine, measured by the run."""
     run: RunReport
     again: str = ""
-    """Command that makes a new plan with the calibration; empty if the calibration is not saved."""
+    """`gpipe-plan solve` command that makes a new plan with `calibration`; empty if `calibration` is in no file."""
 
 
 def verification_of(
@@ -81,38 +82,39 @@ def verification_of(
     report: RunReport,
     tolerance: Tolerance,
     *,
-    crowded: str = "",
+    reason_times_are_invalid: str = "",
     proof: Proof | None = None,
     wrong: Sequence[str] = (),
 ) -> Verification:
     """Compare the measurements of a run with the predictions of its plan.
 
     Args:
-        plan: Plan with current predictions.
+        plan: Plan, with predictions of this version's cost model.
         profile: Profile of the plan.
         report: Report of a run of the plan.
         tolerance: Allowed errors.
-        crowded: Reason not to judge times, if one is known without the report; else empty.
+        reason_times_are_invalid: Text about this machine, such as too few CPU cores. Times are judged only if it is
+            empty and the report shows no process that waited for a CPU core.
         proof: Result of the equivalence check of the stages with the unpartitioned model.
         wrong: Differences that the equivalence check found.
 
     Returns:
-        Compared figures with their verdicts, and a calibration.
+        Compared values with their verdicts, and the calibration: the costs that the run measured.
 
     Raises:
         MeasurementError: The run was no longer than its warm-up.
     """
     if len(report.step_us) <= report.warmup_steps:
         raise MeasurementError(f"{len(report.step_us)} steps are all warm-up steps", hint="run more: `--steps 12`")
-    crowded = crowded or disturbance_reason(report)
+    reason = reason_times_are_invalid or disturbance_reason(report)
     compared = tuple(
-        with_verdict(row, tolerance, are_times_judged=not crowded) for row in compared_figures(plan, report)
+        with_verdict(row, tolerance, are_times_judged=not reason) for row in compared_figures(plan, report)
     )
     return Verification(
         agrees=all(row.agrees is not False for row in compared) and not wrong,
         compared=compared,
         tolerance=tolerance,
-        notes=(*wrong, *([crowded] if crowded else [])),
+        notes=(*wrong, *([reason] if reason else [])),
         proof=proof,
         calibration=calibration_of(plan, Evaluation.of(plan, profile), report),
         run=report,
@@ -120,10 +122,10 @@ def verification_of(
 
 
 def compared_figures(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...]:
-    """Return predicted and measured figures without verdicts: step, bubble, stage times, device peaks.
+    """Return predicted and measured values: step time, bubble, times of each stage, peak of each device.
 
-    With several replicas, the slowest times and the highest peaks are used. If the run has fewer stages than the plan,
-    only the stages of the run are compared.
+    The values have no verdict yet (`agrees` is None). With several replicas, the slowest times and the highest peaks
+    are used. Stages that are not in the report are left out.
     """
     stages = [[stage.index for stage in chunks] for chunks in plan.by_device()]
     peaks = compared_peaks(list(zip(stages, allocator_peaks(plan), strict=True)), report)
@@ -151,7 +153,10 @@ def disturbance_reason(report: RunReport) -> str:
 
 
 def cpu_time_phrase(report: RunReport) -> str:
-    """Return a phrase with the smallest share of its CPU time that a process got; empty if every process got enough."""
+    """Return a phrase about the process that got the smallest share of the CPU time that it needed.
+
+    The phrase is empty if every process got at least the share `LEAST_CORE_SHARE`.
+    """
     share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
     if share >= LEAST_CORE_SHARE:
         return ""

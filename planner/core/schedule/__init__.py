@@ -1,8 +1,8 @@
 """Schedules: the order in which each device of a pipeline runs its forwards and backwards.
 
-A schedule is a value; `SCHEDULES` lists all schedules by name. `Schedule.actions` returns the action order of every
-device, and `instruction_lists` adds the transfers. Names, titles, colors, bounds and supported numbers of micro-batches
-are defined only in this package.
+`SCHEDULES` maps names to schedules. `Schedule.actions` returns the action order of every device, and
+`instruction_lists` adds the transfers. Names, titles, colors, bounds and supported numbers of micro-batches are defined
+only in this package.
 """
 
 from collections.abc import Mapping

@@ -38,10 +38,7 @@ class Action(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> "Action | None":
-        """Return the action written as `2F3`, or None if the text is not an action.
-
-        Numbers have at most nine digits.
-        """
+        """Return the action written as `2F3`; None for another text, or a number of more than nine digits."""
         match = _ACTION.fullmatch(text)
         return None if match is None else cls(int(match[1]), _LETTERS[match[2]], int(match[3]))
 
@@ -71,7 +68,7 @@ class Schedule(ABC):
     is_chunked: ClassVar[bool] = False
     """True if a device may run several stages."""
     exact_chunks: ClassVar[int | None] = None
-    """Number of stages per device that the schedule requires, such as 2 for a V; None if any number works."""
+    """Number of stages per device that the schedule requires, such as 2 for a V-shaped placement; None if not fixed."""
     placement: ClassVar[Placement] = "loop"
     """Placement of the stages on the devices."""
     is_forwards_first: ClassVar[bool] = False
@@ -83,7 +80,10 @@ class Schedule(ABC):
     has_closed_form: ClassVar[bool] = False
     """True if `planner.core.cost.step_time` computes the step time by a formula, without simulation."""
     has_known_peak_points: ClassVar[bool] = False
-    """True if `planner.core.cost.peak_points.stage_peak_points` finds the memory of a stage without simulation."""
+    """True if `planner.core.cost.peak_points` lists the points of a step at which a stage's memory may be highest.
+
+    For other schedules, these points are found by a simulation of the step.
+    """
     is_one_forward_one_backward: ClassVar[bool] = False
     """True if a stage with n later stages has at most n + 1 micro-batches in flight."""
 
@@ -91,11 +91,13 @@ class Schedule(ABC):
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the actions of a device in order.
 
+        The caller must have checked all numbers with `refuse`.
+
         Args:
             device: Index of the device.
             num_devices: Number of devices.
             micro_batches: Number of micro-batches.
-            chunks: Stages per device. The numbers must be valid: `refuse` checks them.
+            chunks: Stages per device.
         """
 
     def stages_on(self, device: int, num_devices: int, chunks: int) -> tuple[int, ...]:
@@ -114,7 +116,7 @@ class Schedule(ABC):
         return ()
 
     def runs_chunks(self, chunks: int) -> bool:
-        """Return True if the schedule allows `chunks` stages per device; 0 leaves the number open."""
+        """Return True if the schedule allows `chunks` stages per device, or if `chunks` is 0: not chosen yet."""
         if self.exact_chunks is not None:
             return chunks in (0, self.exact_chunks)
         return self.is_chunked or chunks in (0, 1)
@@ -168,7 +170,7 @@ class Schedule(ABC):
 
         The bound ignores memory, links, overheads and recomputation. It is at least the work of the busiest device.
         With whole backwards, it is also at least the time of one micro-batch through all stages and back. If every
-        device runs one stage, the slowest backward of the other micro-batches is added to this time.
+        device runs one stage, each of the other micro-batches adds the largest backward time of a device.
 
         Args:
             loads: Lower bounds of the compute time of one micro-batch.
@@ -181,15 +183,15 @@ class Schedule(ABC):
         return max(micro_batches * loads.pair_us, loads.work_us + one_after_the_other)
 
     def longest_stage_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return the longest forward plus backward time of any stage in a plan that is faster than `upper_us`.
+        """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.
 
         Args:
-            upper_us: Step time to beat, in microseconds.
+            upper_us: Step time that the plans must beat, in microseconds.
             work_us: Forward plus backward time of a micro-batch in all stages, in microseconds.
             micro_batches: Number of micro-batches.
 
         Returns:
-            Upper bound of the time for one micro-batch, in microseconds.
+            Upper bound for one stage and one micro-batch, in microseconds.
         """
         return upper_us / micro_batches
 

@@ -62,10 +62,13 @@ class BuildingBlockSchedule(VSchedule):
 
     @abstractmethod
     def most_held(self, num_devices: int) -> int:
-        """Return the largest number of forwards on a device that may wait for their weight-gradient pass."""
+        """Return the largest number of forwards on a device, of both its stages together, that may wait for their W."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the device's actions: the pattern of passes, repeated for each micro-batch and moved together."""
+        """Return the device's actions: the pattern of passes for each micro-batch.
+
+        Every action is moved to the earliest time that its inputs and the memory allow.
+        """
         blocks = tuple(self.pass_start_times(k, num_devices) for k in range(num_devices))
         return _squeezed_orders(blocks, micro_batches, self.most_held(num_devices))[device]
 

@@ -59,7 +59,7 @@ class DualPipeV(VSchedule):
             )
 
     def most_devices(self, micro_batches: int) -> int:
-        """Return half the number of micro-batches. Two stages per device need as many micro-batches."""
+        """Return half of `micro_batches`: it needs as many micro-batches as stages, two per device."""
         return micro_batches // 2
 
     @staticmethod

@@ -33,9 +33,16 @@ class GPipe(Schedule):
         return micro_batches
 
     def bound_us(self, loads: LoadBounds, micro_batches: int, chunks: int) -> float:
-        """Return a lower bound of the step time: one micro-batch in all stages, plus M-1 times the slowest F and B."""
+        """Return a lower bound of the step time of every partition, in microseconds.
+
+        The first micro-batch takes its time in all stages. Each other one adds the largest forward time and the largest
+        backward time of a device.
+        """
         return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
 
     def longest_stage_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return the longest forward plus backward time of any stage in a plan that is faster than `upper_us`."""
+        """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.
+
+        `work_us` is the forward plus backward time of a micro-batch in all stages. All times are in microseconds.
+        """
         return inf if micro_batches == 1 else max(0.0, upper_us - work_us) / (micro_batches - 1)

@@ -4,9 +4,9 @@
     device 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     device 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 
-In the paper M is a multiple of K, and chunks take turns every K micro-batches. torch's `ScheduleInterleaved1F1B` only
-needs M // K rounds of equal length. With one chunk per device this is 1F1B with 2 (K-k) - 1 warm-up forwards instead of
-K-k.
+In the paper M is a multiple of K, and chunks take turns every K micro-batches. torch's `ScheduleInterleaved1F1B` also
+allows M < K, and other M that are divisible by M // K. With one chunk per device, this is 1F1B with more warm-up
+forwards: device k has 2 (K-k) - 1 of them instead of K-k.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Interleaved(Schedule):
     torch_name = "Interleaved1F1B"
     is_chunked = True
     one_stage_name: ClassVar[ScheduleName] = "1f1b"
-    """Name of the schedule with one stage per device, for hints of errors."""
+    """Name of a schedule with one stage per device, which error messages suggest instead."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the action order of torch's schedule, without idle slots, which torch draws but never executes."""
@@ -65,7 +65,7 @@ class Interleaved(Schedule):
         return micro_batches // _num_rounds(num_devices, micro_batches)
 
     def micro_batch_multiple(self, num_devices: int) -> int:
-        """Return the number of devices."""
+        """Return the number of devices: every multiple of it is allowed as the number of micro-batches."""
         return num_devices
 
 

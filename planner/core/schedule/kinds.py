@@ -2,16 +2,18 @@
 
     F  forward: takes the previous stage's output, makes the next stage's input
     B  backward: takes the gradient from the next stage, makes the gradient for the previous stage
-    I  input-gradient pass of a split backward: makes the gradient for the previous stage, and all other gradients
-       except the gradients of large weights
-    W  weight-gradient pass: makes the gradients of large weights, which are needed only at the end of the step
+    I  input-gradient pass of a split backward: makes the gradient for the previous stage, and all parameter gradients
+       that W does not make
+    W  weight-gradient pass: makes the parameter gradients of linear layers, convolutions and embeddings, which are
+       needed only at the end of the step
 
-A micro-batch passes each stage with F and B, or with F, I and W.
+A micro-batch passes each stage with F and B, or with F, I and W. Actions of a micro-batch need each other:
 
-`direction` states which stage an action depends on and which stage it sends to, so that no other module encodes that a
-forward needs stage s-1 and a backward stage s+1. The last stage of a direction sends nothing. The first stage of a
-direction receives nothing: the forward of stage 0 needs no other action, and a backward of the last stage needs its own
-forward (`follows`).
+    F        needs F of the previous stage; on the first stage, nothing
+    B, I     need B or I of the next stage; on the last stage, F of the same stage
+    W        needs I of the same stage
+
+`ActionKind.direction` and `ActionKind.follows` encode these rules, so that other modules do not repeat them.
 """
 
 from collections.abc import Mapping

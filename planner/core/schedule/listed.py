@@ -45,7 +45,10 @@ class ListedSchedule(Schedule):
 
     @property
     def exact_chunks(self) -> int | None:  # type: ignore[override]
-        """Required number of stages per device: 2 for a V whose orders are still to be searched, else None."""
+        """Required number of stages per device.
+
+        It is 2 for a V-shaped placement for which no orders were found yet. Otherwise it is None.
+        """
         return 2 if not self.rows and self._meant_for == "v" else None
 
     @cached_property

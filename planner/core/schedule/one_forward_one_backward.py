@@ -43,7 +43,7 @@ class OneForwardOneBackward(Schedule):
             )
 
     def most_devices(self, micro_batches: int) -> int:
-        """Return the number of micro-batches: each device needs at least one for its warm-up."""
+        """Return `micro_batches`: there must be at least as many micro-batches as devices."""
         return micro_batches
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:

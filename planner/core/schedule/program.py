@@ -60,7 +60,8 @@ def sending_stage(kind: Letter, stage: int, num_stages: int) -> int | None:
         num_stages: Stages of the pipeline.
 
     Returns:
-        Index of the stage; None for the first stage of the action's direction.
+        `stage - 1` for F, `stage + 1` for B and I. None for W, for F of the first stage, and for B and I of the last
+        stage.
     """
     source = stage - KINDS[kind].direction
     return source if source != stage and 0 <= source < num_stages else None
@@ -75,7 +76,8 @@ def receiving_stage(kind: Letter, stage: int, num_stages: int) -> int | None:
         num_stages: Stages of the pipeline.
 
     Returns:
-        Index of the stage; None for the last stage of the action's direction.
+        `stage + 1` for F, `stage - 1` for B and I. None for W, for F of the last stage, and for B and I of the first
+        stage.
     """
     target = stage + KINDS[kind].direction
     return target if target != stage and 0 <= target < num_stages else None
@@ -119,8 +121,8 @@ def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instru
     """Return the instruction lists of all devices: their actions and the transfers between them.
 
     `actions` has the actions of each device, in order. Any two devices have their transfers in the same order, so they
-    cannot block each other. An activation is received before the receiver's own action of that turn, so that the
-    transfer overlaps with this action.
+    cannot block each other. A device starts to receive an activation before it runs its own next action, so that the
+    transfer overlaps with that action.
 
     Raises:
         DeadlockError: The action orders wait for each other in a circle, or for a missing action.

@@ -31,5 +31,5 @@ class VMin(BuildingBlockSchedule):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """Return how many forwards may wait for their weight-gradient pass, in both stages of the device."""
+        """Return the largest number of forwards on a device, of both its stages together, that may wait for their W."""
         return 2 * ((num_devices + 4) // 3)

@@ -1,12 +1,13 @@
 """ZB-H1 and ZB-H2: Qi et al. 2023 (Zero Bubble Pipeline Parallelism, arXiv:2401.10241), section 2.
 
 Both are 1F1B with deferred weight gradients; later stages defer more. Input gradients reach the first stage sooner, and
-the deferred W passes fill the end of the step. Under ZB-H1, stage i, counted from 0, stores K-i micro-batches before
-their I and i more before their W. The sum, K, is what the first stage stores under 1F1B.
+the deferred W passes fill the end of the step. Stages i are counted from 0.
 
-ZB-H2 has about twice as many warm-up forwards and twice as many deferred W passes. Stage i stores 2(K-i)-1
-micro-batches before their I and 2i more before their W. If F = I = W and M is at least 2K-1, a device is idle only
-before its first and after its last action.
+ZB-H1: stage i stores up to K micro-batches: K-i between F and I, and i between I and W. The first stage of 1F1B also
+stores up to K.
+
+ZB-H2: stage i stores up to 2K-1 micro-batches: 2(K-i)-1 between F and I, and 2i between I and W. If F = I = W and M is
+at least 2K-1, a device is idle only before its first and after its last action.
 """
 
 from typing import ClassVar
@@ -27,16 +28,16 @@ class ZBH1(Schedule):
     title = "ZB-H1"
     torch_name = ""
     splits_backward = True
-    deferred: ClassVar[int] = 1
-    """Warm-up forwards for each later stage, and deferred W passes for each earlier stage."""
+    passes_per_stage: ClassVar[int] = 1
+    """Number of warm-up forwards per later stage; also the number of deferred W passes per earlier stage."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the actions of 1F1B with split backwards, additional warm-up forwards and deferred W passes."""
+        """Return the warm-up forwards, then F, I and a deferred W in turn, then the remaining W."""
         return alternating_order(
             [Action(device, "F", i) for i in range(micro_batches)],
             [Action(device, "I", i) for i in range(micro_batches)],
-            warm_up=self.deferred * (num_devices - 1 - device),
-            lag=self.deferred * device,
+            warm_up=self.passes_per_stage * (num_devices - 1 - device),
+            lag=self.passes_per_stage * device,
         )
 
 
@@ -50,4 +51,4 @@ class ZBH2(ZBH1):
 
     name = "zb-h2"
     title = "ZB-H2"
-    deferred = 2
+    passes_per_stage = 2

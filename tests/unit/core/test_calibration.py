@@ -159,7 +159,7 @@ def test_verification_agrees_within_its_tolerances(compute, peak, agrees):
     assert found.agrees is agrees
     judged = {row.what for row in found.compared if row.agrees is not None}
     assert judged == {"step_us", "peak_bytes"}
-    crowded = verification_of(plan, profile, report, TOLERANCE, crowded="too few cores")
+    crowded = verification_of(plan, profile, report, TOLERANCE, reason_times_are_invalid="too few cores")
     assert crowded.agrees is (peak in (1.0, 1.009, 0.96))
     assert crowded.notes == ("too few cores",)
     waited = replace(report, stages=tuple(replace(run, core_share=0.4) for run in report.stages))

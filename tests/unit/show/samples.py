@@ -289,7 +289,7 @@ def verification() -> Verification:
         profile(),
         report(plan(), peak_factor=1.02),
         Tolerance(step=0.1, memory_below=0.01, memory_above=0.05),
-        crowded="times are not judged: the plan's processes need 3 cores, and this machine has 2",
+        reason_times_are_invalid="times are not judged: the plan's processes need 3 cores, and this machine has 2",
     )
     return replace(found, calibration=replace(found.calibration, link=Link(latency_us=5.0, bytes_per_s=1e9)))
 
