@@ -34,10 +34,10 @@ class Deadline:
     ends_s: float
     """End time in seconds of `time.monotonic`; infinite without a limit."""
     most_actions: int | None = None
-    """Number of actions that a search may simulate; computing tables counts as well. None: a default of some
-    seconds, in which only simulation counts."""
+    """Number of actions that a search may simulate; the time to compute tables is charged as actions. None: a default
+    number, which takes some seconds to simulate; tables are then free."""
     least_us: float = 0.0
-    """Lower bound of the step time of all plans of the request; passed to `watch`."""
+    """Lower bound of the step time of all plans of the request; reported to the observer."""
     watch: SearchObserver = UNWATCHED
 
     @classmethod

@@ -216,7 +216,10 @@ def _with_states(layer: LayerProfile, copies: int) -> LayerProfile:
 
 
 def smallest_limit_bytes(case: Case) -> float:
-    """Return the smallest memory limit, reserve included, with which a plan fits on equal devices; may be infinite."""
+    """Return the smallest memory limit of a device with which a plan fits on equal devices, in bytes.
+
+    The reserve of the cluster is included. The result is infinite if the case's rules allow no cuts.
+    """
     static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))
     while True:
@@ -229,7 +232,10 @@ def smallest_limit_bytes(case: Case) -> float:
 
 
 def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -> float:
-    """Return the bytes by which a device exceeds its memory limit with the best cuts; 0 or less if they fit."""
+    """Return the largest number of bytes by which a device exceeds its limit, with the cuts that minimize this number.
+
+    The result is 0 or less if these cuts fit. Stages of more than `width` layers are not considered.
+    """
     least, has_one_table = np.inf, len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first
     # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
     for count in range(1, case.num_devices + 1):

@@ -8,18 +8,19 @@ The chosen arcs form a path from layer 0 to layer L. The step time (`planner.cor
     M       number of micro-batches
     F, C    forward time of a stage; transfer time of the link before the stage
     p, q    backward time of a stage for micro-batches 0..M-2, and for micro-batch M-1
+    o, h    all-reduce and optimizer step of a stage; F + q without the recomputation in q
     D, U    time of the backward; time that optimizer steps add
 
 The maximum, D and U follow from linear constraints. The backward visits stages from the last to the first. All sums are
 over chosen arcs, of which at most one begins at layer i:
 
     A_i  = A_{i+1} + sum_{first = i} (p + C)                  all backward work of a micro-batch at layers i..L-1
-    X_i >= Z_{i+1}, (M-2) sum_{first = i} p                   (M-2) times the slowest stage or link from the end of the
-    Z_i >= X_i, (M-2) sum_{first = i} C                       pipeline to the stage (X) or to the link before it (Z)
+    X_i >= Z_{i+1}, (M-2) sum_{first = i} p                   (M-2) times the slowest stage or link at layers i..L-1
+    Z_i >= X_i, (M-2) sum_{first = i} C                       as X_i, but the link before layer i is included
     D_i >= D_{i+1} + sum_{first = i} (q + C)                  end of the last micro-batch, D = D_0: it continues,
     D_i >= A_{i+1} + sum_{first = i} (p + q + C) + X_i        or waits for earlier micro-batches at the stage,
     D_i >= A_{i+1} + sum_{first = i} (p + 2 C) + Z_i          or at the link
-    U   >= sum_{first = i} optimizer - sum_{end <= i} hidden - 2 sum_{first <= i} C
+    U   >= sum_{first = i} o - sum_{end <= i} h - 2 sum_{first <= i} C
 
 Exactly one chosen arc covers each layer. Therefore max F is at least the sum of F over the arcs that cover a layer, for
 every layer. PuLP states the program, and HiGHS solves it. Times are scaled so that a step is about 1000.

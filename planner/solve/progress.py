@@ -21,7 +21,7 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
 BLOCK = 1024
-"""Largest number of partitions simulated in one batch. A batch of any size counts as one partition."""
+"""Largest number of partitions simulated in one batch. Any batch is charged to the budget like one partition."""
 
 _MOST_SIMULATED = 20_000
 """Largest number of partitions that a search simulates completely to prove the best one optimal."""
@@ -34,11 +34,13 @@ _FEW_BLOCKS = 8
 
 
 class SimulationBudget:
-    """Number of actions that a search has simulated, and its limit. A batch of partitions counts as one partition.
+    """Number of actions that a search has simulated, and its limit.
+
+    A batch of partitions is charged like one partition, because its simulation takes about as long.
 
     Args:
-        most_actions: Limit on simulated actions and on the time to compute tables. None: only actions are limited, to a
-            default of some seconds.
+        most_actions: Limit on simulated actions; the time to compute tables is charged as actions. None: a default
+            limit, which takes some seconds to simulate; tables are then free.
     """
 
     def __init__(self, most_actions: int | None) -> None:

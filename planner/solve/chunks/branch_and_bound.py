@@ -1,12 +1,13 @@
 """Lower bound of the step time of all partitions, by branch and bound over a linear program.
 
-In a partition, every layer belongs to one stage, and a stage has one recomputation. The solution of the linear program
-may divide a layer between two stages, or a stage between two recomputations. Branch and bound (Land and Doig, 1960)
-then replaces the linear program by one program for each possible decision. It continues with the program whose smallest
-step time is lowest, and decides the cut or stage whose divided layers take most time. The lowest step time of all open
-programs is a lower bound for all partitions.
+In a partition, every layer belongs to one stage, and a stage has one recompute choice. The solution of the linear
+program may divide a layer between two stages, or a stage between two recompute choices. Branch and bound (Land and
+Doig, 1960) then replaces the linear program (a node) by several nodes with one more decision each. Decisions are that a
+cut is before or after a layer, or that a stage has one recompute choice. The search continues with the node of smallest
+step time. It decides the cut or stage whose divided layers take most time. The smallest step time of all remaining
+nodes is a lower bound for all partitions.
 
-The solver HiGHS solves the programs (`linear_program.py`). Without HiGHS, this bound is not available.
+The solver HiGHS solves the linear programs (`linear_program.py`). Without HiGHS, this bound is not available.
 """
 
 import importlib
@@ -42,15 +43,17 @@ class _CutSide(NamedTuple):
     """Decision that a cut is before or after a layer."""
 
     column: int
-    """Column of the variable y of this cut and layer."""
+    """Column of the linear program for the variable y_s,j of this cut and layer (`linear_program.py`)."""
     value: int
     """Fixed value of the variable: 0 or 1."""
 
 
 class _RecomputeOption(NamedTuple):
+    """Decision that a stage recomputes all of its layers with one option, or none of its layers."""
+
     stage: int
     option: int | None
-    """Index into `RecomputeColumns.columns`; None for no recomputation."""
+    """Index into `RecomputeColumns.columns`; None to recompute no layer."""
 
 
 _Decision = _CutSide | _RecomputeOption
@@ -67,7 +70,7 @@ class _Node(NamedTuple):
     open: tuple[_Decision, ...]
     """Alternative decisions to branch on; every partition satisfies one of them. Empty if no layer is divided."""
     shift: tuple[int, ...]
-    """c_s - s of each inner cut, rounded."""
+    """For each inner cut s, the number of layers before the cut minus s, rounded."""
 
 
 class BranchAndBound:
@@ -85,15 +88,20 @@ class BranchAndBound:
         self._decided: frozenset[_Decision] = frozenset()
         """Decisions in the solver's current model."""
         self._nodes: list[_Node] = []
-        """Heap of the open programs."""
+        """Heap of the remaining nodes."""
         self._made = 0
         self.iterations = 0
         """Number of simplex iterations so far."""
 
     def solve(self, *, most_iterations: int = _UNLIMITED, limit_s: float = inf) -> CutBound | None:
-        """Solve the linear program without decisions; return its bound, or None if a limit is reached first.
+        """Solve the linear program before any branching, and return its lower bound and cuts.
 
-        The limits are a number of simplex iterations, and a time in seconds.
+        Args:
+            most_iterations: Limit on simplex iterations.
+            limit_s: Time limit in seconds.
+
+        Returns:
+            The lower bound and cuts; None if a limit is reached first.
         """
         if not self._run_solver(most_iterations, self._solver.getRunTime() + limit_s):
             return None
@@ -109,7 +117,8 @@ class BranchAndBound:
         The bound, in microseconds, is at most `upper_us`. It is 0 if `solve` returned None.
 
         Args:
-            upper_us: Step time of a known plan, in microseconds. Programs with a longer step time are not branched on.
+            upper_us: Step time of a known plan, in microseconds. Linear programs with a longer step time are not
+                branched on.
             most_iterations: Limit on simplex iterations.
             limit_s: Time limit in seconds.
         """

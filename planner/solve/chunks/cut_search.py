@@ -4,8 +4,8 @@ All moves of a cut are first simulated with the current recomputation. For the f
 devices whose stages change is then chosen again. If any stage is recomputed, a change of the recompute choices of one
 device is a move as well.
 
-Complexity: O(V K M) for each batch of moves, with V chunks on each of K devices and M micro-batches. A batch of moves
-counts as much in the budget of simulated actions as one simulation.
+Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches. A
+batch of moves is charged to the budget of simulated actions like one partition, because it takes about as long.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,10 @@ class CutSearch(Descent[PartitionCandidate]):
         )
 
     def pick_best(self, candidate: PartitionCandidate, cuts: IntArray) -> PartitionCandidate:
-        """Return the best partition after one move, with the recomputation chosen again for the fastest moves."""
+        """Return the best partition after one move, with the recomputation chosen again for the fastest moves.
+
+        `cuts` has the cuts after each possible move, shape (moves, stages + 1).
+        """
         choices = np.repeat(candidate.choices[None], len(cuts), axis=0)
         step_us: FloatArray | None = None
         if candidate.excess_bytes == 0:
@@ -77,9 +80,9 @@ class CutSearch(Descent[PartitionCandidate]):
         return self._evaluate(cuts, choices, is_open, None if step_us is None else step_us[picked])
 
     def other_recomputations(self, candidate: PartitionCandidate) -> Iterator[PartitionCandidate]:
-        """Yield the best partitions in which the recomputation of one device differs.
+        """Yield partitions that differ from the candidate in the recomputation of one device: the best of each batch.
 
-        Yield nothing if the candidate fits with the least allowed recomputation.
+        Yield nothing if the candidate fits and already has the least recomputation that is allowed.
         """
         choices = self._other_choices(candidate)
         for first in range(0, len(choices), ROWS):

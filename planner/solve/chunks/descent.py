@@ -7,7 +7,8 @@ their number of layers. With a = b, one cut moves; with a < b, the stages betwee
     a = 2, b = 3, +1   |  0  |  1    |  2  |3  |
 
 Moves are tried in random order (with a fixed seed), batch by batch. If the best move of a batch improves the partition,
-it is made. If no move improves the partition, the search continues from the best partition after a few random moves.
+it is made. If no move improves the partition, a few random moves change the best partition, and the search continues
+from the result.
 
 Partitions are compared by the bytes by which they exceed the memory limits, then by step time.
 """
@@ -55,7 +56,7 @@ class PartitionCandidate:
     cuts: IntArray
     """Cuts from 0 to L, shape (stages + 1,)."""
     choices: IntArray
-    """Recomputation of each stage, as an index into `CHOICES` or `LAYERS`; shape (stages,)."""
+    """Recompute choice of each stage: an index into `CHOICES`, or the constant `LAYERS`; shape (stages,)."""
     excess_bytes: float = 0.0
     """Bytes by which devices exceed their memory limits, summed over devices; 0 if the partition fits."""
     step_us: float = inf
@@ -118,7 +119,7 @@ class Descent(ABC, Generic[CandidateT]):
             starts: Partitions to start from.
             most_actions: Limit on simulated actions.
             most_restarts: Largest number of restarts in a row without a better plan.
-            promising: Largest ratio of the result's step time to the best known step time that allows a restart.
+            promising: The search restarts only while its best step time is at most `promising * Progress.upper_us`.
         """
         begin, ordered = self.progress.budget.spent, sorted(starts, key=lambda start: start.rank)
         batches = most_actions // (2 * self.evaluator.num_actions + BATCH)

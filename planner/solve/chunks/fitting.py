@@ -1,13 +1,14 @@
 """Choice of recomputation for given cuts, with several chunks per device.
 
-The memory of a device depends on the choices of its own chunks only. More recomputation never makes a step faster: no
-action ends earlier, and the first action of a device does not begin later, because it waits for forwards only. A
-combination of choices for the chunks of one device is minimal if it fits, and no other combination that fits recomputes
-at most as much in every chunk. The fastest plan therefore uses a minimal combination on each device.
+The memory of a device depends on the choices of its own chunks only. A step lasts from a device's first action to its
+last one. More recomputation never makes a step faster: no action ends earlier, and first actions begin at the same
+time, because they wait for forwards only. A combination of choices for the chunks of one device is minimal if it fits,
+but would not fit if one or more chunks recomputed less. A fastest plan therefore uses a minimal combination on each
+device.
 
-    V = 2 chunks, 0 = never, 2 = always     (0, 0)   (0, 2)   (2, 0)   (2, 2)
-    fits?                                     no       yes      no       yes
-    minimal?                                  no       yes      no       no
+    V = 2 chunks, never (0) or always (2)     (0, 0)   (0, 2)   (2, 0)   (2, 2)
+    fits?                                       no       yes      no       yes
+    minimal?                                    no       yes      no       no
 
 Complexity: the memory of O(N C^V) partitions is computed, for N partitions, C choices and V chunks per device.
 """
@@ -77,9 +78,8 @@ class RecomputeFitter:
     def minimal_combinations(self, over: FloatArray) -> list[IntArray]:
         """Return the indices of the minimal combinations of recompute choices for each device.
 
-        A combination is minimal if it fits, but no combination fits that recomputes less in one stage and not more in
-        others. `over` has the bytes by which each device exceeds its memory limit with each combination; shape
-        (combinations, devices).
+        A combination is minimal if it fits, but would not fit if one or more stages recomputed less. `over` has the
+        bytes by which each device exceeds its memory limit with each combination; shape (combinations, devices).
         """
         lower = (self.combinations[:, None] <= self.combinations[None]).all(axis=2) & ~np.eye(
             len(self.combinations), dtype=bool

@@ -14,10 +14,10 @@ in y and r. Because the action order is given, the clocks of `planner.core.cost.
 maximum of two clocks becomes a variable with the constraints that it is at least each of them.
 
 Memory has a linear lower bound. At a point in the step, a stage takes at least d + sum of a_l bytes without
-recomputation, and at least d + sum of h_l bytes with an option, summed over its layers l. Here a_l and h_l are the
-average bytes that layer l adds to a stage, and d is the smallest remainder over all stages in the tables. With
-per-layer recomputation, there is one option, and h_l is at most a_l minus the most bytes that recomputing layer l can
-save at this point in the step.
+recomputation, and at least d + sum of h_l bytes with a recompute option; the sums are over its layers l. Here a_l and
+h_l are the average numbers of bytes that layer l adds to a stage. The constant d is the smallest difference between a
+stage's bytes and its sum of a_l or h_l, over all stages in the tables. With per-layer recomputation, there is one
+option. If recomputing layer l can free up to f_l bytes at this point in the step, h_l is at most a_l - f_l.
 
 Complexity: O(S L + K V M) rows (constraints) and columns (variables).
 """
@@ -46,9 +46,10 @@ class RecomputeColumns(NamedTuple):
     """Variables (columns) and constraints (rows) of the linear program for the recomputation of one stage."""
 
     columns: list[dict[int, int]]
-    """For each option w, the column of the variable r of each layer."""
+    """For each recompute option, a column of each layer: the variable for the share of the layer that is recomputed."""
     rows: dict[int, int]
-    """Row of the constraint sum_w r <= x of each layer."""
+    """Row of each layer: the constraint that the shares of all options sum to at most the layer's share in the stage.
+    """
 
 
 @dataclass(slots=True)
@@ -82,7 +83,8 @@ class LinearProgram:
 
     Args:
         evaluator: Evaluator for this number of devices.
-        reference_cuts: Cuts. Memory is limited at the points in the step where it is largest with these cuts.
+        reference_cuts: Cuts of any partition. Memory is constrained only at the points in the step where this
+            partition may need the most memory.
         scale_us: Approximate step time in microseconds, which sets the units of the program.
     """
 
@@ -291,9 +293,9 @@ def _pairwise_sums(first: list[LinearExpression], second: list[LinearExpression]
 
 
 def _linear_lower_bound(table: FloatArray) -> tuple[FloatArray, float]:
-    """Return a weight for each layer and a constant.
+    """Return a weight for each layer, and a constant.
 
-    For each stage, their sum is at most the stage's value in `table`.
+    For each stage, the constant plus the weights of the stage's layers is at most the stage's value in `table`.
     """
     width = table.shape[1]
     num = len(table) - 1

@@ -7,7 +7,8 @@ the minimal combinations of recomputation choices (`fitting.py`). If there are m
 evenest work of devices (`even_loads.py`), and from the rounded cuts of a linear program (`linear_program.py`). The
 linear program and the work of all layers give the lower bound.
 
-Complexity: O(V K M) for every batch of partitions, with V chunks on each of K devices and M micro-batches.
+Complexity: O(V K M) numpy operations per 1024 simulated partitions, for V chunks on each of K devices and M
+micro-batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -174,7 +175,7 @@ def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Recompu
 
 
 def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
-    """Yield all cuts without forbidden stages, in blocks of shape (partitions, stages + 1)."""
+    """Yield the cuts of all partitions that the case's rules allow, in blocks of shape (partitions, stages + 1)."""
     case, num_stages = evaluator.case, evaluator.num_stages
     num_layers, balance = case.costs.num_layers, case.rules.balance
     inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
@@ -247,12 +248,14 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
 
 
 def branch_and_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBound | None) -> float:
-    """Return a lower bound of the step time from branch and bound, in microseconds; 0 if the budget is limited.
+    """Return a lower bound of the step time from branch and bound, in microseconds.
+
+    The result is 0 if `linear` is None, or if the request limits the number of simulated actions.
 
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        linear: Lower bound from the linear program, which branch and bound raises; None results in 0.
+        linear: Lower bound from the linear program, which branch and bound raises, or None.
     """
     if linear is None or progress.budget.is_bounded:
         return 0.0
@@ -268,8 +271,8 @@ def _bound_limit_s(progress: Progress) -> float:
 def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     """Return cuts to start from: even cuts, and cuts that minimize the longest backward of any stage.
 
-    With many micro-batches, cuts with the evenest work of devices follow. Forbidden cuts are left out. If the request
-    fixes the cuts, only these are returned.
+    With at least `_MANY_MICRO_BATCHES` per device, cuts with the evenest work of devices follow. Cuts that the case's
+    rules forbid are left out. If the request fixes the cuts, only these are returned.
     """
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
