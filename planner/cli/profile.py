@@ -96,7 +96,7 @@ def _stages(layers: Sequence["LayerProfile"], usable_bytes: float) -> int:
 
 
 def _state_bytes(layer: "LayerProfile") -> int:
-    return layer.parameter_bytes + layer.trained_bytes + layer.optimizer_bytes + layer.cast_bytes
+    return layer.parameter_bytes + layer.created_gradient_bytes + layer.optimizer_bytes + layer.cast_bytes
 
 
 def _too_large(measured: "Profile") -> str:

@@ -211,7 +211,7 @@ def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
 
 
 def _with_states(layer: LayerProfile, copies: int) -> LayerProfile:
-    state = copies * layer.trained_bytes
+    state = copies * layer.created_gradient_bytes
     return replace(layer, optimizer_bytes=state, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
 
 

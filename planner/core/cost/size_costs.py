@@ -59,7 +59,7 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLay
     forward = _per_layer(layers, lambda layer: layer.forward_peak_bytes[n] if layer.forward_peak_bytes else 0)
     backward = _per_layer(layers, lambda layer: layer.backward_peak_bytes[n] if layer.backward_peak_bytes else 0)
     nothing = np.zeros(len(layers))
-    gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
+    gradients = _per_layer(layers, lambda layer: layer.created_gradient_bytes)
     return ProfiledLayerCosts(
         gradients=gradients,
         boundaries=BoundaryBytes(
@@ -107,7 +107,7 @@ def costs_from_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerC
         for sizes in (storages.saved(), storages.bytes_after(), storages.unsaved_bytes_after(), storages.passing())
     )
     boundaries = _boundaries(details, crossing_bytes, unkept, writes)
-    gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
+    gradients = _per_layer(layers, lambda layer: layer.created_gradient_bytes)
     at_end = _stored_at_stage_end(boundaries, passing)
     return ProfiledLayerCosts(
         gradients=gradients,
@@ -271,7 +271,7 @@ def _exact_split_backward(
 
 def _assumed_split_memory(layer: LayerProfile, n: int, *, held_bytes: float) -> SplitMemory:
     # W is assumed to need all saved tensors and to create all gradients.
-    detail, gradients = layer.detail[n], layer.trained_bytes
+    detail, gradients = layer.detail[n], layer.created_gradient_bytes
     return SplitMemory(
         held_bytes=round(held_bytes),
         weight_gradient_bytes=gradients,

@@ -25,7 +25,7 @@ def tied_parameters_of(layers: Sequence[LayerProfile]) -> tuple[TiedParameters, 
                     second=second,
                     parameter_bytes=size,
                     gradient_bytes=shared_bytes,
-                    optimizer_bytes=layer.optimizer_bytes * shared_bytes / max(1, layer.trained_bytes),
+                    optimizer_bytes=layer.optimizer_bytes * shared_bytes / max(1, layer.created_gradient_bytes),
                     sum_bytes=min(float(layer.tied_view_bytes), shared_bytes),
                     cast_bytes=min(_least_tied_cast_bytes(layers[first], size), _least_tied_cast_bytes(layer, size)),
                     these_alone=these_alone,
@@ -38,7 +38,7 @@ def tied_parameters_of(layers: Sequence[LayerProfile]) -> tuple[TiedParameters, 
 def _least_tied_gradient_bytes(layer: LayerProfile) -> float:
     # Some parameters may be frozen.
     untied_bytes = layer.parameter_bytes - layer.idle_bytes - layer.tied_bytes
-    return max(0.0, layer.trained_bytes - max(0, untied_bytes))
+    return max(0.0, layer.created_gradient_bytes - max(0, untied_bytes))
 
 
 def _least_tied_cast_bytes(layer: LayerProfile, tied_bytes: int) -> float:

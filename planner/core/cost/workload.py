@@ -95,10 +95,10 @@ def _tokens(profile: Profile) -> int:
 
 
 def _flops_per_forward_flop(layers: tuple[LayerProfile, ...]) -> list[int]:
-    if not any(layer.trained_bytes for layer in layers):
+    if not any(layer.created_gradient_bytes for layer in layers):
         return [3] * len(layers)  # The profile does not say what is trained.
     passes, trained = [], False
     for layer in layers:
-        passes.append(3 if layer.trained_bytes else 1 + trained)
-        trained = trained or layer.trained_bytes > 0
+        passes.append(3 if layer.created_gradient_bytes else 1 + trained)
+        trained = trained or layer.created_gradient_bytes > 0
     return passes

@@ -59,7 +59,7 @@ class DualPipeV(VSchedule):
             )
 
     def most_devices(self, micro_batches: int) -> int:
-        """Return half of `micro_batches`: it needs as many micro-batches as stages, two per device."""
+        """Return half of `micro_batches`: DualPipeV needs as many micro-batches as stages, two per device."""
         return micro_batches // 2
 
     @staticmethod

@@ -40,13 +40,13 @@ class RunPrediction:
     reserve_bytes: int = 0
     """Memory of each device that its allocator does not count, in bytes; included in the predicted peak."""
     device: str = ""
-    """Kind of device that the predictions are for, if the bundled executor cannot train on that kind; else empty."""
+    """Kind of the profiled device, such as `tpu`, if the bundled executor uses CPUs instead; else empty."""
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
     solve: tuple[str, ...] = ()
     """Options of `solve` that repeat the plan's request, each with its value.
 
-    For a plan of the bundled executor, `--calibration` is left out.
+    Options whose values come from a calibration, and `--calibration` itself, are left out.
     """
 
 

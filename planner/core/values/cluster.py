@@ -77,8 +77,10 @@ class Cluster:
     overhead_us: float = 0.0
     """Time of the executor itself per micro-batch, stage and direction (forward or backward)."""
     tensor_parallel: int = 1
-    """Number of GPUs per device (T): a device is a group of GPUs that share every layer. All other fields are per
-    GPU."""
+    """Number of GPUs per device (T): a device is a group of GPUs that share every layer.
+
+    Memory limits, speeds and links are those of one GPU of the group.
+    """
     optimizer_shards: int = 1
     """Number of replicas among which the optimizer is divided; 1 if each replica has the whole optimizer."""
 
@@ -94,7 +96,8 @@ class Cluster:
     def link_after(self, device: int, *, num_devices: int, replicas: int = 1) -> Link:
         """Return the link from `device` to the next device of its pipeline; the last device is followed by the first.
 
-        Replicas use consecutive devices and wait for each other, so the slowest of their links counts.
+        Pipeline r has the devices r K to r K + K - 1, with K = `num_devices`. Pipelines wait for each other, so the
+        slowest of their links counts.
 
         Args:
             device: Index of the device in its pipeline.

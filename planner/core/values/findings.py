@@ -16,7 +16,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Kind of finding."""
+    """Kind of problem or remark that `gpipe-plan check` reports: its code, severity and texts."""
 
     code: str
     severity: Severity

@@ -22,7 +22,10 @@ class Measurement:
     """Forward times, one per repeat."""
     backward_us: tuple[float, ...] = ()
     backward_input_us: tuple[float, ...] = ()
-    """Times of a forward together with its input-gradient pass, one per repeat that splits the backward."""
+    """Times of a forward plus its input-gradient pass, one per repeat that splits the backward.
+
+    The forward's time is subtracted when the profile is finished.
+    """
     backward_weight_us: tuple[float, ...] = ()
     """Times of the weight-gradient pass, one per repeat that splits the backward."""
 

@@ -53,9 +53,9 @@ class Inputs:
     profile: ProfileReference
     model_digest: str = ""
     devices: int
-    """Number of devices of all replicas together."""
+    """Number of available devices, for all replicas together. Each GPU of a tensor-parallel group counts."""
     memory_bytes: tuple[int, ...]
-    """Memory limit of each device, in pipeline order."""
+    """Memory limit of each of the `devices`, replica by replica, in pipeline order."""
     speeds: tuple[float, ...] = ()
     """Speed of each device relative to the profiled device; empty if all devices are as fast as the profiled one."""
     compute: float = field(default=1.0, metadata=LEFT_OUT)
@@ -109,7 +109,10 @@ class Inputs:
     """Price of a GPU-hour, in any currency; 0 if it was not given."""
 
     def device_memory_for_limit(self, limit_bytes: int) -> int:
-        """Return the device memory in bytes of which `limit_bytes` are left if the request's headroom stays free."""
+        """Return the memory that a device must have so that its limit is `limit_bytes`, in bytes.
+
+        The limit is the device's memory without the request's headroom.
+        """
         size = ceil(limit_bytes / (1 - self.headroom))
         return size if memory_limit_of_device(size, self.headroom) >= limit_bytes else size + 1
 
@@ -168,12 +171,14 @@ class StageMemory:
     casts: int = field(default=0, metadata=LEFT_OUT)
     """Low-precision copies of weights in autocast's weight cache, while the schedule runs."""
     in_flight: int = 0
-    """Inputs, outputs and saved activations of the micro-batches in flight."""
+    """Data of the mini-batch, and inputs, outputs and saved activations of the micro-batches in flight.
+
+    Activations that the running micro-batch saves may count in `working` instead.
+    """
     transfer: int = 0
     """Buffers of the engine: gradients being received or sent."""
     working: int = 0
-    """Saved activations and transient memory of the running micro-batch, or transient memory of the optimizer's
-    step."""
+    """Memory of the running forward or backward, or of the optimizer's step, that counts in no other component."""
     reserve: int = 0
     total: int = 0
 
@@ -293,14 +298,15 @@ class Noise:
     """Effect of measurement errors on the plan, estimated with random profiles close to the measured one."""
 
     draws: int
+    """Number of random profiles."""
     spread: float
     """Median over layers of the relative half-width of the 95 % interval of forward plus backward time."""
     mean_regret: float
-    """Mean over the drawn profiles of (step time of this plan / step time of the best plan found) - 1."""
+    """Mean over the random profiles of (step time of this plan / step time of the best plan found) - 1."""
     worst_regret: float
+    """Largest such value of a random profile."""
     same_plan: float
-    """Share of the drawn profiles for which the best plan found is not faster, or has the same cuts and
-    micro-batches."""
+    """Share of the random profiles for which no faster plan was found, or one with equal cuts and micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,7 +352,7 @@ class Plan:
     training: TrainingRun | None = None
     """Training run, if its length or the price of a GPU-hour was given."""
     frontier: tuple[FrontierPoint, ...] = ()
-    """Trade-off over M, if requested."""
+    """Figures of the best plan for each number of replicas and micro-batches, if requested."""
     schedules: tuple[FrontierPoint, ...] = ()
     """Best plan of each schedule, if requested; `fits` is false for a schedule without a plan."""
     insight: Insight | None = None

@@ -22,7 +22,11 @@ Granularity = Literal["coarse", "fine"]
 
 
 CountedLabels = Literal["", "all", "shifted"]
-"""Labels over which a model's own loss is the mean: none, all that are not -100, or all but the first of a row."""
+"""Labels over which a model averages its own loss.
+
+`all` are the labels that are not -100; `shifted` are these without the first label of each sample. If the text is
+empty, the loss is a mean over samples.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,10 @@ class Model:
     uncut: tuple[str, ...] = ()
     """Layers, by their original names, after which a cut gave wrong results; each is now merged with the next layer."""
     counted_labels: CountedLabels = ""
-    """Labels whose number weights the loss of a micro-batch; empty if the number of samples does."""
+    """Labels over which the model averages its own loss. Micro-batches are weighted by the number of these labels.
+
+    If empty, micro-batches are weighted by their number of samples.
+    """
     batch_norm: bool = field(default=False, metadata=LEFT_OUT)
     """True if a layer normalizes by the statistics of the micro-batch (batch normalization)."""
     digest: str = ""
@@ -120,9 +127,9 @@ class MemoryDetail:
     no_grad_peak_bytes: int
     """Peak during a forward without gradients, which is later repeated by recomputation."""
     first_backward_peak_bytes: int
-    """Peak during the first micro-batch's backward, including saved tensors and the gradients that it allocates."""
+    """Peak during the first micro-batch's backward, including saved tensors and the new parameter gradients."""
     backward_peak_bytes: int
-    """Peak during a later backward, including saved tensors, but not the gradients that already exist."""
+    """Peak during a later micro-batch's backward, including saved tensors, without the existing parameter gradients."""
     end_first_backward_peak_bytes: int | None = None
     """Peak during the first backward if the layer ends a stage, including its outputs and their gradients."""
     end_backward_peak_bytes: int | None = None
@@ -148,7 +155,8 @@ class SplitMemory:
     """Exact memory record of one layer with a split backward, at one micro-batch size.
 
     A peak is relative to the memory at the start of the layer's forward. The layer's input counts only if the layer
-    keeps it for the weight-gradient pass.
+    keeps it for the weight-gradient pass. In the names, `input_peak` is the peak of the input-gradient pass (I), and
+    `weight_peak` that of the weight-gradient pass (W). A value of None was not measured.
     """
 
     held_bytes: int
@@ -162,9 +170,9 @@ class SplitMemory:
     input_peak_bytes: int
     """Peak during a later I."""
     output_first_input_peak_bytes: int | None = None
-    """Peak during the first I if the next layer stores this layer's outputs for its W; includes these outputs."""
+    """Peak during the first I if the next layer keeps this layer's outputs for its own W. Includes these outputs."""
     output_input_peak_bytes: int | None = None
-    """Peak during a later I if the next layer stores this layer's outputs for its W; includes these outputs."""
+    """Peak during a later I if the next layer keeps this layer's outputs for its own W. Includes these outputs."""
     end_first_input_peak_bytes: int | None = None
     """Peak during the first I if the layer ends a stage, including its outputs and their gradients."""
     end_input_peak_bytes: int | None = None
@@ -186,9 +194,9 @@ class ArrayKind:
     plain_bytes: int
     """Size without padding."""
     loop_bytes: int
-    """Size if a loop over micro-batches stores the array in the layout of its reader.
+    """Size as a loop over micro-batches stores the array, in the memory layout of the layer that reads it.
 
-    It is halved if only matmuls read the array, because they read 16 bits per number.
+    float32 arrays that only matmuls read are stored with 16 bits per number.
     """
     count: int = 1
 
@@ -206,18 +214,17 @@ class ProgramMemory:
     peak_bytes: int
     """Peak of forward and backward on top of the memory of earlier layers, including gradients of input and output."""
     narrowed_bytes: int = 0
-    """Copies of the weights in the type of matmul operands, which exist during a whole loop over micro-batches."""
+    """16-bit copies of weights for matmuls, which exist during a whole loop over micro-batches."""
     padding_bytes: int = 0
     """Padding of the trained parameters. The padding of their gradients is equally large, and not included."""
     reshaped_bytes: int = 0
-    """Transient copies of saved arrays: loops store them as rows, and the layer's backward reads their original
-    shape."""
+    """Transient copies of arrays that loops store flattened: the layer's backward reads them in their own shape."""
     input_bytes: int = 0
-    """First layer only: memory of the micro-batch in the mini-batch."""
+    """First layer only: memory of the inputs of one micro-batch."""
     narrowed_input_bytes: int = 0
-    """First layer only: copy of the micro-batch in the type of matmul operands, which exists during the whole loop."""
+    """First layer only: 16-bit copy of one micro-batch's inputs for matmuls, which exists during the whole loop."""
     laid_out_bytes: int = 0
-    """First layer only: copy of the running micro-batch in the layer's own layout."""
+    """First layer only: copy of the running micro-batch's inputs, in the memory layout that the layer reads."""
     target_bytes: int = 0
     """Last layer only: memory of the micro-batch's targets, which the loss reads."""
     trained: tuple[ArrayKind, ...] = ()
@@ -253,7 +260,7 @@ class LayerProfile:
     """Trained parameters that never get a gradient, such as those of an unused head; replicas create zeros for them."""
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
-    """Buffers, and the memory that collects running statistics of whole mini-batches."""
+    """Buffers, and memory in which batch normalization collects the statistics of a mini-batch."""
     cast_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Low-precision copies of parameters in autocast's weight cache."""
     rewritten_bytes: int = field(default=0, metadata=LEFT_OUT)
@@ -265,9 +272,9 @@ class LayerProfile:
     tied_groups: tuple[TiedGroup, ...] = ()
     """Shared parameters, grouped by the earlier layers that share them; empty if there is only one group."""
     tied_view_bytes: int = field(default=0, metadata=LEFT_OUT)
-    """Largest gradient of a shared parameter that is a view, such as that of a linear layer's weight.
+    """Size of the largest gradient that is a view and belongs to a shared parameter, such as a linear layer's weight.
 
-    Autograd adds the gradient of an earlier layer to it out of place, in a new tensor.
+    Autograd adds an earlier layer's gradient to a view in a new tensor.
     """
     optimizer_us: float = 0.0
     """Time of the optimizer's step over this layer's parameters, once per mini-batch."""
@@ -310,8 +317,11 @@ class LayerProfile:
     """Memory records of a compiled profile, instead of `detail`."""
 
     @property
-    def trained_bytes(self) -> int:
-        """Memory of the parameter gradients, in bytes; `parameter_bytes` if `gradient_bytes` is not known."""
+    def created_gradient_bytes(self) -> int:
+        """Memory of the parameter gradients that backward creates, in bytes.
+
+        The value is `gradient_bytes`, or `parameter_bytes` if that is None.
+        """
         return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
 
 

@@ -10,15 +10,15 @@ class Proof:
     """Result of the equivalence check, which compares training with and without the pipeline.
 
     Two steps of a plain training loop over the user's model were compared with the same two steps of pipelines, each
-    stage in a process of its own. `cuts` counts the cuts of these pipelines.
+    stage in a process of its own.
     """
 
     layers: int
     """Number of layers of the model; 0 if nothing was compared."""
     cuts: int
-    """Number of cuts that were compared, including cuts that are equivalent to a compared one."""
+    """Number of cuts that were compared or are equivalent to a compared cut; 0 if nothing was compared."""
     uncovered: int = 0
-    """Number of cuts that were not compared."""
+    """Number of cuts that were neither compared nor are equivalent to a compared cut."""
     gradients: int = 0
     """Number of parameters whose gradients were compared."""
     buffers: int = 0

@@ -26,7 +26,7 @@ class Rates:
     """Bandwidth between its memory and its cores."""
     source: str
     link: Link = field(default_factory=Link)
-    """Link to a neighbor, in one direction, if it is equal for all such devices; otherwise the default link."""
+    """Link to a neighbor, in one direction; the default link if machines with this device differ in their links."""
 
 
 _NVLINK_2, _NVLINK_3, _NVLINK_4, _NVLINK_5 = (

@@ -20,8 +20,10 @@ class SustainedRate:
     """True for a mixture of experts."""
     flops_per_s: float
     errors: str
-    """Key in `planner.core.judge.certainty.STEP_ERRORS` of the error range of predictions with this rate; empty if
-    unknown. Rates from fewer than three sources have the error range of all chips."""
+    """Key of the rate's error range in `planner.core.judge.certainty.STEP_ERRORS`; empty if the range is unknown.
+
+    Rates from fewer than three sources have the key `few runs`.
+    """
 
 
 SUSTAINED: Final = (

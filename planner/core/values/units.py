@@ -1,7 +1,7 @@
 """Quantities with units, parsed from options and printed for people.
 
 Decimal and binary prefixes differ (`8GB` = 8·10^9 B, `8GiB` = 8·2^30 B). A number without a unit is rejected, because
-`--mem 8` is ambiguous. In messages, the text `before` (such as `--mem `) precedes the quantity.
+`--mem 8` is ambiguous.
 """
 
 import math
@@ -26,8 +26,12 @@ _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµ
 def parse_bytes(text: str, before: str = "") -> int:
     """Return a size such as `8GB`, `7.5GiB`, `512 MiB` in bytes, rounded down to a whole byte.
 
+    Args:
+        text: The size with its unit.
+        before: Text before the quantity in error messages, such as `--mem `.
+
     Raises:
-        UsageError: Not a number with a unit of bytes.
+        UsageError: The text is not a number with a unit of bytes.
     """
     number, unit = _split(text, "8GB or 7.5GiB", before)
     factor = _BYTES.get(unit.lower())
@@ -41,8 +45,12 @@ def parse_bytes(text: str, before: str = "") -> int:
 def parse_bytes_per_s(text: str, before: str = "") -> float:
     """Return a rate such as `25GB/s` in bytes per second.
 
+    Args:
+        text: The rate with its unit.
+        before: Text before the quantity in error messages, such as `--link `.
+
     Raises:
-        UsageError: Not a number with a unit of bytes per second, or zero.
+        UsageError: The text is not a number with a unit of bytes per second, or the number is zero.
     """
     units = "use one of B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s"
     return _parse_rate(text, _BYTES, before, numerator="B", units=units, sample="25GB/s")
@@ -51,8 +59,12 @@ def parse_bytes_per_s(text: str, before: str = "") -> float:
 def parse_flops_per_s(text: str, before: str = "") -> float:
     """Return a rate such as `190TFLOP/s` in floating-point operations per second.
 
+    Args:
+        text: The rate with its unit.
+        before: Text before the quantity in error messages, such as `--rate `.
+
     Raises:
-        UsageError: Not a number with a unit of operations per second, or zero.
+        UsageError: The text is not a number with a unit of operations per second, or the number is zero.
     """
     units = "use one of GFLOP/s, TFLOP/s, PFLOP/s"
     return _parse_rate(text, _FLOPS, before, numerator="FLOP", units=units, sample="190TFLOP/s")
@@ -61,8 +73,12 @@ def parse_flops_per_s(text: str, before: str = "") -> float:
 def parse_us(text: str, before: str = "") -> float:
     """Return a duration such as `5us`, `1.5ms`, `60s` in microseconds.
 
+    Args:
+        text: The duration with its unit.
+        before: Text before the quantity in error messages, such as `--overhead `.
+
     Raises:
-        UsageError: Not a number with a unit of time.
+        UsageError: The text is not a number with a unit of time.
     """
     number, unit = _split(text, "5us or 1.5ms", before)
     factor = _TIMES_US.get(unit)
@@ -74,8 +90,12 @@ def parse_us(text: str, before: str = "") -> float:
 def parse_share(text: str, before: str = "") -> float:
     """Return a share such as `5%` as a fraction of one (0.05).
 
+    Args:
+        text: The percentage.
+        before: Text before the quantity in error messages, such as `--headroom `.
+
     Raises:
-        UsageError: Not a percentage from 0 % to below 100 %.
+        UsageError: The text is not a percentage from 0 % to below 100 %.
     """
     number, unit = _split(text, "5%", before)
     if unit != "%":
@@ -88,8 +108,12 @@ def parse_share(text: str, before: str = "") -> float:
 def parse_count(text: str, before: str = "") -> int:
     """Return a large number such as `1T` or `300M`, rounded up to a whole number.
 
+    Args:
+        text: The number.
+        before: Text before the quantity in error messages, such as `--tokens `.
+
     Raises:
-        UsageError: Not a number, zero, or with an unknown prefix.
+        UsageError: The text is not a number, the number is zero, or its prefix is unknown.
     """
     number, prefix = _split(text, "1T or 300M", before)
     factor = _COUNTS.get(prefix.upper())

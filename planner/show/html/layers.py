@@ -56,7 +56,7 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
         _Part(
             style_class="m-optimizer",
             words="gradients and optimizer",
-            of=lambda x: x.trained_bytes + x.optimizer_bytes,
+            of=lambda x: x.created_gradient_bytes + x.optimizer_bytes,
         ),
         _Part(style_class="m-in_flight", words="saved, of one micro-batch", of=lambda x: x.saved_bytes[n]),
     )
