@@ -1,4 +1,4 @@
-"""Check that losses, outputs and gradients of a step are finite, and that gradients have values."""
+"""Check losses, outputs and gradients of a step, and release the memory of summed gradients."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -78,3 +78,12 @@ def check_gradients(parameters: Mapping[str, Tensor], activity: RankActivity) ->
                 f"the gradient of {name} on {activity.name} is not finite in step {activity.step}",
                 hint="a lower learning rate or clipped gradients may help",
             )
+
+
+def release_memory(summed: Tensor) -> None:
+    """Make a tensor empty that a collective operation has summed. Other tensors in the same memory remain as they are.
+
+    A thread of gloo refers to the tensor a little longer than the operation takes. The memory recorder of the calling
+    thread would miss a release of the memory in that thread.
+    """
+    summed.set_()  # type: ignore[call-overload]

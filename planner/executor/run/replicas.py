@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from planner.core.cost.chain_costs import BUCKET_BYTES
 from planner.core.errors import ModelError
+from planner.executor.run.gradients import release_memory
 
 
 class ReplicaGradients:
@@ -133,6 +134,8 @@ class _Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters = parameters
         self._group = group
+        self._flat = torch.empty(0)
+        """Summed tensor of all gradients of the bucket, from start to finish."""
         self._sums: Sequence[Tensor] = ()
         self._work: dist.Work | None = None
 
@@ -151,7 +154,7 @@ class _Bucket:
         for parameter, total in zip(self.parameters, self._sums, strict=True):
             # The gradient becomes a view of the summed tensor, so that there is never a second copy of all gradients.
             parameter.grad = None if parameter.grad is None else total
-        self._work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._flat, self._work = flat, dist.all_reduce(flat, group=self._group, async_op=True)
 
     def finish(self, present: set[nn.Parameter]) -> None:
         """Wait for the sums, and store them as gradients of `present`.
@@ -163,6 +166,7 @@ class _Bucket:
         self._work.wait()
         for parameter, total in zip(self.parameters, self._sums, strict=True):
             parameter.grad = total if parameter in present else None
+        release_memory(self._flat)
         self._sums, self._work = (), None
 
 

@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from planner.executor.run.gradients import release_memory
 from planner.executor.run.placement import ProcessPlace
 
 
@@ -37,9 +38,6 @@ class TiedGradients:
         self._groups: list[tuple[list[nn.Parameter], dist.ProcessGroup]] = []
         """Parameters that the same ranks hold, and the group of these ranks."""
         self._kept_elsewhere: list[nn.Parameter] = []
-        self._summed: list[Tensor] = []
-        """Summed gradients, kept until the next step. A thread of gloo refers to them a little longer than the sum
-        takes, and the memory recorder of this thread would miss a release in that thread."""
         self.counted_elsewhere: list[nn.Parameter] = []
         """Parameters that another rank of the replica counts in sums over all parameters, such as the norm of the
         gradients."""
@@ -65,7 +63,6 @@ class TiedGradients:
 
     def drop_copies(self) -> None:
         """Drop existing gradients of all copies except one before backward: equal gradients must count once."""
-        self._summed.clear()
         for parameter in self._kept_elsewhere:
             parameter.grad = None
 
@@ -83,5 +80,6 @@ class TiedGradients:
             for parameter in (p for p, is_somewhere in zip(parameters, present.tolist(), strict=True) if is_somewhere):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=group)
-                self._summed.append(parameter.grad)
+                summed = parameter.grad.detach()
+                dist.all_reduce(summed, group=group)
+                release_memory(summed)

@@ -20,6 +20,10 @@ def _small_buckets(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
 class Sent(list[str]):
     """Sizes of sent buckets, and marks of the test."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.held_by_gloo: list[Tensor] = []
+
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
@@ -30,6 +34,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     def noted(tensor: Tensor, *args: object, **kwargs: object) -> object:
         if kwargs.get("async_op"):
             found.append(f"{tensor.numel()}")
+            found.held_by_gloo.append(tensor)
         return real(tensor, *args, **kwargs)
 
     monkeypatch.setattr(dist, "all_reduce", noted)
@@ -124,6 +129,16 @@ def test_gradients_of_earlier_parts_are_counted_once(sent: Sent, *, keeps: bool)
     gradients.wait_for_sums()
     assert sent == ["part", "part", "4", "16"]
     assert torch.equal(model.bias.grad, torch.full((4,), 3.0 if keeps else 2.0))
+
+
+def test_the_memory_of_sums_is_released_with_the_gradients(sent: Sent) -> None:
+    """A thread of gloo, which refers to summed tensors a little longer, could otherwise release it, uncounted."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(1, 3), nn.Linear(3, 2))
+    gradients = ReplicaGradients([model.parameters()], group(), keeps_earlier=True)
+    model[0].weight.grad = torch.ones(4, 4)  # alone in a bucket; the parameters of the other layers are unused
+    gradients.wait_for_sums()
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+    assert [tensor.untyped_storage().nbytes() for tensor in sent.held_by_gloo] == [0] * len(sent)
 
 
 def test_deferred_weight_gradients_are_sent_during_the_last_w(sent: Sent) -> None:
