@@ -51,8 +51,8 @@ class ArgumentLeaf:
 
 
 @dataclass(frozen=True)
-class ParameterLeaf:
-    """Leaf that is a parameter of the model, given by its name."""
+class NamedLeaf:
+    """Leaf that is a parameter or a module of the model, given by its name."""
 
     name: str
 
@@ -81,7 +81,7 @@ class SampleCount:
         return torch.Size(numbers) if self.is_size else next(numbers)
 
 
-Leaf = TensorLeaf | ArgumentLeaf | ParameterLeaf | ConstantValue | SampleCount
+Leaf = TensorLeaf | ArgumentLeaf | NamedLeaf | ConstantValue | SampleCount
 
 
 def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:

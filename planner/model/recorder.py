@@ -24,7 +24,7 @@ from planner.model.carried_state import (
 from planner.model.differentiation import refuse_autograd_grad, without_shape_log
 from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_graphs, storage_of
-from planner.model.leaves import ArgumentLeaf, ConstantValue, Leaf, ParameterLeaf, TensorLeaf, TensorMeta, is_plain
+from planner.model.leaves import ArgumentLeaf, ConstantValue, Leaf, NamedLeaf, TensorLeaf, TensorMeta, is_plain
 from planner.model.loss_reads import addresses_read
 from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
 from planner.model.nests import flatten, tensors_in
@@ -335,9 +335,13 @@ class _ForwardRecorder:
             if argument >= 0 and before[id(leaf)] == self._versions[storage]:
                 return ArgumentLeaf(argument)
             if isinstance(leaf, nn.Parameter) and storage in self._held:
-                return ParameterLeaf(self._name_in(self._held[storage], call.number))
+                return NamedLeaf(self._name_in(self._held[storage], call.number))
             return self._value(leaf, call.number, exposed=call.function < 0)
-        return ArgumentLeaf(argument) if argument >= 0 and not is_plain(leaf) else ConstantValue(leaf)
+        if argument >= 0 and not is_plain(leaf):
+            return ArgumentLeaf(argument)
+        if isinstance(leaf, nn.Module) and self._paths.get(leaf):  # a stage has its own instance of the module
+            return NamedLeaf(self._paths[leaf])
+        return ConstantValue(leaf)
 
     def _value(self, tensor: Tensor, call: int, *, exposed: bool = True) -> TensorLeaf:
         storage, meta = self._storage(tensor), TensorMeta.of(tensor)

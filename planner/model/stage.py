@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from planner.model.carried_state import attribute_key
 from planner.model.outline import ModelOutline
 from planner.model.recording import END
-from planner.model.stage_forward import StageForward, tensor_named
+from planner.model.stage_forward import StageForward, attribute_named
 from planner.model.stage_part import StagePart
 
 
@@ -60,7 +60,7 @@ class ModelStage(nn.Module):
 
     def replaced_buffers(self) -> list[tuple[str, Tensor]]:
         """Return names and values of the buffers that forwards replace by other tensors."""
-        return [(name, tensor_named(self._part.model, name)) for name in self._part.replaced]
+        return [(name, attribute_named(self._part.model, name)) for name in self._part.replaced]
 
     def call_at_stage_ends(self, begun: Callable[[], None], done: Callable[[], None] = lambda: None) -> None:
         """In each forward, call `begun` before the stage's first layer, and `done` after its last."""
@@ -113,7 +113,7 @@ class ModelStage(nn.Module):
     @property
     def tensors_of_repeated_code(self) -> list[Tensor]:
         """Parameters and buffers that code of earlier layers reads when it runs again in this stage."""
-        return [tensor_named(self._part.model, name) for name in self._part.repeated]
+        return [attribute_named(self._part.model, name) for name in self._part.repeated]
 
     @property
     def model(self) -> nn.Module:

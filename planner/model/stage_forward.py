@@ -29,7 +29,7 @@ from planner.model.leaves import (
     ArgumentLeaf,
     ConstantValue,
     Leaf,
-    ParameterLeaf,
+    NamedLeaf,
     SampleCount,
     TensorLeaf,
     describe_constant,
@@ -282,8 +282,8 @@ class StageForward:
                 return self._stand_ins.missing_result(leaf.number) if received is None else received
             case ArgumentLeaf():
                 return arguments[leaf.argument]
-            case ParameterLeaf():
-                return tensor_named(self._part.model, leaf.name)
+            case NamedLeaf():
+                return attribute_named(self._part.model, leaf.name)
             case ConstantValue():
                 return leaf.value
             case SampleCount():
@@ -305,7 +305,7 @@ class StageForward:
         return unflatten(leaves, nest)
 
 
-def tensor_named(model: nn.Module, full: str) -> Any:
-    """Return the model's parameter or buffer with the name `full`."""
+def attribute_named(model: nn.Module, full: str) -> Any:
+    """Return the model's parameter, buffer or module with the name `full`."""
     path, _, name = full.rpartition(".")
     return getattr(model.get_submodule(path), name)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +21,7 @@ from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer
 from planner.model.copying import copy_module
 from planner.model.layout import meta_tensor_like
-from planner.model.leaves import describe_constant, is_same_constant
+from planner.model.leaves import describe_constant, is_plain, is_same_constant
 from planner.model.load import to_device
 from planner.model.module_tensors import attribute_tensors
 from planner.model.refusals import control_flow_error, explain_error
@@ -72,10 +73,9 @@ class Boundary:
             )
         other = next((pair for pair in pairs if not _is_same(*pair)), None)
         if other is not None and not any(isinstance(leaf, Tensor) for leaf in other):
-            now, before = map(describe_constant, other)
             raise ModelError(
-                f"a layer returned {now} where it returned {before} when its layers were found: only tensors are sent "
-                "to the next stages, which would use the old value",
+                f"a layer returned {_describe_change(*other)}: only tensors are sent to the next stages, which would "
+                "use the old value",
                 hint="return tensors only: a number as a tensor, and make an object in the layer that uses it",
             )
         if other is not None or spec != self.spec:
@@ -107,6 +107,15 @@ def _is_same(leaf: Any, planned: Any) -> bool:
     if isinstance(leaf, Tensor) and isinstance(planned, Tensor):
         return (leaf.shape, leaf.dtype) == (planned.shape, planned.dtype)
     return is_same_constant(leaf, planned)
+
+
+def _describe_change(now: Any, before: Any) -> str:
+    """Return a text about two constants that are not equal."""
+    if type(now) is type(before) and not is_plain(now) and not isinstance(now, np.ndarray):
+        return (
+            f'an object of type "{type(now).__name__}", and not the one of the forward in which its layers were found'
+        )
+    return f"{describe_constant(now)} where it returned {describe_constant(before)} when its layers were found"
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,37 @@ def test_code_for_several_processes_runs_as_in_one() -> None:
     assert (proof.cuts, proof.uncovered, proof.buffers) == (4, 0, 1)
 
 
+class Chooses(nn.Module):
+    """Returns one of its modules, which the model calls later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = block(), block()
+
+    def forward(self, value: Tensor) -> tuple[Tensor, nn.Module]:
+        return self.layer(value), self.head
+
+
+class CallsLater(nn.Module):
+    """Calls the module that its first module returned after the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = Chooses(), nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value, head = self.first(value)
+        for layer in self.blocks:
+            value = layer(value)
+        return head(value)
+
+
+def test_a_module_that_a_module_returned_is_that_of_the_stage() -> None:
+    """Stages called the module of the model whose layers were found, which has no values."""
+    proof = checked(CallsLater).proof
+    assert (proof.cuts, proof.uncovered, proof.gradients) == (4, 0, 10)
+
+
 class Followed(nn.Module):
     """Model with a moving average of its weights, which the optimizer's hook updates."""
 

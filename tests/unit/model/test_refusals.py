@@ -211,6 +211,37 @@ def test_arrays_may_not_cross_boundaries(build: Callable[[], nn.Module], message
     assert "only tensors are sent to the next stages" in str(refused.value)
 
 
+class Chooses(nn.Module):
+    """Returns a module or function with its result."""
+
+    def __init__(self, choose: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.choose = nn.Linear(WIDTH, WIDTH), choose
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Any]:
+        return self.linear(value), self.choose(self)
+
+
+class Calls(nn.Module):
+    """Calls the function that it receives."""
+
+    def forward(self, values: tuple[Tensor, Any]) -> Tensor:
+        return values[1](values[0])
+
+
+@pytest.mark.parametrize(
+    ("choose", "kind"),
+    [(lambda module: module.other, "Linear"), (lambda _module: lambda value: value.tanh(), "function")],
+)
+def test_objects_between_layers_of_a_sequential_are_named_by_their_type(choose, kind):
+    """The texts of two objects are equal, or differ only in addresses."""
+    blocks = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Chooses(choose), Calls(), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    checked = check_equivalence(loaded_model(blocks, WIDTH), budget_s=30.0)
+    (warning,) = (text for text in checked.warnings if 'after "1"' in text)
+    assert f'a layer returned an object of type "{kind}", and not the one of the forward in which' in warning
+
+
 class Packed(nn.Module):
     """Recurrent layers on packed sequences of different lengths."""
 
