@@ -197,8 +197,9 @@ def search_cases(
         deadline: Limits on time and on simulated actions.
         upper_us: Step time to beat, in microseconds.
         starts: Answers from which the searches of some cases start, as `start` of `search_function_for`.
-        ranks: Estimated step times by width, replicas and number of micro-batches, which sort the cases if several
-            widths share the budget.
+        ranks: Estimated step time for each tuple of tensor-parallel width, replicas and number of micro-batches. The
+            cases of a schedule are searched in its order, while it is below the best step time. None: lower bounds
+            decide the order.
         budget: Number of actions to simulate per schedule; if empty, the request decides.
     """
     is_open = request.inputs.schedule == "auto"
@@ -252,7 +253,7 @@ def _has_enough_chunks(case: Case, answers: Mapping[CaseKey, Answer]) -> bool:
 def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
     """Return a lower bound of the step time of all plans of a case.
 
-    Memory is considered only if the result is below `upper_us`.
+    The bound considers memory limits only if the bound without them is below `upper_us`, and never under GPipe.
     """
     if case.bound_us >= upper_us or case.schedule.has_closed_form:
         return case.bound_us
@@ -281,7 +282,10 @@ def improve_fastest_answers(searched: SearchedCases, deadline: Deadline) -> Sear
 
 
 def nearest_schedules(answers: Iterable[Answer], most: int) -> dict[ScheduleName, float]:
-    """Return the step times of at most `most` of the fastest schedules whose bounds come from a linear program."""
+    """Return the best step time found under each of the fastest schedules, at most `most` of them.
+
+    Only schedules whose lower bounds come from a linear program are considered.
+    """
     found_us: dict[ScheduleName, float] = {}
     for answer in answers:
         if answer.partition is not None and has_linear_program(answer.case.schedule):

@@ -5,20 +5,22 @@ a linear inequality (`StageLayers`):
 
     fixed + weight · held + peak <= limit
 
-    fixed, weight   bytes that do not depend on the choice; number of micro-batches in flight
-    held, peak      bytes that a micro-batch has saved after the last layer; highest peak while a layer runs
+    fixed    bytes that do not depend on the choice
+    weight   number of micro-batches in flight
+    held     bytes that a micro-batch saves in the stage for its backward
+    peak     highest peak while a layer runs
 
-A dynamic program visits the layers in order. A partial choice, for the layers visited so far, has the numbers
+A dynamic program visits the layers in order. A partial choice is made for the layers visited so far. Its numbers are
 
     time     time to recompute the chosen layers
-    held     bytes that one micro-batch has saved so far
-    room     most bytes that one micro-batch may have saved after the last layer, given the peaks so far
+    held     bytes that one micro-batch saves in the visited layers
+    room     most bytes that one micro-batch may save in the whole stage, given the peaks of the visited layers
 
 A storage is pending until a layer saves it or the last layer that reads it has run. Partial choices with the same
 pending storages form a group. A partial choice is dropped if another one of its group is at least as good in all three
 numbers, if no choice for the later layers can fit, or if a lower bound of its total time is not below the best known
-time. The lower bound is a fractional knapsack: recompute the later layers that save most bytes per time, until enough
-bytes are saved. `stage_times.py` computes the same lower bound for every stage of a chain at once.
+time. The lower bound is a fractional knapsack: recompute the later layers that free most bytes per time, until enough
+bytes are free. `stage_times.py` computes the same lower bound for every stage of a chain at once.
 """
 
 from bisect import bisect_left, bisect_right
@@ -77,10 +79,10 @@ def cheapest_layers(
         first: First layer of the stage.
         end: One past the last layer of the stage.
         points: Points in the step at which the memory of the stage's device may peak.
-        limit_bytes: Memory limit without the reserve.
+        limit_bytes: Memory limit of the stage's device minus its reserve, in bytes.
         most_choices: Number of partial choices kept per layer. The result is exact if there are never more.
 
-    Complexity: O((end - first) · partial choices), which are few if many layers are equal.
+    Complexity: O(n P) for n layers and at most P partial choices per layer. P is small if many layers are equal.
     """
     linear = stage_memory_functions(costs, np.array([first]), end, points)
     limits = [
@@ -104,7 +106,7 @@ class MemoryLimit(NamedTuple):
     """Index of the peak that counts, in the order of `LayerPeaks`; negative if no layer of the stage runs."""
 
     def room(self, peak: FloatArray | float) -> FloatArray:
-        """Return how many bytes each micro-batch may save beside a peak of the stage; negative if it cannot fit."""
+        """Return how many bytes each micro-batch may save in addition to a peak; negative if the peak does not fit."""
         # With weight 0, for example if M = 1, no complete micro-batch is in flight: only the peak counts.
         if self.weight == 0:
             return np.where(np.less_equal(peak, self.bytes), np.inf, -np.inf)
@@ -150,15 +152,17 @@ class _Choice(NamedTuple):
 
 
 class _Labels(NamedTuple):
+    """Partial choices (labels) with the numbers of the module's docstring; each array has one entry per label."""
+
     time: FloatArray
     held: FloatArray
     room: FloatArray
     bound: FloatArray
     """Lower bound of the recomputation time of the whole stage."""
     parent: IntArray
-    """Index of the label that this label extends, among all labels before the layer."""
+    """Index of the partial choice without the last visited layer, among all labels before this layer."""
     is_recomputed: BoolArray
-    """True if the layer is recomputed."""
+    """True if the last visited layer is recomputed."""
 
     def take(self, chosen: IndexArray | BoolArray) -> "_Labels":
         fields: list[Any] = [field[chosen] for field in self]
@@ -198,7 +202,7 @@ class _LayerDynamicProgram:
         # A recomputed layer saves its input, unless another layer saves it.
         for n, outputs in enumerate(layers.pending[:-1], start=1):
             recomputed[n] += sum(each.bytes[KEEP] for each in outputs if each.until == layers.first + n)
-        # Most bytes that recomputing each layer can save, for the knapsacks.
+        # Most bytes that recomputing each layer can free, for the knapsacks.
         savings = np.where(layers.can_recompute, np.maximum(kept - recomputed, 0.0), 0.0)
         pending = sum(each.bytes[RECOMPUTE] for outputs in layers.pending for each in outputs)
         out = float(layers.passed[-1])
@@ -328,7 +332,7 @@ def _suffix_sums(per_layer: FloatArray) -> FloatArray:
 
 
 def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return amounts of saved bytes, ascending, and the least recomputation time that saves each amount.
+    """Return amounts of freed bytes, ascending, and the least recomputation time that frees each amount.
 
     Layers may be recomputed in part (fractional knapsack), so the least time is linear between two entries.
     """
@@ -369,7 +373,7 @@ def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
-    """Return the `width` best partial choices by group, and the smallest lower bound of the dropped ones."""
+    """Return the groups with the best `width` partial choices in total, and the smallest lower bound of the others."""
     sizes = [len(labels.time) for labels in groups.values()]
     if sum(sizes) <= width:
         return groups, np.inf

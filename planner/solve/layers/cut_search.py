@@ -5,8 +5,8 @@ recomputed layers as before. For the fastest moves, the layers to recompute are 
 stages change (`devices.py`). If `devices.py` finds several good recomputations for a device, changing one into another
 is a move as well.
 
-Complexity: O(V K M) for each batch of moves, with V chunks on each of K devices and M micro-batches, plus the choice of
-layers for the fastest moves.
+Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches,
+plus the choice of layers for the fastest moves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -141,7 +141,10 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
                 yield self.evaluate([cuts])[0]
 
     def pick_best(self, candidate: LayerCandidate, cuts: IntArray) -> LayerCandidate:
-        """Return the best partition after one move, with the recomputed layers chosen again for the fastest moves."""
+        """Return the best partition after one move, with the recomputed layers chosen again for the fastest moves.
+
+        `cuts` has the cuts after each possible move, shape (moves, stages + 1).
+        """
         if candidate.excess_bytes > 0:
             self.progress.budget.spent += self.evaluator.num_actions
             least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])

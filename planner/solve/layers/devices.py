@@ -8,9 +8,9 @@ chunks stay fixed, `cheapest.py` solves this choice exactly. The limit at each p
     fixed + weight * held + peak <= limit - bytes of the other chunks at this point in the step
 
 How the chunks share the limit depends on the recomputation to start from. There are two starts: whole stages, as
-`--recompute auto` chooses them; and layers, added in the order of bytes saved per time until the device fits.
+`--recompute auto` chooses them; and layers, added in the order of bytes freed per time until the device fits.
 
-Complexity: O(V) runs of `cheapest.py` for V chunks, for each start and order of the chunks; once per device and cuts.
+Complexity: O(V) runs of `cheapest.py` for a device with V chunks. Results are cached by device and cuts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ class Recomputation:
     """Recomputation of the stages of one device. Times are in microseconds on the profiled device."""
 
     choices: tuple[int, ...]
-    """Index into `CHOICES`, or `LAYERS`, of each chunk."""
+    """Recompute choice of each chunk: an index into `CHOICES`, or the constant `LAYERS`."""
     recomputed: tuple[tuple[int, ...], ...]
     """Layers that each chunk recomputes, as indices in the chain, if its choice is `LAYERS`."""
     layers_us: tuple[float, ...]
@@ -57,13 +57,15 @@ class Recomputation:
 
 
 class _Option(NamedTuple):
+    """Recomputation of one chunk, with its time and memory; the fields are as in `Recomputation`."""
+
     choice: int
     recomputed: tuple[int, ...]
     layers_us: float
     recompute_us: float
     """Recomputation time in a step."""
     bytes: FloatArray
-    """Memory at each point in the step of the device, shape (moments,)."""
+    """Memory of the chunk at each point in the step of the device, shape (points,)."""
 
 
 class RecomputeSearch:
@@ -179,7 +181,7 @@ class _StageTables:
         as_first, behind = most_bytes_freed(costs)
         saved = np.append(as_first[first], behind[first + 1 : end])
         self.most_saved = np.where(self.layers.can_recompute, saved, 0.0)
-        """Upper bound of the bytes per micro-batch that recomputing each layer saves, shape (layers,)."""
+        """Upper bound of the bytes per micro-batch that recomputing each layer frees, shape (layers,)."""
 
 
 class _Chunk:

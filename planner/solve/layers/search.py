@@ -2,7 +2,8 @@
 
 The search starts from the best plan that recomputes whole stages, so its result is never slower than this plan. The
 lower bound is computed as in `planner.solve.chunks.search`. If there are few partitions, all of them are simulated
-without recomputation. The smallest step time of the partitions that do not fit is then a lower bound for them.
+without recomputation. Some of them exceed their memory limits and need recomputation, which never makes them faster.
+The smallest simulated time of these partitions is therefore a lower bound for them.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """Time that every stage needs to recompute layers: lower bounds first, exact values for stages in good plans.
 
 `cheapest.py` finds the exact value for one stage. The lower bound is a fractional knapsack: layers are recomputed in
-the order of bytes saved per time until the stage fits, and each layer counts with the most bytes that it can save.
+the order of bytes freed per time until the stage fits, and each layer counts with the most bytes that it can free.
 """
 
 from typing import NamedTuple
@@ -22,9 +22,11 @@ _MOST_RATIOS = 64
 
 
 class _DeviceKey(NamedTuple):
+    """Key of a table of recomputation times; devices with equal keys share one table."""
+
     limit_bytes: float
     in_flight: int
-    """Largest number of micro-batches in flight; under 1F1B, later stages have fewer."""
+    """Largest number of micro-batches in flight on the device; under 1F1B, it is smaller for later stages."""
 
 
 class RecomputeTimes:
@@ -50,7 +52,7 @@ class RecomputeTimes:
 
         Args:
             width: Number of layers of the longest stage.
-            limit_bytes: Memory limit of the stages' device, without the reserve.
+            limit_bytes: Memory limit of the stages' device minus its reserve, in bytes.
             points: Points in the step at which the memory of this device may peak.
         """
         device = _DeviceKey(limit_bytes, points.in_flight)
@@ -74,7 +76,7 @@ class RecomputeTimes:
         Args:
             first: First layer of the stage.
             end: One past the last layer of the stage.
-            limit_bytes: Memory limit of the stage's device, without the reserve.
+            limit_bytes: Memory limit of the stage's device minus its reserve, in bytes.
             points: Points in the step at which the memory of this device may peak.
         """
         device = _DeviceKey(limit_bytes, points.in_flight)
@@ -102,13 +104,14 @@ def least_recompute_us(
         firsts: First layers of the stages, ascending.
         stop: Stages end before this layer.
         points: Points in the step at which the memory of the stages' device may peak.
-        limit_bytes: Memory limit without the reserve.
+        limit_bytes: Memory limit of the stages' device minus its reserve, in bytes.
 
     Returns:
         Microseconds, one row per first layer and one column per last layer from `firsts[0]`; infinite if the stage
         never fits. Entries whose last layer is before the first layer are undefined.
 
-    Complexity: O(firsts · (stop - firsts[0]) · number of different ratios of time to bytes, at most 64).
+    Complexity: O(n (stop - firsts[0]) R) for n first layers. R is the number of different ratios of recomputation time
+    to freed bytes, at most `_MOST_RATIOS`.
     """
     span = slice(int(firsts[0]), stop)
     saved, levels = least_saved_and_peaks(costs, firsts, span)

@@ -1,8 +1,8 @@
 """Subsets of a short stage's layers that may be worth recomputing, because no other subset is better in every respect.
 
-A subset is better than another one in every respect (it dominates it) if it takes no more time to recompute, keeps no
-more saved bytes, and has no higher peak in any pass. It is then at least as good at any point in the step, on any
-device. The subsets of a stage are therefore compared only once.
+A subset is better than another one in every respect (it dominates it) if it takes no more time to recompute, saves no
+more bytes for the backward, and has no higher peak in any pass. It is then at least as good at any point in the step,
+on any device. The subsets of a stage are therefore compared only once.
 
 Complexity: O(2^n n) for n layers, and O(4^n) to compare the subsets.
 """
@@ -26,15 +26,16 @@ class LayerSubsets(NamedTuple):
     times_us: FloatArray
     """Time to recompute the layers of each subset, shape (subsets,)."""
     saved: FloatArray
-    """Bytes that a micro-batch saves if the subset is recomputed, shape (subsets,)."""
+    """Bytes that a micro-batch still saves for its backward if the subset is recomputed, shape (subsets,)."""
     peaks: FloatArray
     """Peak memory in the order of `LayerPeaks`, then 0 for points when no layer runs; shape (subsets, 4)."""
 
     @classmethod
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "LayerSubsets":
-        """Return the subsets of a stage's layers, at most `MOST_LAYERS`, that may be worth recomputing.
+        """Return the subsets of a stage's layers that may be worth recomputing.
 
-        `times_us` has the time to recompute each layer, in microseconds.
+        The stage must have at most `MOST_LAYERS` layers. `times_us` has the time to recompute each of them, in
+        microseconds.
         """
         trained = np.flatnonzero(layers.can_recompute)
         every = np.zeros((1 << len(trained), len(times_us)), dtype=np.bool_)

@@ -9,7 +9,9 @@ are simulated. A free device runs the first of these actions that is allowed:
 
 Otherwise the device waits. Good values depend on times and memory, so `order_search.py` tries several.
 
-    K = 2, M = 2, F = I = W = 1            time    0   1   2   3   4   5   6
+Example with K = 2 devices, M = 2 micro-batches and F = I = W = 1; the cell 1F0 is stage 1, action F, micro-batch 0:
+
+                                           time    0   1   2   3   4   5   6
                                            dev. 0  0F0 0F1     0I0 0W0 0I1 0W1
                                            dev. 1      1F0 1I0 1F1 1I1 1W0 1W1
 
@@ -42,7 +44,7 @@ class ActionOrder(NamedTuple):
     rows: list[list[Act]]
     """Stage, kind and micro-batch of each action, for each device."""
     period_us: float
-    """Time from one step to the next as in `planner.core.cost.simulate.period_us`, as if no link were blocking."""
+    """Step time as in `planner.core.cost.simulate.period_us`, but no transfer keeps the receiving device busy."""
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of each device, in order."""
@@ -272,7 +274,11 @@ class _RuleScheduler(_ListScheduler):
                 self.weight_backward(device, *waiting.popleft(), now_us)
 
     def _next_forward(self, device: int, now_us: float) -> tuple[int, float, bool]:
-        """Return a stage, the arrival time of its next input, and True if only lack of memory prevents its forward."""
+        """Return a stage of the device that may run a forward next, and the time at which its input arrives.
+
+        If there is none, the stage is -1 and the time infinite. The third value is True if the input of some stage has
+        arrived, but memory does not suffice for its forward.
+        """
         best, best_us, is_full = -1, inf, False
         for stage in self.forward_order[device]:
             forwards = self.forwards[stage]

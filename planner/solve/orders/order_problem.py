@@ -38,7 +38,7 @@ class OrderProblem:
     limits_bytes: tuple[float, ...]
     """Memory limit of each device."""
     own_us: tuple[float, ...]
-    """Time of each device between two steps: optimizer steps and whole all-reduces of its stages."""
+    """Time of optimizer steps and all-reduces on each device, as if they all followed the device's last action."""
 
     def busy_us(self, device: int) -> float:
         """Return the time that a device is busy in a step: its actions, all-reduces and optimizer steps."""

@@ -212,13 +212,14 @@ class OrderSearch:
 class _Tuning(NamedTuple):
     """Parameters of dispatch rules that are equal for all devices.
 
-    The rule's `most_waiting` of a stage is waiting * n + extra, where `shape` selects the number n of each stage.
+    `DispatchRules.most_waiting` of a stage is `waiting` * n + `extra`. The field `shape` defines the number n of a
+    stage.
     """
 
     waiting: float = 1.0
     shape: int = 0
-    """Choice of n for a stage: 0 for the micro-batches in flight during a round trip, 1 for the number of later stages
-    plus one, 2 for the forwards that the stage can run before its first gradient arrives."""
+    """Definition of n for a stage: 0 for the micro-batches in flight during a round trip, 1 for the number of later
+    stages plus one, 2 for the forwards that the stage can run before its first gradient arrives."""
     extra: int = 0
     patience: float = 0.5
     forward_first: bool = False

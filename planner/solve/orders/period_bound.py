@@ -12,16 +12,19 @@ A device computes all of its work. During the time a, it can only run forwards o
 
     window >= work + max(0, a - n F)
 
-Each of the M micro-batches is in flight on f for at least P, and at most n are in flight at once. The intervals can
-therefore be colored with n colors so that intervals of the same color do not overlap. Some color has at least M/n of
-them:
+Each of the M micro-batches is in flight on f for at least P, and at most n are in flight at once. The micro-batches can
+therefore be put into n slots, so that those in one slot are in flight one after the other. Some slot has at least
+ceil(M / n) micro-batches:
 
-    window >= ceil(M / n) P + remaining backward after the last gradient
+    window >= ceil(M / n) P + remaining backward of f after the last gradient
 
 Let g, h, … be the stages of another device that come after f. The last gradient of f comes after all forwards and
 gradients of g, h, …, which run between the first forward of g and the last gradient of g:
 
-    window >= F from f to g + M (F + G of g, h, …) + G from g back to f + remaining backward after the last gradient
+    window >= there + M (sum of F + G over g, h, …) + back + last backward of f
+
+    there   one micro-batch from f to g: forwards of f and of the stages before g, and all transfers on the way
+    back    one micro-batch from g to f: gradients of the stages between, and all transfers on the way
 
 These bounds hold for any order of micro-batches, and for split and whole backwards. The lower bound of a partition is
 the largest sum of a device's window and its time between steps. The lower bound for all partitions is the smallest of
@@ -62,8 +65,8 @@ class StageTimeBounds:
     forward_us: FloatArray
     gradient_us: FloatArray
     """Least time to compute the gradient of a stage's input (G)."""
-    last_us: FloatArray
-    """Least time of a micro-batch's backward, with weight gradients, split or not."""
+    backward_us: FloatArray
+    """Least time of one backward, for the gradients of the stage's input and weights."""
     work_us: FloatArray
     """Sum of the forwards and backwards of all M micro-batches."""
     send_us: FloatArray
@@ -91,7 +94,7 @@ class StageTimeBounds:
             gradient_us=np.minimum(
                 whole, np.minimum(split_backward.input_backward_us, split_backward.last_input_backward_us)
             ),
-            last_us=np.minimum(backward, last),
+            backward_us=np.minimum(backward, last),
             work_us=micro_batches * busy.forward_us + (micro_batches - 1) * backward + last,
             send_us=send_us,
         )
@@ -113,8 +116,8 @@ def least_windows_us(
         micro_batches: Number of micro-batches.
         most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape
             (partitions, devices).
-        passed_us: Least time of each stage to compute the gradient of its input, for the stages of other devices, shape
-            (partitions, stages). None: as in `times`.
+        passed_us: For a round trip from a device's first stage, the least time of each later stage to compute the
+            gradient of its input; shape (partitions, stages). None: `times.gradient_us`.
 
     Returns:
         Lower bounds in microseconds, shape (partitions, devices).
@@ -136,7 +139,7 @@ def least_windows_us(
         # If the device has other stages, a micro-batch reaches them before its gradient arrives at f.
         arrival_us = trip_us - gradient_us if len(stages) == 1 else forth[:, stages[1]] - forth[:, first]
         idle_us = np.maximum(0.0, arrival_us - n * times.forward_us[:, first])
-        trips_us = np.ceil(micro_batches / n) * trip_us - gradient_us + times.last_us[:, first]
+        trips_us = np.ceil(micro_batches / n) * trip_us - gradient_us + times.backward_us[:, first]
         least_us = np.maximum(times.work_us[:, list(stages)].sum(axis=1) + idle_us, trips_us)
         for other_stages in chunks:
             later = [s for s in other_stages if s > first]
@@ -145,7 +148,7 @@ def least_windows_us(
                 way_us = forth[:, later[0]] - forth[:, first] + sends[:, first]
                 way_us = way_us + back[:, later[0]] - back[:, first + 1]
                 all_us = micro_batches * (times.forward_us + passed_us)[:, later].sum(axis=1)
-                least_us = np.maximum(least_us, way_us + all_us + times.last_us[:, first])
+                least_us = np.maximum(least_us, way_us + all_us + times.backward_us[:, first])
         windows[:, device] = least_us
     return windows
 

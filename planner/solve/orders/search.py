@@ -4,7 +4,8 @@
 
 The rounds end when a round brings no improvement. They start from even cuts, and from the best partition under every
 named schedule with the same placement. The action orders of these schedules are starts of the search for an order.
-Their plans count as results, so the result is never slower than the best plan that the search finds under them.
+Plans under the named schedules may be the result as well. The result is therefore never slower than the best plan that
+this search finds under a named schedule.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Check of a plan's claim to be optimal, and of its frontier, by solving its request again within seconds."""
+"""Check of a plan's claims by solving its request again within seconds.
+
+The claims are its status (optimal or not), its lower bound, and its frontier: the best plan's step time and memory for
+each number of replicas and micro-batches.
+"""
 
 from dataclasses import replace
 
@@ -22,7 +26,7 @@ _HINT = "solve again to recompute these values"
 def check_certificate(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
     """Return the verdict with findings about the plan's status, lower bound and frontier.
 
-    If one of them is wrong, all are removed from the plan in the verdict.
+    If one of the three is wrong, the plan in the returned verdict has the status `given` and no lower bound.
 
     Args:
         written: The plan as read from its file.

@@ -1,4 +1,4 @@
-"""Insight into a plan: its bottleneck, the gain from more memory, devices or bandwidth, and the effect of noise.
+"""Insight into a plan: its bottleneck, gains from more memory, devices or bandwidth, and effects of measurement noise.
 
 Every figure comes from the best plan for the plan's request with one change.
 """
@@ -28,9 +28,10 @@ _INTERVAL = 1.96
 
 
 def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[FrontierPoint, ...]:
-    """Return the figures of the best plan for each number of replicas and micro-batches, ascending.
+    """Return the best plan's step time, memory and other figures for each pair of replicas and micro-batches.
 
-    If the schedule is `auto`, the figures come from short searches, so longer searches may find faster plans.
+    The points are sorted by the number of replicas, then by the number of micro-batches. If the schedule is `auto`, the
+    searches are short, so longer searches may find faster plans.
 
     Args:
         profile: The profile of the plan.

@@ -20,8 +20,8 @@ def changes_that_fit(plan: Plan, profile: Profile, command: Callable[[Inputs], s
     """Return the smallest changes with which a plan that exceeds its memory limits would fit, in words.
 
     Args:
-        plan: The plan with recomputed figures, and with the limits that it exceeds.
-        profile: The profile from which the figures were recomputed.
+        plan: The plan. Its memory must have been computed from `profile`, and must exceed its limits.
+        profile: The profile of the plan.
         command: Function that returns the command that solves a request.
     """
     return (*_more_memory(plan, profile), *_solved_again(plan, profile, command))

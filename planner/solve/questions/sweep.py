@@ -39,7 +39,8 @@ def sweep_of(
         devices: Numbers of devices to plan for.
         memory_bytes: Memory limits per device to plan for, in bytes.
         headroom: Share of each memory limit that is kept free.
-        progress: Called with the name of the cell being solved, the number of solved cells, and the number of cells.
+        progress: Called before each combination with its name, such as `4 x 80 GB`, the number of combinations solved
+            so far, and the number of all combinations.
 
     Raises:
         UsageError: The request contradicts itself or the profile.

@@ -25,7 +25,7 @@ def trade_off_of(
     watch: SearchObserver = UNWATCHED,
     is_short: bool = False,
 ) -> tuple[FrontierPoint, ...]:
-    """Return the figures of a good plan under each schedule, in the usual order of schedules.
+    """Return the figures of a good plan under each schedule, in the order of `planner.core.schedule.SCHEDULES`.
 
     If a search finds no plan, the point's `fits` is False. The plan's width and replicas are kept.
 

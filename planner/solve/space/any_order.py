@@ -7,6 +7,7 @@
     D       least time from the forward of a layer to the end of its input gradient: F and input gradients of this layer
             and all later layers
     r       share of the micro-batches for which the layer is recomputed, from 0 to 1
+    speed   speed of a device, relative to the profiled device
 
 Every layer is on one device. For q = 0, 1, …, some device therefore has at least q + 1 of the q K + 1 longest layers:
 
@@ -57,8 +58,8 @@ def _busiest_device_us(layer_us: FloatArray, num_devices: int) -> float:
 def least_saved_bytes(costs: ChainCosts) -> FloatArray:
     """Return a lower bound of the bytes that each layer stores from its forward to the end of its backward.
 
-    It may be below the saved bytes. With exact memory records, the backward may occupy less memory than the forward
-    saved, and a tensor that the stage received is not counted.
+    If the profile has exact memory records, the layer's input is not counted, because another layer may store it. The
+    result is then also at most the memory that the layer's backward occupies.
     """
     saved, levels = costs.memory.saved, costs.memory
     if costs.exact:

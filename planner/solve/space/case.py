@@ -112,7 +112,7 @@ class Case:
 
     @cached_property
     def limits_bytes(self) -> tuple[float, ...]:
-        """Memory limit of each device without the reserve, in bytes."""
+        """Memory limit of each device minus its reserve, in bytes."""
         return tuple(limit - self.cluster.reserve_bytes for limit in self.cluster.memory_bytes[: self.num_devices])
 
     @cached_property
@@ -148,9 +148,10 @@ class Case:
 
     @cached_property
     def ideal_us(self) -> float:
-        """Step time without recomputation and transfers, under 1F1B with stages of equal work.
+        """Estimate of the step time for stages of equal work, without recomputation and transfers.
 
-        For schedules with a split backward it equals `bound_us`, because these schedules may have no bubble.
+        The estimate includes the bubble of 1F1B. If the schedule splits backwards, it is `bound_us`, because these
+        schedules may have no bubble.
         """
         if self.schedule.splits_backward:
             return self.bound_us
@@ -210,7 +211,7 @@ class Case:
         Args:
             num_stages: Largest number of stages if all devices and links are equal, else the exact number.
             width: Number of layers of the longest stage to consider.
-            most_bytes: Additional memory limit of every device in bytes, reserve included.
+            most_bytes: Second memory limit of every device in bytes, reserve included; the smaller limit applies.
             every_choice: True to list each stage once for every recompute choice that fits, with its peak memory; False
                 to list each stage with its fastest choice that fits.
             exact: True to use exactly `num_stages` stages, even if all devices and links are equal.

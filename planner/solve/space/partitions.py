@@ -122,8 +122,8 @@ class Evaluator:
     ) -> tuple[StageBusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
         """Return stage times with whole and with split backwards, transfer times, and times between steps.
 
-        Times between steps are those of the optimizer step and of all all-reduces of replicas, shape (partitions,
-        devices). All other arrays have shape (partitions, stages). Times are in microseconds.
+        Between steps, a device runs its optimizer step and the all-reduces of gradients among replicas. These times
+        have the shape (partitions, devices), all others (partitions, stages). Times are in microseconds.
         """
         busy, crossing, own = self._times(cuts, choices)
         return busy, self._split_backward_times(busy, cuts), crossing, own
@@ -151,7 +151,7 @@ class Evaluator:
     def excess_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, shape (partitions, devices).
 
-        The result is infinite if a stage of the device has more than `width` layers.
+        The result is infinite if a stage of the device has more than `Evaluator.width` layers.
         """
         always, parts, inside = self.stage_bytes(cuts, choices)
         peaks = [
@@ -163,9 +163,9 @@ class Evaluator:
     def excess_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, for each combination of recompute choices.
 
-        `combinations` has recompute choices for the stages of a device, as indices into `allowed`; shape (combinations,
-        stages per device). The result has the shape (partitions, combinations, devices). It is infinite if a stage has
-        more than `width` layers.
+        `combinations` has recompute choices for the stages of a device, as indices into `Evaluator.allowed`; shape
+        (combinations, stages per device). The result has the shape (partitions, combinations, devices). It is infinite
+        if a stage of the device has more than `Evaluator.width` layers.
         """
         every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
@@ -181,7 +181,7 @@ class Evaluator:
 
         Returns:
             Permanent bytes, shape (partitions, stages); bytes of each memory part (`PARTS`), shape (partitions, stages,
-            parts); and True for each stage in the tables, which lack stages longer than `width`.
+            parts); and True for each stage of at most `Evaluator.width` layers.
         """
         first, end = cuts[:, :-1], cuts[:, 1:]
         # Column of the stage in the tables: the last column has stages of one layer, column 0 the longest stages.
@@ -199,15 +199,17 @@ class Evaluator:
     def bytes_at_point(self, counts: FloatArray) -> FloatArray:
         """Return the memory of every stage at one point in the step, for each recompute choice.
 
-        `counts` says how many of each memory part (`PARTS`) exist at this point. The result has bytes in the shape
-        (choices, layers + 1, width), infinite for entries without a stage.
+        A memory part (`PARTS`) is, for example, the saved tensors of one micro-batch. `counts` has the number of times
+        that each part exists at this point. The result is in bytes, shape (choices, layers + 1, width), and infinite
+        for entries without a stage.
         """
         return _sum_parts(self.parts, counts)
 
     def memory_bounds_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return lower bounds of the memory of stages that recompute some of their layers, at one point in the step.
 
-        `counts` says how many of each memory part (`PARTS`) exist at this point.
+        A memory part (`PARTS`) is, for example, the saved tensors of one micro-batch. `counts` has the number of times
+        that each part exists at this point.
 
         Returns:
             Bytes of every stage, shape (layers + 1, width), infinite for entries without a stage; and the most bytes
@@ -238,7 +240,7 @@ class Evaluator:
 
     @cached_property
     def peak_counts(self) -> list[FloatArray]:
-        """How many of each memory part (`PARTS`) exist when memory may peak, one array per device."""
+        """Number of times that each memory part (`PARTS`) exists when memory may peak, one array per device."""
         return [counts.astype(np.float64) for counts in peak_part_counts(self.actions)]
 
     @cached_property
@@ -261,8 +263,9 @@ class Evaluator:
     def _parts_by_layers(self) -> FloatArray:
         """Table of permanent bytes, then bytes of each memory part (`PARTS`), for stages with per-layer recomputation.
 
-        For a lower bound of a part, subtract the `most_bytes_freed` of all recomputed layers, times
-        `ChunkMemoryFunction.saved` of the part.
+        The table is for stages without recomputed layers. To bound a part with recomputed layers from below, subtract
+        the bytes that they free (`most_bytes_freed`) as often as the part includes saved bytes
+        (`ChunkMemoryFunction.saved`).
         """
         parts = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)), np.inf)
 

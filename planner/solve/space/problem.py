@@ -29,7 +29,7 @@ class StageTimeArrays(NamedTuple):
     last_backward: FloatArray
     """Backward time of micro-batch M-1, with recomputation."""
     slack_us: FloatArray
-    """Time of later stages' optimizer steps that this stage and its link to the next stage hide."""
+    """Time by which the next stage's optimizer step may exceed this stage's without delaying the next step."""
     link: FloatArray
     """Time on the link to the next stage, shape (n, 1)."""
     own_us: FloatArray
@@ -133,10 +133,9 @@ class ChainProblem:
     """True for exactly `num_stages` stages, for example because devices or links differ."""
     sums: ChainSums
     tables: tuple[tuple[DeviceTable, ...], ...]
-    """Tables of the stages that can have 0, 1, … later stages. There are several tables if their recomputation
-    differs."""
+    """For each number of later stages, one or more tables of the possible stages, each with another recomputation."""
     links: tuple[LinkTimes, ...]
-    """Link after the stage with 0, 1, … later stages, then the link before the first stage of the chain."""
+    """Link after the stage with 0, 1, … later stages. The last entry is for the first stage's input: no transfer."""
     most: Bottlenecks = NO_LIMIT
     """Upper limits on the forward and backward times of stages and links."""
 

@@ -29,9 +29,9 @@ _MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to boun
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTable:
-    """Peak memory of every stage for each allowed recompute choice, in bytes without the reserve.
+    """Peak memory of every stage for each allowed recompute choice, in bytes.
 
-    Rows and columns are explained in the module's docstring.
+    The peak does not include the reserve of the device. Rows and columns are explained in the module's docstring.
     """
 
     totals: dict[int, FloatArray]
