@@ -233,7 +233,7 @@ def search_cases(
         if results.record(case, answer, least_us):
             deadline.note(results.upper_us, case.schedule.name)
     searched = SearchedCases(results.best, results.bounds_us, results.complete, results.answers)
-    return improve_fastest_answers(searched, deadline) if request.searches_on and not results.left else searched
+    return improve_fastest_answers(searched, deadline) if request.searches_longer and not results.left else searched
 
 
 def _answer(search: PlanSearch, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
@@ -262,7 +262,7 @@ def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
 
 def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:
     # A longer search may improve plans that are slightly slower than the fastest one.
-    return upper_us * _NEAR if request.searches_on and gains_from_longer_search(case.schedule) else upper_us
+    return upper_us * _NEAR if request.searches_longer and gains_from_longer_search(case.schedule) else upper_us
 
 
 def improve_fastest_answers(searched: SearchedCases, deadline: Deadline) -> SearchedCases:
@@ -281,7 +281,7 @@ def improve_fastest_answers(searched: SearchedCases, deadline: Deadline) -> Sear
     return searched._replace(best=best, answers=answers)
 
 
-def nearest_schedules(answers: Iterable[Answer], most: int) -> dict[ScheduleName, float]:
+def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleName, float]:
     """Return the best step time found under each of the fastest schedules, at most `most` of them.
 
     Only schedules whose lower bounds come from a linear program are considered.

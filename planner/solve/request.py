@@ -41,7 +41,7 @@ class Request:
     actions: int | None = MOST_ACTIONS_OF_AUTO
     """Number of actions to simulate per schedule in the first search pass, if the schedule is `auto`. With None, each
     schedule is searched as long as if it were requested alone, so nearly every answer is proven optimal."""
-    searches_on: bool = True
+    searches_longer: bool = True
     """True to search the most promising schedules a second time if the schedule is `auto`, and to improve the best
     plans with several chunks per device for some more seconds. Callers that solve many requests set it to False."""
     lists: ListedSchedule | None = None
@@ -70,7 +70,7 @@ class Request:
 
     def without_longer_search(self) -> "Request":
         """Return this request without the second, longer search of an `auto` schedule."""
-        return replace(self, searches_on=False) if self.inputs.schedule == "auto" else self
+        return replace(self, searches_longer=False) if self.inputs.schedule == "auto" else self
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:

@@ -22,11 +22,11 @@ from planner.solve.methods import (
     CaseKey,
     SearchedCases,
     faster_answers,
+    fastest_schedules_us,
     gains_from_longer_search,
     has_linear_program,
     improve_fastest_answers,
     lower_bound_of_case_us,
-    nearest_schedules,
     search_cases,
 )
 from planner.solve.request import Request
@@ -169,7 +169,7 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
         return _over_widths(cases, request, deadline, upper_us=upper_us)
     if request.inputs.schedule == SEARCHED.name:
         return _search_orders_twice(cases, request, deadline, upper_us=upper_us)
-    if request.inputs.schedule != "auto" or request.actions is None or not request.searches_on:
+    if request.inputs.schedule != "auto" or request.actions is None or not request.searches_longer:
         return search_cases(cases, request, deadline, upper_us=upper_us)
     # Named schedules come first, because the search for action orders starts from their plans.
     named = [case for case in cases if not case.schedule.is_to_be_made]
@@ -201,10 +201,10 @@ def _searched_longer(first: SearchedCases, request: Request, deadline: Deadline)
     best, answers = first.best, first.answers
     if best is None or first.bound_us >= best.step_us:
         return first
-    for name in nearest_schedules(answers.values(), _NEAREST_OF_WIDTH):
+    for name in fastest_schedules_us(answers.values(), _NEAREST_OF_WIDTH):
         of_name = (a for a in answers.values() if a.case.schedule.name == name and a.partition is not None)
         case, upper_us = min(of_name, key=lambda answer: answer.step_us).case, best.step_us * NEARBY
-        named = replace(request, inputs=replace(request.inputs, schedule=name), searches_on=False)
+        named = replace(request, inputs=replace(request.inputs, schedule=name), searches_longer=False)
         budget = {name: _LONG_BUDGET * (request.actions or 0)}
         again = search_cases([case], named, deadline, upper_us=upper_us, budget=budget)
         answers = faster_answers(answers, again.answers)
@@ -298,7 +298,7 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
     quickly = {CaseKey.of(answer.case): answer for answer in quick}
     first = first._replace(best=first.best or found, answers=faster_answers(quickly, first.answers))
-    is_improvable = first.best is not None and request.searches_on
+    is_improvable = first.best is not None and request.searches_longer
     return _improved_schedules(cases, first, request, deadline, ranks=ranks) if is_improvable else first
 
 
@@ -317,7 +317,7 @@ def _search_ranked(
     named = replace(request, inputs=replace(request.inputs, schedule=name))
     budget = {name: _MOST_ACTIONS_OF_RANKED}
     first = search_cases(cases, named, deadline.share(0.5), upper_us=upper_us, ranks=ranks, budget=budget)
-    return improve_fastest_answers(first, deadline) if request.searches_on else first
+    return improve_fastest_answers(first, deadline) if request.searches_longer else first
 
 
 def _search_orders_ranked(
@@ -375,12 +375,12 @@ def _improved_schedules(
     ]
     for name in dict.fromkeys(case.schedule.name for case in alike):
         own = [case for case in alike if case.schedule.name == name]
-        named = replace(request, inputs=replace(request.inputs, schedule=name), searches_on=False)
+        named = replace(request, inputs=replace(request.inputs, schedule=name), searches_longer=False)
         budget = {name: actions // _SHORT_BUDGET}
         again = search_cases(own, named, deadline, upper_us=best.step_us * NEARBY, ranks=own_first, budget=budget)
         answers = faster_answers(answers, again.answers)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
-    for name in nearest_schedules(answers.values(), _NEAREST_SCHEDULES):
+    for name in fastest_schedules_us(answers.values(), _NEAREST_SCHEDULES):
         own = [case for case in cases if case.schedule.name == name]
         again = _search_ranked(own, request, deadline, upper_us=best.step_us * NEARBY, ranks=own_first)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best

@@ -52,7 +52,7 @@ def faster_schedule(
 
 def _short_request(inputs: Inputs, micro_batches: int | None, time_limit_s: float = MOST_HINT_S) -> Request:
     return Request(
-        inputs=inputs, micro_batches=micro_batches, time_limit_s=time_limit_s, actions=_ACTIONS, searches_on=False
+        inputs=inputs, micro_batches=micro_batches, time_limit_s=time_limit_s, actions=_ACTIONS, searches_longer=False
     )
 
 

@@ -146,7 +146,9 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
         return None
     # The searches for drawn profiles are shorter than the plan's search, so they may find slower plans.
     rng = np.random.default_rng(0)
-    request = replace(request, inputs=with_width_and_replicas_of_plan(request.inputs, plan, profile), searches_on=False)
+    request = replace(
+        request, inputs=with_width_and_replicas_of_plan(request.inputs, plan, profile), searches_longer=False
+    )
     regrets, same = [], 0
     for _ in range(_DRAWS):
         drawn = map_layers(profile, partial(_drawn, rng=rng))

@@ -49,7 +49,7 @@ def trade_off_of(
         inputs=with_width_and_replicas_of_plan(inputs, plan, profile),
         micro_batches=micro_batches,
         actions=_SHORT_ACTIONS if is_short else None,
-        searches_on=False,
+        searches_longer=False,
         watch=watch,
     )
     tried = {case.schedule.name for case in cases_of(profile, request)}

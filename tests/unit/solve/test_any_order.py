@@ -78,5 +78,5 @@ def test_bound_includes_required_recomputation() -> None:
 
 def test_lower_bound_of_a_plan_includes_recomputation() -> None:
     inputs = replace(inputs_of(2, 16), memory_bytes=(2_200_000_000,) * 2, schedule="interleaved", chunks=4)
-    plan = solve(even_chain(8), Request(inputs=inputs, micro_batches=16, searches_on=False))
+    plan = solve(even_chain(8), Request(inputs=inputs, micro_batches=16, searches_longer=False))
     assert 192 * 1.03 < plan.solver.lower_bound_us <= plan.predicted.step_us

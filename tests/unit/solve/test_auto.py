@@ -249,7 +249,7 @@ def test_what_if_changes_never_make_a_plan_slower(monkeypatch: pytest.MonkeyPatc
 
 def test_order_search_skips_more_chunks_if_fewer_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = replace(inputs_of(2, 4), schedule="search", chunks=0)
-    cases = cases_of(uneven(0), request := Request(inputs=inputs, micro_batches=4, searches_on=False))
+    cases = cases_of(uneven(0), request := Request(inputs=inputs, micro_batches=4, searches_longer=False))
     cases = [case for case in cases if case.schedule.placement == "loop" and case.chunks < 4]
     assert [case.chunks for case in cases] == [1, 2, 3]
     upper_us = 2 * max(case.bound_us for case in cases)
@@ -332,7 +332,7 @@ def test_fastest_schedules_are_searched_again_with_more_effort(monkeypatch: pyte
     original = search.search_cases
 
     def record(cases: list[Case], asked: Request, *args: object, **more: object) -> methods.SearchedCases:
-        if len(cases) == 1 and not asked.searches_on:
+        if len(cases) == 1 and not asked.searches_longer:
             budgets.update(more["budget"])
         return original(cases, asked, *args, **more)
 

@@ -239,7 +239,7 @@ def test_more_moves_are_simulated_at_once_if_steps_are_long(
         return original(self, cuts, *more)
 
     monkeypatch.setattr(Evaluator, "step_us", record)
-    solve(random_profile(1, 48), Request(inputs=inputs, micro_batches=micro_batches, searches_on=False))
+    solve(random_profile(1, 48), Request(inputs=inputs, micro_batches=micro_batches, searches_longer=False))
     assert (max(sizes) > 128) == is_large
 
 
