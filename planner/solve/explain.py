@@ -50,17 +50,54 @@ def infeasible_error(profile: Profile, request: Request, cases: Sequence[Case]) 
     inputs, smallest = request.inputs, [smallest_limit_bytes(case) for case in known]
     best = min(range(len(known)), key=lambda n: (smallest[n], known[n].micro_batches))
     if not np.isfinite(smallest[best]):
-        devices = pluralize(inputs.devices, "device")
+        devices = _devices_text(inputs, cases)
         return InfeasibleError(
             f"no cuts for {devices} satisfy `--together` and `--apart`, even with unlimited memory",
             hint="change `--together` or `--apart`, or allow more `--devices`",
         )
     hints = [
-        _smallest_limit(inputs, known[best], smallest[best], known if len(known) < len(cases) else ()),
+        _smallest_limit(inputs, cases, known[best], smallest[best]),
         *_hints(profile, request, known),
     ]
-    reason = _reason(request, known[best])
-    return InfeasibleError(f"no plan fits {_limits_text(inputs)}: {reason}", hint="; ".join(hints))
+    reason = (
+        _reason_of_layer(inputs, known) or _reason_of_state(inputs, cases) or _reason_of_stages(inputs, known[best])
+        if request.balance is None
+        else _reason_of_given_stage(known[best], request.balance)
+    )
+    return InfeasibleError(f"no plan fits {_limits_text(inputs, cases)}: {reason}", hint="; ".join(hints))
+
+
+def state_exceeds_memory(case: Case) -> bool:
+    """Return True if parameters and optimizer state alone need more memory than all devices of a pipeline have."""
+    return _least_state_bytes(case) > sum(case.limits_bytes)
+
+
+def _least_state_bytes(case: Case) -> float:
+    # Layers that share a tensor may be in one stage, which then has it once.
+    shared = sum(tie.parameter_bytes + tie.optimizer_bytes for tie in case.costs.ties)
+    return float(case.costs.state.always.sum()) - shared
+
+
+def _reason_of_layer(inputs: Inputs, cases: Sequence[Case]) -> str:
+    alone = [(_least_stage_bytes(case, 1, 0)[1:, -1] + case.cluster.reserve_bytes, case) for case in cases]
+    need, case = min(alone, key=lambda each: each[0].max())
+    worst, limit = int(need.argmax()), max(inputs.memory_bytes)
+    if not limit < need[worst] < np.inf:
+        return ""
+    name, m, excess = case.costs.names[worst], case.micro_batches, format_bytes(need[worst] - limit)
+    return f'layer "{name}" alone needs {format_bytes(need[worst])} with M = {m}, {excess} over'
+
+
+def _reason_of_state(inputs: Inputs, cases: Sequence[Case]) -> str:
+    if not all(map(state_exceeds_memory, cases)):
+        return ""
+    state_bytes = min(case.replicas * case.cluster.tensor_parallel * _least_state_bytes(case) for case in cases)
+    devices, have = _devices_text(inputs, cases), "has" if inputs.devices == 1 else "together have"
+    total_bytes = sum(inputs.memory_bytes) - inputs.devices * inputs.reserve_bytes
+    return (
+        f"parameters and optimizer state alone take {format_bytes(state_bytes)}, "
+        f"{devices} {have} {format_bytes(total_bytes)}"
+    )
 
 
 def _too_few_devices(profile: Profile, request: Request) -> InfeasibleError:
@@ -97,26 +134,26 @@ def _explain_by_descent(profile: Profile, request: Request, cases: Sequence[Case
     titles = " or ".join(dict.fromkeys(case.schedule.title for case in cases))
     others = tuple(_other_schedules(profile, request))
     if not 0 < least < np.inf or len(set(inputs.memory_bytes)) > 1:
-        return InfeasibleError(f"no {titles} plan fits {_limits_text(inputs)}", hint="; ".join(others))
+        return InfeasibleError(f"no {titles} plan fits {_limits_text(inputs, cases)}", hint="; ".join(others))
     limit = inputs.memory_bytes[0] + least
     cuts = "the given cuts" if request.balance is not None else "the best cuts found"
-    enough = f"with {pluralize(inputs.devices, 'device')} `--mem` {_mem_option(inputs, limit)} is enough (M = {most})"
+    enough = f"with {_devices_text(inputs, cases)} `--mem` {_mem_option(inputs, limit)} is enough (M = {most})"
     return InfeasibleError(
-        f"no {titles} plan fits {_limits_text(inputs)}: with {cuts} and M = {most}, a device needs "
+        f"no {titles} plan fits {_limits_text(inputs, cases)}: with {cuts} and M = {most}, a device needs "
         f"{format_bytes(limit)}, {format_bytes(least)} over",
         hint="; ".join((enough, *others)),
     )
 
 
-def _smallest_limit(inputs: Inputs, best: Case, smallest_bytes: float, some: Sequence[Case]) -> str:
-    devices = pluralize(inputs.devices, "device")
+def _smallest_limit(inputs: Inputs, cases: Sequence[Case], best: Case, smallest_bytes: float) -> str:
+    known, devices = _with_known_moments(cases), _devices_text(inputs, cases)
     side_by_side = f"{pluralize(best.replicas, 'replica')}, " if inputs.replicas != 1 else ""
     if best.cluster.tensor_parallel > 1:
         side_by_side += f"{best.cluster.tensor_parallel} GPUs per layer, "
     limit = f"{_mem_option(inputs, smallest_bytes)} ({side_by_side}M = {best.micro_batches})"
-    if not some:
+    if len(known) == len(cases):
         return f"with {devices} the smallest `--mem` is {limit}"
-    titles = " or ".join(dict.fromkeys(case.schedule.title for case in some))
+    titles = " or ".join(dict.fromkeys(case.schedule.title for case in known))
     return f"under {titles}, {devices} need at least `--mem` {limit}"
 
 
@@ -125,7 +162,8 @@ def _hints(profile: Profile, request: Request, cases: Sequence[Case]) -> Iterato
     if request.balance is None and len(set(inputs.memory_bytes)) == 1:
         count = _fewest_devices(profile, request, cases)
         if count is not None:
-            yield f"`--devices {count[0]}` fits in {format_bytes(inputs.memory_bytes[0])} (M = {count[1]})"
+            option, limit = _devices_option(inputs, count[0]), format_bytes(inputs.memory_bytes[0])
+            yield f"`{option}` fits in {limit} (M = {count[1]})"
     if request.micro_batches is not None:
         others = _known_cases(profile, replace(request, micro_batches=None))
         more = min((case.micro_batches for case in others if _fits(case)), default=None)
@@ -280,34 +318,29 @@ def _fewest_devices_of_case(case: Case) -> tuple[int, int] | None:
     return None
 
 
-def _reason(request: Request, case: Case) -> str:
-    costs, m = case.costs, case.micro_batches
-    reserve = case.cluster.reserve_bytes
-    limits = [limit + reserve for limit in case.limits_bytes]
-    width = costs.num_layers if request.balance is not None else 1
-    need = _least_stage_bytes(case, width, 0) + reserve
-    if request.balance is not None:
-        ends = np.cumsum(request.balance)
-        over = [
-            float(need[end, width - count]) - limit
-            for end, count, limit in zip(ends, request.balance, limits, strict=False)
-        ]
-        stage = int(np.argmax(over))
-        total = format_bytes(over[stage] + limits[stage])
-        return f"stage {stage} of the given cuts needs {total} with M = {m}, {format_bytes(over[stage])} over"
-    single = need[1:, -1]
-    worst = int(single.argmax())
-    if np.isfinite(single[worst]) and single[worst] > max(limits):
-        excess = format_bytes(single[worst] - max(limits))
-        return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {excess} over'
-    if request.inputs.together or request.inputs.apart:
+def _reason_of_given_stage(case: Case, balance: Sequence[int]) -> str:
+    need = _least_stage_bytes(case, case.costs.num_layers, 0)
+    ends = np.cumsum(balance)
+    over = [
+        float(need[end, case.costs.num_layers - count]) - limit
+        for end, count, limit in zip(ends, balance, case.limits_bytes, strict=False)
+    ]
+    stage = int(np.argmax(over))
+    total = format_bytes(over[stage] + case.limits_bytes[stage] + case.cluster.reserve_bytes)
+    excess = format_bytes(over[stage])
+    return f"stage {stage} of the given cuts needs {total} with M = {case.micro_batches}, {excess} over"
+
+
+def _reason_of_stages(inputs: Inputs, case: Case) -> str:
+    m, limits = case.micro_batches, [limit + case.cluster.reserve_bytes for limit in case.limits_bytes]
+    if inputs.together or inputs.apart:
         return f"no cuts that satisfy `--together` and `--apart` fit (M = {m})"
     cannot = f"every layer fits alone, but {pluralize(case.num_devices, 'stage')} cannot hold them all"
     if len(set(limits)) == 1:
         smallest = smallest_limit_bytes(case)
         excess_bytes = format_bytes(smallest - limits[0])
         return f"{cannot}; the evenest cut needs {format_bytes(smallest)} with M = {m}, {excess_bytes} over"
-    wide = max_stage_layers(costs, longest_us=np.inf, limit_bytes=2 * max(limits))
+    wide = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=2 * max(limits))
     least = _least_excess_bytes(case, wide, case.limits_bytes)
     return f"{cannot}; with the best cuts and M = {m}, a stage is {format_bytes(least)} over its memory limit"
 
@@ -316,11 +349,21 @@ def _mem_option(inputs: Inputs, limit_bytes: float) -> str:
     return bytes_option(inputs.device_memory_for_limit(int(limit_bytes)))
 
 
-def _limits_text(inputs: Inputs) -> str:
+def _devices_text(inputs: Inputs, cases: Sequence[Case]) -> str:
+    grouped = any(case.cluster.tensor_parallel > 1 for case in cases)
+    return pluralize(inputs.devices, "GPU" if grouped else "device")
+
+
+def _devices_option(inputs: Inputs, count: int) -> str:
+    nodes = -(-count // inputs.node_devices) if inputs.node_devices else 1
+    return f"--nodes {nodes}x{inputs.node_devices}" if nodes > 1 else f"--devices {count}"
+
+
+def _limits_text(inputs: Inputs, cases: Sequence[Case]) -> str:
     less = f", without {100 * inputs.headroom:.4g} % headroom" if inputs.headroom else ""
     if len(set(inputs.memory_bytes)) == 1:
         each = format_bytes(inputs.memory_bytes[0])
-        return f"{each} on each of {pluralize(inputs.devices, 'device')}{less}"
+        return f"{each} on each of {_devices_text(inputs, cases)}{less}"
     return f"the memory limits {', '.join(format_bytes(limit) for limit in inputs.memory_bytes)}{less}"
 
 

@@ -108,13 +108,14 @@ def solve(profile: Profile, request: Request, *, tables: WidthTables | None = No
     searched = _searched(cases, request, deadline)
     best, bound_us = searched.best, searched.bound_us
     if best is None:
-        from planner.solve.explain import infeasible_error, out_of_time_error  # noqa: PLC0415 - most requests have an answer
+        from planner.solve import explain  # noqa: PLC0415 - most requests have an answer
 
         if not searched.complete:
-            raise out_of_time_error(request)
-        error = infeasible_error(profile, request, cases)
+            raise explain.out_of_time_error(request)
+        error = explain.infeasible_error(profile, request, cases)
         # If not everything was tried, the lack of a plan does not prove that none exists.
-        raise error if bound_us == inf else SolverError(f"{error.message}, among the searched plans", hint=error.hint)
+        is_proven = bound_us == inf or all(map(explain.state_exceeds_memory, cases))
+        raise error if is_proven else SolverError(f"{error.message}, among the searched plans", hint=error.hint)
     best = _simplest_answer(searched, request.inputs.simplest)
     answer = _tie_broken(best, deadline) if breaks_ties else best
     return _plan(answer, min(bound_us, best.step_us), request)
@@ -310,7 +311,6 @@ def _search_ranked(
     upper_us: float,
     ranks: Mapping[tuple[int, int, int], float],
 ) -> SearchedCases:
-
     name = cases[0].schedule.name
     if name == SEARCHED.name:
         return _search_orders_ranked(cases, request, deadline, upper_us=upper_us, ranks=ranks)

@@ -11,7 +11,7 @@ import pytest
 
 import planner
 from planner.core import extras
-from planner.core.errors import MissingPackageError, PlannerError, UsageError
+from planner.core.errors import InfeasibleError, MissingPackageError, PlannerError, UsageError
 from planner.core.values.profile import Profile
 from planner.profile.formula.families import shape_from_config
 from planner.profile.formula.presets import model_presets
@@ -303,6 +303,15 @@ def test_suggested_memory_is_enough_with_default_headroom(tmp_path: Path) -> Non
         planner.solve(profile, mem="1MB", reserve="0B", **options)
     named = re.search(r"`--mem` (?:is )?(\S+)", refused.value.hint)
     assert planner.solve(profile, mem=named[1], reserve="0B", **options).stages
+
+
+def test_suggested_nodes_hold_a_model_that_is_too_large_for_the_cluster(tmp_path: Path) -> None:
+    """The error counts GPUs, because several of them share each layer."""
+    profile, options = of(tmp_path), {"mem": "600kB", "reserve": "0B", "headroom": "0%", "schedule": "1f1b"}
+    with pytest.raises(InfeasibleError, match=r"on each of 2 GPUs: .* alone take \S+ MiB, 2 GPUs together") as refused:
+        planner.solve(profile, nodes="1x2", batch=8, **options)
+    named = re.search(r"`--nodes (\dx2)` fits", refused.value.hint)
+    assert planner.solve(profile, nodes=named[1], batch=8, **options).stages
 
 
 def test_missing_packages_are_reported_before_the_model_is_built(monkeypatch, tmp_path):

@@ -132,6 +132,20 @@ def test_error_reports_layers_that_fit_alone_but_not_together() -> None:
     assert "`--devices 3` fits" in error.hint
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "auto"])
+def test_state_that_exceeds_the_memory_of_all_devices_proves_that_nothing_fits(schedule: ScheduleName) -> None:
+    profile = profile_of([1.0] * 6, parameter_bytes=100)
+    inputs = dataclasses.replace(inputs_of(2, 2, memory_bytes=310, reserve_bytes=11), schedule=schedule)
+    error = infeasible(profile, Request(inputs=inputs))
+    assert error.message.endswith("parameters and optimizer state alone take 600 B, 2 devices together have 598 B")
+
+
+def test_shared_parameters_count_once_in_the_state() -> None:
+    tied = {"parameter_bytes": 100, "gradient_bytes": 0, "tied_bytes": 100}
+    profile = chain(layer("a", tied=("b.weight",), **tied), layer("b", tied=("a.weight",), **tied))
+    assert feasible(profile, Request(inputs=inputs_of(1, 1, memory_bytes=150)))
+
+
 @pytest.mark.parametrize(("micro_batches", "limit", "named"), [(1, 2500, 2), (2, 1500, 4), (1, 700, 8)])
 def test_smallest_m_that_fits_is_suggested(micro_batches: int, limit: int, named: int) -> None:
     sizes = (1, 2, 4, 8)
