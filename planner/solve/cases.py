@@ -182,7 +182,7 @@ def micro_batch_counts(
 ) -> tuple[int, ...]:
     """Return the possible numbers of micro-batches of a request, ascending.
 
-    They divide the batch of a replica into micro-batches of a size that the profile covers.
+    Each number divides the batch of a replica into micro-batches of a size that the profile covers.
 
     Args:
         profile: The profile to plan for.

@@ -109,9 +109,9 @@ class CutDynamicProgram:
         return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
 
     def least_values(self) -> dict[str, float]:
-        """Return lower bounds that hold for all partitions, such as `forward`: of the longest forward time of a stage.
+        """Return lower bounds that hold for all partitions; for example, `forward` is that of the longest forward time.
 
-        The keys are those of `Recurrence.needs`.
+        The keys are the names in `Recurrence.needs`.
         """
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 

@@ -5,8 +5,8 @@ recomputed layers as before. For the fastest moves, the layers to recompute are 
 stages change (`devices.py`). If `devices.py` finds several good recomputations for a device, changing one into another
 is a move as well.
 
-Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches,
-plus the choice of layers for the fastest moves.
+Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches.
+In addition, layers are chosen for the fastest moves.
 """
 
 from collections.abc import Iterator, Sequence

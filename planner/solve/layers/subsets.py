@@ -1,8 +1,8 @@
-"""Subsets of a short stage's layers that may be worth recomputing, because no other subset is better in every respect.
+"""Subsets of a short stage's layers that may be worth recomputing, because no other subset dominates them.
 
-A subset is better than another one in every respect (it dominates it) if it takes no more time to recompute, saves no
-more bytes for the backward, and has no higher peak in any pass. It is then at least as good at any point in the step,
-on any device. The subsets of a stage are therefore compared only once.
+A subset dominates another one if it takes no more time to recompute, saves no more bytes for the backward, and has no
+higher peak in any pass. It is then at least as good at any point in the step, on any device. The subsets of a stage are
+therefore compared only once.
 
 Complexity: O(2^n n) for n layers, and O(4^n) to compare the subsets.
 """

@@ -39,8 +39,8 @@ def sweep_of(
         devices: Numbers of devices to plan for.
         memory_bytes: Memory limits per device to plan for, in bytes.
         headroom: Share of each memory limit that is kept free.
-        progress: Called before each combination with its name, such as `4 x 80 GB`, the number of combinations solved
-            so far, and the number of all combinations.
+        progress: Called before each combination is solved, with its name (such as `4 x 80 GB`), the number of solved
+            combinations, and the number of all combinations.
 
     Raises:
         UsageError: The request contradicts itself or the profile.
