@@ -287,7 +287,7 @@ class Checkpoints:
 
     def _load_initial_weights(self, weights: str) -> None:
         pipeline = self._pipeline
-        own = load_weights(weights, pipeline.named_tensors(), pipeline.first_names)
+        own = load_weights(weights, pipeline.named_tensors(), pipeline.first_names, pipeline.whole_model)
         cast = self._exchange.decide(own, lambda casts: sorted(set(chain.from_iterable(casts))))
         if cast:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")

@@ -92,9 +92,9 @@ class ProcessStages:
         return iter(named.values())
 
     @property
-    def whole_parameters(self) -> list[nn.Parameter]:
-        """Parameters of the whole model, in the model's order. They have shapes, but no values."""
-        return list(self._chain.model.parameters())
+    def whole_model(self) -> nn.Module:
+        """The whole model. Its tensors have shapes, but no values."""
+        return self._chain.model
 
     def parameter_pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return, for each parameter of this process, (parameter of the whole model, parameter in this process).

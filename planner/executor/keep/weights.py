@@ -42,11 +42,11 @@ def first_names(model: nn.Module) -> dict[str, str]:
     first: dict[tuple[Any, ...], str] = {}
     return {
         name: first.setdefault(memory_key(tensor) if tensor.numel() else (name,), name)
-        for name, tensor in _saved_tensors(model).items()
+        for name, tensor in saved_tensors(model).items()
     }
 
 
-def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers, in the order of the state dict."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -58,7 +58,10 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(
-    source: str | StoredCheckpoint, tensors: Mapping[str, Tensor], names: Mapping[str, str]
+    source: str | StoredCheckpoint,
+    tensors: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    whole: nn.Module | None = None,
 ) -> tuple[str, ...]:
     """Copy the tensors of a stage from a state dict. No other tensors are read.
 
@@ -67,6 +70,7 @@ def load_weights(
             Or an open checkpoint, which is resumed and may therefore contain NaN.
         tensors: Tensors of the stage, by name in the model.
         names: Map from every name in the model to the tensor's first name, from `first_names`.
+        whole: The whole model, whose hooks for loading change the state dict of a file. It needs no values.
 
     Returns:
         Descriptions of the casts between floating-point dtypes, such as "float64 to float32", each once.
@@ -78,7 +82,9 @@ def load_weights(
     """
     path = source if isinstance(source, str) else source.folder
     stored = _open_state_dict(source, num_names=len(names)) if isinstance(source, str) else source
-    _check_names(path, stored, names)
+    if whole is not None and not isinstance(stored, StoredCheckpoint):
+        stored = _after_hooks(whole, stored)
+    _check_names(path, stored, names, whole)
     # A tied tensor may have another name in the file: both are mapped to its first name.
     name_there = {names[name]: name for name in stored}
     # Check all tensors before any is copied. Until then, they are only mapped into memory.
@@ -126,7 +132,7 @@ def model_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     A tied tensor is the same object under all its names.
     """
-    state = {name: tensor.detach().contiguous() for name, tensor in _saved_tensors(model).items()}
+    state = {name: tensor.detach().contiguous() for name, tensor in saved_tensors(model).items()}
     return {name: state[first] for name, first in first_names(model).items()}
 
 
@@ -201,6 +207,18 @@ def _load_torch_file(path: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
 
 
+def _after_hooks(whole: nn.Module, stored: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a state dict as the model's hooks for loading change it, which may rename tensors."""
+    state = dict(stored)
+    try:
+        for path, module in whole.named_modules(remove_duplicate=False):
+            for hook in module._load_state_dict_pre_hooks.values():
+                hook(state, f"{path}." if path else "", {}, True, [], [], [])
+    except Exception:  # of a hook that expects the names of `state_dict()`, which an export does not have
+        return stored
+    return state
+
+
 def _check_castable(path: str, name: str, stored: torch.dtype, used: torch.dtype) -> None:
     if stored != used and not _FLOATS.issuperset((stored, used)):
         raise UsageError(
@@ -220,7 +238,7 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_names(path: str, stored: Iterable[str], names: Mapping[str, str]) -> None:
+def _check_names(path: str, stored: Iterable[str], names: Mapping[str, str], whole: nn.Module | None) -> None:
     stored = set(stored)
     there = {names[name] for name in stored if name in names}
     missing = [name for name, first in names.items() if first == name and first not in there]
@@ -228,9 +246,14 @@ def _check_names(path: str, stored: Iterable[str], names: Mapping[str, str]) -> 
     if missing or unexpected:
         lacks = [f"it lacks {_some(missing)}"] if missing else []
         holds = [f"holds {_some(unexpected)}, which the model lacks"] if unexpected else []
+        has_other_names = whole is not None and whole.state_dict().keys() != saved_tensors(whole).keys()
         raise UsageError(
             f"{path} does not fit the model: {' and '.join(lacks + holds)}",
-            hint="the names must be those of the model's own `state_dict()`",
+            hint="hooks of the model change the names in its `state_dict()`: add hooks that change them back "
+            "(`register_load_state_dict_pre_hook`), or save the tensors with the names of `named_parameters()` and "
+            "`named_buffers()`"
+            if has_other_names
+            else "the names must be those of the model's own `state_dict()`",
         )
 
 

@@ -217,6 +217,46 @@ def test_weights_replace_the_initial_values(tmp_path: Path) -> None:
     assert train(path, 2, **options)["begun"] == 1
 
 
+RENAMED = """
+build_plain = build_model
+def rename(state, old, new):
+    for name in [name for name in state if name.startswith(old)]:
+        state[new + name.removeprefix(old)] = state.pop(name)
+def build_model():
+    model = build_plain()
+    model.register_state_dict_post_hook(lambda _module, state, *_: rename(state, "0.", "stem."))
+    return model
+"""
+
+HOOKED = (
+    RENAMED
+    + """
+build_renamed = build_model
+def build_model():
+    model = build_renamed()
+    model.register_load_state_dict_pre_hook(lambda _module, state, *_: rename(state, "stem.", "0."))
+    return model
+"""
+)
+
+
+def test_weights_are_loaded_through_the_hooks_of_the_model(tmp_path: Path) -> None:
+    path = balance_of(tmp_path, MODEL + GROUPS + HOOKED)
+    weights = {name: p + 1.0 for name, p in train(path, 1)["parameters"].items()}
+    torch.save({name.replace("0.", "stem.", 1): p for name, p in weights.items()}, tmp_path / "weights.pt")
+    started = train(path, 1, weights=str(tmp_path / "weights.pt"))
+    assert all(bool((p - weights[name]).abs().max() < 0.1) for name, p in started["parameters"].items())
+
+
+def test_weights_that_only_a_hook_for_saving_renames_are_refused(tmp_path: Path) -> None:
+    path = balance_of(tmp_path, MODEL + GROUPS + RENAMED)
+    weights = train(path, 1)["parameters"]
+    torch.save({name.replace("0.", "stem.", 1): p for name, p in weights.items()}, tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match=r"it lacks .* and holds") as refused:
+        train(path, 1, weights=str(tmp_path / "weights.pt"))
+    assert "`register_load_state_dict_pre_hook`" in refused.value.hint
+
+
 def test_states_of_all_random_generators_are_resumed(tmp_path: Path) -> None:
 
     def drawn(steps: int, **options: Any) -> list[list[float]]:

@@ -82,6 +82,18 @@ def test_a_stage_loads_its_weights_from_any_kind_of_file(model: nn.Module, kind:
     assert torch.equal(fresh.norm.running_mean, model.norm.running_mean)
 
 
+def test_an_export_is_loaded_if_a_hook_expects_other_names(model: nn.Module, tmp_path: Path) -> None:
+    """An export has the names of the parameters, and not those that a hook makes of them."""
+    path = str(tmp_path / "weights.pt")
+    torch.save(model.state_dict(), path)
+    tensors, fresh = other(model)
+    fresh.norm.register_load_state_dict_pre_hook(
+        lambda _module, state, prefix, *_: state.update({f"{prefix}weight": state.pop(f"{prefix}scale")})
+    )
+    load_weights(path, tensors, first_names(fresh), fresh)
+    assert torch.equal(fresh.head.weight, model.head.weight)
+
+
 def test_wrong_names_and_shapes_are_reported_before_loading(model: nn.Module, tmp_path: Path) -> None:
     path = str(tmp_path / "weights.pt")
     state = dict(model.state_dict())
