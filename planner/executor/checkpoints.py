@@ -5,10 +5,10 @@
         checkpoint.json             index: run and plan, the file of each tensor, and digests of the files
 
 A checkpoint is written into a hidden folder, which is renamed when every rank has written its file. A folder called
-`step-…` is therefore always complete (`saved`). The index names the run that wrote the checkpoint. All checkpoints of a
-folder belong to one run, and one job at a time writes them (`run_folder`). Replicas hold the same tensors, so only the
-first replica stores them. A tied weight is stored by each of its stages, so that a rank need not open another stage's
-file.
+`step-…` is therefore always complete (module `keep.saved`). The index names the run that wrote the checkpoint. All
+checkpoints of a folder belong to one run, and one job at a time writes them (module `keep.run_folder`). Replicas hold
+the same tensors, so only the first replica stores them. A tied weight is stored by each of its stages, so that a rank
+need not open another stage's file.
 
 Under the plan that wrote the checkpoint, a run resumes bit for bit. Under another plan, a stage finds its parameters
 and their optimizer state by name. All other state is equal on all ranks, and is read from the first rank's file.

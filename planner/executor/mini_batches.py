@@ -175,7 +175,12 @@ class MiniBatches:
         return tensors_in_value(to_precision(to_device(part.batch.inputs, self._job.device), self._job.balance.dtype))
 
     def targets(self, part: MiniBatchPart, weights: Sequence[float]) -> list[Any]:
-        """Return the targets of every micro-batch; an empty list on ranks without the last stage."""
+        """Return the targets of every micro-batch; an empty list on ranks without the last stage.
+
+        Args:
+            part: Part of the mini-batch.
+            weights: Weight of each micro-batch's loss. Targets of a micro-batch with weight 0 become a placeholder.
+        """
         if not self._job.place.is_last:
             return []
         targets = micro_batches_of(to_device(part.batch.targets, self._job.device), part.micro_batches)

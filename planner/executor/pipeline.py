@@ -50,7 +50,8 @@ class Pipeline:
         check_nan: If true, check that every output and gradient is finite, in addition to the loss. Each check waits
             for the device.
         watch: FailureWatch of this process; None if other ranks need not be watched.
-        on_step: Function that is called on rank 0 after the block of every step. Its time does not count.
+        on_step: Function that is called on rank 0 after each `with pipeline.step(…)` block. Its time is not part of the
+            recorded step time.
         built: Model and its structure, if the caller has loaded them; None to load the model that the balance
             configuration names.
 
@@ -130,7 +131,7 @@ class Pipeline:
 
     @property
     def step_index(self) -> int:
-        """Number of steps since training began, before any resume.
+        """Number of completed steps, including those before a resume.
 
         This number determines the random draws of the next step.
         """
@@ -156,8 +157,8 @@ class Pipeline:
         shapes but no values, and are removed from the groups afterwards. All ranks therefore have the same groups, but
         a group may be empty.
 
-        Steps of optimizers that are not torch's are checked during the run. `step()` raises a `ModelError` before the
-        first one that depends on parameters of other ranks.
+        Optimizers that are not torch's are checked during the run: a `step()` that would depend on parameters of other
+        ranks raises a `ModelError` instead.
 
         Raises:
             ModelError: The optimizer's step reads all parameters at once, or `build` needs values of parameters of

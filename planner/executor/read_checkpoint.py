@@ -1,7 +1,7 @@
 """Read a rank's part of a checkpoint: the index, the rank's state, and the files that contain its tensors.
 
-Under the plan that wrote the checkpoint, a rank reads the index and its own file. Ranks of other replicas than the
-first stored no tensors, so they also read a file of the first replica. Under another plan, a rank reads the files of
+Under the plan that wrote the checkpoint, a rank reads the index and its own file. Only the first replica's files
+contain tensors, so ranks of other replicas also read one of these files. Under another plan, a rank reads the files of
 all stages that had its layers, and the first rank's file.
 """
 

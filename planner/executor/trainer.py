@@ -157,7 +157,7 @@ class Trainer:
     def _make_engine(self, part: MiniBatchPart) -> None:
         """Make the engine for a part of the mini-batch, before this rank sends anything.
 
-        All ranks then refuse a micro-batch that is too small.
+        If a layer cannot be trained with so small micro-batches, every rank raises the error here, and none waits.
         """
         try:
             self._assembly.engine(part.micro_batches, part.micro_batch_size)
@@ -171,6 +171,10 @@ class Trainer:
         """Compute the gradients of a step, and return its loss.
 
         The losses of micro-batches are released before this method returns, because the optimizer needs the memory.
+
+        Args:
+            agreed: For each part of the mini-batch: the part, the index of its first micro-batch in the step, and the
+                weights of its micro-batches' losses.
         """
         losses, loss = self._forward_backward(agreed)
         self._sum_gradients()

@@ -33,7 +33,7 @@ from planner.model.precision import convert_in_place
 
 
 class StageRange(NamedTuple):
-    """Stage of a chain: the layers `first` to `end - 1`."""
+    """Stage: the layers `first` to `end - 1` of the model's sequence of layers (the chain)."""
 
     first: int
     end: int
@@ -43,7 +43,7 @@ class StageRange(NamedTuple):
     def layers_of(self, chain: Chain) -> tuple[Layer, ...]:
         """Return the layers of this stage.
 
-        If the model has a recorded forward (outline), and `apart` is false, all layers of the stage are one module.
+        All layers are in one module if they come from a recording of the model's `forward`, and `apart` is false.
         """
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]
@@ -53,7 +53,7 @@ class StageRange(NamedTuple):
 def build_structure(loaded: LoadedModel) -> Chain:
     """Return the whole chain on the meta device, with names and shapes but without memory.
 
-    If the model's construction or forward reads values, the whole model is in memory while this function runs.
+    If `build_model` or `forward` reads elements of tensors, this function builds the whole model in memory meanwhile.
 
     Raises:
         ModelError: The model cannot be built.
@@ -94,7 +94,7 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
     """Check that the model is the planned one.
 
     Args:
-        balance: Balance configuration of the plan.
+        balance: Plan as written in `balance.yaml`.
         loaded: Loaded model file.
         chain: Chain of the model.
 
@@ -229,8 +229,8 @@ def _moved_or_placeholder(tensor: Tensor, available_ids: set[int], device: torch
 def _instances_for_stages(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
     """Return one instance of the model for each stage. Instances share all tensors that no forward changes.
 
-    Code between modules runs in every stage. If stages shared the state that this code changes, each micro-batch would
-    change it several times.
+    Every stage runs the code of `forward` that is outside submodules. If stages shared the state that this code
+    changes, each micro-batch would change it several times.
     """
     if chain.outline is None:
         return [model] * count

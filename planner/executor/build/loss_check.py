@@ -5,9 +5,9 @@ only if the loss is a mean. The check runs the unpartitioned model on each half 
 them, to detect a random loss. The model is in evaluation mode, because dropout and batch normalization would make the
 results differ. The losses answer two questions:
 
-- If a model computes its own loss from input labels, over which of these labels does it average? The check masks some
-  labels, so that the halves have different weights for each possible answer.
 - Is the loss of all samples the weighted mean of the halves' losses, with the weights that training uses?
+- If a model computes its own loss from labels among its inputs: over which of the labels does it average? The check
+  masks some labels, so that each way of counting them gives the halves other weights.
 """
 
 import copy
@@ -80,6 +80,8 @@ class CheckedLoss(NamedTuple):
 
 
 class _LossesOfHalves(NamedTuple):
+    """Losses of a few samples and of their halves, which the check compares."""
+
     whole: float
     first: float
     second: float
@@ -174,10 +176,10 @@ def _output_of(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
 
 
 def _fresh_loss(loaded: LoadedModel) -> Any:
-    """Return the model's loss function. For the default loss, return a new instance.
+    """Return the model's loss function. For the default loss of gpipe-plan, return a new instance.
 
-    The default loss keeps the formula that it chose for the first output. In evaluation mode, outputs may have another
-    form.
+    An instance chooses a formula for the first output that it gets, and keeps it. Outputs in evaluation mode may need
+    another formula than those in training.
     """
     return copy.copy(loaded.loss_fn) if loaded.loss_fn is loaded.default_loss else loaded.loss_fn
 
@@ -242,12 +244,13 @@ def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
 
 
 def _mask_labels(batch: Batch) -> Batch | None:
-    """Mask labels, so that the weight of the batch's first half differs between the counting rules.
+    """Mask labels, so that the weight of the batch's first half depends on how labels are counted.
 
-    The weight is 1/2 if samples are counted, 2/5 for all labels, and 1/4 for shifted labels.
+    The weight is 1/2 if samples are counted, 2/5 for all labels that are not -100, and 1/4 for these labels without the
+    first one of each sample, as in a language model that shifts them.
 
     Returns:
-        The batch with masked labels. It is unchanged if each sample has one label; None if rows are too short.
+        The batch with masked labels. It is unchanged if each sample has one label; None if samples have too few labels.
     """
     labels = batch.inputs["labels"].clamp(min=0)
     if labels.ndim < 2:

@@ -5,9 +5,10 @@
          ├─ the reference     trains the model as the user wrote it (`planner.model.reference`), writes its states
          └─ ranks 0, 1, …     train the same steps as the stages of a pipeline, and compare (`stages`)
 
-Each group of cuts is compared as one pipeline. If a rank differs from the reference, the cuts of its group are tried
-one by one. A wrong cut and all equivalent cuts are removed, and the check starts again. If a pipeline differs only with
-recomputation, the check reports the difference, and keeps the cuts.
+A cut is a boundary between two layers at which a stage may end. The check compares several cuts at once, as one
+pipeline with a stage between every two of them. If a rank differs from the reference, the cuts of its pipeline are
+tried one by one. A wrong cut and all equivalent cuts are removed, and the check starts again. If a pipeline differs
+only with recomputation, the check reports the difference, and keeps the cuts.
 """
 
 import shutil
@@ -144,10 +145,9 @@ def check_equivalence(
 def _check_builds(request: CheckRequest) -> None:
     """Refuse a model that `build_model` builds differently when it is called again.
 
-    Such a model may be the reason why the comparison failed.
-
     Raises:
-        ModelError: The second model has modules of the first one, or other numbers in its attributes.
+        ModelError: The second model contains modules of the first model, or a number in an attribute of the second
+            model differs from that in the first model.
     """
     try:
         difference = run_in_child(lambda: _difference_of_builds(request.loaded), limit_s=request.time_limit_s)

@@ -39,7 +39,7 @@ class StageDifferences:
     own_values: dict[str, str] = field(default_factory=dict)
     """Digests of the tensors whose initial values differ from the reference's, by name."""
     late_step: int = 0
-    """Number of the current step in messages, if the first steps, which every model trains, are over."""
+    """Number of the current step, which messages name, if it is one of the further steps of small models; else 0."""
     writes_state: bool = False
     """True if forwards write into parameters, buffers or tensors in attributes."""
 
@@ -66,15 +66,14 @@ class StageDifferences:
     def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
         """Record the relative difference between a tensor of the stage and the same tensor of the reference.
 
-        The relative difference is the largest difference of two elements, divided by the largest magnitude in the
-        reference. A missing tensor (None) counts as zeros. If a missing gradient changes the optimizer's behavior, the
-        comparison after the optimizer's step detects the change.
+        The relative difference is the largest difference of two elements, divided by the larger one of `least` and the
+        largest magnitude in the reference. A missing tensor (None) counts as zeros.
 
         Args:
             name: Name of the tensor in messages.
             value: Tensor of the stage.
             right: Tensor of the reference.
-            least: Lower bound of the largest magnitude.
+            least: Smallest divisor of the relative difference.
         """
         value, right = (None if t is None else dense_values(t) for t in (value, right))
         if value is None or right is None:

@@ -48,7 +48,7 @@ class ChildError(Exception):
     Args:
         message: Error that the process raised, in one line, or the signal that ended the process.
         hint: Advice for the user; may be empty.
-        is_user_error: True if the user's model caused the error and the message says so.
+        is_user_error: True for a `ModelError`, whose message tells the user what is wrong with the model.
         is_raised: True if the process raised an error that is not a user error. If both flags are False, the process
             ran out of time or memory.
     """

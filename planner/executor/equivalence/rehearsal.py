@@ -5,8 +5,8 @@ curriculum, or a loop whose length depends on the data), a run would fail at tha
 model's `forward` detect another path, and raise an error. Three other kinds of code are refused as well: code whose
 later forwards train other parameters, return other shapes, or change a module-level value that another layer reads.
 
-Code that does something else without gradients must not be recomputed. The comparison may not show this, because its
-stages have one layer each.
+Code that computes something else under `torch.no_grad` must not be recomputed: the first forward of a recomputed layer
+runs without gradients. The comparison with the reference may miss such code, so it is looked for here as well.
 """
 
 import time
@@ -167,7 +167,7 @@ class _ForwardObservations:
     trained: list[bool] = field(default_factory=list)
     """True for each parameter, and for each output of a stage, that requires a gradient."""
     shapes: list[str] = field(default_factory=list)
-    """Text of the values that each layer, or stage, returned."""
+    """Description of the shapes and types of the values that each layer, or stage, returned."""
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
 

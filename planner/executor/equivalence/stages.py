@@ -136,8 +136,8 @@ class _RankTraining:
     def _begin_as_reference(self) -> None:
         """Set parameters and buffers to the reference's initial values, and record which values differed.
 
-        An unseeded generator produces different initial values in each process. This is an error only for tensors that
-        several ranks share. Parameters that were built without values use the memory of the reference's file.
+        Parameters that were built without values get those of the reference, and share the memory of its file. Other
+        values differ if an unseeded generator made them. This is an error only for tensors that several ranks share.
         """
         if self._trial.options.lean:
             self._before.use_as_parameters(self._named)

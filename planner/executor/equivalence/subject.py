@@ -1,4 +1,7 @@
-"""Choose the model that the equivalence check trains: the user's, or a shortened model with each distinct cut."""
+"""Choose the model that the equivalence check trains: the user's model, or one with fewer repeated layers.
+
+Two cuts are equivalent if the layers around them are equal. The shorter model has a cut of each class.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +51,7 @@ class CheckRequest:
     loaded: LoadedModel
     budget_s: float
     deadline: float
-    """End of the time limit of about `budget_s` seconds, on the monotonic clock."""
+    """Time on the monotonic clock after which no further comparison begins."""
     ends: Sequence[int] | None
     """Cuts to compare, each given as the index of the layer after it; None: one of each class of equivalent cuts."""
     digests: DigestFunction
@@ -61,7 +64,7 @@ class CheckRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedModel:
-    """Model that the equivalence check trains: the full model, or a shortened model with each distinct cut."""
+    """Model that the equivalence check trains: the full model, or one with fewer repeated layers."""
 
     loaded: LoadedModel
     chain: Chain
@@ -74,7 +77,7 @@ class CheckedModel:
     one_by_one: bool = False
     """True if the reference must end before ranks begin, because they do not fit in memory together."""
     reason: str = ""
-    """Reason why the optimizer is not compared."""
+    """Reason why the optimizer is not compared; empty if it is compared."""
 
     @classmethod
     def choose(cls, request: CheckRequest, whole: Chain, size: int, *, lean: bool) -> "CheckedModel":
@@ -196,9 +199,11 @@ def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
 
 
 def _call_at(calls: Sequence[ModuleCall], cut: int) -> LayerStart | None:
-    """Return the module call that ends just before the recording time `cut`.
+    """Return the module call that ends just before the cut, else the first call that starts after it, else None.
 
-    If there is none, return the next call that starts. The result is None if no call follows.
+    Args:
+        calls: Module calls in a recorded forward.
+        cut: Cut, as the number of the event in the recording that follows the cut.
     """
     for call in calls:
         if call.exit + 1 == cut and call.exit != END:

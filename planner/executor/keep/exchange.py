@@ -1,7 +1,8 @@
-"""Exchange of values between all ranks over the job's store. The first rank collects the values and decides.
+"""Exchange of values between all ranks over the job's store.
 
-A process group would open a connection between every two ranks, and end a rank that waits longer than its timeout. With
-this exchange, every rank has only a connection to the store, and waits as long as the watch reports no failure.
+The first rank collects the values of all ranks, computes a result from them, and returns it to all. A process group
+would open a connection between every two ranks, and end a rank that waits longer than its timeout. With this exchange,
+every rank has only a connection to the store. It waits until the failure watch (`executor.watch`) reports a failure.
 """
 
 import json

@@ -38,7 +38,7 @@ class CheckpointIndex:
     balance: tuple[int, ...]
     torch: str
     python: str
-    """Python version of the run that wrote the checkpoint (`PYTHON`)."""
+    """Major and minor version of Python in the run that wrote the checkpoint, such as `3.12`."""
     computation: dict[str, str]
     """Digests of the code of the loss function (`loss`) and of the layers (`layers`)."""
     files: tuple[FileEntry, ...]

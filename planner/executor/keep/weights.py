@@ -67,7 +67,7 @@ def load_weights(
 
     Args:
         source: Path of the weights from which a new run starts: a file of `torch.save` or safetensors, or a checkpoint.
-            Or an open checkpoint, which is resumed and may therefore contain NaN.
+            To resume a run, the open checkpoint; only then may tensors contain NaN.
         tensors: Tensors of the stage, by name in the model.
         names: Map from every name in the model to the tensor's first name, from `first_names`.
         whole: The whole model, whose hooks for loading change the state dict of a file. It needs no values.

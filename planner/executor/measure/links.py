@@ -2,7 +2,8 @@
 
 Over gloo, a transfer occupies sender and receiver, and adds more time to a step than moving the bytes takes. The link
 is therefore measured in steps of the engine, as in `planner.executor.measure.calibrate` for two processes of one
-machine. Transfers over NCCL overlap with computation, so half of a round trip is measured.
+machine. Transfers over NCCL overlap with computation, so that no step is needed: a message is sent back and forth, and
+half of the time is the transfer time.
 """
 
 import os
@@ -101,8 +102,14 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 def _transfer_us_over_gloo(index: int, one: Group, both: Group) -> list[float]:
     """Return the transfer time of one micro-batch for each message size, on the sender.
 
-    A step of two stages that compute nothing takes 2 (o + M (o + t)), because a transfer keeps the receiver busy: o is
-    the executor's time per forward or backward, t the transfer time, and M the number of micro-batches.
+    A step of two stages that compute nothing takes 2 (o + M (o + t)): o is the executor's time per forward or backward,
+    t the transfer time, and M the number of micro-batches. A transfer keeps the receiver busy, so that it takes part M
+    times in each direction.
+
+    Args:
+        index: Index of the stage that this process runs.
+        one: Process group with this process alone, to measure o.
+        both: Process group of both stages.
     """
     alone_us = _empty_step_us(0, 1, _SIZES[0] // 4, one) if index == 0 else 0.0
     overhead_us = alone_us / (2 * MICRO_BATCHES)

@@ -65,7 +65,8 @@ class RunRecorder:
             kind: Kind of the action.
             work: Function to run.
             stage: Index of the stage.
-            micro_batch: Index of the micro-batch in the current part of the mini-batch.
+            micro_batch: Index of the micro-batch in the current part of the mini-batch (`run.parts`): a mini-batch
+                that the micro-batch size does not divide has several parts.
 
         Returns:
             Result of `work`.

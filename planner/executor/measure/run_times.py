@@ -10,9 +10,9 @@ the engine's own time.
     receiver    | action |        | action
                          |--idle--|transfer|
 
-A step is a sum of many such times. Most are short, and a few are several times as long. Means are therefore reported:
-the sum of medians would be 5 to 10 % below the step time of two busy processes on a CPU. Means are over the middle half
-of the steps, ordered by their time, because other programs may have disturbed the slowest steps.
+A step is a sum of many such times. Most are short, and a few are several times as long, so that a sum of medians would
+be too small. Means are therefore reported, over the middle half of the steps, ordered by their time: other programs may
+have disturbed the slowest steps.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -87,9 +87,9 @@ class Transfer(NamedTuple):
 class StepWaits:
     """Times of one step in which the processes of a pipeline do not compute.
 
-    They are measured in a window from the first forward to the last backward of the pipeline. With split backwards,
-    each process has its own window, because it begins the next step when it has finished. All windows have the same
-    length.
+    They are measured in a window from the first forward to the last backward of the pipeline. With split backwards, a
+    process need not wait for others before it begins the next step. Then each process has its own window, from its
+    first action; all windows have the same length.
     """
 
     window_ns: int
@@ -179,9 +179,13 @@ class MeanWaits:
 def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:
     """Return the mean times in which the processes of a pipeline do not compute.
 
-    `processes` has the steps of each process, by rank, on the same clock. If transfers overlap with computation
-    (`overlaps`), a transfer is measured only where the receiver waited for it. Other transfers are used only for
-    boundaries at which no receiver waited. The result is None if no step was recorded by all processes.
+    Args:
+        processes: Steps of each process, by rank, on the same clock.
+        overlaps: True if transfers overlap with computation. Then only transfers for which a receiver waited count; at
+            a boundary without such transfers, all of its transfers count.
+
+    Returns:
+        The mean times; None if no step was recorded by all processes.
     """
     by_step: dict[int, dict[int, Iterable[RunSpan]]] = {}
     for rank, steps in processes.items():
@@ -234,8 +238,9 @@ def with_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool)
 def typical_action_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
     """Return the typical time of an action of one micro-batch on a stage, in microseconds.
 
-    It is the median over micro-batches of the mean over the middle half of the steps. I and W together count as one
-    backward. For the kind `recompute`, micro-batches without recomputation count as 0.
+    For each micro-batch, the time is the mean over the middle half of the steps, ordered by their time. The median over
+    the micro-batches is returned. I and W together count as one backward. For the kind `recompute`, micro-batches
+    without recomputation count as 0.
 
     Args:
         steps: Actions of each step.

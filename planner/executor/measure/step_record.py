@@ -13,7 +13,7 @@ class StepRecord:
     """Loss, time and other values of one training step of the whole job."""
 
     step: int
-    """Index of the step since training began, before any resume; from 0."""
+    """Index of the step, from 0. A resumed run continues the count."""
     loss: float
     """Loss of the mini-batch, over all replicas."""
     step_us: float

@@ -1,7 +1,7 @@
 """Trace of the last steps of all ranks, in the format of a predicted trace (`gpipe-plan show --trace`).
 
-Each rank is a process in the trace. A transfer is drawn between the receiver's actions, and at the same time on the
-sender's row. It begins when the sender has the tensors ready and the receiver is idle.
+Each rank is a process in the trace. A transfer is drawn twice, with the same begin and end: between the receiver's
+actions, and on the sender's row. It begins when the sender has the tensors ready and the receiver is idle.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,13 +1,13 @@
 """Check that all ranks begin the same phase: a step, an evaluation, a checkpoint, or the end of their loops.
 
     position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes of the mini-batches
-    replica 0 <-> ... <-> replica R - 1                  phase, step, sum of the loss counts
+    last stages of replicas 0 to R - 1, all-reduce       phase, step, number of items in the loss
 
-K is the number of devices of a pipeline, R the number of replicas. If ranks run different phases, a transfer between
+K is the number of devices of a pipeline, R the number of replicas. The items of a loss, such as samples or tokens, are
+those over which the loss of the mini-batch is a mean. If ranks run different phases, a transfer between
 them fails, often on a rank without fault, or never ends. Before anything else, a few numbers are therefore sent along
 each pipeline. A rank waits only for the previous rank, for which its first forward would have to wait anyway. Each rank
-compares before it sends, so the first rank that differs reports the difference, and later ranks compute nothing. The
-ranks of the last stages compare the phases of replicas in the same message in which they sum the loss counts.
+compares before it sends, so the first rank that differs reports the difference, and later ranks compute nothing.
 """
 
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ class PhaseAgreement:
         self._has_ended = False
 
     def check_and_sum(self, phase: Phase, step: int, sizes: Sequence[int] = (), *, count: float = 0.0) -> float:
-        """Compare the phase that this rank begins with those of other ranks, and sum the loss counts.
+        """Compare the phase that this rank begins with those of other ranks, and sum the replicas' `count`.
 
         Every rank must call this method.
 
@@ -98,7 +98,7 @@ class PhaseAgreement:
             phase: Phase that begins. A second `end` directly after an `end` is ignored.
             step: Number of steps since training began.
             sizes: Number of samples in each mini-batch.
-            count: Sum of the loss counts of this replica, on the last stage.
+            count: On the last stage, number of items, such as samples or tokens, in the loss of this replica.
 
         Returns:
             On the last stage, the sum of `count` over all replicas.

@@ -17,8 +17,9 @@ Tensors of stage s and micro-batch m, from the instruction that stores them to t
     _gradients[s, m]     B or I          send                   gradient of the stage's input
     _losses[m]           F               end of step            last stage only
 
-The loss of the step goes from the last stage to every device, with the last gradients between the last stages of the
-devices. It arrives before the weight passes that follow, so a device with an idle end can begin its next step early.
+The last stage sends the loss of the step to every device: each of the last K stages (K devices) sends it to the stage
+before it, together with the gradients of its last backward. With split backwards, the loss arrives before the last
+weight passes. A device that is ready early can then begin the next step.
 
 The planner computes costs from the same instruction lists, so this module has no code for any particular schedule.
 """
@@ -80,14 +81,14 @@ class EngineStage:
     timer: ActionTimer
     last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
     """Function that returns a context for the stage's last backward (B or W) in a step. Its argument is the number of
-    additions to each gradient, or None if this number is unknown."""
+    times that autograd adds to each gradient in this backward; None if unknown."""
 
 
 class _StageAction(NamedTuple):
     stage: EngineStage
     message: Message
     activity: str
-    """Activity, for the watch."""
+    """Text about this action, for messages of the failure watch."""
     source: int | None
     """Stage whose message this action needs, if any."""
     target: int | None
@@ -178,7 +179,7 @@ class Engine:
 
         Returns:
             On the last stage, the weighted loss of every micro-batch, detached; elsewhere an empty list. Gradients are
-            those of the weighted losses times `loss_scale`.
+            multiplied by the attribute `loss_scale`.
         """
         last = self._stages[-1]
         last.module.targets = list(targets)
@@ -362,8 +363,8 @@ class Engine:
 def _messages_with_loss(order: Sequence[Sequence[Action]]) -> set[tuple[int, int]]:
     """Return (receiving stage, micro-batch) of the gradients with which the loss of a step is sent.
 
-    The last K of all stages are on K different devices. Each one sends the loss to the previous one with the gradients
-    of its last backward.
+    The last K stages are on different devices (K: number of devices). Each of these stages sends the loss to the stage
+    before it, together with the gradients of its last backward.
     """
     last = {action.stage: action.micro_batch for row in order for action in row if KINDS[action.kind].direction < 0}
     num_stages = len(last)

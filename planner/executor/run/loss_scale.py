@@ -58,7 +58,7 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale and the number of good steps, for a checkpoint."""
+        """Return the scale and the number of steps since the last overflow or change of the scale, for a checkpoint."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -30,7 +30,7 @@ class ProcessPlace:
     num_replicas: int
     """Number of replicas (R)."""
     position: int
-    """Position in the pipeline: the index of the first stage that the process runs."""
+    """Index of the device in its pipeline, 0 to K - 1; also the index of the first stage that the process runs."""
     num_devices: int
     """Number of devices of a pipeline (K)."""
     stages: tuple[int, ...]

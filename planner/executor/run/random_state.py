@@ -32,7 +32,7 @@ class StepSeeds:
     step: int
     """Index of the step since the start of training."""
     first_micro_batch: int = 0
-    """Number of micro-batches of the step before the first one of this part."""
+    """Index, within the step, of the first micro-batch of the current part of the mini-batch (`run.parts`)."""
 
     def seed_generators(self, layer: int, micro_batch: int) -> None:
         """Seed this process's random generators for a layer and a micro-batch."""

@@ -120,7 +120,10 @@ def _take_gradients(into: list[Tensor | None], gradients: Tensors) -> tuple[None
 
 
 class _BackwardStart(torch.autograd.Function):
-    """Scalar from which a backward starts with the gradients in `waiting`. It keeps no tensor or gradient in memory."""
+    """Function of some tensors to a scalar 0, whose backward gives the tensors the gradients in the list `waiting`.
+
+    The backward empties the list, so that autograd releases each gradient as early as possible.
+    """
 
     @staticmethod
     def forward(ctx: Any, waiting: list[Tensor | None], *results: Tensor) -> Tensor:

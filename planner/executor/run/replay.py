@@ -91,15 +91,15 @@ class _StateTensors:
 
     entries: list[_Entry]
     names: list[Any]
-    """Number of buffers of each module, and names of all buffers."""
+    """Number of buffers of each module, and names of all buffers, to detect buffers that were added or renamed."""
     values: list[Any]
     """Values of the entries, in the order of `LayerState._values`."""
     plain: list[Tensor]
-    """Tensors with clones."""
+    """Tensors that have a lazy clone, which shares their memory until a write."""
     addresses: list[int]
-    """Addresses of the tensors in `plain`; a write gives a tensor another address."""
+    """Memory addresses of the tensors in `plain`. The clone keeps the memory, so that a write moves the tensor."""
     others: list[_Entry]
-    """Entries whose value has no clone."""
+    """Entries whose value has no lazy clone."""
 
     @classmethod
     def of(cls, entries: list[_Entry], names: list[Any], values: list[Any]) -> "_StateTensors":
@@ -259,7 +259,7 @@ class LayerState:
                 holder[name] = number
 
     def _set_state(self, snapshot: _Snapshot, now: _Snapshot) -> list[_Entry]:
-        """Set the state to that of `snapshot`. Return the entries of `now` that already had these values."""
+        """Set the state, which is `now`, to that of `snapshot`. Return the entries that need no change."""
         if snapshot.numbers is not now.numbers:
             self._put_numbers(snapshot.numbers)
         if snapshot.tensors is now.tensors:

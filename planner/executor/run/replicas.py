@@ -126,7 +126,7 @@ class ReplicaGradients:
 
 
 def is_replica_hook(hook: Callable[..., object]) -> bool:
-    """Return True if a hook on a parameter is that of `ReplicaGradients`, which only counts its calls."""
+    """Return True if a hook on a parameter is one of `ReplicaGradients`. These hooks only count gradients."""
     return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 
 

@@ -30,7 +30,7 @@ from planner.model.variables import undo_changes
 
 @dataclass(frozen=True)
 class Boundary:
-    """Content of one boundary for one micro-batch: tensors (on the meta device), constants, and their structure."""
+    """Value that crosses one boundary for one micro-batch: tensors (on the meta device), other values, structure."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
@@ -130,7 +130,7 @@ class ChainShapes:
     """True for each layer whose output shares storage with its input."""
 
     def with_gradients_of(self, other: "ChainShapes") -> "ChainShapes":
-        """Set each `requires_grad` flag that is set in `other`."""
+        """Return a copy in which tensors also require a gradient if they do in `other`."""
         for here, there in zip(self.boundaries, other.boundaries, strict=True):
             for tensor, again in zip(here.tensors, there.tensors, strict=False):
                 tensor.requires_grad_(tensor.requires_grad or (again.requires_grad and tensor.dtype == again.dtype))

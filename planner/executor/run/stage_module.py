@@ -64,7 +64,7 @@ class StageModule(nn.Module):
         received: Boundary before the first layer.
         sent: Boundary after the last layer, with the layout of its tensors. None on the last stage, or to send
             contiguous tensors.
-        recompute: Recompute choice of the stage; with `layers`, only the layers in `recomputed` are recomputed.
+        recompute: Recompute choice of the stage; the choice `layers` recomputes the layers in `recomputed`.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.
         copies_input: True if the layers need a copy of the received tensors, because they write into them.
@@ -265,10 +265,10 @@ class StageModule(nn.Module):
 
 
 def _with_graph(result: Any, anchor: Tensor) -> Any:
-    """Return outputs that checkpointing supports: no parameters, and at least one with a graph.
+    """Return outputs for `torch.utils.checkpoint`, which needs an output with a graph and no parameters as outputs.
 
-    Layers that are skipped at random may leave all outputs without a graph. An output then gets a graph from `anchor`,
-    which is zero.
+    If layers are skipped at random, no output may have a graph. Then `anchor`, a zero that requires a gradient, is
+    added to an output.
     """
     outputs = [result] if isinstance(result, Tensor) else list(result)
     if not torch.is_grad_enabled():

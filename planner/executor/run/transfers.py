@@ -2,9 +2,9 @@
 
     receive   A buffer lives from the start of the receive to the end of the forward or backward that takes the tensor.
     output    A sent activation lives until the backward of its micro-batch, long after it was delivered.
-    gradient  A sent gradient lives until the send of the next gradient has begun and its own send has ended. This wait
-              blocks no rank (see `planner.core.schedule.instruction_lists`), and delays no step if the number of
-              micro-batches is a multiple of the number of devices.
+    gradient  A sent gradient lives until the next gradient is sent. Then the rank waits for the end of the earlier
+              send. No two ranks wait for each other (see `planner.core.schedule.instruction_lists`), and no step is
+              delayed if the number of micro-batches is a multiple of the number of devices.
 
 Only `isend`, `irecv` and their handles are used. Both processes of a pair begin their common transfers in the same
 order, as gloo and NCCL require. NCCL runs the transfers of a pair one after another.
@@ -23,7 +23,7 @@ from planner.model.layout import in_memory_order, match_layout
 
 
 class Message(NamedTuple):
-    """Kind, stage and micro-batch of this process's action that receives or sends the message."""
+    """Key of a message: kind, stage and micro-batch of the action on this process that receives or sends it."""
 
     kind: Letter
     stage: int

@@ -49,7 +49,7 @@ class RankActivity:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the activity began, or since the last call of `restart_clock`."""
+        """Seconds without progress: since the activity began, or since the last call of `restart_clock`."""
         return time.monotonic() - self._since
 
     @property

@@ -1,9 +1,10 @@
 """End all ranks soon after one fails, with one message that names the stage, its activity, and what to do.
 
 Every rank has a watch, a thread that runs alongside the training. At regular intervals (beats), the watch writes the
-rank's activity to the launcher's store (`liveness`). A rank that stops writing is dead. If ranks wait for each other,
-the rank that does not wait is the cause. The rank that finds a failure first claims it in the store and prints it.
-Other ranks exit without a message as soon as their watch reads the claim, even if they hang in a transfer.
+rank's activity to the launcher's store (`liveness`). A rank that stops writing counts as dead. If ranks wait too long,
+the cause is the rank for which they wait and that waits for no other rank. The rank that finds a failure first claims
+it in the store and prints it. Other ranks exit without a message as soon as their watch reads the claim, even if they
+hang in a transfer.
 
 The watch also catches SIGTERM and SIGINT. If checkpoints are saved, the ranks agree on a step after which all stop and
 save. Python would run a signal handler only after a hanging transfer, so the thread reads signals from a pipe.
@@ -118,9 +119,14 @@ class FailureWatch:
     def stops_after(self, steps: int, *, steps_ahead: int = 1) -> int:
         """Return the signal that ends the run after `steps` completed steps; 0 if the run continues.
 
-        Every rank must call this method after every step. The first rank announces the stop `steps_ahead` steps in
-        advance: more than one if other ranks may be ahead of it. No rank can finish a step that the first rank has not
-        begun. All ranks therefore read the announcement in time, and stop after the same step.
+        Every rank must call this method after every step. The first rank announces the step after which all stop.
+        Other ranks read the announcement before they finish that step, because no rank can finish a step that the first
+        rank has not begun.
+
+        Args:
+            steps: Number of completed steps.
+            steps_ahead: Number of steps between announcement and stop: one, plus the steps by which other ranks may be
+                ahead of the first rank.
         """
         if self._store is None:
             return self._signal
@@ -313,7 +319,7 @@ class FailureWatch:
     def _record_signals_for(self, seconds: float) -> None:
         """Wait for `seconds`, and record signals that arrive.
 
-        A signal does not end the wait, because all ranks would then read the store at the same time.
+        A signal does not end the wait: a launcher sends it to all ranks, which would all use the store at once.
         """
         end = time.monotonic() + seconds
         while not self._over.is_set() and select.select([self._wake[0]], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -367,9 +373,9 @@ class FailureWatch:
             store.add("ready", 1)
 
     def _share_written_bytes(self, store: Any, liveness: Heartbeats) -> None:
-        """Add this rank's written bytes to the sum of all ranks.
+        """Add the bytes of checkpoints that this rank has written to the sum over all ranks.
 
-        If the sum has grown, restart the clock of a wait.
+        If the sum has grown, this rank's wait for other ranks is not a hang yet: restart the clock of its activity.
         """
         written = self.activity.written_bytes - self._written_bytes
         late_s = min(liveness.silent_s, self._timeout_s / 2)

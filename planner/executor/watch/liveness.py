@@ -1,7 +1,7 @@
 """Signs of life of a job's ranks, in the job's store.
 
-Every rank writes its activity at regular intervals (beats). If a rank suspects a failure, one rank, the reader, reads
-the activities of all ranks. Other ranks read only the reader's activity, so their cost does not depend on the number of
+Every rank writes its activity at regular intervals (beats). One rank, the reader, reads the activities of all ranks if
+a failure is suspected. Other ranks read only the reader's activity, so their cost does not depend on the number of
 ranks. If the reader becomes silent or leaves, another rank replaces it. In large jobs beats are slower, which limits
 the number of the store's operations per second.
 """
