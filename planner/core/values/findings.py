@@ -161,11 +161,11 @@ RULES: Final = (
         meaning="When the model was profiled, its stages were compared with the unpartitioned model. Without "
         "recomputation, the results were equal. With recomputation, loss, gradients, buffers or module attributes "
         "differed.",
-        why="A layer changes state in each forward, and the executor cannot restore this state (such as a counter in "
-        "an attribute). Training would continue with wrong gradients, without an error message.",
+        why="A layer changes state in each forward, and the executor cannot restore this state (such as its own random "
+        "generator, or a counter in a dict). Training would continue with wrong gradients, without an error message.",
         remedy="The plan was edited, or the model has changed. Solve again: the solver recomputes no stage of such a "
-        "model. To allow recomputation, let the layer store this state in a buffer, which the executor restores, and "
-        "profile again.",
+        "model. To allow recomputation, let the layer use the global random generators, and store other state in a "
+        "buffer, which the executor restores. Then profile again.",
     ),
     Rule(
         code="GP303",
