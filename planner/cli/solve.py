@@ -90,7 +90,7 @@ def solve(
     if not quiet and not is_stopped():
         _note_faster_plans(console, plan, read, options, spent_s=time.monotonic() - began_s)
     if read.device.how == "estimated" and options.reserve is None and options.calibration is None:
-        console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
+        console.note(f"note: {_assumed_reserve(plan)}")
     merged = [merged_path(output)] if source.merged else []
     console.note(f"wrote {', '.join((*paths, *merged))}")
     emit_format = _format(plan, read)
@@ -174,10 +174,11 @@ def _format(plan: "Plan", profile: "Profile") -> str:
 
 def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: bool) -> None:
     from planner.show.views.numbers import link_words, percent
+    from planner.show.views.plan import gpu_noun
 
     inputs, node_devices = plan.inputs, plan.cluster.node_devices
     for limit in sorted(set(inputs.memory_bytes)):
-        console.note(f"note: memory limit {limit / 1e9:g} GB = {format_bytes(limit)} per device")
+        console.note(f"note: memory limit {limit / 1e9:g} GB = {format_bytes(limit)} per {gpu_noun(plan)}")
     if inputs.links:
         console.note(f"note: {pluralize(len(inputs.links), 'measured link')}")
     if inputs.link != Link():
@@ -208,10 +209,11 @@ def _note_faster_plans(
     console: Console, plan: "Plan", profile: "Profile", options: SolveOptions, *, spent_s: float
 ) -> None:
     from planner.api.solving import faster_plan_with_replicas, faster_schedule_for
+    from planner.show.views.plan import gpu_noun
 
     other = faster_plan_with_replicas(profile, plan, options)
     if other is not None:
-        what = f"{other.replicas} replicas on {other.num_gpus} of {plan.inputs.devices} devices"
+        what = f"{other.replicas} replicas on {other.num_gpus} of {pluralize(plan.inputs.devices, gpu_noun(other))}"
         free = "" if plan.inputs.allreduce else ", if summing gradients costs nothing (`--allreduce`)"
         console.note(f"note: {what} would take {_less(plan, other)}{free}: `--replicas auto`")
     other = faster_schedule_for(profile, plan, options, spent_s=spent_s)
@@ -241,8 +243,10 @@ def _note_simpler_schedule(console: Console, plan: "Plan") -> None:
             return
 
 
-def _assumed_reserve(reserve_bytes: int) -> str:
-    if not reserve_bytes:
+def _assumed_reserve(plan: "Plan") -> str:
+    from planner.show.views.plan import gpu_noun
+
+    if not plan.inputs.reserve_bytes:
         return "no memory is reserved for context and libraries of the estimated device: try `--reserve 1GB`"
-    size = bytes_option(reserve_bytes)
-    return f"reserve of {size} per device is assumed, not measured; `--reserve` changes it"
+    size = bytes_option(plan.inputs.reserve_bytes)
+    return f"reserve of {size} per {gpu_noun(plan)} is assumed, not measured; `--reserve` changes it"

@@ -27,6 +27,7 @@ from planner.show.views.cluster import (
     hours_words,
     measured_to_predicted_ratios,
     run_length_words,
+    shown_run,
     tokens_words,
 )
 from planner.show.views.measured import pipeline_words
@@ -129,11 +130,13 @@ def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
         figures.append(("tokens/s", tokens_words(plan, certainty), ""))
     if predicted.flops_utilization:
         figures.append(("model FLOPs utilization", percent(predicted.flops_utilization), "of the peak rate"))
-    run, ratios = plan.training, measured_to_predicted_ratios(plan, certainty)
-    if run is not None:
-        figures.append((run_length_words(plan.inputs), days_words(run, ratios), hours_words(run, None)))
-    if run is not None and run.cost is not None:
-        figures.append(("cost", amount_words(run.cost, ratios), f"{plan.inputs.price:g} per GPU-hour"))
+    shown, ratios = shown_run(plan), measured_to_predicted_ratios(plan, certainty)
+    if shown is None:
+        return figures
+    run, inputs = shown
+    figures.append((run_length_words(inputs), days_words(run, ratios), hours_words(run, None)))
+    if run.cost is not None:
+        figures.append(("cost", amount_words(run.cost, ratios), f"{inputs.price:g} per GPU-hour"))
     return figures
 
 

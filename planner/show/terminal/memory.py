@@ -47,10 +47,15 @@ _ENOUGH_TO_SEE = 0.25
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[RenderableType]:
+def memory_parts(devices: Sequence[Sequence[Stage]], style: Style, *, gpus: int = 1) -> list[RenderableType]:
     """Return a title, a bar per device, stacked by component with a mark at the memory limit, and a legend.
 
     If every device needs far less than the largest limit, the longest bar is the largest peak instead of the limit.
+
+    Args:
+        devices: Stages of each device.
+        style: Style of the output.
+        gpus: Number of GPUs that share the layers of each device.
     """
     needs = device_memory(devices)
     need, limit = max(n.total_bytes for n in needs), max(n.limit_bytes for n in needs)
@@ -60,6 +65,8 @@ def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[Rende
     room = style.columns - margin - max(number.cell_len for number in numbers) - 4
     scale = room / max(1, need, limit if to_limits else 0)
     title = heading(f"memory per {row_noun(len(devices[0]))}")
+    if gpus > 1:
+        title.append(f", on each of its {gpus} GPUs", "not bold")
     if not to_limits:
         title.append(f", bars scaled to the largest peak ({format_bytes(need)}), far below the limits", "not bold")
     rows = [

@@ -22,7 +22,14 @@ from planner.show.terminal.timeline import timeline_parts
 from planner.show.views.certainty import accuracy_words, fit_words, peak_words
 from planner.show.views.cluster import throughput_words, training_words
 from planner.show.views.numbers import not_measured_warning, percent, row_noun, solver_method_label
-from planner.show.views.plan import figure_words, has_unlike_devices, ideal_bubble_words, optimality_text, plan_headline
+from planner.show.views.plan import (
+    figure_words,
+    gpu_noun,
+    has_unlike_devices,
+    ideal_bubble_words,
+    optimality_text,
+    plan_headline,
+)
 
 _LEAST_GAP = 0.0005
 """Smallest gap that is shown as a number; smaller gaps are shown as `below 0.1 %`."""
@@ -63,7 +70,7 @@ def _sections(
         [wrap_items([note], style) for note in notes if note],
         [stages_table(plan, style)],
         [recomputed_layers(stage, style) for stage in plan.stages if stage.recompute == "layers"],
-        memory_parts(plan.by_device(), style),
+        memory_parts(plan.by_device(), style, gpus=plan.tensor_parallel),
         timeline_parts(events, plan.num_devices, style) if events else [],
         memory_over_time_parts(plan, step, style) if step else [],
         frontier_parts(plan, style),
@@ -124,7 +131,7 @@ def _unused(plan: Plan) -> str:
     spare = devices - plan.num_gpus
     if spare <= 0:
         return ""
-    words = f"{spare} of {pluralize(devices, 'device' if plan.tensor_parallel == 1 else 'GPU')} left unused"
+    words = f"{spare} of {pluralize(devices, gpu_noun(plan))} left unused"
     if not has_unlike_devices(plan) or plan.replicas > 1:
         return words
     unused = sorted(set(range(devices)) - {plan.device_of(stage) for stage in plan.stages})

@@ -33,7 +33,7 @@ def verdict_text(verdict: Verdict, style: Style) -> str:
 
         parts += [*difference_parts(verdict.difference, style), BLANK]
     if verdict.plan is not None:
-        parts += [*memory_parts(verdict.plan.by_device(), style), BLANK]
+        parts += [*memory_parts(verdict.plan.by_device(), style, gpus=verdict.plan.tensor_parallel), BLANK]
     return render(style, *parts, _answer(verdict))
 
 

@@ -1,10 +1,17 @@
 """Figures of a cluster in words: tokens per second, utilization, and duration and cost of a training run."""
 
+from dataclasses import replace
+from typing import Final
+
+from planner.core.cost.workload import SampleWork, training_run
 from planner.core.judge.certainty import Certainty
 from planner.core.values.plan import Inputs, Plan, TrainingRun
 from planner.core.values.units import count_option, pluralize
 from planner.show.views.certainty import amount_words
 from planner.show.views.numbers import percent
+
+_USUAL_TOKENS: Final = 10**12
+"""Tokens of the training run that is shown if the request gives no length."""
 
 
 def throughput_words(plan: Plan, certainty: Certainty | None) -> list[str]:
@@ -25,10 +32,25 @@ def tokens_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
-    """Return texts about the requested training run, with error ranges; an empty list if none was requested."""
-    if plan.training is None:
-        return []
-    return run_words(plan.training, plan.inputs, measured_to_predicted_ratios(plan, certainty))
+    """Return texts about the training run of `shown_run`, with error ranges; an empty list if there is none."""
+    shown = shown_run(plan)
+    return run_words(*shown, measured_to_predicted_ratios(plan, certainty)) if shown is not None else []
+
+
+def shown_run(plan: Plan) -> tuple[TrainingRun, Inputs] | None:
+    """Return the requested training run, or else one of 1T tokens, and the inputs that describe it.
+
+    None if no run was requested, and the tokens of a sample or the peak rate of the GPUs are not known.
+    """
+    inputs, predicted = plan.inputs, plan.predicted
+    if plan.training is not None:
+        return plan.training, inputs
+    if not predicted.tokens_per_s or not predicted.flops_utilization:
+        return None
+    tokens = SampleWork(tokens=round(predicted.tokens_per_s / predicted.samples_per_s))
+    inputs = replace(inputs, tokens=_USUAL_TOKENS)
+    run = training_run(inputs, predicted.step_us, tokens)
+    return None if run is None else (run, inputs)
 
 
 def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | None = None) -> list[str]:

@@ -39,6 +39,11 @@ def gpu_count_text(plan: Plan) -> str:
     return f"{pluralize(plan.num_gpus, 'GPU')} = {product}{chunks}"
 
 
+def gpu_noun(plan: Plan) -> str:
+    """Return the noun for one device of a request: a GPU if groups of GPUs share the layers of a stage."""
+    return "device" if plan.tensor_parallel == 1 else "GPU"
+
+
 def figure_words(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, str]:
     """Return step time, samples per second and bubble as texts."""
     return (

@@ -90,6 +90,19 @@ def test_terminal_report_and_json_show_the_same_figures(profile: Profile, plan: 
     assert written["predicted"]["tokens_per_s"] > 0
 
 
+def test_plans_without_a_requested_run_show_a_run_of_one_trillion_tokens(profile: Profile, plan: Plan) -> None:
+    """The peak rate of a CPU is not known, and such a run would take years on one."""
+    plain = api.solve(profile, devices=2, batch=8, schedule="gpipe")
+    assert plain.training is None
+    certainty = certainty_of(plain, profile)
+    words = training_words(plan, certainty)
+    assert training_words(plain, certainty) == words[:2]
+    assert " · ".join(words[:2]) in plan_text(plain, (), style(140), certainty=certainty)
+    assert "<dt>1T tokens</dt>" in plan_html(plain, profile, None, None, digest="")
+    on_cpu = replace(plain, predicted=replace(plain.predicted, flops_utilization=0.0))
+    assert training_words(on_cpu, certainty) == []
+
+
 def test_training_run_survives_a_round_trip(plan: Plan, tmp_path: Path) -> None:
     files.write(str(tmp_path / "plan.yaml"), plan)
     read = files.read_plan(str(tmp_path / "plan.yaml"))

@@ -47,7 +47,9 @@ def test_headline_of_each_schedule():
 def test_groups_are_counted_in_gpus():
     groups = replace(plan(replicas=2, devices=50), tensor_parallel=8)
     assert first_line(groups) == "GPipe, 48 GPUs = 2 replicas \u00d7 3 stages \u00d7 8, 4 micro-batches of 1 sample"
-    assert "2 of 50 GPUs left unused" in plan_text(groups, (), WIDE)
+    text = plan_text(groups, (), WIDE)
+    assert "2 of 50 GPUs left unused" in text
+    assert "memory per stage, on each of its 8 GPUs" in text
     several = first_line(replace(interleaved(), tensor_parallel=4))
     assert several == "interleaved 1F1B, 12 GPUs = 3 devices \u00d7 4, 2 chunks, 6 micro-batches of 1 sample"
     alone = replace(plan((6,), devices=9), tensor_parallel=4)
