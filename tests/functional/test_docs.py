@@ -29,6 +29,9 @@ PAGES = {
     "training": "docs/training.md",
     "clusters": "docs/clusters.md",
     "tpu": "docs/tpu.md",
+    "recipes": "docs/recipes.md",
+    "schedules": "docs/schedules.md",
+    "troubleshooting": "docs/troubleshooting.md",
 }
 SLOW = {"guide", "tpu"}
 NOT_RUN = re.compile(r"make |pip install ")
@@ -89,6 +92,13 @@ def prepare(page: str, folder: Path) -> None:
         for balance, output in (("2,3", "."), ("1,2,2", "three")):
             run(f"gpipe-plan solve --devices 3 --mem 8GB --batch 8 --balance {balance}", folder)
             run(f"gpipe-plan emit -o {output}", folder)
+    if page == "recipes":
+        (folder / "model.py").write_text(next(b for b in blocks(PAGES[page], "python") if "def train_batches" in b))
+    if page in {"schedules", "troubleshooting"}:
+        (folder / "model.py").write_text(BLOCKS)
+        run("gpipe-plan profile model.py --batch-sizes 8,16", folder)
+        run("gpipe-plan solve --devices 2 --mem 8GB --batch 64 --schedule 1f1b --balance 2,3", folder)
+        run(f"gpipe-plan emit --format {'csv' if page == 'schedules' else 'native'}", folder)
     if page == "clusters":
         (folder / "model.py").write_text(MODEL)
         by_hand = profile_of([1e4] * 5, [2e4] * 5, size=2)
