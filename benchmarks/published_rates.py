@@ -23,8 +23,8 @@ from benchmarks.published_formulas import (
 from benchmarks.published_runs import Row, cluster, partition, predicted_s, read
 from planner.core.cost.partition import Partition
 from planner.core.cost.width import tensor_parallel_profile
+from planner.core.values.devices import accelerator
 from planner.core.values.profile import Profile
-from planner.core.values.rates import RATES
 from planner.profile.formula.families import shape_from_config
 from planner.profile.formula.layers import ElementBytes, Execution
 from planner.profile.formula.presets import model_presets
@@ -58,7 +58,7 @@ class Run:
 
     def predicted_s(self, rate: float) -> float:
         """Return the step at `rate` TFLOP/s."""
-        link, more = RATES[CHIPS[self.chip]].link, {"tensor_parallel": self.width}
+        link, more = accelerator(CHIPS[self.chip]).link, {"tensor_parallel": self.width}
         if self.width > 1:
             # The profile's times are those at 1 TFLOP/s, so communication is as many times slower as computing.
             more["link"] = replace(

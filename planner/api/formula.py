@@ -13,11 +13,10 @@ from planner.api.option import option_fields_of, option_name
 from planner.api.options.profiling import FormulaOptions, ModelSizeOptions, ProfileOptions
 from planner.core.errors import UsageError
 from planner.core.values.cluster import ExecutorCost, Link
-from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
+from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator, accelerator_with_rates
 from planner.core.values.limits import LARGEST
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Device, Profile
-from planner.core.values.rates import Rates, rates_of, usual_precision
 from planner.core.values.sustained import sustained_rate
 from planner.profile.formula.costs import DeviceRates, transformer_profile
 from planner.profile.formula.families import FAMILIES, shape_from_config
@@ -311,7 +310,7 @@ def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Pre
     if options.dtype:
         return texts.parse_precision(options.dtype)
     if options.device.startswith(_ESTIMATE):
-        default = usual_precision(accelerator(options.device.removeprefix(_ESTIMATE)).name)
+        default = accelerator(options.device.removeprefix(_ESTIMATE)).usual_precision
     if default:
         options.note(f"precision {default}, as in most training; change this with `--dtype`")
     return default
@@ -326,8 +325,7 @@ def _device_rates(options: ProfileOptions, *, half: bool, experts: bool) -> tupl
                 hint="use `--device estimate:a100-80gb`, or give the sustained rate: `--rate 190TFLOP/s`",
             )
         return DeviceRates(flops_per_s=rate), Device(kind="cuda", name=f"at {rate / 1e12:g} TFLOP/s", how="estimated")
-    absent = accelerator(options.device.removeprefix(_ESTIMATE))
-    rates: Rates = rates_of(absent.name)
+    absent = accelerator_with_rates(options.device.removeprefix(_ESTIMATE))
     sustained = sustained_rate(absent.name, experts=experts) if half and rate is None else None
     if sustained is not None:
         rate = sustained.flops_per_s
@@ -336,17 +334,17 @@ def _device_rates(options: ProfileOptions, *, half: bool, experts: bool) -> tupl
             "change this with `--rate`"
         )
     if rate is None:
-        rate = rates.half_flops_per_s if half else rates.float32_flops_per_s
+        rate = absent.half_flops_per_s if half else absent.float32_flops_per_s
         options.note(
             f"times assume the data sheet's peak of {rate / 1e12:g} TFLOP/s, which no model reaches; "
             "give the sustained rate with `--rate`"
         )
     device = Device(
         kind=absent.name if absent.name.startswith("tpu") else "cuda",
-        name=rates.full_name,
+        name=absent.full_name,
         memory_bytes=absent.memory_bytes,
         reserve_bytes=ASSUMED_RESERVE_BYTES,
         how="estimated",
-        executor=None if rates.link == Link() else ExecutorCost(overhead_us=0.0, link=rates.link),
+        executor=None if absent.link == Link() else ExecutorCost(overhead_us=0.0, link=absent.link),
     )
-    return DeviceRates(flops_per_s=rate, bytes_per_s=rates.bytes_per_s), device
+    return DeviceRates(flops_per_s=rate, bytes_per_s=absent.bytes_per_s), device

@@ -24,7 +24,6 @@ from planner.core.extras import check_installed
 from planner.core.values.cluster import ExecutorCost
 from planner.core.values.devices import Accelerator, accelerator
 from planner.core.values.profile import Device, LayerProfile, ProgramMemory
-from planner.core.values.rates import Rates, rates_of
 from planner.model.load import LoadedModel
 from planner.profile.backends.estimated import GhostMeter, as_ghosts_if_lean
 from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
@@ -65,7 +64,7 @@ class CompiledBackend:
 
     device = torch.device("cpu")
 
-    def __init__(self, described: Device, rates: Rates, chip: str = "") -> None:
+    def __init__(self, described: Device, rates: Accelerator, chip: str = "") -> None:
         self._described, self._rates, self._chip = described, rates, chip
 
     @classmethod
@@ -74,15 +73,14 @@ class CompiledBackend:
 
         Links get the chip's nominal speed, and the executor is assumed to take no time.
         """
-        rates = rates_of(absent.name)
         described = Device(
             kind="tpu",
-            name=rates.full_name,
+            name=absent.full_name,
             memory_bytes=absent.memory_bytes,
             how="compiled",
-            executor=ExecutorCost(overhead_us=0.0, link=rates.link),
+            executor=ExecutorCost(overhead_us=0.0, link=absent.link),
         )
-        return cls(described, rates, absent.name.removeprefix(_TPU))
+        return cls(described, absent, absent.name.removeprefix(_TPU))
 
     @classmethod
     def of_attached(cls) -> "CompiledBackend":
@@ -94,7 +92,7 @@ class CompiledBackend:
         from planner.tpu.chips import attached_tpu  # noqa: PLC0415 - jax
 
         name, memory_bytes = attached_tpu()
-        rates = rates_of(f"{_TPU}{chip_of_device(name) or 'v2'}")
+        rates = accelerator(f"{_TPU}{chip_of_device(name) or 'v2'}")
         return cls(Device(kind="tpu", name=name, memory_bytes=memory_bytes), rates)
 
     def describe(self) -> Device:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
-from planner.core.values.rates import Rates
+from planner.core.values.devices import Accelerator
 from planner.files import parse_json
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from planner.tpu.extra import package_versions
@@ -62,12 +62,12 @@ class Compiler:
 
     Args:
         chip: Name of the chip, such as `v2`; empty for the attached device.
-        rates: Compute and memory rates of the chip, for executables whose time the compiler does not estimate.
+        rates: Chip whose compute and memory rates are used for executables whose time the compiler does not estimate.
         folder: Folder of the cache. Results of an attached device are not cached.
         repeats: Number of timed runs of each executable on an attached device.
     """
 
-    def __init__(self, chip: str, rates: Rates, folder: Path, repeats: int = 10) -> None:
+    def __init__(self, chip: str, rates: Accelerator, folder: Path, repeats: int = 10) -> None:
         self._chip, self._rates, self._folder, self._repeats = chip, rates, folder, repeats
 
     def compile_layers(

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
+from planner.core.values.devices import peak_flops_per_s
 from planner.core.values.plan import Inputs, TrainingRun
 from planner.core.values.profile import LayerProfile, Profile
-from planner.core.values.rates import peak_flops_per_s
 
 _TOKENS: Final = re.compile(r"(\d+):u?int\d+(:\d+)?")
 """`--input` of token ids: a length, an integer type, and the number of ids."""

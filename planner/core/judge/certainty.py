@@ -13,11 +13,10 @@ from typing import Final, Literal
 
 from planner.core.cost.width import tensor_parallel_profile
 from planner.core.errors import UsageError
-from planner.core.values.devices import TORCH_KINDS
+from planner.core.values.devices import ACCELERATORS, TORCH_KINDS
 from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile, Profile
-from planner.core.values.rates import RATES
 from planner.core.values.sustained import sustained_rate
 from planner.core.values.units import format_bytes
 
@@ -205,10 +204,9 @@ def _formula_errors(profile: Profile) -> StepErrors | None:
     settings = profile.model.settings
     if "formula" not in settings:
         return None
-    names = [name for name, rates in RATES.items() if rates.full_name == profile.device.name]
-    sheets = [RATES[name] for name in names]
-    peaks = {f"{rate / 1e12:g} TFLOP/s" for of in sheets for rate in (of.half_flops_per_s, of.float32_flops_per_s)}
-    for sustained in (sustained_rate(name, experts="experts" in settings) for name in names):
+    called = [known for known in ACCELERATORS if known.full_name == profile.device.name]
+    peaks = {f"{rate / 1e12:g} TFLOP/s" for of in called for rate in (of.half_flops_per_s, of.float32_flops_per_s)}
+    for sustained in (sustained_rate(of.name, experts="experts" in settings) for of in called):
         if sustained is not None and settings.get("rate") == f"{sustained.flops_per_s / 1e12:g} TFLOP/s":
             return STEP_ERRORS.get(sustained.errors)
     return STEP_ERRORS["peak" if settings.get("rate") in peaks else "rate"]

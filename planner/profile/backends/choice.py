@@ -6,7 +6,7 @@ import torch
 
 from planner.core.errors import UsageError
 from planner.core.extensions import load_extension, registered_names
-from planner.core.values.devices import accelerator
+from planner.core.values.devices import accelerator_with_rates
 from planner.core.values.profile import Device
 from planner.device.kinds import DEVICE_KINDS
 from planner.model.load import LoadedModel
@@ -55,7 +55,7 @@ def backend_of(name: str) -> Backend:
         MissingPackageError: A package that the backend needs is not installed.
     """
     if name.startswith(_ESTIMATE):
-        return EstimatedBackend(accelerator(name.removeprefix(_ESTIMATE)))
+        return EstimatedBackend(accelerator_with_rates(name.removeprefix(_ESTIMATE)))
     kind = name.partition(":")[0]
     if kind in registered_names("BACKENDS"):
         backend: Backend = load_extension("BACKENDS", kind)(name)

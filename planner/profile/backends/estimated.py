@@ -24,7 +24,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from planner.core.errors import ModelError
 from planner.core.values.devices import ASSUMED_RESERVE_BYTES, Accelerator
 from planner.core.values.profile import Device
-from planner.core.values.rates import Rates, rates_of
 from planner.core.values.sustained import product_rate, sustained_rate
 from planner.device.cuda import Cuda
 from planner.device.meter import MemoryUsage
@@ -70,13 +69,13 @@ class EstimatedBackend:
     device = torch.device("cpu")
 
     def __init__(self, absent: Accelerator) -> None:
-        self._absent, self._rates = absent, rates_of(absent.name)
+        self._absent = absent
 
     def describe(self) -> Device:
         """Return the GPU as in its data sheet, with an assumed reserve of memory."""
         return Device(
             kind=Cuda.name,
-            name=self._rates.full_name,
+            name=self._absent.full_name,
             memory_bytes=self._absent.memory_bytes,
             reserve_bytes=ASSUMED_RESERVE_BYTES,
             how="estimated",
@@ -88,7 +87,7 @@ class EstimatedBackend:
         rate = None if experts else product_rate(self._absent.name)
         if rate is None and sustained is not None:
             rate = sustained.flops_per_s
-        return RooflineClock(self._rates if rate is None else replace(self._rates, half_flops_per_s=rate))
+        return RooflineClock(self._absent if rate is None else replace(self._absent, half_flops_per_s=rate))
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002
         """Raise a `ModelError` if the layers read tensor values."""
@@ -191,8 +190,8 @@ class GhostMeter:
 class RooflineClock:
     """Clock that estimates times: it adds up lower bounds of the times of operators, from a device's peak rates."""
 
-    def __init__(self, rates: Rates) -> None:
-        self._rates = rates
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
         self._total_us = 0.0
         self.flops = 0
         """Floating-point operations of the last measured function."""
@@ -212,9 +211,9 @@ class RooflineClock:
             self.flops += flops
             self.has_experts |= func._schema.name == _GROUPED_PRODUCT
             half = bool(results) and results[0].is_floating_point() and results[0].element_size() < 4
-            rate = self._rates.half_flops_per_s if half else self._rates.float32_flops_per_s
+            rate = self._accelerator.half_flops_per_s if half else self._accelerator.float32_flops_per_s
             moved = _moved_bytes(func, _read(func, args, received), results)
-            self._total_us += max(_LAUNCH_US, 1e6 * flops / rate, 1e6 * moved / self._rates.bytes_per_s)
+            self._total_us += max(_LAUNCH_US, 1e6 * flops / rate, 1e6 * moved / self._accelerator.bytes_per_s)
 
         with OperatorWatch(after=add):
             work()

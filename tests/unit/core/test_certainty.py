@@ -19,8 +19,8 @@ from planner.core.judge.certainty import (
     certainty_of,
     headroom_for,
 )
+from planner.core.values.devices import accelerator
 from planner.core.values.profile import Device, Model, WidthCosts
-from planner.core.values.rates import rates_of
 from planner.solve import Request, solve
 from tests.support.profiles import inputs_of, profile_of
 
@@ -90,7 +90,7 @@ SEEN = {
     "H100": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached() if cells[0] == "H100"],
     "few runs": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached()],
     "peak": lambda: [
-        rates_of(DEVICES[cells[0].partition(",")[0]]).half_flops_per_s / 1e12 / float(cells[3])
+        accelerator(DEVICES[cells[0].partition(",")[0]]).half_flops_per_s / 1e12 / float(cells[3])
         for cells in rates_reached()
     ],
 }

@@ -7,9 +7,9 @@ import pytest
 from planner import api
 from planner.core.cost.workload import training_run, workload_of
 from planner.core.errors import UsageError
+from planner.core.values.devices import ACCELERATORS, peak_flops_per_s
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Device, Model, Profile
-from planner.core.values.rates import RATES, peak_flops_per_s
 from tests.support.profiles import inputs_of, profile_of
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 1000}
@@ -152,8 +152,8 @@ def test_peak_rates_by_reported_name(name: str, dtype: str, peak: float) -> None
 
 
 def test_full_names_find_their_own_rate() -> None:
-    for rates in RATES.values():
-        assert peak_flops_per_s(rates.full_name, "bf16") == rates.half_flops_per_s
+    for known in ACCELERATORS:
+        assert peak_flops_per_s(known.full_name, "bf16") == known.half_flops_per_s
 
 
 def test_profile_without_flops_has_no_utilization() -> None:

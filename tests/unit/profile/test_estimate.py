@@ -19,10 +19,9 @@ from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.cost.stages import stage_table
 from planner.core.errors import ModelError, UsageError
-from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
+from planner.core.values.devices import ACCELERATORS, ASSUMED_RESERVE_BYTES, accelerator, accelerator_with_rates
 from planner.core.values.plan import ProfileReference
 from planner.core.values.profile import Profile
-from planner.core.values.rates import RATES, rates_of
 from planner.core.values.sustained import product_rate, sustained_rate
 from planner.files import read_profile
 from planner.model.ghosts import ghost_like
@@ -155,7 +154,7 @@ def test_ghost_meter_counts_allocated_and_released_bytes() -> None:
 def test_a_large_product_is_timed_by_its_operations() -> None:
     for dtype, rate in ((torch.float32, 67e12), (torch.bfloat16, 989.5e12)):
         a = ghost_like(torch.empty(8192, 8192, dtype=dtype, device="meta"), torch.device("cpu"))
-        clock = RooflineClock(RATES["h100"])
+        clock = RooflineClock(accelerator("h100"))
         taken_us = clock.time_us(lambda a=a: _discard(a @ a))
         assert clock.flops == 2 * 8192**3
         assert taken_us == pytest.approx(2 * 8192**3 / rate * 1e6)
@@ -164,7 +163,7 @@ def test_a_large_product_is_timed_by_its_operations() -> None:
 def test_a_sum_is_timed_by_its_bytes() -> None:
     """A view takes no time, and a tiny operation the time of a launch."""
     a = ghost_like(torch.empty(10**8, device="meta"), torch.device("cpu"))
-    clock = RooflineClock(RATES["a100-80gb"])
+    clock = RooflineClock(accelerator("a100-80gb"))
     assert clock.time_us(lambda: _discard(a + a)) == pytest.approx(3 * 4e8 / 2039e9 * 1e6)
     assert clock.time_us(lambda: _discard(a.view(10, -1).t())) == 0
     assert 0 < clock.time_us(lambda: _discard(a[:1] + 1)) < 10
@@ -226,7 +225,7 @@ def test_an_estimated_gpu_steps_all_parameters_at_once() -> None:
 
 def test_an_unknown_device_is_refused_with_similar_names() -> None:
     with pytest.raises(UsageError, match="`h1000`") as refused:
-        rates_of("h1000")
+        accelerator_with_rates("h1000")
     assert "h100" in refused.value.hint
 
 
@@ -246,9 +245,9 @@ def test_a_model_that_branches_on_values_cannot_be_estimated() -> None:
     assert "--device" in refused.value.hint
 
 
-@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("name", [known.name for known in ACCELERATORS if known.bytes_per_s])
 def test_rates_are_plausible_and_have_a_source(name: str) -> None:
-    rates = RATES[name]
+    rates = accelerator(name)
     assert rates.half_flops_per_s >= rates.float32_flops_per_s > 1e12
     assert 1e11 < rates.bytes_per_s < 1e13
     assert rates.source
@@ -265,7 +264,7 @@ def large_product_us(chip: str, dtype: torch.dtype) -> float:
     [
         ("h100", product_rate("h100")),  # measured
         ("a100-80gb", sustained_rate("a100-80gb").flops_per_s),  # of published runs
-        ("l40s", rates_of("l40s").half_flops_per_s),  # of the data sheet
+        ("l40s", accelerator("l40s").half_flops_per_s),  # of the data sheet
     ],
 )
 def test_products_in_half_precision_run_at_the_best_known_rate(chip: str, rate: float) -> None:
@@ -273,7 +272,7 @@ def test_products_in_half_precision_run_at_the_best_known_rate(chip: str, rate: 
 
 
 def test_products_in_float32_run_at_the_rate_of_the_data_sheet() -> None:
-    expected_us = 1e6 * 2 * 8192**3 / rates_of("h100").float32_flops_per_s
+    expected_us = 1e6 * 2 * 8192**3 / accelerator("h100").float32_flops_per_s
     assert large_product_us("h100", torch.float32) == pytest.approx(expected_us)
 
 
@@ -340,7 +339,7 @@ def _discard(_value: Any) -> None:
 def test_grouped_products_of_experts_count_each_token_once(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     """Twelve tokens on three experts cost the operations of one product with 12 rows."""
     offsets = torch.tensor([4, 8, 12], dtype=torch.int32)
-    clock = RooflineClock(rates_of("h100"))
+    clock = RooflineClock(accelerator("h100"))
     clock.time_us(lambda: nn.functional.grouped_mm(torch.ones(a), torch.ones(b), offs=offsets))
     assert clock.flops == 2 * 12 * 8 * 4
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from benchmarks.tpu_composition import RUNS, compare, compiled_bytes, predicted_bytes
 from planner import api
 from planner.core.errors import MeasurementError, ModelError, UsageError
+from planner.core.values.devices import accelerator
 from planner.core.values.profile import Profile
-from planner.core.values.rates import rates_of
 from planner.model import LoadedModel, in_precision, load_model, load_object
 from planner.model.optimizers import OPTIMIZERS, OptimizerBuilder
 from planner.profile import ProfilerOptions, profile_model
@@ -110,7 +110,7 @@ def test_compiled_layers_have_known_bytes_and_operations() -> None:
     profile = profile_model(perceptron(256), replace(V2, micro_batch_sizes=(256, 512)))
     assert (profile.device.kind, profile.device.how, profile.device.name) == ("tpu", "compiled", "TPU v2 core")
     assert profile.device.memory_bytes == 748 * 2**30 // 100
-    assert profile.device.executor.link.bytes_per_s == rates_of("tpu:v2").link.bytes_per_s
+    assert profile.device.executor.link.bytes_per_s == accelerator("tpu:v2").link.bytes_per_s
     parameters = 4 * (2 * 256 * 1024 + 1024 + 256)
     for layer in profile.layers:
         assert (layer.parameter_bytes, layer.gradient_bytes) == (parameters, parameters)
@@ -125,14 +125,14 @@ def test_compiled_layers_have_known_bytes_and_operations() -> None:
         assert 0 <= saved - 4 * size * (1024 + 256) <= 1024
     assert first.output_bytes == (4 * 256 * 256, 4 * 512 * 256)
     # AdamW reads parameter, gradient and two states, and writes all but the gradient.
-    assert first.optimizer_us == pytest.approx(1e6 * 7 * parameters / rates_of("tpu:v2").bytes_per_s, rel=0.2)
+    assert first.optimizer_us == pytest.approx(1e6 * 7 * parameters / accelerator("tpu:v2").bytes_per_s, rel=0.2)
     # With a step of the optimizer that takes four times as long it would not pay to take turns.
     assert api.solve(profile, devices=3, mem="tpu:v2", batch=512).micro_batches == 2
 
 
 def test_optimizer_steps_are_compiled_once_and_cached(tmp_path: Path, compiled: list[Any]) -> None:
     """A norm's step costs next to nothing."""
-    compiler = Compiler("v2", rates_of("tpu:v2"), tmp_path)
+    compiler = Compiler("v2", accelerator("tpu:v2"), tmp_path)
     norm = [torch.empty(192), torch.empty(192)]
     block = [*norm, *norm, *(torch.empty(n * 192, 192) for n in (1, 3, 4)), torch.empty(192, 4 * 192), torch.empty(768)]
     jobs = [norm, block, list(norm)]
@@ -213,7 +213,7 @@ def test_bf16_halves_parameters_and_saved_bytes() -> None:
 def test_compiled_layers_are_cached(tmp_path: Path, compiled: list[Any]) -> None:
     """An interrupted profile does not compile again what it has compiled."""
     jobs = jobs_of(perceptron())[::2]
-    remembering = Compiler("v2", rates_of("tpu:v2"), tmp_path)
+    remembering = Compiler("v2", accelerator("tpu:v2"), tmp_path)
     interrupted = remembering.compile_layers(jobs)
     begun = dict([next(interrupted)])
     interrupted.close()
@@ -224,7 +224,7 @@ def test_compiled_layers_are_cached(tmp_path: Path, compiled: list[Any]) -> None
     assert len(compiled) == 8
     assert finished[0] == begun[0]
     # Another chip is another matter.
-    dict(Compiler("v3", rates_of("tpu:v3"), tmp_path).compile_layers(jobs[:1]))
+    dict(Compiler("v3", accelerator("tpu:v3"), tmp_path).compile_layers(jobs[:1]))
     assert len(compiled) == 12
 
 
@@ -249,7 +249,7 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
 
     monkeypatch.setattr(tpu, "unit_function", fails_here)
     monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
-    compiler = Compiler("v2", rates_of("tpu:v2"), tmp_path)
+    compiler = Compiler("v2", accelerator("tpu:v2"), tmp_path)
     work = partial(compiler._compiled_unit, *job)
     ((_, problem),) = tpu._run_in_processes([work], num_workers=1)
     assert pickle.loads(pickle.dumps(problem)).args == problem.args
@@ -261,7 +261,7 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
 @pytest.mark.slow
 def test_an_attached_device_is_timed(tmp_path: Path) -> None:
     """Here it is JAX's CPU."""
-    compiler = Compiler("", rates_of("tpu:v2"), tmp_path, repeats=3)
+    compiler = Compiler("", accelerator("tpu:v2"), tmp_path, repeats=3)
     found = dict(compiler.compile_layers(jobs_of(perceptron())))
     assert all(layer.forward_us > 0 and layer.backward_us > 0 for layer in found.values())
     assert [array.bytes for array in found[0].made_kinds] == [4 * 8 * 512]
