@@ -4,8 +4,8 @@ Later code may read these values. For example, the model sums the losses of its 
 another layer stored. So the values are recorded like the result of a call. A stage that skips the call sets the same
 attributes.
 
-The search covers attributes of modules, and the lists, dicts and user-defined objects in them. It records tensors,
-plain values, and nested values of these. It ignores other values.
+Attributes are compared before and after a call, including the lists, dicts and user-defined objects in attributes. A
+change is recorded if the new value is a tensor, a plain value such as a number, or a nest of these.
 """
 
 from collections import OrderedDict, defaultdict
@@ -26,7 +26,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 
 
 _DEEPEST = 3
-"""Depth to which objects within objects are followed."""
+"""Number of levels of objects, within an attribute, that are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,14 @@ class AttributeChange:
     path: str
     """Path of the module."""
     keys: tuple[Any, ...]
-    """Keys from the module's attributes to the changed value, or to the changed list."""
+    """Name of the attribute, then keys in nested containers: up to the value that was set, or to the changed list."""
     kind: Literal["set", "extended", "replaced"]
     """`set`: an attribute or an entry of a dict was set. `extended`, `replaced`: a list got more or other items."""
     nest: Nest
     leaves: tuple[Any, ...]
-    """Leaves of the value that was set, or of the tuple of (new) list items; `leaves.Leaf` objects in a recording."""
+    """Leaves of the value that was set, of the appended items, or of all items of a replaced list.
+
+    Each is a `leaves.Leaf` in a `Recording`; otherwise, the tensor or plain value itself."""
 
     @property
     def contains_tensor(self) -> bool:
@@ -62,7 +64,8 @@ class AttributeSnapshot:
 
     Args:
         modules: Pairs of a module's path and the module.
-        of_model: Snapshot of the whole model, or None. Objects that it contains keep their paths in it.
+        of_model: Snapshot of the whole model, or None. If it contains a changed object, the change is reported with
+            the object's path in `of_model`.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "AttributeSnapshot | None" = None) -> None:
@@ -72,11 +75,11 @@ class AttributeSnapshot:
             self._add_container(path, (), vars(module))
 
     def changes(self) -> list[AttributeChange]:
-        """Return the attributes that changed since the snapshot. Deeply nested objects are not searched."""
+        """Return the attributes that changed since the snapshot, up to three levels of nested objects."""
         return [change for container in self._containers.values() for change in _changes(container)]
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that are now in the attributes. Deeply nested objects are not searched."""
+        """Return the tensors that are now in the attributes, up to three levels of nested objects."""
         leaves: list[Any] = []
         for container in self._containers.values():
             live = dict(enumerate(container.live)) if isinstance(container.live, list) else container.live
@@ -84,7 +87,7 @@ class AttributeSnapshot:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def restore(self) -> None:
-        """Undo attribute changes that involve tensors, and restore plain values such as counters and flags."""
+        """Restore tensors, and plain values such as counters and flags. Other attribute changes may remain."""
         for container in self._containers.values():
             live, before = container.live, container.before
             if isinstance(live, dict):

@@ -5,10 +5,10 @@ outermost autocast context ends. So one context (`weight_cast_cache`) is open ar
 each copy is made once. Layers and loss run with autocast enabled inside this context (`forward_context`). Backward runs
 without autocast, because its operators use the dtypes that forward chose.
 
-Before 2.11, torch cached a copy that was made under `no_grad` without an autograd graph. A later use of that copy
-passed the weight no gradient (pytorch/pytorch#165068). The first forward of recomputed layers runs under `no_grad`.
-With these torch releases, it neither reads nor fills the cache (`caching_only_with_graph`): each micro-batch makes its
-own copies and drops them at once. The same holds for the forward of a model's own autograd functions.
+Releases of torch before 2.11 also cache copies that are made under `no_grad` and have no autograd graph. If such a copy
+is used later, the weight gets no gradient (pytorch/pytorch#165068). With these releases, code under `no_grad` does not
+use the cache (`caching_only_with_graph`): each micro-batch makes its own copies. This concerns the first forward of
+recomputed layers, and the forward of a model's own autograd functions.
 """
 
 from collections.abc import Iterator
@@ -60,8 +60,9 @@ def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractCon
 def keep_weight_casts() -> Iterator[None]:
     """Keep autocast's cached weight copies when autocast contexts end within the block.
 
-    Autocast clears its cache, which all threads share, when the outermost context of a thread ends. Backwards of a GPU
-    run on a thread of their own, outside `weight_cast_cache`.
+    A backward on a GPU needs this block if it recomputes layers. It runs in another thread, outside
+    `weight_cast_cache`. Autocast would clear the cache, which all threads share, when the first context in that thread
+    ends.
     """
     torch.autocast_increment_nesting()
     try:
@@ -77,7 +78,7 @@ def caching_only_with_graph() -> AbstractContextManager[None]:
 
 @cache
 def _copies_have_graphs() -> bool:
-    """Return True if a weight copy that autocast caches under `no_grad` has a graph, as from torch 2.11 on."""
+    """Return True if every cached weight copy has an autograd graph (torch 2.11 and later)."""
     weight = torch.ones(1, 1, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():
@@ -93,9 +94,9 @@ def _with_care(autocast: torch.autocast) -> Iterator[None]:
 
 
 class _CacheGuard(TorchFunctionMode):
-    """Function mode that disables autocast's weight cache while gradients are disabled.
+    """Torch function mode that disables autocast's weight cache while gradients are disabled.
 
-    This is the case, for example, in the forward of an autograd function.
+    For example, the forward of an autograd function runs with gradients disabled.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,7 +3,7 @@
 In training every micro-batch is normalized by its own statistics. A plain `BatchNorm` would also update its running
 statistics with every micro-batch, and once more when a micro-batch is recomputed. This module collects sums over all
 micro-batches, and updates the running statistics once per step with the mean and the unbiased variance of the whole
-mini-batch. The unpartitioned model would do the same with the same inputs of the layer. (The idea comes from
+mini-batch. If the layer's inputs are equal, the statistics equal those of the unpartitioned model. (The idea comes from
 torchgpipe, which uses the biased variance.)
 
 While a layer runs, a pair of scratch tensors (mean, variance) replaces its running statistics, with a momentum of one.
@@ -59,9 +59,15 @@ class BatchStatistics:
         self.watch(modules)
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Also collect statistics of the batch normalizations among `modules`, which may run in other stages.
+        """Add the batch normalizations among `modules` to those whose statistics are collected.
 
-        Raise a `ModelError` if one of them is a `SyncBatchNorm` in training mode.
+        They may belong to another stage, because all stages of a process share one collector.
+
+        Args:
+            modules: Pairs of a module's path and the module.
+
+        Raises:
+            ModelError: One of `modules` is a `SyncBatchNorm` in training mode.
         """
         for name, module in modules:
             if isinstance(module, nn.SyncBatchNorm) and module.training:
@@ -130,12 +136,16 @@ class BatchStatistics:
 
 @dataclass
 class _NormCall:
+    """Statistics of one call of a batch normalization in the forward, over the micro-batches of a step."""
+
     module: _BatchNorm
     mean: Tensor
     variance: Tensor
     """Unbiased variance. Each micro-batch overwrites `variance` and `mean`."""
     sum: Tensor
-    """Sum of the input's values per channel, over the micro-batches so far; float64, to subtract large sums exactly."""
+    """Sum of the input's values per channel, over the micro-batches so far.
+
+    It has dtype float64, because the variance is a small difference of large sums."""
     squares: Tensor
     """Sum of the squares of the same values, in float64."""
     new: int = 0

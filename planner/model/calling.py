@@ -34,7 +34,12 @@ def _wrapper(module: nn.Module, forward: Callable[..., Any], run: Callable[..., 
 
 
 def restore_forward(module: nn.Module, forward: Any) -> None:
-    """Restore a replaced `forward`: an attribute of the object, or None if it is only a method of the class."""
+    """Restore the `forward` of `module` after a replacement.
+
+    Args:
+        module: The module.
+        forward: The former `forward` in the module's own attributes; None if only the module's class defined one.
+    """
     if forward is None:
         module.__dict__.pop("forward", None)
     else:

@@ -32,8 +32,9 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
     Args:
         recording: One forward.
-        names: Name of each tensor that exists before and after the forward, by the number of its storage.
-        assigned: Path of the module of each buffer that the forward replaced, by the number of its former storage.
+        names: Names of the tensors that exist before and after the forward; keys are numbers of storages.
+        assigned: Buffers that the forward replaced. Keys are numbers of the former storages, and values are the paths
+            of the modules that own the buffers.
     """
     flow = recording.flow.nodes
     times: dict[int, list[int]] = {}
@@ -61,7 +62,7 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
 @dataclass(frozen=True, kw_only=True)
 class SecondForward:
-    """Recording of a model's second forward. It shows which attributes that the first forward set are read again."""
+    """Recording of a model's second forward, to find attributes that the first forward sets and the second reads."""
 
     recording: Recording
     storages: Mapping[AttributeKey, frozenset[int]]
@@ -97,9 +98,10 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
 
 
 def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey, int]:
-    """Return attributes with tables that the first forward caches and the second reuses, and numbers that control this.
+    """Return the attributes of modules that cache a table in the first forward and reuse it in the second.
 
-    Each attribute is mapped to the time, in the first forward, at which the call that sets it ends.
+    The attributes have the table, or a number that is cached with it, such as its length. A table without such a number
+    is left out. Each attribute is mapped to the end of the call, in the first forward, that sets it.
     """
     set_again = set(map(attribute_key, second.recording.calls[0].changes))
     once = {attribute_key(change): change for change in first.calls[0].changes}

@@ -171,9 +171,9 @@ def chain_from_outline(outline: ModelOutline, model: nn.Module) -> Chain:
 
 
 def register_at_path(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register `module` below `root` under its dotted path.
+    """Register `module` in `root`, under the dotted path that `module` has in a model.
 
-    Parameters of `module` then have the same names in `root` as in the model.
+    Its parameters then have the same names in `root` as in the model.
 
     Args:
         root: Module that becomes an ancestor of `module`.
@@ -204,9 +204,9 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Return, for each tied parameter, its names in other layers.
+    """Return, for each name of a tied parameter, its names in the other layers that have it.
 
-    If a name does not begin with the name of its layer, the layer's name is returned instead.
+    If the name in another layer does not begin with that layer's name, the layer's name is returned instead.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

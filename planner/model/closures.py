@@ -21,7 +21,7 @@ from planner.model.python_state import closure_variables
 def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors, except parameters and buffers, that code of `modules` and hooks on `hooked` tensors can read.
 
-    Submodules and hooks of the found tensors are also searched.
+    The search includes the submodules of `modules`, and the hooks on tensors that it finds.
     """
     own = {id(part): part for module in modules for part in module.modules()}
     held = {id(t) for part in own.values() for t in (*part._parameters.values(), *part._buffers.values())}

@@ -2,8 +2,8 @@
 
 Names and shapes of layers do not show this code. The two digests, of the loss and of the layers, show whether a resumed
 run still trains the same model. They are computed from the parsed code, so comments, docstrings and formatting do not
-count. They may differ between Python versions. For installed code (torch, transformers) only names count, so that
-another release is not another model.
+count. They may differ between Python versions. Of installed packages (torch, transformers), only the names of the
+functions and classes count. So a new release does not change the digests.
 """
 
 import ast

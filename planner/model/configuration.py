@@ -17,9 +17,11 @@ from planner.core.extras import check_for_configurations
 
 
 class _Task(NamedTuple):
+    """Task for which a Hugging Face model is trained."""
+
     auto_class: str
     endings: tuple[str, ...]
-    """Suffixes of the names of classes with this head, as in `architectures`."""
+    """Suffixes by which the class names in `architectures` show the task."""
     labels_per_sample: bool = False
     """True if there is one label per sample; otherwise there is one per token."""
 

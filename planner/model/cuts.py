@@ -92,8 +92,8 @@ class PossibleCuts:
             with_unread: True if outputs that the loss does not read count as used.
 
         Returns:
-            The tensors, and the names of parameters and buffers whose readers run both before and after the
-            cut.
+            The tensors, and the names of the parameters and buffers that later stages read when they repeat code from
+            before the cut.
         """
         # Uses are in order, so the first one after the cut decides whether the version is used before `used_before`.
         live = [
@@ -116,7 +116,7 @@ class PossibleCuts:
         return CutCrossing(tuple(sorted(needs.values)), frozenset(needs.model_tensors), problem)
 
     def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
-        """Return the bytes of the tensors that cross a cut."""
+        """Return the bytes of the tensors that cross a cut, for the recorded batch."""
         key = cut, with_unread and bool(self.recording.unread)
         if key not in self._num_bytes:
             crossing = self.crossing(cut, with_unread=with_unread)
@@ -194,8 +194,9 @@ class PossibleCuts:
         """Return the useful cuts in order, and reasons why the model is not cut after other calls.
 
         If possible, the model is cut after each block (a member of a ModuleList, ModuleDict or Sequential) and after
-        other modules that contain modules with parameters. After smaller modules outside of blocks, it is cut only
-        where few bytes cross. Within blocks, it is cut only if `granularity` is `fine`.
+        other modules that contain modules with parameters. Between these cuts, it is also cut after smaller modules
+        outside of blocks, but only where about the fewest bytes cross. Within blocks, it is cut only if `granularity`
+        is `fine`.
         """
         calls = self.recording.calls
         # Boundaries between blocks are natural cuts. Any other cut is useful only if few bytes cross it.
@@ -271,10 +272,10 @@ class PossibleCuts:
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[ModuleCall]) -> list[int]:
-        """Remove each cut inside a call if many more bytes cross it than the start and end of the call.
+        """Return the cuts, except those inside one of `calls` at which the bytes exceed a limit.
 
-        Outputs that the loss does not read also count at the start and end, so that the choice does not depend on the
-        loss.
+        The limit is `_NEAR` times the bytes that cross the start or the end of the call, whichever are more. They
+        include outputs that the loss does not read, so that the limit is the same for every loss.
         """
         narrow = []
         for cut in cuts:

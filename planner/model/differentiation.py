@@ -42,7 +42,7 @@ def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 @contextmanager
 def without_shape_log() -> Iterator[None]:
-    """Suppress torch's log messages about result shapes that depend on values. The caller handles the errors."""
+    """Suppress torch's log messages about result shapes that depend on values. Torch still raises its errors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -33,7 +33,11 @@ class FunctionWatch(TorchFunctionMode):
         self._is_running = False
 
     def start_intercepting(self, run: Interceptor) -> None:
-        """Replace each following call of a torch function by `run(called, make_call)`."""
+        """Replace each following call of a torch function by a call of `run`.
+
+        Args:
+            run: Function that gets the identification of the call and a function that makes it, and returns the result.
+        """
         if self._run is not None:
             return  # A function that calls modules is running. Torch removed the mode and restores it after the call.
         self._run = run

@@ -123,7 +123,12 @@ class AbsentGhost(Ghost):
 
 
 def check_present(tensors: Iterable[Any], where: str) -> None:
-    """Raise a `ModelError` if one of `tensors` (called `where` in it) was computed from another stage's tensor."""
+    """Raise a `ModelError` if one of `tensors` was computed from another stage's tensor.
+
+    Args:
+        tensors: Tensors to check; other values are ignored.
+        where: Name of the tensors in the message.
+    """
     for tensor in tensors:
         if isinstance(tensor, AbsentGhost):
             raise control_flow_error(f'{where} depends on "{tensor.origin}", which another stage has')

@@ -22,8 +22,8 @@ def keep_gradients_in_files(parameters: Iterable[nn.Parameter], folder: Path) ->
     """Move each large gradient to a file after every backward that adds to it.
 
     If the parameter's memory is mapped to a file, its pages are released too, because backward no longer needs them.
-    All other hooks on the parameters must be registered before this call. The files in `folder` are deleted at once,
-    and exist only while they are mapped.
+    All other hooks on the parameters must be registered before this call. No file stays in `folder`: each is removed as
+    soon as it is mapped, and its space is freed with the gradient.
     """
     for parameter in parameters:
         if parameter.requires_grad and parameter.nbytes >= _LEAST_BYTES:

@@ -39,7 +39,14 @@ def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
 
 
 def candidates_in_both_recordings(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
-    """Return candidates for sent results that occur in the recordings of both batch sizes, each with both shapes."""
+    """Return the `Recording.candidates` that occur in both recordings, each with its shapes in both batches.
+
+    Candidates whose shape depends on the data are left out.
+
+    Args:
+        recording: Forward of a batch of `SIZES[0]` samples.
+        other: Forward of a batch of `SIZES[1]` samples.
+    """
     other_shapes = {place: other.values[candidate.value][1].shape for place, candidate in _candidates_by_place(other)}
     pairs = {}
     for place, candidate in _candidates_by_place(recording):

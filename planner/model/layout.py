@@ -25,7 +25,8 @@ def meta_tensor_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tens
 def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
     """Return `tensor` in the memory layout of `like`, copied only if the layouts differ.
 
-    The memory of the result has its values, also if torch has conjugated or negated `tensor` only lazily.
+    If torch has only marked `tensor` as conjugated or negated, the result has the conjugated or negated values in
+    memory.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() and like.is_contiguous():  # this shortcut serves nearly all calls; permuting takes longer

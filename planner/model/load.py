@@ -67,7 +67,7 @@ class LoadedModel:
     loss_count: Callable[[Any], Any] | None = None
     """Function from targets to the number of items over which `loss_fn` averages; None if these are the samples."""
     counted_labels: CountedLabels = ""
-    """Labels among the inputs over which the model averages its own loss (`Model.counted_labels`)."""
+    """Labels over which the model averages its own loss; see `planner.core.values.profile.Model.counted_labels`."""
     granularity: Granularity = "coarse"
     uncut: tuple[str, ...] = ()
     """Names of layers that no stage may end with; see `planner.core.values.profile.Model.uncut`."""
@@ -88,7 +88,8 @@ class LoadedModel:
         """Return the chain of layers of `model`, which `build` returned.
 
         Raises:
-            ModelError: The model fails on its example batch, cannot be cut, or has layers that share trained memory.
+            ModelError: The model fails on its example batch or cannot be cut. Or a trained parameter shares memory with
+                a different tensor of another layer.
         """
         # Autocast's cache is off: a cached copy of a weight that two modules share would cross the cuts between them.
         with forward_context(self.precision, torch.device("cpu"), keep=False):
@@ -248,7 +249,7 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
 
 
 class _FromSource(SourceFileLoader):
-    """Loader that ignores the bytecode cache, which misses an edit within the same second."""
+    """Loader that ignores the bytecode cache, because the cache can miss an edit less than a second after another."""
 
     def path_stats(self, path: str) -> NoReturn:
         raise OSError(f"{path} is not cached")

@@ -210,7 +210,7 @@ class _ForwardRecorder:
         self._watch.stop_intercepting()  # of the calling code; another gap begins when the call returns
         call = self._begun(module)
         around = self._finder.regions_around(sys._getframe(1), call.enter)
-        call.function = next((number for number in around if self.recording.regions[number].function), -1)
+        call.function_region = next((number for number in around if self.recording.regions[number].function), -1)
         for number in around:
             self.recording.regions[number].calls_modules = True
         arguments = flatten((args, kwargs))[0]
@@ -307,7 +307,7 @@ class _ForwardRecorder:
         # Before the first submodule, only results of random functions are candidates: repeated code would draw others.
         is_random = any(operator.random for operator in recording.operators[first:])
         is_useful = is_random or (gap > 0 and result.is_floating_point())
-        if is_new and is_useful and version in self._tainted and call.function < 0:
+        if is_new and is_useful and version in self._tainted and call.function_region < 0:
             value = self._value(result, call.number, exposed=False).number
             recording.candidates.append(
                 FunctionResult(
@@ -336,7 +336,7 @@ class _ForwardRecorder:
                 return ArgumentLeaf(argument)
             if isinstance(leaf, nn.Parameter) and storage in self._held:
                 return NamedLeaf(self._name_in(self._held[storage], call.number))
-            return self._value(leaf, call.number, exposed=call.function < 0)
+            return self._value(leaf, call.number, exposed=call.function_region < 0)
         if argument >= 0 and not is_plain(leaf):
             return ArgumentLeaf(argument)
         if isinstance(leaf, nn.Module) and self._paths.get(leaf):  # a stage has its own instance of the module

@@ -1,9 +1,9 @@
 """Recording of one forward of a model: calls of modules, operators, and the dependencies between tensors.
 
-Time is a counter: every operator, and every begin and end of a module's forward, increases it by one. Tensors are
-tracked by storage, because a write through one view changes all views of the same storage. Every write makes a new
-version of the storage. The versions form a directed acyclic graph, with edges from the versions that an operator read
-to those that it created.
+Time is a counter. It increases by one at every operator, at every begin and end of a module's forward, and at every
+begin and end of a torch function that the code of a module with submodules calls. Tensors are tracked by storage,
+because a write through one view changes all views of the same storage. Every write makes a new version of the storage.
+The versions form a directed acyclic graph, with edges from the versions that an operator read to those that it created.
 
     def forward(self, x):              time       event
                                        1          call 0 begins: the model's own
@@ -51,8 +51,10 @@ class ModuleCall:
     """Leaves of the result, whose structure is `nest`."""
     changes: tuple[AttributeChange, ...] = ()
     """Attribute changes that the call made."""
-    function: int = -1
-    """Number of the outermost autograd function region around the call, in which results have no graph; or -1."""
+    function_region: int = -1
+    """Index in `Recording.regions` of the outermost autograd function whose forward made the call; -1 if there is none.
+
+    Results of such a call have no graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +134,13 @@ class Recording:
     inputs: tuple[Leaf, ...] = ()
     input_nest: Nest = field(default_factory=Nest)
     decisions: list[int] = field(default_factory=list)
-    """Numbers of the operators whose values decide on control flow or on a shape (`Operator.decides`)."""
+    """Numbers of the operators with `RecordedOperator.decides`."""
     reads: list[tuple[int, ...]] = field(default_factory=list)
     """For each operator, the versions that it reads."""
     regions: list[Region] = field(default_factory=list)
     """Regions that no cut may go through."""
     candidates: list[FunctionResult] = field(default_factory=list)
-    """Candidates for sent results: floating-point tensors and random numbers that no call returns, in order."""
+    """Function results that may be sent across cuts: floating-point tensors and random numbers, in order."""
     outputs: tuple[int, ...] = ()
     """Version of each leaf of the model's output; -1 for a leaf that is not a tensor."""
     returned_model_tensors: frozenset[str] = frozenset()
@@ -147,8 +149,8 @@ class Recording:
     states: tuple[CarriedState, ...] = ()
     """State that the model keeps from one forward to the next."""
     reused_tables: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict)
-    """Attributes with tables that only the first forward computes, and numbers that the same module sets then, as in
-    `if length > self.cached_length`; with the time at which the call that sets them ends."""
+    """Attributes with tables that only the first forward computes, and with numbers that are cached with a table, as in
+    `if length > self.cached_length`. Each is mapped to the time at which the call that sets it ends."""
     draws_on_host: bool = False
     """True if the forward draws from Python's or NumPy's generator."""
     unread: frozenset[int] = frozenset()
