@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
-from planner.core.errors import FileError
+from planner.core.errors import FileError, UsageError
+from planner.core.values.units import pluralize
 from planner.executor.keep.index import CheckpointIndex, check_rank_files, check_same_computation
 from planner.executor.keep.optimizer_state import OptimizerState, ParameterGroups
 from planner.executor.keep.stored import StoredCheckpoint
@@ -60,6 +64,16 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
         stored.file(place.rank_of(place.stages[0], replica=0))  # has all tensors of this rank, including tied ones
     load_weights(stored, pipeline.named_tensors(), pipeline.first_names)
     optimizer_state = optimizer.read_from(stored)
+    saved, present = len(own.state_part("groups")), len(optimizer.parameter_groups())
+    if saved != present:
+        raise UsageError(
+            f"{source}: has the state of an optimizer with {pluralize(saved, 'parameter group')}, but the script's has "
+            f"{present}",
+            hint="make the same groups before `checkpoints`, also those that the script adds in a later step; or start "
+            "a new run from the weights (`--weights`)",
+        )
+    if not is_same_plan:
+        _check_equal_on_all_ranks(stored)
     state = {part: own.state_part(part) for part in ("random", "device_random", "pipeline", "others")}
     if state["pipeline"].get("step_index") != index.step:
         raise FileError("has the state of another step than its index", path=str(source))
@@ -70,3 +84,35 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
         state=state,
         is_same_plan=is_same_plan,
     )
+
+
+def _check_equal_on_all_ranks(stored: StoredCheckpoint) -> None:
+    """Check that the script's further objects had equal states on all ranks whose files are open.
+
+    All ranks together open every file.
+
+    Raises:
+        UsageError: The state of an object differs between two ranks, so a rank of another plan cannot restore it.
+    """
+    first: Mapping[str, Any] = stored.file(0).state_part("others")
+    for rank, file in stored.opened.items():
+        others = file.state_part("others")
+        name = next((name for name in first if not _is_equal(first[name], others.get(name))), None)
+        if name is not None:
+            raise UsageError(
+                f'{stored.folder}: the state of "{name}" differs between ranks 0 and {rank}, so it can be resumed only '
+                "under the plan that wrote it",
+                hint=f"resume under that plan; to change the plan, keep in {name} only what is equal on every rank, "
+                "and state of single parameters in the optimizer or in buffers of the model",
+            )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    (leaves, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
+    return spec == other_spec and all(map(_is_equal_leaf, leaves, others))
+
+
+def _is_equal_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and (one == other or one != one)  # noqa: PLR0124 - NaN is equal to NaN here

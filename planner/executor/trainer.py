@@ -1,7 +1,7 @@
 """Training steps and evaluations with the stages of one process."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.core.errors import ModelError
+from planner.core.errors import ModelError, UsageError
 from planner.executor.build.assembly import ProcessStages
 from planner.executor.job import RankJob
 from planner.executor.measure.step_record import OnStep, StepCallback, StepRecord, learning_rates
@@ -19,7 +19,12 @@ from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.agreement import Phase, PhaseAgreement
 from planner.executor.run.engine import Engine
 from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, MetricsCollector
-from planner.executor.run.gradients import check_gradients, check_gradients_have_values, check_losses
+from planner.executor.run.gradients import (
+    check_gradients,
+    check_gradients_have_values,
+    check_losses,
+    refuse_norm_of_own_gradients,
+)
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_losses, weigh_losses
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
@@ -41,6 +46,8 @@ class Trainer:
         self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.activity)
         self._relay = MetricsRelay(job.place, assembly.groups, job.device)
         self._parameters = dict(assembly.named_parameters())
+        self._frozen = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
+        """Parameters that were frozen in the plan and in the last forward."""
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
         self._loss_scale = LossScale(self._parameters.values(), job.device) if is_float16 else None
         self.step_index = 0
@@ -68,10 +75,11 @@ class Trainer:
         pieces = [list(self._mini_batches.parts(Batch(inputs, targets))) for inputs, targets in batches]
         for part in chain.from_iterable(pieces):
             self._make_engine(part)
+        self._check_frozen_parameters()
         self._job.activity.step = self.step_index
         with self._recorder.step():
             loss = self._compute(self._agree_on_phase("step", pieces))
-            with self._recorder.optimizer(stage=self._job.place.stages[0]):
+            with self._recorder.optimizer(stage=self._job.place.stages[0]), self._norms():
                 yield loss
         self.step_index += 1
         if self._hook is not None:
@@ -154,6 +162,25 @@ class Trainer:
                 self._mini_batches.check_same_on_all_ranks()
         return weigh_losses(parts, counts, total)
 
+    def _check_frozen_parameters(self) -> None:
+        """Raise an error if the script unfreezes a parameter for which the plan has no gradient."""
+        name = next((name for name in self._frozen if self._parameters[name].requires_grad), None)
+        if name is not None:
+            raise UsageError(
+                f'the script unfreezes "{name}", which `build_model` freezes: the plan has no memory for its gradient, '
+                "and stages do not send gradients that only frozen layers need",
+                hint="let `build_model` leave it trainable, plan again, and freeze it in train.py before the first "
+                "step: `for name, parameter in pipeline.named_parameters(): parameter.requires_grad_(…)`",
+            )
+
+    def _norms(self) -> AbstractContextManager[None]:
+        """Return a context manager for the script's part of a step, in which gradients of this rank are not all."""
+        if self._job.place.num_devices == 1:
+            return nullcontext()
+        stages = self._job.balance.stages
+        layers = [name for stage in self._job.place.stages for name in stages[stage].layers]
+        return refuse_norm_of_own_gradients(self._parameters, layers)
+
     def _make_engine(self, part: MiniBatchPart) -> None:
         """Make the engine for a part of the mini-batch, before this rank sends anything.
 
@@ -206,6 +233,8 @@ class Trainer:
                     self._mini_batches.input_tensors(part), self._mini_batches.targets(part, weights), weights
                 )
                 loss += engine.loss
+        # Models may freeze and unfreeze parameters in `forward`; the equivalence check has compared these.
+        self._frozen = [name for name in self._frozen if not self._parameters[name].requires_grad]
         return losses, loss
 
     def _prepared_engine(self, part: MiniBatchPart) -> Engine:

@@ -237,11 +237,14 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
         return path, configuration_module(path), entry if colon else None
     if file.suffix != ".py":
         raise FileError("is not a Python file (its name must end in .py)", path=path)
-    name = f"gpipe_plan_model_{file.stem}"
+    imported = sys.modules.get(file.stem)
+    # A script that has imported the file may set its variables: its code is run again in the same module.
+    is_same = imported is not None and str(getattr(imported, "__file__", "")) == str(file.resolve())
+    name = file.stem if is_same else f"gpipe_plan_model_{file.stem}"
     loader = _FromSource(name, str(file.resolve()))
     spec = importlib.util.spec_from_file_location(name, file.resolve(), loader=loader)
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+    module = imported if is_same and imported is not None else importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # pickling and dataclasses look up modules there
     with explain_user_errors(path, "importing it"):
         loader.exec_module(module)

@@ -1,14 +1,19 @@
-"""Check losses, outputs and gradients of a step, and release the memory of summed gradients."""
+"""Check losses, outputs and gradients of a step, and release the memory of summed gradients.
+
+Also refuse a norm over the gradients of one rank, by which a script would clip them.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planner.core.errors import ModelError, TrainingError
+from planner.core.errors import ModelError, TrainingError, UsageError
 from planner.executor.watch.activity import RankActivity
 from planner.model.ghosts import Ghost
 
@@ -87,3 +92,44 @@ def release_memory(summed: Tensor) -> None:
     thread would miss a release of the memory in that thread.
     """
     summed.set_()  # type: ignore[call-overload]
+
+
+@contextmanager
+def refuse_norm_of_own_gradients(parameters: Mapping[str, Tensor], layers: Sequence[str]) -> Iterator[None]:
+    """Refuse `torch.nn.utils.clip_grad_norm_` in the `with` block if its norm misses gradients of other ranks.
+
+    The norm of a single gradient, or of gradients within one of several layers, is the same as in a plain loop.
+
+    Args:
+        parameters: Parameters of this rank, by name.
+        layers: Names of this rank's layers.
+    """
+    whole_norm = torch.nn.utils.get_total_norm
+
+    def checked_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        names = {id(p.grad): name for name, p in parameters.items() if p.grad is not None}
+        clipped = [names[id(tensor)] for tensor in given if id(tensor) in names]
+        if len(clipped) > 1 and (len(clipped) == len(names) or len({_layer_of(name, layers) for name in clipped}) > 1):
+            raise UsageError(
+                f"`clip_grad_norm_` gets {len(clipped)} gradients of this rank, but other ranks have the gradients of "
+                "their stages: each rank would clip by another norm",
+                hint="clip with `pipeline.clip_gradients(max_norm)`, which uses the norm over all stages",
+            )
+        return whole_norm(given, *args, **kwargs)
+
+    # `clip_grad_norm_` finds the function of the norm in its module, also if the script has imported it earlier.
+    module = sys.modules[whole_norm.__module__]
+    names = [name for name, held in vars(module).items() if held is whole_norm]
+    for name in names:
+        setattr(module, name, checked_norm)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(module, name, whole_norm)
+
+
+def _layer_of(name: str, layers: Sequence[str]) -> str:
+    owners = [layer for layer in layers if f"{name}.".startswith(f"{layer}.")]
+    return max(owners, key=len, default=name)

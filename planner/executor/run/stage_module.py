@@ -16,13 +16,14 @@ that a layer writes are set to their previous values for a recomputation (`repla
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
+from planner.core.errors import UsageError
 from planner.core.values.plan import Recompute
 from planner.executor.run.losses import UNCOUNTED, zero_loss_of
 from planner.executor.run.random_state import StepSeeds
@@ -145,6 +146,14 @@ class StageModule(nn.Module):
         yield from super().named_buffers(prefix, *args, **kwargs)
         for name, buffer in (each for part in parts for each in part.replaced_buffers()):
             yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Raise an error that says how to average weights: a stage refers to the timers of its process."""
+        raise UsageError(
+            "a stage cannot be copied (for a moving average of its weights, say)",
+            hint="average `pipeline.named_parameters()`, for example with "
+            "`AveragedModel(torch.nn.ParameterList(p for _, p in pipeline.named_parameters()))`",
+        )
 
     def finished_modules(self) -> dict[str, nn.Module]:
         """Return the modules whose forward ends in this stage, by their paths in the whole model."""

@@ -1,0 +1,153 @@
+"""Tests of training loops that a user has edited: what trains as in a plain loop, and what is refused with a remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import end_ranks, run_ranks
+from tests.support.training import Case, write_balance
+
+MODEL = """
+import torch
+from torch import nn
+
+FACTOR = 1.0
+
+def build_model(frozen: int = 0):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    model[:frozen].requires_grad_(False)
+    return model
+
+def example_batch(n):
+    return torch.randn(n, 4), torch.randn(n, 4)
+
+def loss_fn(output, target):
+    return FACTOR * nn.functional.mse_loss(output, target)
+"""
+
+WORKER = """
+import os
+import torch
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel
+import model
+from gpipe_plan.executor import arguments, checkpoints, pipeline_script
+
+what, given = os.environ["WHAT"], arguments("", steps=2, seed=0)
+with pipeline_script(os.environ["BALANCE"], given) as pipeline:
+    optimizer = pipeline.optimizer(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
+    second = pipeline.optimizer(lambda ps: torch.optim.Adam(ps, lr=0.1))
+    saved = checkpoints(pipeline, given, optimizer, **({"second": second} if what == "second" else {}))
+    parameters = [parameter for _, parameter in pipeline.named_parameters()]
+    if what == "freeze":
+        [parameter.requires_grad_(pipeline.is_last) for parameter in parameters]
+    if what == "copy":
+        AveragedModel(pipeline.modules[0])
+    averaged = torch.nn.ParameterList(parameters)
+    average = AveragedModel(averaged)
+    for step, (inputs, targets) in enumerate(pipeline.batches(given.steps)):
+        if what == "group" and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.5})
+        if what in ("freeze", "unfreeze") and step == 1:
+            [parameter.requires_grad_(True) for parameter in parameters]
+        model.FACTOR = 2.0 if what == "factor" else 1.0
+        before = [parameter.detach().clone() for parameter in parameters]
+        with pipeline.step(inputs, targets) as loss:
+            if what == "clip":
+                clip_grad_norm_(parameters, 0.1)
+            if what == "clip each":
+                [clip_grad_norm_(parameter, 0.1) for parameter in parameters]
+                [clip_grad_norm_(layer.parameters(), 0.1) for layer in pipeline.modules[0].children()]
+            for each in (second, optimizer) if what == "second" else (optimizer,):
+                each.step()
+            optimizer.zero_grad()
+        average.update_parameters(averaged)
+        moved = sum(not torch.equal(old, new) for old, new in zip(before, parameters))
+        print(f"rank {pipeline.rank}, step {step}: loss {loss:.6f}, moved {moved}", flush=True)
+        saved.step_done()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a model, plans of two and four stages, and a script."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "worker.py").write_text(WORKER)
+    for name, balance in (("two", (2, 2)), ("four", (1, 1, 1, 1))):
+        write_balance(Case(model=tmp_path / "model.py", balance=balance), tmp_path / f"{name}.yaml")
+    return tmp_path
+
+
+def train(folder: Path, what: str, plan: str = "two", steps: int = 2, *options: str) -> str:
+    """Run the script; return its output."""
+    count = 4 if plan == "four" else 2
+    return run_ranks(count, ["worker.py", f"--steps={steps}", *options], folder, WHAT=what, BALANCE=f"{plan}.yaml")
+
+
+def refusal(folder: Path, what: str, plan: str = "two", steps: int = 2, *options: str) -> str:
+    """Run the script, which every rank must end with an error; return the output."""
+    count = 4 if plan == "four" else 2
+    ended = end_ranks(count, ["worker.py", f"--steps={steps}", *options], folder, WHAT=what, BALANCE=f"{plan}.yaml")
+    assert ended.codes == (2,) * count
+    return ended.output
+
+
+def test_unfreezing_a_planned_frozen_layer_is_refused(folder: Path) -> None:
+    """With recomputation, stages would not send the gradients, and the layer would silently not be trained."""
+    case = Case(model=folder / "model.py", balance=(2, 2), recompute="always", settings=(("frozen", 2),))
+    write_balance(case, folder / "frozen.yaml")
+    output = refusal(folder, "unfreeze", "frozen")
+    assert 'the script unfreezes "0.weight", which `build_model` freezes' in output
+    assert "step 0: loss" in output
+    assert "step 1: loss" not in output
+
+
+def test_scripts_may_freeze_and_unfreeze_layers_that_the_plan_trains(folder: Path) -> None:
+    lines = train(folder, "freeze").splitlines()
+    moved = {line.partition(":")[0]: line.rpartition(" ")[2] for line in lines if "moved" in line}
+    assert moved == {
+        "rank 0, step 0": "0",
+        "rank 1, step 0": "4",
+        "rank 0, step 1": "4",
+        "rank 1, step 1": "4",
+    }
+
+
+def test_clipping_by_the_norm_of_one_rank_is_refused(folder: Path) -> None:
+    output = refusal(folder, "clip")
+    assert "`clip_grad_norm_` gets 4 gradients of this rank" in output
+    assert "pipeline.clip_gradients(max_norm)" in output
+
+
+def test_single_gradients_and_single_layers_may_be_clipped(folder: Path) -> None:
+    train(folder, "clip each")
+
+
+def test_variables_of_the_imported_model_file_affect_training(folder: Path) -> None:
+    """`import model` in the script returns the module whose functions the pipeline calls."""
+    plain, doubled = (train(folder, what).partition("step 0: loss ")[2] for what in ("plain", "factor"))
+    assert float(doubled.partition(",")[0]) == pytest.approx(2 * float(plain.partition(",")[0]), rel=1e-4)
+
+
+def test_copying_a_stage_is_refused(folder: Path) -> None:
+    """The script averages weights in a `ParameterList`, as the hint says."""
+    output = refusal(folder, "copy")
+    assert "a stage cannot be copied" in output
+    assert "AveragedModel(torch.nn.ParameterList(" in output
+
+
+def test_objects_with_other_state_on_each_rank_resume_only_under_their_plan(folder: Path) -> None:
+    """Ranks of another plan would otherwise restore the state of the first rank."""
+    options = "--checkpoint=checkpoints", "--resume=auto"
+    train(folder, "second", "two", 2, *options)
+    assert 'the state of "second" differs between ranks 0 and 1' in refusal(folder, "second", "four", 3, *options)
+    assert "step 0: loss" in train(folder, "second", "two", 3, *options)
+
+
+def test_a_resumed_optimizer_must_have_as_many_groups(folder: Path) -> None:
+    """Without this, options and state of the group that a script adds in a later step would be lost."""
+    options = "--checkpoint=checkpoints", "--resume=auto"
+    train(folder, "group", "two", 2, *options)
+    output = refusal(folder, "group", "two", 3, *options)
+    assert "has the state of an optimizer with 2 parameter groups, but the script's has 1" in output
+    assert "make the same groups before `checkpoints`" in output
