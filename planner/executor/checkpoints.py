@@ -47,6 +47,7 @@ from planner.executor.keep.saved import (
     remove_old_checkpoints,
 )
 from planner.executor.keep.stored import name_in_rank_file
+from planner.executor.keep.unsaved import UnsavedState
 from planner.executor.keep.weights import load_weights
 from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFile
 from planner.executor.pipeline import Pipeline
@@ -55,6 +56,7 @@ from planner.executor.run.random_state import HostRandomStates
 from planner.executor.watch.activity import STORE
 from planner.executor.watch.failure import StoppedBySignal
 
+_MOST_NAMES = 4
 _NO_ROOM = "free space, then use `--resume auto`"
 
 
@@ -100,10 +102,11 @@ class Checkpoints:
         self._watch = pipeline.watch
         self._others = stateful
         self._saved_step = -1
-        self._is_checked = False
+        self._is_checked = self._is_warned = False
         self._failed: PlannerError | None = None
         self._is_end = False
         self._pending: CheckpointWriter | None = None
+        self._unsaved_state = UnsavedState(pipeline.modules, optimizer)
         pipeline.activity.begin("opening the checkpoints", waits_for=STORE)
         self._exchange = ValueExchange(pipeline.rank, dist.get_world_size())
         # On a GPU, a thread saves from a copy in host memory. On a CPU, the copy would take memory that the plan needs.
@@ -114,6 +117,7 @@ class Checkpoints:
         self._folder = self._place.path
         if self._folder is not None:
             self._own_state()  # raise an error now if some state cannot be saved; checked again after the first step
+            _ = pipeline.code_digests  # of variables as they are now, before the script changes some between steps
         pipeline.at_close.append(self._release)
         candidates = self._place.resumable_checkpoints(resume)
         pipeline.activity.begin("reading a checkpoint")
@@ -135,7 +139,7 @@ class Checkpoints:
             return
         if not self._is_checked:  # loaders and optimizers have no state before the first step
             self._own_state()
-            self._is_checked = True
+            self._unsaved_state.changed()
         step, signalled = self._pipeline.step_index, 0
         if self._watch is not None:
             # Replicas synchronize only at the end of a step, so a replica may begin the next step before another one.
@@ -144,9 +148,12 @@ class Checkpoints:
         if is_end or step % self._every == 0:
             self._pipeline.begin_checkpoint()
             self._is_end = is_end
+            if self._is_checked:
+                self._warn_of_unsaved_state()
             self.save()
         elif self._pending is not None and self._pending.is_done:
             self.wait_until_written()
+        self._is_checked = True
         if not is_end:
             return
         self._end_writes()
@@ -235,6 +242,22 @@ class Checkpoints:
             {"optimizer": optimizer, **{part: to_json(value, part, tensors) for part, value in parts.items()}}, tensors
         )
 
+    def _warn_of_unsaved_state(self) -> None:
+        """Warn once about Python numbers that change in training, which a resumed run would begin anew."""
+        if self._is_warned:
+            return
+        self._is_warned = True
+        self.wait_until_written()  # no other thread may exchange values now
+        changed = self._exchange.decide(self._unsaved_state.changed(), lambda names: sorted(set(chain(*names))))
+        if changed:
+            more = f" and {len(changed) - _MOST_NAMES} others" if len(changed) > _MOST_NAMES else ""
+            names = f"{', '.join(changed[:_MOST_NAMES])}{more}"
+            self._tell(
+                f"checkpoints do not contain numbers that change in training: {names}; a resumed run begins with their "
+                "first values (keep them in buffers, `register_buffer`)",
+                True,
+            )
+
     def _end_writes(self) -> None:
         self.wait_until_written()
         if self._pruning is not None:
@@ -254,6 +277,9 @@ class Checkpoints:
             for stored in written.names:
                 holders.setdefault(stored, rank)
         firsts, balance = self._pipeline.first_names, self._pipeline.balance
+        lost = next((first for first in firsts.values() if name_in_rank_file(first) not in holders), None)
+        if lost is not None:
+            raise NotWrittenError(f'the script has removed or renamed "{lost}", which `build_model` returns')
         index = CheckpointIndex(
             step=self._saved_step,
             seed=self._pipeline.seed,

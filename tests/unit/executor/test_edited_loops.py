@@ -13,8 +13,15 @@ from torch import nn
 
 FACTOR = 1.0
 
-def build_model(frozen: int = 0):
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+class Counts(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+def build_model(frozen: int = 0, counts: int = 0):
+    model = nn.Sequential(*[(Counts if counts else nn.Linear)(4, 4) for _ in range(4)])
     model[:frozen].requires_grad_(False)
     return model
 
@@ -50,7 +57,7 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.5})
         if what in ("freeze", "unfreeze") and step == 1:
             [parameter.requires_grad_(True) for parameter in parameters]
-        model.FACTOR = 2.0 if what == "factor" else 1.0
+        model.FACTOR = {"factor": 2.0, "ramp": 1.0 + pipeline.step_index}.get(what, 1.0)
         before = [parameter.detach().clone() for parameter in parameters]
         with pipeline.step(inputs, targets) as loss:
             if what == "clip":
@@ -62,6 +69,8 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
                 each.step()
             optimizer.zero_grad()
         average.update_parameters(averaged)
+        if what == "rename" and step == 0:
+            torch.nn.utils.parametrizations.weight_norm(next(pipeline.modules[0].children()))
         moved = sum(not torch.equal(old, new) for old, new in zip(before, parameters))
         print(f"rank {pipeline.rank}, step {step}: loss {loss:.6f}, moved {moved}", flush=True)
         saved.step_done()
@@ -151,3 +160,23 @@ def test_a_resumed_optimizer_must_have_as_many_groups(folder: Path) -> None:
     output = refusal(folder, "group", "two", 3, *options)
     assert "has the state of an optimizer with 2 parameter groups, but the script's has 1" in output
     assert "make the same groups before `checkpoints`" in output
+
+
+def test_a_run_resumes_whose_script_changes_variables_between_steps(folder: Path) -> None:
+    """The digest of the code contains variables that the loss reads, as they are before the first step."""
+    options = "--checkpoint=checkpoints", "--resume=auto"
+    train(folder, "ramp", "two", 2, *options)
+    train(folder, "ramp", "two", 3, *options)
+
+
+def test_a_warning_names_numbers_that_checkpoints_do_not_contain(folder: Path) -> None:
+    case = Case(model=folder / "model.py", balance=(2, 2), settings=(("counts", 1),))
+    write_balance(case, folder / "counts.yaml")
+    output = train(folder, "plain", "counts", 3, "--checkpoint=checkpoints")
+    assert "numbers that change in training: 0.calls, 1.calls, 2.calls, 3.calls; a resumed run begins" in output
+    assert "warning" not in train(folder, "plain", "two", 3, "--checkpoint=others")
+
+
+def test_checkpoints_name_a_tensor_that_the_script_has_renamed(folder: Path) -> None:
+    output = refusal(folder, "rename", "two", 2, "--checkpoint=checkpoints")
+    assert 'the script has removed or renamed "0.weight", which `build_model` returns' in output
