@@ -1,8 +1,7 @@
 """Count the floating-point operations of a layer's forward with fvcore, on its traced graph.
 
 fvcore counts a multiply-add as one operation; profiles count two, as data sheets do. fvcore counts 0 for fused
-attention, so this module adds a formula for it. Of the operators whose speed memory limits, fvcore counts only
-normalizations.
+attention, so this module adds a formula for it. Of the memory-bound operators, fvcore counts only normalizations.
 """
 
 import logging

@@ -22,7 +22,7 @@ _MOST_NUMBERS = 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCost:
-    """Memory and time per mini-batch that the optimizer needs for one layer."""
+    """Memory that the optimizer needs for one layer, and time of its step for this layer."""
 
     state_bytes: int = 0
     peak_bytes: int = 0

@@ -60,7 +60,7 @@ class WholeTimer:
             return self.clock.time_us(run)
 
     def backward_us(self, unit: LayerToMeasure, end: Tensor) -> tuple[float, float]:
-        """Run the backward from `end`; return 0, because there is no pass I, and its time in microseconds."""
+        """Run the backward from `end`, and return (0, its time in microseconds): a whole backward has no pass I."""
         backward_us = self.clock.time_us(end.backward)
         if is_large(unit):
             gradients = [p.grad for p in unit.module.parameters() if p.grad is not None]
@@ -107,6 +107,8 @@ def _empty_layer(unit: LayerToMeasure) -> tuple[LayerToMeasure, MeasurementInput
 
 
 class _TurnTimes(NamedTuple):
+    """Times of one run of a layer. Layers are timed in turns."""
+
     forward_us: float
     input_us: float
     """Time of I if the backward is split (then `backward_us` is that of W), else 0."""

@@ -110,7 +110,7 @@ def profile_model(
 def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
     """Raise an error if a model's optimizer or gradient hooks cannot work on stages.
 
-    The optimizer runs on the CPU, because processes that use CUDA cannot be forked, as the equivalence check does.
+    The optimizer runs on the CPU: the equivalence check will fork this process, which must not use CUDA before.
 
     Raises:
         ModelError: The model cannot be built, or its optimizer or a hook is refused (`check_optimizer`, `check_hooks`).

@@ -91,7 +91,7 @@ def record_sizes(task: ProfilingTask, hooks: MeasurementHooks) -> LayerRecords:
 
     Raises:
         ModelError: A layer fails on the output of the previous layer.
-        MeasurementError: A requested micro-batch size, or every size, does not fit in memory.
+        MeasurementError: No micro-batch size fits in memory; or the user requested a size that does not fit.
     """
     units: tuple[LayerToMeasure, ...] = ()
     sizes: list[int] = []

@@ -16,7 +16,9 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
 def rewritten_bytes(unit: LayerToMeasure, received: MeasurementInput) -> int:
-    """Return the bytes of a layer's state that each of two forwards writes or replaces.
+    """Return the bytes of a layer's state that every forward writes or replaces.
+
+    Two forwards are run. State that only one of them writes does not count.
 
     State is buffers, frozen parameters and tensors in attributes, without running statistics of batch normalization
     (`planner.model.state`). The layer must have run before, so that values that are computed only once, such as tables,

@@ -27,7 +27,7 @@ class ModelChange:
 
 
 def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
-    """Return the chain of a model, and True if its parameters have no values yet. They then get random values.
+    """Return the chain of a model, and True if its parameters are on the meta device, without values.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.

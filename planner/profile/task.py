@@ -25,13 +25,14 @@ class ProfilerOptions:
     repeats: int = 10
     """Minimum number of timed repeats of every layer."""
     time_budget_s: float = 60.0
-    """Time in seconds after which no further repeats start; 0 for the minimum number of repeats, without a warning."""
+    """Time in seconds after which no further repeats start. With 0, the profiler times the minimum number of repeats
+    and does not warn that times are uncertain."""
     until_memory_ends: bool = False
     """True to leave out micro-batch sizes that exceed memory or are too small for a layer; False to raise an error."""
 
 
 class ProgressCounter:
-    """Progress of the measurements, counted in samples."""
+    """Progress of the measurements, counted in samples that went through layers."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -67,7 +68,7 @@ class Measurements:
     """Measurements so far, from which an interrupted run can continue."""
 
     header: PartialProfile
-    """Conditions under which the measurements are valid (model, device, versions): their file without measurements."""
+    """Header of their file: model, device and versions for which the measurements are valid."""
     memory: dict[LayerKey, MemoryDetail] = field(default_factory=dict)
     split_memory: dict[LayerKey, SplitMemory] = field(default_factory=dict)
     """Memory of layers with a split backward."""

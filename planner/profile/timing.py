@@ -182,7 +182,7 @@ def layers_exceeding_cache(units: Sequence[LayerToMeasure], digest: str) -> list
 
 
 def statistics_update_us(unit: LayerToMeasure, received: MeasurementInput, *, clock: Clock, repeats: int) -> float:
-    """Return the time of a step for updating running statistics of batch normalization in a layer, in microseconds.
+    """Return the time that one update of a layer's running statistics of batch normalization takes, in microseconds.
 
     Args:
         unit: The layer.

@@ -34,7 +34,7 @@ _TEXTS: Mapping[type, Callable[[Any, Style], str]] = {
 
 
 def result_html(value: Any) -> str:
-    """Return a result as HTML: a plan as a table, another result as its command's text."""
+    """Return a result as HTML: a plan as a table, any other result as the text that its command prints."""
     if isinstance(value, Plan):
         return plan_html(value)
     return f'<pre style="white-space:pre">{escape(_TEXTS[type(value)](value, _PLAIN))}</pre>'

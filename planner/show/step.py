@@ -158,9 +158,9 @@ def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Memory
 
 
 class _StageBytes(NamedTuple):
-    """Memory of a stage in bytes, with one column per component of the plan, or one column for the total.
+    """Memory of a stage in bytes, with one column per memory component that plans list, or one column for the total.
 
-    Each column is rounded on its own, like the plan's components.
+    Each column is rounded separately to whole bytes, as in plans.
     """
 
     always: FloatArray

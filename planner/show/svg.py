@@ -1,8 +1,8 @@
 """Timeline of one step as SVG, for a file or for the printed HTML report.
 
-Each device has a row, with its bubble at the end. Sends are thin lines at the row's edge towards the receiver. Boxes
-with the same style class are drawn as one path per row, and very thin neighboring boxes are merged. This limits the
-size of the file.
+Each device has a row, and its bubble in percent to the right. Sends are thin lines at the row's edge towards the
+receiver. To limit the size of the file, boxes with the same style class are drawn as one path per row, and very thin
+neighboring boxes are merged.
 """
 
 from collections import defaultdict

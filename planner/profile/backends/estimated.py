@@ -82,7 +82,11 @@ class EstimatedBackend:
         )
 
     def clock(self, *, experts: bool = False) -> "RooflineClock":
-        """Return a clock with the rates of the GPU. `experts` selects the sustained rate of models with experts."""
+        """Return a clock that computes times from the GPU's FLOP/s and bytes/s.
+
+        Args:
+            experts: True to use the FLOP/s that published runs of models with experts reached.
+        """
         sustained = sustained_rate(self._absent.name, experts=experts)
         rate = None if experts else product_rate(self._absent.name)
         if rate is None and sustained is not None:
@@ -233,7 +237,10 @@ class RooflineClock:
 
 
 def _peaks_add(task: ProfilingTask) -> bool:
-    """Return True if the optimizer updates all parameters at once. Torch's optimizers do so by default on a GPU."""
+    """Return True if transient memory of layers adds up, because the optimizer updates all parameters at once.
+
+    Torch's optimizers do so by default on a GPU.
+    """
     one = task.whole_optimizer().build_for(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
 

@@ -61,12 +61,14 @@ def shape_from_config(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Llama:
+    """Family of models with the structure of Llama, and the fields of config.json that its members read."""
+
     qkv_bias: Literal["attention_bias", "qkv_bias"] | bool = False
     """Key in config.json that is true if queries, keys and values have biases; or True or False for all models."""
     out_bias: bool = False
     """True if the key `attention_bias` also applies to the product after attention."""
     mlp_bias: bool = False
-    """True if the key `mlp_bias` counts: it is true if the feed-forward layer has biases."""
+    """True if the family reads the key `mlp_bias`, which says whether the feed-forward layer has biases."""
     normalized_keys: bool = False
     whole_key_norms: bool = False
     """True if queries and keys are normalized over all heads together, False if over each head."""

@@ -155,6 +155,6 @@ def key_value_heads(fields: ConfigReader, heads: int) -> int:
 
 
 def num_saved_tensors(activation: str) -> int:
-    """Return the number of tensors that an activation function saves, with its result."""
+    """Return the number of tensors that an activation function saves, including its result."""
     # `relu` saves only its result. Transformers computes `gelu_new` by eight operators, which save five tensors.
     return {"relu": 1, "gelu_new": 5}.get(activation, 2)

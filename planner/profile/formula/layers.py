@@ -222,15 +222,15 @@ class _Layers:
         return linear.copies * linear.inputs * outputs
 
     def _span(self, attention: Attention) -> int:
-        """Return the number of tokens that each token attends to.
+        """Return the number of tokens that each token attends to, including those that a causal mask hides.
 
-        As in the papers, tokens that a causal mask hides are counted. Only fused kernels skip tokens outside a window.
+        Only fused kernels skip tokens outside a window.
         """
         window = attention.window if self.execution.fused else 0
         return min(window or self.shape.sequence, self.shape.sequence)
 
     def _norm_bytes(self, block: Block, linears: list[MatrixProduct]) -> float:
-        """Return the bytes per channel that normalizations save for backward, without the block's input."""
+        """Return the bytes that normalizations save for backward, without the block's input, per token and channel."""
         router = isinstance(block.feed_forward, Experts) and block.feed_forward.wide_router and self.keeps_copies
         states = 1 if block.parallel else block.norms
         copies = block.norms * ((4 if self.keeps_copies else 0) + self.normalized)

@@ -188,7 +188,7 @@ class Block:
     norms: int = 2
     """Number of normalizations before products; 0 if attention and feed-forward layer read hidden states directly."""
     post_norms: int = 0
-    """Number of normalizations whose result is not multiplied by weights, but added or passed on."""
+    """Number of normalizations after attention or feed-forward layer. No product with weights reads their results."""
     parallel: bool = False
     """True if all normalizations read the block's input, because attention and feed-forward layer run in parallel."""
     makes_positions: bool = False
@@ -200,7 +200,10 @@ class Block:
 
     @property
     def num_inputs(self) -> int:
-        """Number of different inputs of attention and feed-forward layer; two without normalizations."""
+        """Number of different tensors that products in attention and feed-forward layer read as inputs.
+
+        With normalizations before the products, these are the results of the normalizations; otherwise two.
+        """
         return self.norms or 2
 
     @property
@@ -257,13 +260,13 @@ class Transformer:
     wide_norms: bool = False
     """True if a normalized input stays in float32, whatever the precision."""
     double_reads: bool = False
-    """True if RMS normalizations read states twice: in float32 for the variance, unconverted for the product."""
+    """True if RMS normalizations save states twice: in float32 for the variance, and in their dtype for the scaling."""
     weightless_norms: bool = False
     """True if normalizations are layer norms without weights, computed in float32."""
     dropout: bool = False
-    """True if training applies dropout after the embedding and each layer, which keeps masks for backward."""
+    """True if training applies dropout after embedding, attention and feed-forward layers, with masks for backward."""
     uncached_casts: bool = False
-    """True if autocast copies weights of blocks for each micro-batch, because it reads them transposed."""
+    """True if autocast copies weights of blocks for each micro-batch, because the model transposes them first."""
     tied: bool = False
     """True if the head and the embedding share their weights."""
     head_bias: bool = False

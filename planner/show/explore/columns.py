@@ -39,12 +39,12 @@ Components = Mapping[tuple[int, int], FloatArray]
 
 
 class _Block(NamedTuple):
-    """Rows of a table whose stages are computed at the same time."""
+    """Rows of a table whose values are computed in one call."""
 
     rows: IntArray
     """Indices of the rows in the table."""
     stages: StageTable
-    """Stages for all pairs of several first layers and several last layers, which include those of the rows."""
+    """Stages for all pairs of some first and some last layers. They include the rows' stages."""
     places: tuple[IntArray, IntArray]
     """Indices of each row's stage in `stages`: first layer, last layer."""
     received: FloatArray
@@ -162,8 +162,9 @@ def add_time_columns(
     Returns:
         Indices of columns by the name that the page uses. `durations` and `again` (recomputation) have two columns for
             each of `CHOICES` and each kind of action: for all micro-batches except the last, and for the last one.
-            `optimizer` is the optimizer step, `summed` the all-reduce over replicas. `hides` is how much longer the
-            next stage may take for both at no cost, without transfers (`optimizer_slack_us`).
+            `optimizer` is the optimizer step, `summed` the all-reduce over replicas. `hides` is how much longer these
+            two may take on the next stage without delaying the next step, if transfers take no time
+            (`optimizer_slack_us`).
     """
     sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
     durations, again = [], []

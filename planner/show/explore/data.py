@@ -56,14 +56,16 @@ class PageData:
     is_complete: bool
     """True if all action orders fit into the page."""
     widths: Mapping[int, int]
-    """Number of layers by which a cut can be moved from its initial position, by number of stages; at most L."""
+    """Number of layers by which a cut can be moved from its initial position, by number of stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chain:
+    """Layers of the model with their times and memory, and the devices of the plan's pipeline."""
+
     request: ExplorerRequest
     costs: Mapping[int, ChainCosts]
-    """Costs by number of micro-batches."""
+    """Times and memory of the layers, by number of micro-batches."""
     pipeline: DeviceGroup
 
     @classmethod
@@ -216,10 +218,15 @@ def _heights(times_us: FloatArray, costs: ChainCosts) -> list[int]:
 
 
 def _tie(tie: TiedParameters, *, is_exact: bool) -> list[object]:
-    """Return tied parameters for the page's JSON data.
+    """Return the parameters that two layers share for the page's JSON data.
 
-    The result is a layer, the earlier layers that share its parameters (nearest first), and a flat list of triples:
-    memory part, component and shared bytes.
+    Args:
+        tie: The two layers and the bytes that they share.
+        is_exact: True if the profile has exact memory records; then gradients are a memory part of their own.
+
+    Returns:
+        The second layer; the earlier layers that share its parameters, nearest first; and a flat list of triples:
+        memory part, component and shared bytes.
     """
     sizes = {
         (ALWAYS, "parameters"): tie.parameter_bytes,

@@ -50,7 +50,7 @@ class DeviceGroup:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Distinct links that the layouts use."""
+        """Distinct links for which `link_index` was called."""
         return tuple(self._links)
 
     def link_index(self, device: int, neighbor: int) -> int:
@@ -93,9 +93,10 @@ class StageLayout:
     def json_data(self) -> dict[str, object]:
         """Return the dependencies and messages of every action, for the page's JSON data.
 
-        S is the number of stages. The action of a kind and a stage has the index 4 * stage + kind. Activations that
-        stage s sends are the message s, and gradients that it sends are the message S + s. A boundary is encoded as the
-        index of the stage before it. -1 stands for no message or boundary.
+        S is the number of stages. The action of kind k (F, B, I, W: 0 to 3) on a stage has the index 4 * stage + k.
+        `needs` and `makes` have the message that an action waits for and sends: activations of stage s are message s,
+        its gradients message S + s. `received` and `sent` have the boundary that this message crosses, as the index of
+        the stage before it. -1 stands for no message or boundary.
         """
         every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
         makes = [

@@ -1,4 +1,4 @@
-"""Section with the assumptions of a plan: origin of the times, precision, links, reductions and reserved memory."""
+"""Section with the assumptions of a plan: origin of the times, precision, links, all-reduces and reserved memory."""
 
 from collections.abc import Iterator
 

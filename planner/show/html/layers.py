@@ -32,7 +32,7 @@ class _Part:
     words: str
     """Label in the legend."""
     of: Callable[[LayerProfile], float]
-    """Function that returns the height for a layer, in microseconds or bytes."""
+    """Function that returns the height of this part in the bar of a layer, in microseconds or bytes."""
 
 
 def layers_section(profile: Profile | None, plan: Plan | None) -> Section:

@@ -141,9 +141,9 @@ def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
 
 
 def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
-    """Add the origin of the numbers to each figure's remark, unless they were measured.
+    """Add `how`, the origin of the profile's values, to the remark under each key figure, unless it is `measured`.
 
-    Each figure has it, because readers may copy one figure.
+    Every figure gets the word, because readers may copy a single figure.
     """
     if how == "measured":
         return list(figures)

@@ -1,4 +1,4 @@
-"""Section that compares schedules: a picture of bubble and memory, and a table of all figures."""
+"""Section that compares schedules: a chart of bubble and memory, and a table."""
 
 from collections.abc import Sequence
 

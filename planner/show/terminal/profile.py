@@ -165,8 +165,8 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
 def _ties(profile: Profile) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield groups of layers that share parameters, as a title and names of layers.
 
-    If not all layers of a group share parameters with each other, each layer is yielded with the layers that share its
-    parameters.
+    Layers form a group if each shares parameters with all others. Any other layer is yielded alone, with the layers
+    with which it shares parameters.
     """
     groups: dict[frozenset[str], list[LayerProfile]] = {}
     for layer in profile.layers:

@@ -40,7 +40,7 @@ def stages_table(plan: Plan, style: Style) -> Table:
 
 
 def recomputed_layers(stage: Stage, style: Style) -> Text:
-    """Return the names of the layers that a stage recomputes: all in a pipe, a few lines of them in a terminal."""
+    """Return the names of the layers that a stage recomputes: a few lines for a terminal, otherwise all names."""
     names = _names(stage)
     shown = names[:_MOST_NAMES] if style.wrap else names
     left = len(names) - len(shown)

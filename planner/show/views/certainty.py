@@ -111,9 +111,9 @@ def accuracy_words(certainty: Certainty) -> str:
 def num_certain_decimals(low: float, high: float) -> int:
     """Return how many decimals to print of a number that is only known to be from `low` to `high`.
 
-    The rule is from the Particle Data Group (Review of Particle Physics, Introduction, 5.3). Half of the range gets two
-    digits if its first three digits are at most 354, otherwise one digit. The number gets as many decimals: -1 means
-    tens, -2 hundreds.
+    The rule is from the Particle Data Group (Review of Particle Physics, Introduction, 5.3). Let half be (high - low)
+    / 2. It is rounded to two significant digits if its first three digits are at most 354, otherwise to one. The number
+    is printed to the same decimal place: -1 means tens, -2 hundreds.
     """
     half = (high - low) / 2
     if half <= 0:

@@ -102,7 +102,7 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def best_cluster_lines(sweep: Sweep) -> list[str]:
-    """Return lines about the smallest, the fastest and the cheapest cluster (most samples/s per device)."""
+    """Return lines about the smallest, the fastest and the cheapest cluster (cheapest: most samples/s per device)."""
     if sweep.smallest is None:
         return ["this model fits on none of these clusters"]
     smallest = sweep.cells[sweep.smallest]

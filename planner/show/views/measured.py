@@ -32,7 +32,9 @@ _LABELS: Mapping[Quantity, str] = {
 def figure_label(row: ComparedFigure, place: str) -> str:
     """Return the label of a compared figure, such as `forward, stage 2`.
 
-    For a memory peak, `place` is the noun of the label: `stage` or `device`.
+    Args:
+        row: The figure.
+        place: `stage` or `device`: what a memory peak belongs to. Labels of other figures do not use it.
     """
     label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
     return label if row.index is None else f"{label} {row.index}"
@@ -59,7 +61,7 @@ def ran_other_stages(plan: Plan, report: RunReport) -> bool:
 
 
 def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
-    """Return the number of stages of a run as text, and of devices and replicas if they differ."""
+    """Return a run's number of stages as text; with several stages per device or replicas, also the number of these."""
     replicas = len({stage.replica for stage in report.stages})
     stages = pluralize(len(report.stages) // max(1, replicas), "stage")
     if plan is not None and shares_peaks(plan, report):

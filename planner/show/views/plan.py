@@ -31,7 +31,7 @@ def plan_headline(plan: Plan) -> str:
 
 
 def gpu_count_text(plan: Plan) -> str:
-    """Return the number of GPUs as a product: replicas times stages times GPUs per stage."""
+    """Return the number of GPUs as a product: replicas times stages (with chunks: devices) times GPUs of each."""
     groups = pluralize(plan.num_devices, "stage" if plan.chunks == 1 else "device")
     factors = [*([f"{plan.replicas} replicas"] if plan.replicas > 1 else []), groups, str(plan.tensor_parallel)]
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
@@ -149,7 +149,10 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def schedules_table(plan: Plan) -> Table:
-    """Return a table of the best plan of each schedule, with marks for the plan itself and for short searches."""
+    """Return a table of the best plan of each schedule.
+
+    The plan's own schedule is marked, and so are step times of schedules that were searched less than the plan's.
+    """
     points, limit = plan.schedules, max(plan.inputs.memory_bytes)
     short = frozenset(n for n, point in enumerate(points) if point.short_search)
     marked = frozenset(n for n, point in enumerate(points) if point.schedule == plan.schedule)
@@ -178,7 +181,7 @@ SHORT_MARK: Final = " *"
 
 
 def short_search_note(plan: Plan) -> str:
-    """Return a text that explains the mark of short searches; empty if no search was short."""
+    """Return a text that explains the mark of schedules that were searched less; empty if there are none."""
     if not any(point.short_search for point in plan.schedules):
         return ""
     return "* from a short search; `solve --frontier` searches longer and may find a faster plan"

@@ -46,13 +46,18 @@ def recompute_style_class(step: StepTimeline) -> str:
 
 
 def span_style_class(span: Span, num_devices: int) -> str:
-    """Return the style class of a span in a pipeline of `num_devices` devices, which differs between chunks."""
+    """Return the style class of a span. Chunks of a device have different classes.
+
+    Args:
+        span: Action of the timeline.
+        num_devices: Number of devices of the pipeline.
+    """
     kind = BY_LABEL.get(span.kind)
     return span.kind[0] if kind is None else _look(kind, span.stage // num_devices)
 
 
 def micro_batch_text(span: Span, step: StepTimeline) -> str:
-    """Return a span's micro-batch as text: `3`, or `3.1` for the device's stage 1 if devices have several."""
+    """Return a span's micro-batch as text: `3`, or `3.1` for chunk 1 if devices have several chunks."""
     return f"{span.micro_batch}.{span.stage // step.num_devices}" if step.chunks > 1 else str(span.micro_batch)
 
 
