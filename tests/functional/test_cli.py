@@ -103,7 +103,7 @@ def visible(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir() if entry.name != "__pycache__"}
 
 
-# The road
+# The workflow
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -841,11 +841,19 @@ def test_help_lists_every_option(capsys: Capsys, name: str, flag: str) -> None:
     assert "\x1b" not in done.out
 
 
-def test_help_lists_the_commands_and_their_order(capsys: Capsys) -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_lists_the_commands_with_whole_summaries(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
     done = call(capsys, "--help")
     assert (done.code, done.err) == (0, "")
-    assert all(re.search(rf"^  {name} ", done.out, re.MULTILINE) for name in COMMANDS)
     assert "gpipe-plan solve --devices 8 --mem 8GB" in done.out
+    assert width - 20 < max(map(len, done.out.splitlines())) <= width
+    words = " ".join(re.sub(r"-\n +", "-", done.out).split())  # a line may be broken after a hyphen
+    for name in COMMANDS:
+        summary = re.split(r"(?<=\.)\s", call(capsys, name, "--help").out.split("\n\n")[1].strip(), maxsplit=1)[0]
+        assert f"{name} {' '.join(summary.split())}" in words
 
 
 def test_without_a_command_the_help_is_printed(capsys: Capsys) -> None:
