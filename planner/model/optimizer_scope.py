@@ -177,7 +177,13 @@ class _Watch:
 
 
 class _Comparison:
-    """Small parameters that are updated together, and the same ones that are updated in two parts."""
+    """Small parameters that are updated together, and the same ones that are updated in two parts.
+
+    Args:
+        whole: Optimizer of the model.
+        sample: Parameters of the model that the small parameters imitate.
+        device: Device on which the optimizers run.
+    """
 
     def __init__(self, whole: WholeModelOptimizer, sample: Sequence[Tensor], device: torch.device) -> None:
         every = range(len(sample))
@@ -186,12 +192,17 @@ class _Comparison:
         )
 
     def take_numbers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy numbers, such as learning rates and step counts, from a run's optimizer to those of small parameters."""
+        """Copy numbers, such as learning rates and step counts, from a run's optimizer to those of this comparison."""
         for parameters in (self._together, *self._apart):
             parameters.take_numbers(optimizer)
 
     def differing(self, step: int, scales: tuple[float, float]) -> set[int]:
-        """Make a step; return the parameters whose updates differ, as indices in the sample."""
+        """Make a step; return the indices in the comparison's `sample` of the parameters whose updates differ.
+
+        Args:
+            step: Index of the step.
+            scales: Scales of the random gradients in the first part and in the second.
+        """
         together = self._together.step(step, scales)
         apart: dict[int, list[Tensor]] = {}
         for parameters in self._apart:
@@ -200,7 +211,14 @@ class _Comparison:
 
 
 class _SmallParameters:
-    """Small parameters in place of some of the model's, and their optimizer."""
+    """Small parameters in place of some of the model's, and their optimizer.
+
+    Args:
+        whole: Optimizer of the model.
+        sample: Parameters of the model.
+        part: Indices in `sample` of the parameters that get a small one in their place.
+        device: Device on which the optimizer runs.
+    """
 
     def __init__(
         self, whole: WholeModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
@@ -218,9 +236,13 @@ class _SmallParameters:
             group.update(_numbers(other))
 
     def step(self, step: int, scales: tuple[float, float]) -> dict[int, list[Tensor]]:
-        """Make a step; return gradients, parameters and numbers after it, by position in the sample.
+        """Make a step; return each parameter's values, gradient, state and options after it, by index in `sample`.
 
         Each step begins with the initial parameters, so that rounding errors do not add up in a long run.
+
+        Args:
+            step: Index of the step.
+            scales: Scales of the random gradients for even and for odd indices in `sample`.
         """
         for n, tensor in self._tensors.items():
             tensor.data.copy_(self._initial[n])
@@ -252,9 +274,10 @@ class _SmallParameters:
 
 
 class _SharedNumbers:
-    """Numbers in the classes and modules of an optimizer, such as a count of all steps, which a run's optimizer shares.
+    """Numbers that the check's optimizer shares with the run's optimizer, in their classes and Python modules.
 
-    A step begins with the numbers of the previous step. After each step, the numbers of the run are restored.
+    An example is a class attribute that counts steps. Each step of the check begins with the numbers of the check's
+    previous step. After it, the numbers of the run are restored.
     """
 
     def __init__(self, kind: type) -> None:
@@ -263,12 +286,12 @@ class _SharedNumbers:
         self._own: list[dict[str, Any]] = []
 
     def forget(self) -> None:
-        """Begin the next step with the numbers of the run."""
+        """Drop the numbers of the check's previous step, so that its next step begins with the numbers of the run."""
         self._own = []
 
     @contextmanager
     def during_step(self) -> Iterator[None]:
-        """Use this object's numbers in the `with` block."""
+        """Use the check's numbers in the `with` block, and restore those of the run afterwards."""
         outer = self._read()
         self._set(self._own)
         try:
@@ -292,7 +315,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _FailedStepError(ModelError):
-    """Error of an optimizer's step of small parameters."""
+    """Error that `step()` failed in the check, which updates small parameters by random gradients."""
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
@@ -321,7 +344,14 @@ def _random(like: Tensor, seed: int) -> Tensor:
 
 
 def _gradient(like: Tensor, n: int, step: int, scale: float) -> Tensor:
-    """Return a random gradient of about the same direction in every step, and of random size."""
+    """Return a random gradient for a small parameter. Its direction hardly changes between steps, but its size does.
+
+    Args:
+        like: Parameter of the model that the small parameter imitates.
+        n: Index of the parameter, which is part of the seed.
+        step: Index of the step, which is part of the seed.
+        scale: Factor of the gradient.
+    """
     steady, noise = _random(like, 1000 + n), _random(like, 2000 + 100 * step + n)
     generator = torch.Generator().manual_seed(100 * step + n)
     size = 10 ** (2 * torch.rand((), generator=generator) - 1.5)

@@ -22,7 +22,11 @@ OPTIMIZERS: dict[str, OptimizerBuilder] = {
 
 
 def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tuple[OptimizerBuilder, str]:
-    """Return a function that builds the optimizer, and its name: the user's `build_optimizer`, else that of `name`.
+    """Return a function that builds the optimizer, and a name: `build_optimizer` for `user_builder`, else `name`.
+
+    Args:
+        user_builder: Function of the user that builds the optimizer; None if there is none.
+        name: Name in `OPTIMIZERS`, used if `user_builder` is None.
 
     Raises:
         UsageError: There is no optimizer of that name.

@@ -62,7 +62,7 @@ class ModelOutline:
     names: tuple[str, ...]
     """Names of the layers; there is one layer more than there are cuts."""
     ends: tuple[str, ...]
-    """Name of each cut for the option `uncut`: the layer that ends there if all useful cuts are made."""
+    """Name of each cut for the option `uncut`: the name that the layer before the cut has without this option."""
     modules: tuple[tuple[str, ...], ...]
     """For each layer, the paths of the largest modules that run completely in the layer, in order."""
     model_tensors: tuple[frozenset[str], ...]

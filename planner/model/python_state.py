@@ -10,8 +10,9 @@ values themselves. Each value becomes a number, which is identified by its path:
 
 The search follows containers, objects of user-defined classes, modules in plain attributes, closures, defaults and
 attributes of functions, class attributes, attributes of tensors, local variables of generator functions, and schedules
-of learning rates. A small tensor becomes a number as well (`TENSOR`), but counts only if it exists before the first
-forward (`without_leftover_tensors`). Other tensors may be results that a forward left behind.
+of learning rates. A tensor of at most 1 MiB becomes the sum of its absolute values, and its name gets the suffix
+`.tensor`. It counts only if it exists before the first forward (`without_leftover_tensors`). Other tensors may be
+results that a forward left behind.
 """
 
 import functools
@@ -266,7 +267,7 @@ def closure_variables(function: FunctionType) -> dict[str, Any]:
 
 
 def global_names(code: CodeType) -> set[str]:
-    """Return the names of global variables and attributes that code uses, with the functions defined in it."""
+    """Return the names of global variables and attributes that code uses, also in functions defined in the code."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

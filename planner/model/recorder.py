@@ -32,7 +32,7 @@ from planner.model.operators import OperatorWatch, depends_on_values, written_te
 from planner.model.recording import END, CarriedState, FunctionResult, ModuleCall, RecordedOperator, Recording
 from planner.model.refusals import explain_refusals
 from planner.model.regions import RegionFinder, without_reentrant_checkpointing
-from planner.model.seeding import host_generator_states, preserve_torch_generators, seed_host_temporarily
+from planner.model.seeding import host_generator_states, preserve_torch_generators, seed_python_and_numpy
 from planner.model.variables import undo_changes
 
 
@@ -49,7 +49,8 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
 
     Raises:
         ModelError: The forward calls `torch.autograd.grad`.
-        NeedsValuesError: With ghosts, the model reads the value of a parameter, a buffer, or a result of one.
+        NeedsValuesError: With ghosts, the model reads the value of a parameter or buffer, or of a tensor that is
+            computed from one.
     """
     recorder = _ForwardRecorder(model)
     with ExitStack() as stack:
@@ -58,7 +59,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         stack.enter_context(preserve_torch_generators())
         # Random choices, such as skipped layers, are the same in each recording.
         torch.manual_seed(0)
-        stack.enter_context(seed_host_temporarily(0))
+        stack.enter_context(seed_python_and_numpy(0))
         stack.enter_context(parameters_as_ghosts(model) if ghosts else copy_buffers_temporarily(model))
         recorder.note_model(model)
         recorder.note_inputs(inputs)
@@ -101,8 +102,9 @@ def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: An
 class _ForwardRecorder:
     """Recorder of one forward.
 
-    A version of a storage is tainted if it depends on a parameter, a floating-point input or a random number. Untainted
-    versions, such as a mask of positions, can be computed in every stage.
+    A version is the content of a storage between two writes. It is tainted if it depends on a parameter, a
+    floating-point input or a random number. Untainted versions, such as a mask of positions, can be computed in every
+    stage.
     """
 
     def __init__(self, model: nn.Module) -> None:

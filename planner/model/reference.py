@@ -15,8 +15,8 @@ from the layers' inputs.
 
 In each step, the state is written to a file after the backward and after the optimizer's update.
 
-The model's code may do something else in a later step: at its tenth call, or when values have grown. So small models
-train for further steps (`ReferenceOptions.late_steps`), as long as there is time.
+The model's code may do something else in a later step: at its tenth call, or when values have grown. So the check of a
+model with few parameters can add late steps (`ReferenceOptions.late_steps`), within a time limit.
 """
 
 import math
@@ -60,12 +60,13 @@ _LATE_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStart:
-    """Start of a layer in a forward: the start or the end of one call of a module."""
+    """Point in a forward at which a layer starts: the begin of a call of a module, or its end."""
 
     path: str
     call: int
     """Number of the call among the calls of this module in one forward, counted from 1."""
     at_end: bool
+    """True if the layer starts when the call ends; False if the layer starts when the call begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +78,9 @@ class ReferenceOptions:
     micro_batches: int
     micro_batch_size: int
     starts: tuple[LayerStart | None, ...]
-    """Start of each layer except the first; None if a layer starts neither at the start nor the end of a module call.
-    """
+    """Start of each layer except the first; None if no module is called after the layer starts."""
     late_steps: int = 0
-    """Largest number of steps that follow, as long as there is time."""
+    """Largest number of steps after the first `steps`. No late step begins after `_LATE_S` seconds of CPU time."""
     updates: bool = True
     """True to update parameters with the optimizer; False to compute only the gradients of one step."""
     skipped: tuple[SkippedModule, ...] = ()
@@ -95,8 +95,8 @@ def train_reference(
     """Train the model in a plain loop, write its states to `folder`, and return the loss of every step.
 
     The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`. Late steps follow after
-    `options.steps` steps. The loop ends before a late step in which the loss is not finite or the model raises an
-    error, because the user's own data may not cause that.
+    `options.steps` steps. If the model's code fails in a late step, or the loss is not finite, the loop ends without an
+    error. Training on the user's own data could succeed there.
 
     Args:
         loaded: The model.
@@ -164,9 +164,10 @@ def _steps(options: ReferenceOptions) -> Iterator[int]:
 
 
 def _raise_unless_late(error: Exception, step: int, options: ReferenceOptions) -> None:
-    """Raise `error` again, unless it comes in a step after `options.steps`.
+    """Raise `error` again, unless the step is late (after the first `options.steps`).
 
-    The user's own data may not cause an error in these late steps.
+    Errors in late steps are ignored, because training on the user's own data could succeed there. But a `ModelError` is
+    always raised, except that of a loss that is not finite.
     """
     is_refusal = isinstance(error, ModelError) and not isinstance(error, _NotFiniteError)
     if step < options.steps or is_refusal:

@@ -11,11 +11,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextmanager
 def whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Update running statistics of batch normalization once per mini-batch, from all its inputs.
+    """Update running statistics of batch normalization once for a mini-batch.
 
-    Inside the `with` block, each micro-batch updates the statistics. On exit, they are restored and updated once with
-    the mean and the unbiased variance of all inputs. A layer that is called several times in a forward is updated once
-    for each of these calls.
+    The micro-batches of the mini-batch run in the `with` block. When it ends, their updates are undone. Then each
+    layer's statistics are updated once, with the mean and the unbiased variance of the layer's inputs in all
+    micro-batches. A layer that is called several times in a forward is updated once for each of these calls.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.running_mean is not None]
     before = {norm: {name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms}

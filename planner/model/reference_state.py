@@ -52,7 +52,7 @@ class ReferenceState:
 
 
 def wait_for_state(folder: Path, name: str) -> bool:
-    """Wait until the reference training has written the state `name`; return False if it ended without it."""
+    """Wait for the state `name` of the reference training. Return False if the training ended without writing it."""
     path, end = folder / name, folder / END
     while not path.exists():
         if end.exists():
@@ -114,7 +114,7 @@ def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> 
 
 
 def state_after_update(model: nn.Module, loss: float, optimizer: torch.optim.Optimizer) -> ReferenceState:
-    """Return samples of parameters and optimizer state after an update.
+    """Return parameters and optimizer state after an update; of large tensors, only some values (`sampled_values`).
 
     Args:
         model: Instance that is trained.

@@ -1,7 +1,7 @@
 """Find the regions of a forward through which no cut may go.
 
-- `torch.utils.checkpoint` calls its function again in backward. By then, the model's own modules are in place again,
-also those that a stage skips. So the function must be in one stage.
+- `torch.utils.checkpoint` calls its function again in backward. In backward, no module is skipped, so the function
+would also run modules of other stages. So the whole function must be in one stage.
 - The forward of an autograd function runs without a graph. If it calls modules, their results carry no gradient across
 a cut. An autograd function that calls no module is no obstacle: a stage after a cut runs it again, with all the code
 around it.
@@ -67,7 +67,7 @@ class RegionFinder:
     def regions_around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
         """Return the numbers of the regions in which the code of a stack frame runs, the outermost first.
 
-        The end of these regions is set to `time`.
+        Because these regions are still running, their end is moved to `time`.
         """
         self._levels[-1] = self._regions_in_frames(frame, time)
         around = tuple(number for level in self._levels for _, number in level)

@@ -42,8 +42,8 @@ def seed_host(seed: int) -> None:
 
 
 @contextmanager
-def seed_host_temporarily(seed: int) -> Iterator[None]:
-    """Seed Python's and NumPy's generators for the `with` block, and restore their states afterwards."""
+def seed_python_and_numpy(seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's generators in the `with` block, and restore their states afterwards."""
     states = random.getstate(), np.random.get_state(legacy=False)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
@@ -57,7 +57,7 @@ def seed_host_temporarily(seed: int) -> Iterator[None]:
 def preserve_torch_generators() -> AbstractContextManager[None]:
     """Return a context manager that restores torch's random generators, of the host and of the accelerator in use.
 
-    Without `devices`, `fork_rng` starts CUDA where there is one. Processes that are forked later could not use it.
+    CUDA is not initialized if it is not in use, because processes that are forked later could then not use it.
     """
     device = accelerator_in_use()
     return torch.random.fork_rng(devices=[] if device is None else [device.device])

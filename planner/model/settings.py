@@ -34,7 +34,7 @@ def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, st
 
 
 def public_names(names: Iterable[str]) -> str:
-    """List the names without a leading underscore in a text for messages."""
+    """Return a text that lists those of `names` that do not begin with an underscore."""
     public = [f"`{name}`" for name in names if not name.startswith("_")]
     return ", ".join(public) or "nothing"
 

@@ -31,7 +31,7 @@ class SkippedModule:
     path: str
     leaves: tuple[Leaf, ...] = ()
     nest: Nest | None = None
-    """Structure of the module's recorded result; None in a Sequential, where the result replaces the only argument."""
+    """Structure of the module's recorded result; None in a Sequential, where the module returns its only argument."""
 
 
 def repeated_layers(keys: Sequence[Hashable]) -> list[int]:

@@ -89,8 +89,9 @@ def assign_unread_tensors(
 ) -> tuple[frozenset[str], ...]:
     """Return the names of each layer's parameters and buffers, also of those that the recorded forward did not read.
 
-    An unread tensor, such as that of an unused expert, goes to the layer in which its module begins, or the nearest
-    enclosing module that was called. If there is none, it goes to the first layer.
+    An unread tensor, such as that of an unused expert, is assigned to the layer in which the first call of its module
+    begins. If the module was not called, the nearest enclosing module that was called counts. If there is none, the
+    tensor is assigned to the first layer.
 
     Args:
         model_tensors: For each layer, the names of the parameters and buffers that it reads.

@@ -1,16 +1,22 @@
 """Split the backward of a stage: input gradient (I) first, weight gradients (W) later.
 
     forward           under `SplitBackward.splitting`: linear layers, convolutions and embeddings record their use
-    backward_input    I: the backward without the weight gradients of these operators; their (x, dy) are kept
+    backward_input    I: the backward without the weight gradients of these operators; x and dy are kept
     backward_weight   W: these weight gradients, added to the parameters as autograd adds them
+
+Here x is the input of an operator, and dy is the gradient of its result.
 
 I is autograd's own backward. It also does everything else, and releases the graph: recomputation, gradients of other
 parameters, hooks, streams. W builds a separate graph that leads straight to the parameters.
 
-A function mode intercepts the operators, whether modules call them or not. Some weight gradients are not deferred but
-computed in I: those of compiled code and of weights computed from other weights, which the mode cannot see, those of
-parameters with hooks, and those of a stage whose modules have backward hooks. A backward that a model runs within its
-forward is not split, and can be differentiated again.
+A function mode intercepts the operators, whether modules call them or not. Some weight gradients are computed in I:
+
+- those of operators in compiled code, which the mode cannot intercept,
+- those of weights that are not parameters themselves, but are computed from parameters,
+- those of parameters with hooks, and
+- those of all parameters of a stage if its modules have backward hooks.
+
+A backward that a model runs within its forward is not split, and can be differentiated again.
 
 Deferred weight gradients: Qi et al. 2024, arXiv:2401.10241.
 """
@@ -45,6 +51,8 @@ from planner.model.weight_operators import (
 
 @dataclass(slots=True, kw_only=True)
 class _DeferredUse:
+    """Call of an operator whose weight gradient is still to be computed."""
+
     operator: WeightOperator
     operands: Operands
     """Operands of the call. Weight and bias are parameters or autocast's copies of them; bias is None if not trained.
@@ -54,9 +62,9 @@ class _DeferredUse:
     gradient: Tensor
     """Gradient of the operator's result."""
     versions: tuple[int, int]
-    """Version counters of x and of `gradient` during I, to detect later writes."""
+    """Version counters of `operands.x` and of `gradient` during I, to detect later writes."""
     backward: int
-    """Autograd's number of the backward that reached this call."""
+    """Autograd's id of the backward that reached this call."""
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = self.operands
@@ -83,8 +91,9 @@ class SplitBackward:
     """Backward of a stage in two passes: input gradients (I) and weight gradients (W).
 
     Args:
-        counts_only: Function that returns True for parameter hooks that do not read the gradient, which may run before
-            the gradient is complete. By default, no hook may.
+        counts_only: Function that gets a hook on a parameter, and returns True if the hook does not read the gradient.
+            Autograd calls such a hook in I already, before the gradient is complete. By default, hooks count as reading
+            the gradient.
     """
 
     def __init__(self, counts_only: Callable[[Callable[..., Any]], bool] = lambda _: False) -> None:
@@ -298,7 +307,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _when_weight_gradients(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
-    """Return when to compute weight gradients: `later` (in W), `never`, or empty for this backward.
+    """Return when to compute weight gradients: `later` (in W), `never`, or an empty text (in the running backward).
 
     `is_split` is True during pass I of a split backward.
     """

@@ -13,7 +13,14 @@ _ResultsInGap = dict[FunctionCall, FunctionResult]
 
 
 class StagePart:
-    """Part of `model` with the layers `first` to `end - 1`. The outline may be from another instance of the model."""
+    """Part of a model with the layers `first` to `end - 1`.
+
+    Args:
+        outline: Outline of this or another instance of the model.
+        model: The model.
+        first: Index of the first layer.
+        end: Index of the last layer, plus 1.
+    """
 
     def __init__(self, outline: ModelOutline, model: nn.Module, first: int, end: int) -> None:
         self.outline = outline

@@ -1,4 +1,4 @@
-"""Locate the state of layers that a forward may change.
+"""Locate the state that a forward of layers may change.
 
 Running statistics of batch normalization are excluded, because the executor updates them once per mini-batch
 (`planner.model.batch_norm`). The profile includes the memory in which it collects them (`batch_norm_statistics_bytes`).

@@ -42,10 +42,12 @@ def undo_changes(model: nn.Module, loss_fn: Callable[..., Any] | None = None) ->
 
 
 class _Variables(NamedTuple):
+    """Saved content of a container: a dict, a list, a class, or the closure of a function."""
+
     container: Any
     before: dict[Any, Any]
     copies: list[tuple[Tensor, int, Tensor]]
-    """Triples of a tensor, its version counter, and a copy."""
+    """For each small tensor in the container: the tensor, its version counter, and a copy, all when it was saved."""
 
     @classmethod
     def of(cls, container: Any) -> "_Variables":

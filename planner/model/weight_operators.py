@@ -163,8 +163,10 @@ _Arguments = Mapping[str, Any]
 
 
 class _Form(NamedTuple):
+    """Signature of a torch function that applies a weight operator."""
+
     names: tuple[str, ...]
-    """Names of the arguments, in order."""
+    """Names of the function's arguments, in order."""
     weight: int
     """Index of the weight among the arguments."""
     use: Callable[[_Arguments], WeightOperatorCall | None]
