@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,15 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import UsageError
+from planner.core.judge.drift import deviating_figures, drift_text
+from planner.core.judge.verification import core_shortage_reason
 from planner.core.values.balance import Balance, RunPrediction, replan_command
 from planner.core.values.devices import TORCH_KINDS
+from planner.core.values.printable import printable_lines
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
+from planner.device.machine import usable_cores
 from planner.executor.checkpoints import Checkpoints
-from planner.executor.measure.drift_note import drift_note, paths_of_plan_and_profile
 from planner.executor.measure.step_record import OnStep
 from planner.executor.measure.trace import trace_json
 from planner.executor.pipeline import Pipeline
@@ -206,18 +208,22 @@ def _finish(pipeline: Pipeline, options: ScriptArguments, folder: Path) -> None:
     if options.trace:
         write_text(options.trace, trace_json(pipeline.runs, f"{pipeline.balance.schedule}, measured"))
         print(f"wrote {options.trace}", flush=True)
-    note = drift_note(
-        pipeline.balance,
-        report,
-        num_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        advice=partial(_replan_commands, folder=folder, report=options.report),
-    )
-    if note:
-        print(note, file=sys.stderr, flush=True)
+    _print_drift(pipeline.balance, report, folder, options.report)
+
+
+def _print_drift(balance: Balance, report: RunReport, folder: Path, report_path: str | None) -> None:
+    """Print how the run differs from its plan, and the commands to replan, if the differences can be judged."""
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    is_crowded = report.device.kind == "cpu" and core_shortage_reason(num_here, balance.threads, usable_cores())
+    drift = deviating_figures(balance, report, are_times_judged=not is_crowded)
+    if drift and balance.planned is not None:
+        lines = [f"note: {drift_text(drift)}", *_replan_commands(balance.planned, folder, report_path)]
+        print(printable_lines("\n    ".join(lines)), file=sys.stderr, flush=True)
 
 
 def _replan_commands(planned: RunPrediction, folder: Path, report: str | None) -> tuple[str, str, str]:
-    plan, profile = paths_of_plan_and_profile(planned, folder)
+    # Paths in `planned` are relative to `folder`.
+    plan, profile = (os.path.relpath(folder / path) for path in (planned.plan, planned.profile))
     how = "this run measured" if report else "a run measures, after `--report run.json`"
     named = [] if plan == "plan.yaml" else [shlex.quote(plan)]
     return (

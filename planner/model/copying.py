@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 _Module = TypeVar("_Module")
 
 _UNCOPYABLE = (TypeError, RuntimeError)
-"""Errors of `copy.deepcopy` for objects that cannot be pickled, and for tensors with a graph."""
+"""Errors of `copy.deepcopy` for objects without a copy, such as locks, and for tensors with a graph."""
 
 
 def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({})) -> _Module:

@@ -10,7 +10,6 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +55,7 @@ def run_report(
     Returns:
         On rank 0, the recordings of all processes and the run report; on other ranks, an empty list and None.
     """
+    kind = kind_of(device)
     steps = _on_clock_of_rank_0(tuple(recorder.steps), place.rank, device)
     recorded = ProcessRun(place.rank, place.replica, steps), _stage_runs(balance, place, recorder, modules)
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -64,59 +64,25 @@ def run_report(
         return [], None
     runs = [run for run, _ in gathered]
     stages = sorted((stage for _, its in gathered for stage in its), key=lambda stage: (stage.replica, stage.index))
-    kind = kind_of(device)
-    report = steps_report(
-        balance,
-        Device(kind=kind.name, name=kind.model_name),
-        parameter_dtype_name(modules[0]),
-        seed=seed,
-        losses=losses,
-        samples=samples,
-        step_us=recorder.step_us,
-    )
-    report = replace(report, stages=tuple(stages))
-    return runs, with_waits(report, runs, overlaps=kind.transfers_overlap)
-
-
-def steps_report(
-    balance: Balance,
-    device: Device,
-    dtype: str,
-    *,
-    seed: int,
-    losses: Sequence[float],
-    samples: Sequence[int],
-    step_us: Sequence[float],
-) -> RunReport:
-    """Return a run report that has losses and times of steps, but no stages.
-
-    Args:
-        balance: Balance configuration of the run.
-        device: Device of the run.
-        dtype: Dtype of the parameters.
-        seed: Seed of the run.
-        losses: Loss of every step.
-        samples: Number of samples of every step, over all replicas.
-        step_us: Time of every step, in microseconds.
-    """
-    return RunReport(
+    report = RunReport(
         generator=THIS_TOOL,
         plan_digest=balance.plan_digest,
         seed=seed,
-        device=device,
+        device=Device(kind=kind.name, name=kind.model_name),
         environment=Environment(
             torch=str(torch.__version__),
             python=platform.python_version(),
-            dtype=balance.dtype or dtype,
+            dtype=balance.dtype or parameter_dtype_name(modules[0]),
             threads=balance.threads,
         ),
         losses=tuple(losses),
-        step_us=tuple(round(time, 1) for time in step_us),
+        step_us=tuple(round(time, 1) for time in recorder.step_us),
         batch=balance.batch,
-        samples_per_s=tuple(round(count / time * 1e6, 1) for count, time in zip(samples, step_us, strict=False)),
+        samples_per_s=tuple(round(n / time * 1e6, 1) for n, time in zip(samples, recorder.step_us, strict=False)),
         warmup_steps=WARM_UP_STEPS,
-        stages=(),
+        stages=tuple(stages),
     )
+    return runs, with_waits(report, runs, overlaps=kind.transfers_overlap)
 
 
 def clock_offset_ns(
