@@ -15,7 +15,7 @@ from planner.api.formula import chosen_precision, profile_by_formula, refuse_for
 from planner.api.keywords import on_model
 from planner.api.option import ignore_arguments
 from planner.api.options.profiling import ProfileOptions
-from planner.api.reading import calibration_of, path_of
+from planner.api.reading import path_of, resolve_calibration
 from planner.api.texts import File
 from planner.core.errors import PlannerError, UsageError
 from planner.core.extras import check_installed
@@ -72,7 +72,7 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
     # Importing torch takes longer than everything else together.
     from planner.profile import InterruptedProfileError, check_optimizer_of, profile_model  # noqa: PLC0415
 
-    unfinished = partial_path(parsed.output)
+    unfinished = partial_profile_path(parsed.output)
     earlier = files.read_partial(str(unfinished)) if unfinished is not None and unfinished.exists() else None
     measuring = _measuring(parsed)
     loaded = _loaded(model, parsed)
@@ -169,7 +169,7 @@ def profile_header(model: File | Any | None, measured: Profile) -> str:
     return f"{how} by `gpipe-plan profile {name}`; {of}"
 
 
-def partial_path(output: File | None) -> Path | None:
+def partial_profile_path(output: File | None) -> Path | None:
     """Return the path for an unfinished profile, next to the file `output`; None if `output` is not a file."""
     return None if output in (None, "-") else Path(f"{output}.partial")
 
@@ -203,7 +203,7 @@ def _parsed_options(model: File | Any, options: ProfileOptions) -> _ParsedOption
         precision=chosen_precision(options),
         granularity=cast("Granularity", texts.parse_choice("--granularity", options.granularity, Granularity)),
         settings=texts.parse_settings(options.settings or {}),
-        calibration=calibration_of(options.calibration),
+        calibration=resolve_calibration(options.calibration),
     )
     if options.threads < 1 or options.repeat < 2:
         shown = f"`--threads {options.threads} --repeat {options.repeat}`"

@@ -126,7 +126,7 @@ def judge_again_from_profile(plan: Plan, profile: Profile, place: str) -> Verdic
     return verdict
 
 
-def calibration_of(calibration: File | Calibration | None) -> Calibration | None:
+def resolve_calibration(calibration: File | Calibration | None) -> Calibration | None:
     """Return the calibration, read from its file if it is a path.
 
     Raises:

@@ -159,7 +159,7 @@ def _drawn(
 ) -> dict[str, str]:
     from planner.show.html import plan_html, profile_html, run_html
     from planner.show.svg import timeline_svg
-    from planner.show.trace import trace_json
+    from planner.show.trace import predicted_trace_json
 
     if isinstance(value, Links):
         raise UsageError(f"`{next(iter(wanted))}` cannot draw links")
@@ -174,7 +174,7 @@ def _drawn(
         return {"--html": run_html(report)}
     step = None if source is None else simulated_step(Evaluation.of(plan, source))
     title = f"{schedule_of(plan.schedule).title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
-    makers = {"--svg": timeline_svg, "--trace": trace_json}
+    makers = {"--svg": timeline_svg, "--trace": predicted_trace_json}
     drawn = {} if step is None else {option: makers[option](step, title) for option in pictures}
     if "--html" in wanted:
         drawn["--html"] = plan_html(plan, source, step, report, digest=decisions_digest(plan))

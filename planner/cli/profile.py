@@ -51,7 +51,7 @@ def profile(
 
 def _measured(console: Console, model: str | None, options: ProfileOptions) -> "Profile":
     from planner import api
-    from planner.api.profiling import partial_path
+    from planner.api.profiling import partial_profile_path
 
     try:
         # Output of the user's code is not part of the result.
@@ -64,7 +64,7 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
             )
             return api.profile(model, **option_values(reporting))
     except KeyboardInterrupt as interrupt:
-        unfinished = partial_path(options.output)
+        unfinished = partial_profile_path(options.output)
         partial = getattr(interrupt, "partial", None)
         if partial is not None and partial.measurements and unfinished is not None:
             console.note(f"wrote {unfinished}; the same command continues from it")

@@ -288,7 +288,7 @@ def _script(template: tuple[str, str], path: str, layout: PlanLayout, balance: B
         launch=launch,
         restarting=launch.replace("torchrun", "torchrun --max-restarts 3", 1),
         several=_several_machines_paragraph(plan, balance, script) + _fewer_processes_paragraph(balance),
-        table=stage_table(plan),
+        table=stage_lines(plan),
         prediction=escape_for_docstring(prediction),
         version=__version__,
         batch=plan.inputs.batch,
@@ -324,7 +324,7 @@ def _fewer_processes_paragraph(balance: Balance) -> str:
     return f"\nWith fewer processes it uses another plan and continues from the same checkpoints: {plans}.\n"
 
 
-def stage_table(plan: Plan) -> str:
+def stage_lines(plan: Plan) -> str:
     """Return a text with one line for each stage of the plan, for a docstring."""
     lines = [
         f"stage {s.index}: {s.layers} layers, {escape_for_docstring(s.first)} to {escape_for_docstring(s.last)}, "

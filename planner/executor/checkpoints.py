@@ -43,7 +43,7 @@ from planner.executor.keep.saved import (
     checkpoints_in,
     complete_checkpoint,
     latest_checkpoint,
-    partial_path,
+    partial_checkpoint_path,
     remove_old_checkpoints,
 )
 from planner.executor.keep.stored import name_in_rank_file
@@ -188,7 +188,7 @@ class Checkpoints:
             return
         self._pipeline.activity.begin("a checkpoint", waits_for=STORE)
         self._saved_step = step
-        folder = partial_path(self._folder, step)
+        folder = partial_checkpoint_path(self._folder, step)
         self._pending = CheckpointWriter(
             self._own_state(),
             folder,

@@ -24,7 +24,7 @@ from planner.core.values.units import format_bytes, format_speed, format_us, par
 from planner.device.machine import usable_cores
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.measure.step_record import OnStep
-from planner.executor.measure.trace import trace_json
+from planner.executor.measure.trace import measured_trace_json
 from planner.executor.pipeline import Pipeline
 from planner.executor.watch.failure import FailureWatch, StoppedBySignal
 from planner.files import check_outputs, check_writable, write, write_text
@@ -206,7 +206,7 @@ def _finish(pipeline: Pipeline, options: ScriptArguments, folder: Path) -> None:
         write(options.report, report)
         print(f"wrote {options.report}", flush=True)
     if options.trace:
-        write_text(options.trace, trace_json(pipeline.runs, f"{pipeline.balance.schedule}, measured"))
+        write_text(options.trace, measured_trace_json(pipeline.runs, f"{pipeline.balance.schedule}, measured"))
         print(f"wrote {options.trace}", flush=True)
     _print_drift(pipeline.balance, report, folder, options.report)
 

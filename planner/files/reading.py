@@ -67,7 +67,7 @@ def read_plain(path: str) -> Any:
     return Document.parse(path, read_text(path, _made_by(path, None))).content
 
 
-class _Reader(Protocol[_T_co]):
+class _FileReader(Protocol[_T_co]):
     def __call__(self, path: str, text: str | None = None) -> _T_co: ...
 
 
@@ -75,13 +75,13 @@ def _read_as(wanted: str, path: str, text: str | None = None) -> Any:
     return read(path, wanted, text)
 
 
-read_profile: "_Reader[Profile]" = partial(_read_as, "profile")
-read_plan: "_Reader[Plan]" = partial(_read_as, "plan")
-read_balance: "_Reader[Balance]" = partial(_read_as, "balance")
-read_run: "_Reader[RunReport]" = partial(_read_as, "run")
-read_links: "_Reader[Links]" = partial(_read_as, "links")
-read_calibration: "_Reader[Calibration]" = partial(_read_as, "calibration")
-read_partial: "_Reader[PartialProfile]" = partial(_read_as, "partial")
+read_profile: "_FileReader[Profile]" = partial(_read_as, "profile")
+read_plan: "_FileReader[Plan]" = partial(_read_as, "plan")
+read_balance: "_FileReader[Balance]" = partial(_read_as, "balance")
+read_run: "_FileReader[RunReport]" = partial(_read_as, "run")
+read_links: "_FileReader[Links]" = partial(_read_as, "links")
+read_calibration: "_FileReader[Calibration]" = partial(_read_as, "calibration")
+read_partial: "_FileReader[PartialProfile]" = partial(_read_as, "partial")
 
 
 def read_schedule(path: str) -> ListedSchedule:

@@ -70,7 +70,7 @@ class Document:
             # more than 16 bits and one unescaped control character.
             text = _ESCAPED_PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text).replace("\x7f", "\\x7f")
         try:
-            reader = _Reader(text, notes_lines=notes_lines)
+            reader = _DocumentReader(text, notes_lines=notes_lines)
             content = reader.document()
         except _RefusedError as error:
             raise FileError(error.message, path=path, line=error.line, hint=error.hint) from None
@@ -104,7 +104,7 @@ class _RefusedError(Exception):
         self.message, self.line, self.hint = message, _line_of(event), hint
 
 
-class _Reader:
+class _DocumentReader:
     """Reader that builds a document from parser events, several times faster than PyYAML's own."""
 
     def __init__(self, text: str, *, notes_lines: bool) -> None:

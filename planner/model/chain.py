@@ -233,10 +233,10 @@ def chain_digest(chain: Chain, settings: dict[str, Setting], precision: Precisio
         content |= {"model": _described(Layer("", chain.model)), "crossings": chain.outline.crossing_shapes}
     if precision:
         content["dtype"] = precision
-    return digest_of(content)
+    return json_digest(content)
 
 
-def digest_of(content: Any) -> str:
+def json_digest(content: Any) -> str:
     """Return a digest `sha256:…` of `content` as JSON. Values without a JSON form are converted by `str`."""
     return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 

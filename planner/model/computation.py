@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from planner.model.chain import digest_of, without_addresses
+from planner.model.chain import json_digest, without_addresses
 from planner.model.load import LoadedModel
 from planner.model.python_state import closure_variables, function_of, global_names, is_user_module
 
@@ -31,7 +31,7 @@ def code_digests(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
     reader = _CodeReader(constants=False)
     layers = [[name, *reader.of_module(part)] for name, part in model.named_modules()]
     classes = {type(part).__qualname__: reader.described(type(part)) for part in model.modules()}
-    return {"loss": digest_of(loss), "layers": digest_of([layers, classes])}
+    return {"loss": json_digest(loss), "layers": json_digest([layers, classes])}
 
 
 class _CodeReader:

@@ -122,7 +122,7 @@ def _refusal(name: str, tried: int, differing: int, step: str = "") -> ModelErro
 def _num_differing(
     whole: WholeModelOptimizer, sample: Sequence[Tensor], steps: Sequence[tuple[float, float]], device: torch.device
 ) -> int:
-    comparison = _Comparison(whole, sample, device)
+    comparison = _UpdateComparison(whole, sample, device)
     return len(set().union(*(comparison.differing(step, scales) for step, scales in enumerate(steps))))
 
 
@@ -155,7 +155,7 @@ class _Watch:
     def __init__(self, optimizer: torch.optim.Optimizer, whole: WholeModelOptimizer) -> None:
         self._optimizer = optimizer
         self._sample = _sample(whole.groups(), _MOST_WATCHED)
-        self._comparison: _Comparison | None = _Comparison(whole, self._sample, torch.device("cpu"))
+        self._comparison: _UpdateComparison | None = _UpdateComparison(whole, self._sample, torch.device("cpu"))
         self._num_steps = 0
 
     def check_next_step(self) -> None:
@@ -176,7 +176,7 @@ class _Watch:
             raise _refusal(name, len(self._sample), len(differing), step)
 
 
-class _Comparison:
+class _UpdateComparison:
     """Small parameters that are updated together, and the same ones that are updated in two parts.
 
     Args:

@@ -159,7 +159,7 @@ def time_uncertainty(chain: Sequence[str], samples: Mapping[LayerKey, Sequence[t
     return max(shares)
 
 
-def split_backward_times(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> tuple[float, float]:
+def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> tuple[float, float]:
     """Return the times of passes I (input gradients) and W (weight gradients), in microseconds.
 
     The time of I includes the additional time of a forward that prepares a split backward.

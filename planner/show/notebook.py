@@ -16,7 +16,7 @@ from planner.show.terminal.run import verification_text
 from planner.show.terminal.style import Style
 from planner.show.terminal.verdict import verdict_text
 from planner.show.views.numbers import percent
-from planner.show.views.plan import figure_words, plan_headline, stage_table
+from planner.show.views.plan import figure_words, plan_headline, plan_stage_table
 
 _LOOK = 'style="text-align:{};padding:2px 12px 2px 0"'
 _TEXT, _NUMBER = _LOOK.format("left"), _LOOK.format("right")
@@ -36,13 +36,13 @@ _TEXTS: Mapping[type, Callable[[Any, Style], str]] = {
 def result_html(value: Any) -> str:
     """Return a result as HTML: a plan as a table, any other result as the text that its command prints."""
     if isinstance(value, Plan):
-        return plan_html(value)
+        return notebook_html(value)
     return f'<pre style="white-space:pre">{escape(_TEXTS[type(value)](value, _PLAIN))}</pre>'
 
 
-def plan_html(plan: Plan) -> str:
+def notebook_html(plan: Plan) -> str:
     """Return a plan's figures, and a table with a row per stage and a bar of its memory."""
-    view = stage_table(plan, brief=True).pick(*_COLUMNS)
+    view = plan_stage_table(plan, brief=True).pick(*_COLUMNS)
     looks = [_TEXT if column.unit == "text" else _NUMBER for column in view.columns]
     header = "".join(f"<th {_TEXT}>{name}</th>" for name in (*_COLUMNS, ""))
     rows = "".join(_row(texts, looks, stage) for texts, stage in zip(view.rows(), plan.stages, strict=True))

@@ -13,7 +13,7 @@ from planner.show.views.numbers import row_noun
 from planner.show.views.spans import micro_batch_text
 
 
-def trace_json(step: StepTimeline, title: str) -> str:
+def predicted_trace_json(step: StepTimeline, title: str) -> str:
     """Return the trace of a predicted step as JSON."""
     kinds = {"compute", *(span.kind for span in step.spans)}
     return trace_text(

@@ -91,10 +91,10 @@ def ignore_64_bit_warnings() -> Iterator[None]:
 @cache
 def torchax_environment() -> torchax.tensor.Environment:
     """Return the environment that translates torch's operators to JAX."""
-    return _Environment()
+    return _SingleDeviceEnvironment()
 
 
-class _Environment(torchax.tensor.Environment):  # type: ignore[misc]
+class _SingleDeviceEnvironment(torchax.tensor.Environment):  # type: ignore[misc]
     """torchax environment with one device. Tensors that are not parameters, such as masks, become constants."""
 
     def _to_copy(self, the_tensor: Any, new_dtype: torch.dtype | None, new_device: Any) -> Any:

@@ -129,7 +129,7 @@ def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
 
 def _simulate(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
     # This always ends: the squeezed rows are a valid order, so the earliest remaining action can run.
-    devices = [_Device(row, 2 * len(rows)) for row in rows]
+    devices = [_OrderedDevice(row, 2 * len(rows)) for row in rows]
     over: set[_Message | None] = {None}
     while any(device.wanted or device.waiting for device in devices):
         unit = [device.next_action(over) for device in devices]
@@ -137,7 +137,7 @@ def _simulate(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...
     return tuple(tuple(device.actions) for device in devices)
 
 
-class _Device:
+class _OrderedDevice:
     """Device that follows its action order until its last F. Later, it runs a W only if no other action can run."""
 
     def __init__(self, row: Sequence[Action], num_stages: int) -> None:

@@ -50,7 +50,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
-def partial_path(folder: Path, step: int) -> Path:
+def partial_checkpoint_path(folder: Path, step: int) -> Path:
     """Return the path of the hidden folder in which a checkpoint is written."""
     return folder / f".step-{step:08d}.partial"
 

@@ -11,7 +11,7 @@ from planner.executor.measure.run_times import ProcessRun, RunSpan, Transfer, fi
 from planner.files.trace import TraceSlice, trace_text
 
 
-def trace_json(runs: Sequence[ProcessRun], title: str) -> str:
+def measured_trace_json(runs: Sequence[ProcessRun], title: str) -> str:
     """Return the trace of all processes as JSON text.
 
     Time 0 is the start of the first recorded action.

@@ -51,7 +51,7 @@ from planner.profile.passes import SplitTimer, WholeTimer, time_once
 from planner.profile.records import LayerRecords, MeasurementHooks, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
-from planner.profile.timing import LayerTimes, split_backward_times
+from planner.profile.timing import LayerTimes, measured_split_times
 from planner.profile.units import LayerKey, LayerToMeasure, MeasurementInput
 
 _LAUNCH_US = 3.0
@@ -270,7 +270,7 @@ def _times(
         unit, received = records.distinct[key[0]], records.inputs[key]
         forward_us, backward_us = time_once(whole, unit, received)
         times[key] = LayerTimes(forward_us=forward_us, backward_us=backward_us, spread=0.0)
-        half_times_us[key] = split_backward_times([time_once(split_timer, unit, received)], times[key])
+        half_times_us[key] = measured_split_times([time_once(split_timer, unit, received)], times[key])
     return times, half_times_us
 
 

@@ -33,8 +33,8 @@ from planner.profile.timing import (
     LayerTimes,
     layers_exceeding_cache,
     measure_times,
+    measured_split_times,
     median_times,
-    split_backward_times,
     statistics_update_us,
     time_uncertainty,
 )
@@ -97,7 +97,7 @@ class MeasuredBackend:
             flops=records.measure_distinct(forward_flops),
             times=times,
             half_times_us={
-                key: split_backward_times(task.measurements.split_samples[key], times[key]) for key in records.inputs
+                key: measured_split_times(task.measurements.split_samples[key], times[key]) for key in records.inputs
             },
         )
         largest = max(records.distinct.values(), key=lambda unit: unit.parameter_bytes)

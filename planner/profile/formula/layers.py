@@ -90,7 +90,7 @@ def layer_costs(shape: Transformer, execution: Execution, element_bytes: Element
         execution: Division of the layers among devices, and kernels.
         element_bytes: Bytes per activation and per parameter.
     """
-    layers = _Layers(shape, execution, element_bytes)
+    layers = _LayerFormulas(shape, execution, element_bytes)
     names = {} if shape.family == "transformer" or shape.is_encoder_decoder else _TORCHTITAN
     embedding, head = layers.embedding(), layers.head()
     yield replace(embedding, name=names.get("embedding", "embedding"))
@@ -104,7 +104,7 @@ def layer_costs(shape: Transformer, execution: Execution, element_bytes: Element
     yield replace(head, name=names["head"], modules=("norm", names["head"])) if names else head
 
 
-class _Layers:
+class _LayerFormulas:
     def __init__(self, shape: Transformer, execution: Execution, element_bytes: ElementBytes) -> None:
         self.shape, self.execution, self.element_bytes = shape, execution, element_bytes
         self.e, self.t = element_bytes.activation, execution.tensor_parallel

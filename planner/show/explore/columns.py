@@ -38,7 +38,7 @@ Components = Mapping[tuple[int, int], FloatArray]
 """Bytes of stages by part (an index into `PARTS`, or `ALWAYS`) and component (an index into `ITEMS`)."""
 
 
-class _Block(NamedTuple):
+class _RowBlock(NamedTuple):
     """Rows of a table whose values are computed in one call."""
 
     rows: IntArray
@@ -75,7 +75,9 @@ def add_memory_columns(
     ]
 
 
-def _listed(table: NumberTable, blocks: Sequence[_Block], mode: int, choice: Recompute, *, used: set[int]) -> list[int]:
+def _listed(
+    table: NumberTable, blocks: Sequence[_RowBlock], mode: int, choice: Recompute, *, used: set[int]
+) -> list[int]:
     by_block = [_components(block, mode, choice) for block in blocks]
     listed: list[int] = []
     for part, item in sorted({key for components in by_block for key in components if key[0] in used}):
@@ -87,7 +89,7 @@ def _listed(table: NumberTable, blocks: Sequence[_Block], mode: int, choice: Rec
     return listed
 
 
-def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator[_Block]:
+def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator[_RowBlock]:
     firsts, group = np.unique(cells.first, return_inverse=True)
     ends = np.zeros(len(firsts), np.int64)
     np.maximum.at(ends, group, cells.end)
@@ -98,7 +100,7 @@ def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator
         stop = at + max(1, int(np.searchsorted(sizes, _MOST_AT_ONCE, side="right")))
         columns = slice(int(firsts[at]), int(most[stop - at - 1]))
         rows = np.flatnonzero((group >= at) & (group < stop))
-        yield _Block(
+        yield _RowBlock(
             rows=rows,
             stages=stage_table(costs, firsts[at:stop], columns, micro_batches=micro_batches, splits_backward=True),
             places=(group[rows] - at, cells.end[rows] - 1 - columns.start),
@@ -107,7 +109,7 @@ def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator
         at = stop
 
 
-def _components(block: _Block, mode: int, choice: Recompute) -> Components:
+def _components(block: _RowBlock, mode: int, choice: Recompute) -> Components:
     components = _chosen(block, mode, choice)
     if choice == "never" or not block.stages.forward_only.any():
         return components
@@ -116,7 +118,7 @@ def _components(block: _Block, mode: int, choice: Recompute) -> Components:
     return {key: np.where(forward_only, never.get(key, 0.0), components.get(key, 0.0)) for key in {*never, *components}}
 
 
-def _chosen(block: _Block, mode: int, choice: Recompute) -> Components:
+def _chosen(block: _RowBlock, mode: int, choice: Recompute) -> Components:
     stages = block.stages
     if mode in (SHARED, IN_PLACE):
         components = _among_others(block, memory_parts_on_shared_device(stages, choice), is_in_place=mode == IN_PLACE)
@@ -132,7 +134,7 @@ def _chosen(block: _Block, mode: int, choice: Recompute) -> Components:
     return {key: size * sends if key[0] in messages else size for key, size in components.items()}
 
 
-def _among_others(block: _Block, parts: MemoryParts, *, is_in_place: bool) -> Components:
+def _among_others(block: _RowBlock, parts: MemoryParts, *, is_in_place: bool) -> Components:
     sizes = np.stack([_at(block, size) for size in parts.totals(block.stages.shape)[1:]], axis=-1)
     if is_in_place:
         none = np.zeros(1)
@@ -144,7 +146,7 @@ def _among_others(block: _Block, parts: MemoryParts, *, is_in_place: bool) -> Co
     return {**always, **{(part, item): by_item[:, part, item] for part, item in places}}
 
 
-def _at(block: _Block, size: FloatArray | float) -> FloatArray:
+def _at(block: _RowBlock, size: FloatArray | float) -> FloatArray:
     return np.broadcast_to(size, block.stages.shape)[block.places]
 
 

@@ -60,7 +60,7 @@ class PageData:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chain:
+class _ExplorerChain:
     """Layers of the model with their times and memory, and the devices of the plan's pipeline."""
 
     request: ExplorerRequest
@@ -69,7 +69,7 @@ class _Chain:
     pipeline: DeviceGroup
 
     @classmethod
-    def of(cls, request: ExplorerRequest) -> "_Chain":
+    def of(cls, request: ExplorerRequest) -> "_ExplorerChain":
         plan, table = request.plan, CostTable(tensor_parallel_profile(request.profile, request.plan.cluster))
         sizes = {m: plan.inputs.batch // plan.replicas // m for m in request.micro_batches}
         costs = {m: table.at(size, extrapolate=plan.inputs.extrapolate) for m, size in sizes.items()}
@@ -87,7 +87,7 @@ def page_data(request: ExplorerRequest) -> PageData:
 
     For a long chain, the data has only stages near the initial cuts.
     """
-    chain, menu = _Chain.of(request), schedule_menu(request)
+    chain, menu = _ExplorerChain.of(request), schedule_menu(request)
     nearby = _NearbyStages.of(chain, menu)
     widths = nearby.widths(_MOST_STAGES // len(chain.costs))
     tables = nearby.tables(widths)
@@ -114,7 +114,7 @@ def _text(data: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NearbyStages:
-    chain: _Chain
+    chain: _ExplorerChain
     menu: ScheduleMenu
     layouts: Mapping[tuple[int, Placement], StageLayout]
     """Layouts of stages on devices, by number of chunks per device and placement."""
@@ -122,7 +122,7 @@ class _NearbyStages:
     """Initial cuts by number of stages, as layers per stage: the plan's cuts, or even cuts."""
 
     @classmethod
-    def of(cls, chain: _Chain, menu: ScheduleMenu) -> "_NearbyStages":
+    def of(cls, chain: _ExplorerChain, menu: ScheduleMenu) -> "_NearbyStages":
         used = sorted({(chunks, one.schedule.placement) for one in menu.schedules for chunks in one.orders})
         layouts = {key: StageLayout.of(chain.pipeline, *key) for key in used}
         plan = chain.request.plan
@@ -268,7 +268,7 @@ def _error_ranges(plan: Plan, profile: Profile) -> dict[str, object]:
     return {"step_ratios": step and step_us and [time_us / step_us for time_us in step], "peak_bound": bound}
 
 
-def _devices(chain: _Chain) -> dict[str, object]:
+def _devices(chain: _ExplorerChain) -> dict[str, object]:
     request, plan = chain.request, chain.request.plan
     partition = Partition.of(plan, chain.one.names)
     return {

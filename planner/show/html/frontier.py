@@ -27,7 +27,7 @@ _FEW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Figure:
+class _PointFigure:
     title: str
     of: Callable[[FrontierPoint], float]
     """Function that returns the quantity of a point."""
@@ -46,9 +46,9 @@ def frontier_section(plan: Plan) -> Section:
     chosen = [row in numbers.column("micro_batches").marked for row in range(len(points))]
     memory_limit = max(plan.inputs.memory_bytes)
     figures = (
-        _Figure(title="step time", of=lambda p: p.step_us, text=format_us),
-        _Figure(title="bubble", of=lambda p: p.bubble, text=percent),
-        _Figure(title="peak memory", of=lambda p: p.peak_bytes, text=format_bytes, limit=memory_limit),
+        _PointFigure(title="step time", of=lambda p: p.step_us, text=format_us),
+        _PointFigure(title="bubble", of=lambda p: p.bubble, text=percent),
+        _PointFigure(title="peak memory", of=lambda p: p.peak_bytes, text=format_bytes, limit=memory_limit),
     )
     charts = [_chart(shown, points, names, chosen) for shown in figures]
     unfit = [name for name, point in zip(names, points, strict=True) if not point.fits]
@@ -59,7 +59,7 @@ def frontier_section(plan: Plan) -> Section:
     return Section(anchor="trade-off", title="Trade-off over M", lead=lead, body=body)
 
 
-def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
+def _chart(shown: _PointFigure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
     of, text, title = shown.of, shown.text, shown.title
     most = max((of(point) for point in points if point.fits), default=0.0)
     # A limit far above all points would flatten them.

@@ -33,7 +33,7 @@ from planner.show.views.cluster import (
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest_device
 from planner.show.views.numbers import not_measured_warning, percent, solver_method_label
-from planner.show.views.plan import ideal_bubble_words, optimality_text, plan_headline, stage_table
+from planner.show.views.plan import ideal_bubble_words, optimality_text, plan_headline, plan_stage_table
 
 _MANY = 24
 
@@ -160,7 +160,7 @@ def _certificate(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> Section:
     columns = ("stage", "layers", "recompute", "device", "forward", "backward", "memory", "limit", "share")
-    body = values_table(stage_table(plan).pick(*columns), text=3, marks={"stage": " ◀"})
+    body = values_table(plan_stage_table(plan).pick(*columns), text=3, marks={"stage": " ◀"})
     lead = "Times are for one micro-batch; backward includes recomputation."
     lead += " ◀ marks the slowest." if len(plan.stages) > 1 else ""
     if plan.tensor_parallel > 1:

@@ -22,7 +22,7 @@ _WIDEST = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Figure:
+class _LayerFigure:
     header: str
     of: Callable[[LayerProfile], float]
     """Function that returns the number of a layer."""
@@ -114,20 +114,20 @@ def _alike(layers: Sequence[LayerProfile]) -> list[list[LayerProfile]]:
     return [[layer for _, layer in group] for _, group in groupby(enumerate(layers), key)]
 
 
-def _figures(profile: Profile, style: Style) -> list[_Figure]:
+def _figures(profile: Profile, style: Style) -> list[_LayerFigure]:
     n = _largest(profile)
     layers = profile.layers
     scale = TimeUnit.fitting(time for layer in layers for time in (layer.forward_us[n], layer.backward_us[n]))
     figures = [
-        _Figure(header="parameters", of=lambda x: x.parameter_bytes, text=format_bytes),
-        _Figure(header=f"forward\n{scale.unit}", of=lambda x: x.forward_us[n], text=scale.text),
-        _Figure(header=f"backward\n{scale.unit}", of=lambda x: x.backward_us[n], text=scale.text),
-        _Figure(header="saved", of=lambda x: x.saved_bytes[n], text=format_bytes),
+        _LayerFigure(header="parameters", of=lambda x: x.parameter_bytes, text=format_bytes),
+        _LayerFigure(header=f"forward\n{scale.unit}", of=lambda x: x.forward_us[n], text=scale.text),
+        _LayerFigure(header=f"backward\n{scale.unit}", of=lambda x: x.backward_us[n], text=scale.text),
+        _LayerFigure(header="saved", of=lambda x: x.saved_bytes[n], text=format_bytes),
     ]
     if style.has_room_for(_WIDE):
-        figures.append(_Figure(header="output", of=lambda x: x.output_bytes[n], text=format_bytes, total=False))
+        figures.append(_LayerFigure(header="output", of=lambda x: x.output_bytes[n], text=format_bytes, total=False))
         figures.append(
-            _Figure(header="forward\nFLOP", of=lambda x: x.forward_flops[n] if x.forward_flops else 0, text=_flops)
+            _LayerFigure(header="forward\nFLOP", of=lambda x: x.forward_flops[n] if x.forward_flops else 0, text=_flops)
         )
     if style.has_room_for(_WIDEST) and len(profile.micro_batch_sizes) > 1:
         figures += _per_sample(profile)
@@ -138,11 +138,13 @@ def _flops(count: float) -> str:
     return format_count(count) if count else NOTHING
 
 
-def _per_sample(profile: Profile) -> list[_Figure]:
+def _per_sample(profile: Profile) -> list[_LayerFigure]:
     sizes = (min(profile.micro_batch_sizes), max(profile.micro_batch_sizes))
     scale = TimeUnit.fitting(_us_per_sample(profile, size, layer) for size in sizes for layer in profile.layers)
     return [
-        _Figure(header=f"{scale.unit}/sample\nat {size}", of=partial(_us_per_sample, profile, size), text=scale.text)
+        _LayerFigure(
+            header=f"{scale.unit}/sample\nat {size}", of=partial(_us_per_sample, profile, size), text=scale.text
+        )
         for size in sizes
     ]
 

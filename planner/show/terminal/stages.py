@@ -12,7 +12,7 @@ from planner.show.terminal.rendering import wrap_items
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import terminal_table
 from planner.show.views.numbers import layer_range
-from planner.show.views.plan import has_unlike_devices, stage_table
+from planner.show.views.plan import has_unlike_devices, plan_stage_table
 
 _MEDIUM = 76
 _WIDE = 96
@@ -33,7 +33,7 @@ def stages_table(plan: Plan, style: Style) -> Table:
     names += ["memory"] if style.has_room_for(_MEDIUM + taken) else []
     # With several chunks per device, a limit applies to all of them together, so only the bars show it.
     names += ["limit", "share"] if plan.chunks == 1 and style.has_room_for(_WIDE + taken) else []
-    view = stage_table(plan).pick(*names)
+    view = plan_stage_table(plan).pick(*names)
     if plan.chunks > 1:
         view = view.with_titles(memory="part of\npeak")
     return terminal_table(view, {"stage": (" ◀", ""), "share": (" !", "bold red")})

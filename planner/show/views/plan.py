@@ -85,7 +85,7 @@ def has_unlike_devices(plan: Plan) -> bool:
     return len(set(inputs.memory_bytes)) > 1 or len({1.0, *inputs.speeds}) > 1
 
 
-def stage_table(plan: Plan, *, brief: bool = False) -> Table:
+def plan_stage_table(plan: Plan, *, brief: bool = False) -> Table:
     """Return a table of a plan's stages, with marks for the slowest stage and exceeded limits.
 
     With `brief`, the table has the recompute choice of a stage instead of its number of recomputed layers.

@@ -56,7 +56,7 @@ class Recomputation:
     """Bytes by which the device exceeds its memory limit; 0 if it fits."""
 
 
-class _Option(NamedTuple):
+class _ChunkRecomputation(NamedTuple):
     """Recomputation of one chunk, with its time and memory; the fields are as in `Recomputation`."""
 
     choice: int
@@ -123,8 +123,8 @@ class RecomputeSearch:
         return tuple(each for each in ordered if each.excess_bytes == ordered[0].excess_bytes)
 
     def _improve(
-        self, chunks: "list[_Chunk]", start: list[_Option], limit: float, order: Iterable[int]
-    ) -> list[_Option]:
+        self, chunks: "list[_Chunk]", start: list[_ChunkRecomputation], limit: float, order: Iterable[int]
+    ) -> list[_ChunkRecomputation]:
         options = list(start)
         for at in order:
             taken = np.zeros_like(options[at].bytes)
@@ -152,7 +152,7 @@ class RecomputeSearch:
             for n, (always, parts, inside) in whole.items():
                 # Stages that are too long for the tables can only be recomputed layer by layer.
                 held_bytes = always[0, s] + counts @ parts[0, s] if inside[0, s] else np.full(len(counts), inf)
-                chunk.whole[n] = _Option(n, (), 0.0, stage.whole_us[n], held_bytes)
+                chunk.whole[n] = _ChunkRecomputation(n, (), 0.0, stage.whole_us[n], held_bytes)
             chunks.append(chunk)
         return chunks
 
@@ -189,7 +189,7 @@ class _Chunk:
 
     def __init__(self, stage: _StageTables, by_layers: ChunkMemoryFunction, counts: FloatArray) -> None:
         self.stage = stage
-        self.whole: dict[int, _Option] = {}
+        self.whole: dict[int, _ChunkRecomputation] = {}
         """Recomputations of the whole stage, by index into `CHOICES`."""
         self.weights = counts @ by_layers.saved
         self.peak = np.where(counts > 0, by_layers.peak, -1).max(axis=1)
@@ -202,7 +202,7 @@ class _Chunk:
         self._lines = [(weights, by_layers.always + counts @ parts) for weights, parts in lines]
 
     @cached_property
-    def options(self) -> list[_Option]:
+    def options(self) -> list[_ChunkRecomputation]:
         stage, subsets = self.stage, self.stage.subsets
         if subsets is None:
             return []
@@ -217,17 +217,17 @@ class _Chunk:
             ),
         ]
 
-    def with_layers(self, recomputed: tuple[int, ...]) -> _Option:
+    def with_layers(self, recomputed: tuple[int, ...]) -> _ChunkRecomputation:
         saved, *levels = self.stage.layers.saved_and_peaks(recomputed)
         layers_us = float(self.stage.times_us[np.array(recomputed, dtype=np.int64) - self.stage.layers.first].sum())
         held_bytes = self._by_layers.always + self._counts @ self._by_layers.parts(saved, np.array([*levels, 0.0]))
         return self._option(recomputed, layers_us, held_bytes)
 
-    def _option(self, recomputed: tuple[int, ...], layers_us: float, held_bytes: FloatArray) -> _Option:
+    def _option(self, recomputed: tuple[int, ...], layers_us: float, held_bytes: FloatArray) -> _ChunkRecomputation:
         choice = LAYERS if recomputed else 0
-        return _Option(choice, recomputed, layers_us, self.stage.micro_batches * layers_us, held_bytes)
+        return _ChunkRecomputation(choice, recomputed, layers_us, self.stage.micro_batches * layers_us, held_bytes)
 
-    def cheapest(self, room: FloatArray) -> _Option | None:
+    def cheapest(self, room: FloatArray) -> _ChunkRecomputation | None:
         if self.options:
             able = (option for option in self.options if (option.bytes <= room).all())
             return min(able, key=lambda option: option.recompute_us, default=None)
@@ -254,12 +254,12 @@ class _Chunk:
         return [MemoryLimit(limit, *key) for key, limit in limits.items()]
 
 
-def _excess_bytes(options: Iterable[_Option], limit: float) -> float:
+def _excess_bytes(options: Iterable[_ChunkRecomputation], limit: float) -> float:
     held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)
     return max(0.0, float(held_bytes.max()) - limit)
 
 
-def _recomputation(options: Sequence[_Option], limit: float) -> Recomputation:
+def _recomputation(options: Sequence[_ChunkRecomputation], limit: float) -> Recomputation:
     return Recomputation(
         choices=tuple(option.choice for option in options),
         recomputed=tuple(option.recomputed for option in options),
@@ -269,7 +269,7 @@ def _recomputation(options: Sequence[_Option], limit: float) -> Recomputation:
     )
 
 
-def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]]:
+def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_ChunkRecomputation]]:
     """Return the fastest combination of recomputations of all stages of a device that fits, then other fast ones.
 
     There is no result if there are too many combinations, or if none fits.
@@ -300,12 +300,12 @@ def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]
     return [[table[place] for table, place in zip(tables, row, strict=True)] for row in rows]
 
 
-def _start_by_stage(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
+def _start_by_stage(chunks: Sequence[_Chunk], limit: float) -> list[_ChunkRecomputation]:
     combinations = [list(options) for options in product(*(chunk.whole.values() for chunk in chunks))]
     return min(combinations, key=lambda each: (_excess_bytes(each, limit), sum(option.recompute_us for option in each)))
 
 
-def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
+def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_ChunkRecomputation]:
     options = [chunk.with_layers(()) for chunk in chunks]
     while True:
         held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from planner.core.cost.evaluate import Evaluation
-from planner.executor.measure.trace import trace_json
+from planner.executor.measure.trace import measured_trace_json
 from tests.support.runs import STEPS, runs_of
 from tests.unit.show.samples import interleaved, plan, profile
 
 
 def slices(runs):
-    return [event for event in json.loads(trace_json(runs, 'a "title"'))["traceEvents"] if event["ph"] == "X"]
+    return [event for event in json.loads(measured_trace_json(runs, 'a "title"'))["traceEvents"] if event["ph"] == "X"]
 
 
 @pytest.mark.parametrize("planned", [plan(recompute="always"), interleaved()], ids=["gpipe", "interleaved"])

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from planner.show.trace import trace_json
+from planner.show.trace import predicted_trace_json
 from tests.unit.show.samples import interleaved, plan, step_of_sample
 
 PLANS = pytest.mark.parametrize(
@@ -16,7 +16,7 @@ PLANS = pytest.mark.parametrize(
 
 
 def events(planned):
-    return json.loads(trace_json(step_of_sample(planned), "a <title>"))["traceEvents"]
+    return json.loads(predicted_trace_json(step_of_sample(planned), "a <title>"))["traceEvents"]
 
 
 def slices(planned):
@@ -75,4 +75,4 @@ def test_slice_names_include_the_chunk():
 
 
 def test_same_plan_gives_the_same_trace():
-    assert trace_json(step_of_sample(plan()), "t") == trace_json(step_of_sample(plan()), "t")
+    assert predicted_trace_json(step_of_sample(plan()), "t") == predicted_trace_json(step_of_sample(plan()), "t")

@@ -6,12 +6,12 @@ import pytest
 
 from planner.core.judge.difference import ComparedPlan, Comparison
 from planner.show.html import run_html
-from planner.show.notebook import plan_html
+from planner.show.notebook import notebook_html
 from planner.show.terminal.tables import fit_columns, table_width
 from planner.show.views.comparison import comparison_table
 from planner.show.views.measured import pipeline_words, run_table
 from planner.show.views.numbers import percent
-from planner.show.views.plan import stage_table
+from planner.show.views.plan import plan_stage_table
 from planner.show.views.table import column, table
 from tests.unit.show.samples import interleaved, plan, report, style
 
@@ -62,8 +62,8 @@ def test_less_important_columns_are_dropped_first(width, names):
 
 
 def test_notebook_title_has_chunks_and_replicas():
-    assert "3 devices × 2 chunks × 6 micro-batches" in plan_html(interleaved())  # noqa: RUF001 - as shown
-    assert "2 replicas of 2 stages" in plan_html(plan((3, 3), replicas=2))
+    assert "3 devices × 2 chunks × 6 micro-batches" in notebook_html(interleaved())  # noqa: RUF001 - as shown
+    assert "2 replicas of 2 stages" in notebook_html(plan((3, 3), replicas=2))
 
 
 def test_stages_of_replicas_have_different_names():
@@ -74,8 +74,8 @@ def test_stages_of_replicas_have_different_names():
 
 
 def test_stages_over_their_limit_and_the_slowest_are_marked():
-    over = stage_table(plan(cap=1000))
+    over = plan_stage_table(plan(cap=1000))
     assert over.column("share").marked == {0, 1, 2}
-    assert stage_table(plan()).column("share").marked == frozenset()
+    assert plan_stage_table(plan()).column("share").marked == frozenset()
     assert over.column("stage").marked == {plan().predicted.bottleneck_stage}
-    assert stage_table(plan((6,))).column("stage").marked == frozenset()
+    assert plan_stage_table(plan((6,))).column("stage").marked == frozenset()
