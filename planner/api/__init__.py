@@ -5,8 +5,7 @@ Options have the same names and defaults as on the command line. An option is a 
 print nothing. A profile or plan is written to a file only if `output` names the file. All errors are defined in
 `planner.core.errors`.
 
-The module of a function is imported when the function is first used. The command line starts fast, because it needs
-only the options before it runs a command.
+The module of a function is imported when the function is first used, so that the command line starts fast.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`check`: recompute a plan from its profile and judge whether it still fits."""
+"""`check`: recompute a plan from its profile, and compare its peaks with the memory limits."""
 
 import os
 from dataclasses import replace
@@ -25,7 +25,7 @@ enable_notebook_display(Verdict)
 
 @on_plan(CheckOptions)
 def check(plan: File | Plan, options: CheckOptions) -> Verdict:
-    """Recompute a plan from its profile and check whether it still fits.
+    """Recompute a plan from its profile, and check whether each device's peak is within its memory limit.
 
     Args:
         plan: A plan, or its file.
@@ -36,7 +36,7 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
 
     Raises:
         FileError: A file cannot be read or is invalid.
-        UsageError: An option is wrong, or the plan is invalid: it lacks layers or has an empty stage.
+        UsageError: An option is wrong, a layer of the profile is in no stage, or a stage has no layers.
     """
     if options.mem is not None and options.device is not None:
         raise UsageError("`--mem` and `--device` both set the memory limit", hint="give one of them")

@@ -40,15 +40,15 @@ def compare(*plans: File | Plan) -> Comparison:
 
 
 def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
-    """Return the plan to compare with, True if it was recomputed from its profile, and its name for messages.
+    """Return the plan of `--against`, True if it was recomputed from its profile, and its name for messages.
 
     Args:
-        against: Value of `--against`: a plan, its file, or `git:REVISION` for a revision of the file `place`.
+        against: Value of `--against`: a plan, its file, or `git:REVISION`, the checked plan's file at a git revision.
         place: Path of the checked plan.
 
     Raises:
-        UsageError: A revision is given, and the checked plan is not in a file.
-        FileError: The plan or its revision cannot be read.
+        UsageError: `against` is a git revision, but the checked plan is not in a file.
+        FileError: The file or its revision cannot be read.
     """
     path = path_of(against)
     if path is None or not path.startswith("git:"):

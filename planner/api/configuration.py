@@ -30,8 +30,9 @@ class Configuration:
     name: str
     """Path of the configuration's file, or name of the preset."""
     content: Mapping[str, Any]
+    """Settings of the model, or of the language model if the model is multi-modal."""
     part: str = ""
-    """Key from which `content` was taken, if the model is multi-modal and `content` is its language model; else ''."""
+    """Key of the language model's settings in the file of a multi-modal model, such as `text_config`; else ''."""
 
     @property
     def usual_sequence(self) -> int:
@@ -41,10 +42,10 @@ class Configuration:
 
 
 def configuration_of(model: Any, options: ProfileOptions) -> Configuration | None:
-    """Return the configuration in the options; None if the model is a Python file or a module.
+    """Return the configuration of `--preset` or of the file `model`; None if the model is a Python file or a module.
 
     Raises:
-        UsageError: A preset is unknown, or is given together with a model.
+        UsageError: The preset is unknown, or is given together with a model.
         FileError: The file is missing, or is no configuration.
     """
     path = path_of(model)
@@ -70,8 +71,8 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
     """Return True if a formula gives the configuration's profile, False if its model is built and profiled.
 
     Raises:
-        UsageError: The real model of a preset is requested, but a preset has none.
-        MissingPackageError: The real model is requested, and a package that builds it is not installed.
+        UsageError: `--from-formula never` is given with a preset.
+        MissingPackageError: `--from-formula never` is given, but a package that builds the model is not installed.
     """
     if options.from_formula != "never":
         estimated = options.device.startswith("estimate:") or options.rate is not None

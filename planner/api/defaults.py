@@ -13,13 +13,13 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
     """Return the headroom (share of memory to keep free) as a fraction, from 0 to below 1.
 
     Args:
-        headroom: `5%`, 0.05, or `auto`, which is the largest error of earlier memory predictions of the profile's kind.
-            None means `auto` for an estimated profile and 0 for others, whose peaks are hardly ever predicted too low.
+        headroom: `5%`, 0.05, or `auto`. With `auto`, peaks fit even if they exceed the prediction by the largest error
+            measured before. None means `auto` for an estimated profile, and 0 for other profiles.
         profile: The profile to plan from.
         limits: Memory limits of the devices, in bytes.
 
     Raises:
-        UsageError: The text is not a share, or `auto` is used and no peak was measured for profiles of this kind.
+        UsageError: The text is not a share, or `auto` is used, and no peak was ever measured on such a device.
     """
     if headroom is None and profile.device.how != "estimated":
         return 0.0
@@ -31,7 +31,10 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
 
 
 def default_batch(profile: Profile, devices: int) -> int:
-    """Return the default mini-batch: the smallest multiple of the largest profiled size with a sample per device."""
+    """Return the default mini-batch: a multiple of the largest profiled micro-batch size.
+
+    It is the smallest multiple that has at least as many samples as there are devices.
+    """
     largest = max(profile.micro_batch_sizes)
     return largest * max(1, ceil(devices / largest))
 

@@ -37,9 +37,9 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
 
     Raises:
         StaleError: A plan was made from another profile.
-        InfeasibleError: The plan needs more memory in that engine than its limit.
-        UsageError: The engine cannot run the plan, the profile names no model file, the nodes have fewer devices than
-            the plan needs, or a plan in `smaller` is not a smaller plan of the same training.
+        InfeasibleError: With the chosen engine, a device needs more memory than its limit.
+        UsageError: The engine cannot run the plan, the profile names no model file, or the nodes have too few devices.
+            Also raised if a plan of `--smaller` has another mini-batch than `plan`, or not fewer processes.
         FileError: A file cannot be read or written, or balance.yaml was edited.
     """
     return emit_files(plan, options, on_finding=ignore_arguments, note=ignore_arguments).paths

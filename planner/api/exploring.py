@@ -14,7 +14,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
 _ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute", "--links", "--together", "--apart"})
-"""Options of `solve` that a user can change on the page, or that `parts_missing_from_command` describes."""
+"""Options of `solve` that a user sets in the interactive report, or that `parts_missing_from_command` describes."""
 
 
 @on_plan(ExploreOptions)
@@ -30,7 +30,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 
     Raises:
         StaleError: The plan was made from another profile.
-        UsageError: The plan is invalid: it lacks layers or has an empty stage.
+        UsageError: A layer of the profile is in no stage, or a stage has no layers.
         FileError: A file cannot be read, or the page cannot be written.
     """
     from planner.show.explore import ExplorerRequest, explore_html  # noqa: PLC0415 - numpy only where a page is made
@@ -64,7 +64,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
     """Yield the parts of the `solve` command that repeats a plan's request.
 
-    Options that a user sets on the page are left out.
+    Options that a user sets in the interactive report are left out.
     """
     width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
     inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)
@@ -73,7 +73,7 @@ def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def parts_missing_from_command(plan: Plan) -> Iterator[str]:
-    """Yield a sentence about each part of the plan's request that the page's `solve` command lacks."""
+    """Yield a sentence about each part of the plan's request that is missing from `solve_command_parts`."""
     inputs = plan.inputs
     if inputs.links:
         yield "The plan uses links that were measured one by one: add their file with `--links`."

@@ -303,9 +303,10 @@ def _optimizer(options: ProfileOptions) -> str:
 
 
 def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Precision:
-    """Return the precision of `--dtype`; without it, that of an estimated GPU, or `default` for other devices.
+    """Return the precision of `--dtype`.
 
-    An empty precision means the one in which the model was built.
+    Without `--dtype`, return the usual training precision of the GPU in `--device estimate:GPU`. For other devices,
+    return `default`. An empty precision means that the model keeps the dtype in which it was built.
     """
     if options.dtype:
         return texts.parse_precision(options.dtype)

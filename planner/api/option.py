@@ -29,7 +29,7 @@ class Option:
     section: str = ""
     """Section of the command's help that lists the option."""
     forms: str = ""
-    """Names of the option, separated by spaces, if they differ from the keyword's name with dashes."""
+    """Names of the option, separated by spaces, such as `--output -o`; empty if `option_name` gives the only name."""
     repeatable: bool = False
     recorded: OptionConversion | None = None
     """Conversion between the option and its field in `Inputs`; None if no field depends on this option alone."""

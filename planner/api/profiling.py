@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     """Measure time and memory of every layer of a model, at several micro-batch sizes.
 
-    On a CPU, two processes also measure the costs of the executor and of its link, once per machine. The result is
-    stored in the user's cache. With `output`, Ctrl-C stores all finished measurements in a file next to `output`, from
-    which the same call continues.
+    On a CPU, two processes also measure the executor's own time and the link between processes. This is done once per
+    machine, and the result is cached. With `output`, Ctrl-C stores all finished measurements in a file next to
+    `output`. The same call then continues from this file.
 
     Args:
         model: `path/to/model.py[:ENTRY]`, a Hugging Face config.json or its folder, or an `nn.Module`, of which a copy
@@ -117,7 +117,10 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
 
 @contextmanager
 def _explained_by(checked: "EquivalenceResult | None") -> Iterator[None]:
-    """Report a failed comparison in place of an error of the model's own code, such as its backward."""
+    """Return a context manager that replaces an exception of the model's code by the error of the equivalence check.
+
+    If the equivalence check did not fail, the exception is raised unchanged.
+    """
     try:
         yield
     except PlannerError:

@@ -19,12 +19,12 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
     """Return the options of `solve` that repeat a plan's request and differ from their defaults.
 
-    Cuts, micro-batches and time limit are not included, because a plan does not record them as requested. Files whose
-    names a plan does not record are called `links.yaml` and `FILE.csv`.
+    The options for cuts, micro-batches and time limit are not included, because a plan does not record their values.
+    It does not record the files of links and schedule either; they are called `links.yaml` and `FILE.csv`.
 
     Args:
         inputs: Request of the plan.
-        device: Device of the profile; link, overhead and reserve are left out if they equal the profile's.
+        device: Device of the profile. It has the defaults of `--link`, `--overhead` and `--reserve`.
         without: Names of options to leave out.
 
     Returns:

@@ -100,7 +100,7 @@ def path_of(value: object) -> str | None:
 
 
 def profile_reference(source: ProfileSource, plan_path: str) -> ProfileReference:
-    """Return the reference to a profile that a plan in the file `plan_path` stores."""
+    """Return the profile's entry in a plan: its path relative to the plan's file `plan_path`, and its digest."""
     path = files.reference_path(source.path, plan_path)
     return ProfileReference(path=path, digest=files.digest_of(source.profile), how=source.profile.device.how)
 
@@ -167,7 +167,8 @@ def links_of(links: File | Sequence[Link] | None, **other_options: object) -> tu
 def cuts_of(balance: Numbers | File, profile: Profile) -> tuple[int, ...]:
     """Return the number of layers of each stage.
 
-    `balance` is a text such as `6,6,6,6`, numbers, or a file (also of another engine).
+    `balance` is a text such as `6,6,6,6`, a sequence of numbers, or a file: a plan, a `balance.yaml` or the file of
+    another engine.
     """
     from planner.emit import SUFFIXES, read_balance_list  # noqa: PLC0415 - rarely needed
 

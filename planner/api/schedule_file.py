@@ -34,20 +34,15 @@ def listed_schedule_of(schedule: File) -> ListedSchedule | None:
     return None if path is None else files.read_schedule(path)
 
 
-def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Profile) -> SolverOptions:
-    """Return the options with the numbers of devices, micro-batches and chunks of given action orders.
-
-    Args:
-        options: Options of `solve`.
-        lists: Schedule from a file.
-        profile: The profile.
+def with_order_counts(options: SolverOptions, schedule: ListedSchedule, profile: Profile) -> SolverOptions:
+    """Return the options with the numbers of devices, micro-batches and chunks of a schedule from a file.
 
     Raises:
-        UsageError: An option contradicts the action orders, or the action orders need more layers, devices or samples.
+        UsageError: An option contradicts the schedule, or the schedule needs more layers, devices or samples.
     """
     path = schedule_file_path(options.schedule)
-    num_devices, num_micro_batches = len(lists.rows), lists.num_micro_batches
-    num_stages = len({action.stage for row in lists.rows for action in row})
+    num_devices, num_micro_batches = len(schedule.rows), schedule.num_micro_batches
+    num_stages = len({action.stage for row in schedule.rows for action in row})
     if len(profile.layers) < num_stages:
         raise UsageError(
             f"`{path}` is for {pluralize(num_stages, 'stage')}, "
@@ -87,15 +82,15 @@ def _devices(options: SolverOptions) -> int | None:
     return nodes * each
 
 
-def check_cuts(options: SolverOptions, lists: ListedSchedule, cuts: Sequence[int]) -> None:
-    """Raise UsageError if `cuts` and the action orders have different numbers of stages.
+def check_cuts(options: SolverOptions, schedule: ListedSchedule, cuts: Sequence[int]) -> None:
+    """Raise UsageError if `cuts` and a schedule from a file have different numbers of stages.
 
     Args:
-        options: Options of the request; `schedule` is the file of the action orders.
-        lists: The action orders.
+        options: Options of the request; `options.schedule` is the schedule's file.
+        schedule: The schedule.
         cuts: Number of layers of each stage.
     """
-    num_stages = len({action.stage for row in lists.rows for action in row})
+    num_stages = len({action.stage for row in schedule.rows for action in row})
     if len(cuts) != num_stages:
         path = schedule_file_path(options.schedule)
         raise UsageError(

@@ -157,7 +157,7 @@ def parse_memory_limits(value: Sizes, devices: int) -> tuple[int, ...]:
 def parse_micro_batch_sizes(value: Numbers, batch: int | None) -> tuple[int, ...]:
     """Return the micro-batch sizes to profile, in ascending order.
 
-    `auto` means the powers of two up to the batch (8 by default), and the batch itself.
+    `auto` means `batch` and all smaller powers of two. If `batch` is None, the sizes are 1, 2, 4 and 8.
     """
     if value != "auto":
         if batch is not None:

@@ -67,9 +67,12 @@ Measured by `gpipe-plan verify` in a run of a plan. You may edit these values.""
 def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     """Run a plan for a few steps on this machine, and compare measured with predicted values.
 
-    torchrun starts one process for every device of the plan, on the bundled executor. A peak may differ by 64 KiB in
-    addition to its tolerance. With `run`, a finished run is compared: no process is started, torch is not needed, and
-    the results of the stages are not checked.
+    torchrun starts one process for every device of the plan, on the bundled executor. `verify` also compares the
+    results of the stages with the unpartitioned model. A device's predicted and measured peak memory may differ by
+    `tolerance_memory` plus 64 KiB.
+
+    With `run`, a finished run is compared. No process is started, torch is not needed, and the
+    stages are not compared with the unpartitioned model.
 
     Args:
         plan: A plan, or its file.
@@ -167,10 +170,10 @@ def _loaded(profile: Profile, folder: str) -> "LoadedModel":
 
 
 def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple[str, ...]:
-    """Return differences between the losses of train.py's first steps and of a plain loop.
+    """Return messages about differences between the losses of train.py and of a plain training loop.
 
-    The comparison needs a CPU, example batches, and memory for parameters, gradients and optimizer state of the
-    unpartitioned model.
+    The plain loop trains the unpartitioned model for the first steps. Without differences, the result is empty. It is
+    also empty for a run on a GPU, for a model with `train_batches`, and if the plain loop fails or is too slow.
     """
     from planner.executor import reference_losses  # noqa: PLC0415 - torch
 

@@ -25,7 +25,8 @@ _ASCII: Final = str.maketrans("·→±\u00d7…≤≥◀─├┼│░▒▓█
 def spell_in_ascii(error: UnicodeError) -> tuple[str, int]:
     """Replace characters that a stream cannot encode by similar ASCII characters or escapes.
 
-    This is an error handler for `codecs.register_error`. Characters of pictures keep their width.
+    This is an error handler for `codecs.register_error`. Characters of timelines and bars are replaced one by one, so
+    that columns stay aligned.
     """
     assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end].translate(_ASCII)

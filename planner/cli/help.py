@@ -17,7 +17,7 @@ _LONGEST = 200
 class _AsTyped:
     """Mixin for commands whose options stay texts, as the user typed them.
 
-    For conversions, typer imports pydantic, which takes longer than `check` needs.
+    To convert options, typer would import pydantic. This import takes longer than the whole command `check`.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:

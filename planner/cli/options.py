@@ -34,7 +34,7 @@ def formatted(value: Any, format_: str, *, text: Callable[[Any, "Style"], str], 
 
     Args:
         value: Result of the command.
-        format_: One of the formats `MARKDOWN`.
+        format_: `text`, `json` or `markdown`.
         text: Function that returns the result as text.
         markdown: Function that returns the result as Markdown.
     """

@@ -79,11 +79,11 @@ def available_bytes() -> int:
 def keep_freed_memory(*, below: int | None = None) -> None:
     """Make the C library keep freed memory for later allocations, as the caching allocators of GPUs do.
 
-    By default, glibc returns large blocks to the system, and the system clears every page when it is used again. With
-    recomputation, the step of a Transformer took 1.4 times as long. Without glibc, this function does nothing.
+    Without this call, glibc returns large blocks to the system, and the system clears their pages before each reuse.
+    Training steps are then slower. Without glibc, this function does nothing.
 
-    By default, all freed blocks are kept. With `below`, blocks of at least this size in bytes (at most `LARGE_BYTES`)
-    are returned to the system, so that the process has little more than its live memory.
+    If `below` is None, all freed blocks are kept. Otherwise, freed blocks of at least `below` bytes are returned to the
+    system. `below` must be at most `LARGE_BYTES`.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")

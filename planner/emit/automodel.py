@@ -35,8 +35,9 @@ def emit_automodel(layout: PlanLayout) -> EngineFile:
     """Return the sections of an Automodel recipe that run the plan.
 
     Raises:
-        UsageError: A layer has no path, or a path inside a list member; stages share parameters; there are fewer
-            micro-batches than devices; or the engine does not support the plan's placement of stages.
+        UsageError: A layer is not a module, or is only a part of an entry of a ModuleList, such as `layers.3.mlp`.
+            Also raised if stages share parameters, if there are fewer micro-batches than devices, or if the engine
+            does not support the plan's placement of stages.
     """
     plan = layout.plan
     _check(layout)

@@ -45,12 +45,12 @@ def format_names() -> tuple[str, ...]:
 
 
 def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = False) -> None:
-    """Raise UsageError if a requested format or launcher is unknown, or the format does not support an option.
+    """Raise UsageError if a value is unknown, or the format does not support `--launch` or `--smaller`.
 
     Args:
         engine: Name of the format.
-        launch: Scheduler of the requested launcher; None if no launcher is requested.
-        has_smaller: True if plans for fewer processes are given.
+        launch: Value of `emit --launch`, the cluster's job scheduler, such as `slurm`; None if not given.
+        has_smaller: True if `emit --smaller` is given.
     """
     formats = format_names()
     if engine not in formats:
@@ -102,7 +102,7 @@ def write_engine_files(
         input_paths: Paths of the plans and the profile.
         force: If true, overwrite edited files.
         smaller: Plans for fewer processes, made from the same profile; only for the bundled executor.
-        launch: Scheduler for which a launcher is written; None for no launcher.
+        launch: Job scheduler for which a launcher is written, such as `slurm`; None for no launcher.
         nodes: Nodes for the launcher; defaults to the nodes of the plan.
         repeat_options: Function that returns the `solve` options of a plan's request.
         note: Function that is called with a description of each slow operation before it begins.
@@ -111,9 +111,9 @@ def write_engine_files(
         Paths of the files, and notes for the user.
 
     Raises:
-        InfeasibleError: In the engine, the plan needs more memory than its limit.
-        UsageError: The engine cannot run the plan, an input would be overwritten, the nodes have too few devices, or a
-            plan in `smaller` is not a smaller plan of the same training.
+        InfeasibleError: With the chosen engine, a device needs more memory than its limit.
+        UsageError: The engine cannot run the plan, an input would be overwritten, or the nodes have too few devices.
+            Also raised if a plan in `smaller` has another mini-batch than `plan`, or not fewer processes.
         FileError: A file cannot be written, or was edited.
     """
     refuse_tensor_parallel_or_sharded(engine, plan)

@@ -51,7 +51,7 @@ class PlanLayout:
     expert_parallel: int = 1
     """Number of replicas among which the experts of each layer are divided."""
     sequence_parallel: bool = False
-    """True if GPUs that share layers also divide the other tensors along the sequence (sequence parallelism)."""
+    """True if tensor parallelism also divides activations along the sequence (sequence parallelism)."""
     recompute_attention: bool = False
     """True if backward recomputes attention, and nothing else."""
     formula: str = ""
@@ -162,9 +162,10 @@ class PlanLayout:
         return None if num_layers == len(names) else f"`--together {first},{second}`"
 
     def refuse_formula(self, engine: str, *, block_kind: str = "") -> None:
-        """Raise UsageError if the layers come from a formula for a model that the engine lacks.
+        """Raise UsageError if the profile was computed from a formula, and the engine has no model with its blocks.
 
-        `block_kind` is the kind of block that the engine has (`block`, `encoder` or `decoder`); empty if it has none.
+        `block_kind` is the kind of block in the engine's own model (`block`, `encoder` or `decoder`). It is empty if
+        the engine has no model of its own.
         """
         kinds = {match["kind"] for layer in self.layers if (match := _BLOCK.fullmatch(layer.name))}
         if self.formula and kinds - {block_kind}:
@@ -190,16 +191,16 @@ class PlanLayout:
                 hint="emit for the bundled executor: `--format native`",
             )
 
-    def schedule_notes(self, engine: str, *runs: Schedule) -> list[str]:
-        """Return a note if the plan's schedule is not in `runs`, which are the schedules of the engine."""
-        if self.schedule in runs:
+    def schedule_notes(self, engine: str, *supported: Schedule) -> list[str]:
+        """Return a note if the plan's schedule is not among the schedules that the engine supports."""
+        if self.schedule in supported:
             return []
         planned = f"{'a ' * (self.plan.schedule == 'search')}{self.schedule_name}"
-        text = f"the plan uses {planned}, but {engine} runs {runs[0].torch_name}"
-        return [f"{text}: step time and memory will differ; solve with `--schedule {runs[0].name}`"]
+        text = f"the plan uses {planned}, but {engine} runs {supported[0].torch_name}"
+        return [f"{text}: step time and memory will differ; solve with `--schedule {supported[0].name}`"]
 
     def split_backward_notes(self) -> list[str]:
-        """Return a note if the schedule has split backward passes, because torch splits them differently."""
+        """Return a note if the schedule has split backward passes, which torch splits differently than the profile."""
         if not self.schedule.splits_backward:
             return []
         return ["torch splits backwards differently, and needs more memory than planned between I and W"]
@@ -214,11 +215,11 @@ class PlanLayout:
         return [f"{text} (planned: {planned})"]
 
     def assumption_notes(self, *, sequence: str = "", experts: str = "", attention: str = "") -> list[str]:
-        """Return a note for each assumption of the predicted memory that the engine must be configured for.
+        """Return a note for each engine option that must be set so that the predicted memory is right.
 
         Args:
             sequence: Option for sequence parallelism; empty if the engine needs none.
-            experts: Option for the number of replicas among which experts are spread; empty if the engine needs none.
+            experts: Option for the number of replicas among which experts are divided; empty if the engine needs none.
             attention: Option for recomputation of attention; empty if the engine needs none.
         """
         assumed = {

@@ -183,9 +183,9 @@ def _block_numbers(layers: Sequence[LayerProfile]) -> list[int | None]:
 
 
 def _indices_of_equal_layers(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the indices of the layers that have the most common digest, with None in place of all other layers.
+    """Return the index of each layer that belongs to the largest group of equal layers; None for other layers.
 
-    The list is empty if no two layers have the same digest.
+    Layers are equal if they run the same operators on the same shapes. The list is empty if no two layers are equal.
     """
     digests = ["" if _MTP.search(layer.name) else layer.digest for layer in layers]
     commonest = _most_common(filter(None, digests))

@@ -113,8 +113,8 @@ def emit_native(
         repeat_options: Function that returns the `solve` options of a plan's request, for the command to replan.
 
     Raises:
-        UsageError: A plan does not match the profile or has groups of GPUs, the profile names no model, or a plan in
-            `smaller` trains something else or is not smaller.
+        UsageError: A plan does not match the profile, or has tensor parallelism or a sharded optimizer. Also raised if
+            the profile names no model, or a plan in `smaller` has another mini-batch or not fewer processes.
     """
     refuse_tensor_parallel_or_sharded("native", plan)
     layout = PlanLayout.of(plan, profile)

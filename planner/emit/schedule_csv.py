@@ -3,12 +3,15 @@
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
 
+Each row has the actions of one device. `0F1` is the forward of stage 0 for micro-batch 1. I and W are the
+input-gradient and weight-gradient passes.
+
 Three engines read such a file: torch (`_PipelineScheduleRuntime._load_csv(path, format="compute_only")`), torchtitan
 (`pipeline_parallel_schedule_csv` of its `ParallelismConfig`) and NeMo Automodel (`pp_schedule_csv` of its
 `PipelineConfig`). Each engine derives the device of every stage from the rows, and adds the transfers.
 
-torchtitan and Automodel place the stages on devices before they read the file. Another option names a schedule, whose
-placement they use. That schedule must therefore have the same placement as the file.
+torchtitan and Automodel place the stages on devices before they read the file. They use the placement of the schedule
+that another of their options names. This schedule must have the same placement as the file.
 """
 
 from typing import Final

@@ -45,7 +45,10 @@ def profile_path(plan: Plan, plan_path: str, override: str | None = None) -> str
 
 
 def model_path(profile: Profile, folder: str) -> str | None:
-    """Return the path of a profile's model file, or None. `folder` is the folder of the profile."""
+    """Return the path of a profile's model file; None if the profile names no file.
+
+    `folder` is the folder of the profile. Paths in the profile are relative to this folder.
+    """
     path = profile.model.source.rpartition(":")[0]
     return os.path.normpath(Path(folder, path)) if path else None
 

@@ -29,7 +29,8 @@ class TraceSlice:
     """Interval of time in which a process runs an action, a transfer or an optimizer step."""
 
     kind: str
-    """Label of an action, `send ` and this label for sending its result, or `receive`, `recompute`, `optimizer`."""
+    """Label of an action, such as `forward`; `send forward` if its result is sent; `receive`, `recompute` or
+    `optimizer`."""
     process: int
     micro_batch: str = ""
     """Index of the micro-batch; `3.1` means micro-batch 3 on chunk 1 of a device with several chunks; may be empty."""

@@ -205,7 +205,11 @@ _RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is
 
 
 def recorded_values(options: SolverOptions) -> dict[str, Any]:
-    """Return the values of `Inputs` fields that options set, by name; raise `UsageError` for invalid ones."""
+    """Return the fields of `Inputs` that have the value of an option: a dict from field name to value.
+
+    Raises:
+        UsageError: The value of an option is invalid.
+    """
     return {name: of.read(option_name(name), getattr(options, name)) for name, of in _RECORDED.items()}
 
 

@@ -273,7 +273,8 @@ def device_peaks(always: FloatArray, parts: FloatArray, *, counts: IntArray | Fl
     Args:
         always: Permanent bytes of each stage on a device, shape (devices, chunks).
         parts: Bytes of each memory part (`PARTS`), shape (devices, chunks, parts).
-        counts: How many of each memory part (`PARTS`) exist at each point in the step, shape (points, chunks, parts).
+        counts: Number of times that each memory part (`PARTS`) exists at each point in the step; shape
+            (points, chunks, parts).
     """
     alive = parts.reshape(len(parts), -1) @ counts.reshape(len(counts), -1).T
     peaks: FloatArray = always.sum(axis=1) + alive.max(axis=1)
@@ -289,7 +290,8 @@ def device_peaks_by_choice(
         always: Permanent bytes of each stage with each recompute choice, shape (choices, devices, chunks).
         parts: Bytes of each memory part (`PARTS`) with each recompute choice, shape (choices, devices, chunks, parts).
         choices: Recompute choices of a device's stages, one combination per row; shape (combinations, chunks).
-        counts: How many of each memory part (`PARTS`) exist at each point in the step, shape (points, chunks, parts).
+        counts: Number of times that each memory part (`PARTS`) exists at each point in the step; shape
+            (points, chunks, parts).
 
     Returns:
         Bytes, shape (devices, combinations).
@@ -309,7 +311,7 @@ def chunk_memory_at_peak(
 
     Args:
         chunks: Chunks of the device.
-        counts: How many of each memory part (`PARTS`) exist at each point in the step (`peak_part_counts`).
+        counts: Number of times that each memory part (`PARTS`) exists at each point in the step (`peak_part_counts`).
         reserve_bytes: Memory reserve of the device, counted in the first chunk.
     """
     parts = np.stack([chunk.parts for chunk in chunks])

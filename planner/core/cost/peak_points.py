@@ -171,7 +171,7 @@ def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[Pa
 
 
 class PartCounts(NamedTuple):
-    """How many of each memory part (`PARTS`) exist in each of a device's stages; shape (actions, chunks, parts)."""
+    """Number of times that each memory part (`PARTS`) exists on a device; shape (actions, chunks, parts)."""
 
     during: IntArray
     """Counts while an action runs."""
@@ -214,7 +214,7 @@ def _last_micro_batch(actions: Sequence[Sequence[Action]]) -> int:
 
 
 def part_counts(actions: Sequence[Sequence[Action]]) -> tuple[PartCounts, ...]:
-    """Return, for each device, how many of each memory part (`PARTS`) exist during and after every action."""
+    """Return, for each device, how often each memory part (`PARTS`) exists during and after every action."""
     chunks = len({action.stage for action in actions[0]})
     return tuple(_counts(changes[:-chunks], chunks) for changes in count_changes(actions))
 
@@ -364,7 +364,7 @@ class _PartCounter:
 
 @lru_cache(maxsize=1024)
 def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """Return, for each device, how many of each memory part (`PARTS`) exist at all points where its memory may peak.
+    """Return, for each device, how often each memory part (`PARTS`) exists at all points where its memory may peak.
 
     The optimizer's steps are included. A point is left out if another point has at least as many of every part.
 
@@ -384,7 +384,7 @@ def _peak_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...],
 
 
 def optimizer_steps(chunks: int) -> IntArray:
-    """Return how many of each memory part (`PARTS`) exist on a device during the optimizer's steps.
+    """Return how often each memory part (`PARTS`) exists on a device during the optimizer's steps.
 
     The dimensions are: chunk whose parameters are updated, chunk that has the parts, part. The autocast cache does not
     count.

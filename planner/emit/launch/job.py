@@ -1,9 +1,10 @@
-"""Job description for all schedulers of jobs: processes per node, and the cuts between nodes.
+"""Job description for all job schedulers: processes per node, and the cuts between nodes.
 
-Ranks are numbered node by node, so that neighboring stages share a node if possible:
+Ranks are numbered node by node, so that neighboring stages share a node if possible. Here, a pipeline of 8 devices runs
+on 4 nodes with 2 processes each. Three of its seven cuts are between nodes:
 
-    4 nodes of 2 processes, K = 8      node 0   node 1   node 2   node 3
-    rank = device of the pipeline      0  1  |  2  3  |  4  5  |  6  7        three cuts cross nodes
+    node       node 0   node 1   node 2   node 3
+    rank       0  1  |  2  3  |  4  5  |  6  7
 """
 
 import shlex
