@@ -36,7 +36,7 @@ class AttributeChange:
     path: str
     """Path of the module."""
     keys: tuple[Any, ...]
-    """Name of the attribute, then keys in nested containers: up to the value that was set, or to the changed list."""
+    """Name of the attribute, then keys in nested containers, up to the value that was set or the list that changed."""
     kind: Literal["set", "extended", "replaced"]
     """`set`: an attribute or an entry of a dict was set. `extended`, `replaced`: a list got more or other items."""
     nest: Nest

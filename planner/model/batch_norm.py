@@ -2,7 +2,7 @@
 
 In training every micro-batch is normalized by its own statistics. A plain `BatchNorm` would also update its running
 statistics with every micro-batch, and once more when a micro-batch is recomputed. This module collects sums over all
-micro-batches, and updates the running statistics once per step with the mean and the unbiased variance of the whole
+micro-batches. Once per step, it updates the running statistics with the mean and unbiased variance of the whole
 mini-batch. If the layer's inputs are equal, the statistics equal those of the unpartitioned model. (The idea comes from
 torchgpipe, which uses the biased variance.)
 

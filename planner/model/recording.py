@@ -1,9 +1,9 @@
 """Recording of one forward of a model: calls of modules, operators, and the dependencies between tensors.
 
-Time is a counter. It increases by one at every operator, at every begin and end of a module's forward, and at every
-begin and end of a torch function that the code of a module with submodules calls. Tensors are tracked by storage,
-because a write through one view changes all views of the same storage. Every write makes a new version of the storage.
-The versions form a directed acyclic graph, with edges from the versions that an operator read to those that it created.
+Time is a counter of events: every operator, and every begin and end of a module's forward. The begin and end of a torch
+function also count, if code of a module with submodules calls the function. Tensors are tracked by storage, because a
+write through one view changes all views of the same storage. Every write makes a new version of the storage. The
+versions form a directed acyclic graph, with edges from the versions that an operator read to those that it created.
 
     def forward(self, x):              time       event
                                        1          call 0 begins: the model's own
