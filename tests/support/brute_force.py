@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at, covers_size
-from planner.core.cost.device_memory import chunk_memory, device_peaks, shared_bytes, subtract_shared
+from planner.core.cost.device_memory import chunk_memory, shared_bytes, subtract_shared
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory
 from planner.core.cost.partition import Partition
@@ -195,7 +195,8 @@ class Block:
         devices = []
         for d, counts in enumerate(peak_part_counts(self.actions)):
             of = (slice(None), slice(d, None, self.num_devices))
-            devices.append(device_peaks(always[of], parts[of], counts=counts))
+            alive = np.einsum("nvp,tvp->nt", parts[of], counts)
+            devices.append(always[of].sum(axis=1) + alive.max(axis=1))
         return np.stack(devices, axis=1) + reserve
 
     @cached_property

@@ -15,6 +15,7 @@ Each chunk is a stage with the parts of `planner.core.cost.parts`. `counts` foll
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,12 +30,17 @@ from planner.core.cost.stages import StageTable, stage_table, with_recomputed_la
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
 
+_MOST_PRODUCTS, _LEAST_ROWS = 2**17, 8
+"""Number of multiplications in a matrix product, and least number of partitions. Linear algebra libraries start threads
+for larger products, which takes more CPU time in all."""
+
 _MUCH: Final = 2.0**48
 """Bytes above any real size, yet small enough that sums with it are exact to one byte."""
 
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
 _WITH_INPUT: Final[tuple[PartName, ...]] = ("held", "kept", *FORWARDS, *WITH_BACKWARDS)
 """Parts that include the received input of their micro-batch."""
+_PLACES_WITH_INPUT: Final = [_PLACE[part] for part in _WITH_INPUT]
 _RUNNING: Final = [_PLACE[part] for part in RUNNING]
 _ITEM_OF: Final[Mapping[PartName, Item]] = {
     **dict.fromkeys(("gradients", "input_backward_gradients"), "gradients"),
@@ -211,7 +217,7 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
     Returns:
         Whole bytes; every array has shape (partitions, stages).
     """
-    device = np.array([device_of(stage, num_devices, placement) for stage in range(cuts.shape[1] - 1)])
+    device = _devices(cuts.shape[1] - 1, num_devices, placement)
     shared = np.zeros((len(SharedBytes._fields), len(cuts), cuts.shape[1] - 1))
     rows = np.arange(len(cuts))
     for tie in costs.ties:
@@ -231,6 +237,11 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
     first_layers = np.minimum(cuts[:, handed_over], costs.num_layers - 1)
     shared[-1][:, handed_over] = np.rint(costs.boundaries.input[first_layers])
     return SharedBytes(*shared)
+
+
+@lru_cache(maxsize=64)
+def _devices(num_stages: int, num_devices: int, placement: Placement) -> IntArray:
+    return np.array([device_of(stage, num_devices, placement) for stage in range(num_stages)])
 
 
 def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
@@ -262,45 +273,67 @@ def subtract_shared(
     parts[..., _PLACE["casts"]] -= shared.casts
     if exact:
         parts[..., _PLACE["gradients"]] -= shared.gradients
-        for name in _WITH_INPUT:
-            parts[..., _PLACE[name]] = np.maximum(parts[..., _PLACE[name]] - shared.received, 0.0)
+        parts[..., _PLACES_WITH_INPUT] = np.maximum(parts[..., _PLACES_WITH_INPUT] - shared.received[..., None], 0.0)
     return always - shared.parameters - shared.optimizer - (0.0 if exact else shared.gradients), parts
 
 
-def device_peaks(always: FloatArray, parts: FloatArray, *, counts: IntArray | FloatArray) -> FloatArray:
-    """Return the peak memory of each device in bytes, for devices that all run the same actions.
+def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
+    """Return how many of the permanent bytes and of each memory part (`PARTS`) exist at each point in the step.
 
     Args:
-        always: Permanent bytes of each stage on a device, shape (devices, chunks).
-        parts: Bytes of each memory part (`PARTS`), shape (devices, chunks, parts).
-        counts: Number of times that each memory part (`PARTS`) exists at each point in the step; shape
-            (points, chunks, parts).
+        counts: How many of each memory part exist, one array of shape (points, chunks, parts) per device.
+
+    Returns:
+        Counts for `device_peaks`, shape (devices, points, chunks, 1 + parts). Permanent bytes exist once. The last
+        point is repeated for devices with fewer points than others.
     """
-    alive = parts.reshape(len(parts), -1) @ counts.reshape(len(counts), -1).T
-    peaks: FloatArray = always.sum(axis=1) + alive.max(axis=1)
+    _, chunks, num_parts = counts[0].shape
+    every = np.ones((len(counts), max(map(len, counts)), chunks, 1 + num_parts))
+    for device, points in enumerate(counts):
+        every[device, : len(points), :, 1:] = points
+        every[device, len(points) :, :, 1:] = points[-1]
+    return every
+
+
+def device_peaks(stages: FloatArray, counts: FloatArray) -> FloatArray:
+    """Return the peak memory of each device in bytes, for several partitions.
+
+    Args:
+        stages: Permanent bytes of the stages of each device, then bytes of each memory part (`PARTS`); shape
+            (partitions, devices, chunks, 1 + parts).
+        counts: Result of `counts_with_permanent_bytes`.
+
+    Returns:
+        Bytes, shape (partitions, devices).
+    """
+    by_device = stages.reshape(*stages.shape[:2], -1).transpose(1, 2, 0)
+    by_point = counts.reshape(*counts.shape[:2], -1)
+    size = max(_LEAST_ROWS, _MOST_PRODUCTS // by_point[0].size)
+    starts = range(0, len(stages), size)
+    blocks = [(by_point @ by_device[..., start : start + size]).max(axis=1) for start in starts]
+    peaks: FloatArray = np.concatenate(blocks, axis=1).T
     return peaks
 
 
-def device_peaks_by_choice(
-    always: FloatArray, parts: FloatArray, choices: IntArray, *, counts: IntArray | FloatArray
-) -> FloatArray:
-    """Return the peak memory of each device, for each combination of recompute choices of its stages.
+def device_peaks_by_choice(stages: FloatArray, choices: IntArray, counts: FloatArray) -> FloatArray:
+    """Return the peak memory of a device in bytes, for each combination of recompute choices of its stages.
 
     Args:
-        always: Permanent bytes of each stage with each recompute choice, shape (choices, devices, chunks).
-        parts: Bytes of each memory part (`PARTS`) with each recompute choice, shape (choices, devices, chunks, parts).
-        choices: Recompute choices of a device's stages, one combination per row; shape (combinations, chunks).
-        counts: Number of times that each memory part (`PARTS`) exists at each point in the step; shape
-            (points, chunks, parts).
+        stages: Permanent bytes of the device's stages, then bytes of each memory part (`PARTS`), with each recompute
+            choice in several partitions; shape (choices, partitions, chunks, 1 + parts).
+        choices: Recompute choices of the device's stages, one combination per row; shape (combinations, chunks).
+        counts: Result of `counts_with_permanent_bytes` for the device, shape (points, chunks, 1 + parts).
 
     Returns:
-        Bytes, shape (devices, combinations).
+        Bytes, shape (partitions, combinations).
     """
-    fixed, alive = np.zeros(1), np.zeros(1)
-    for chunk, choice in enumerate(choices.T):
-        fixed = fixed + always[choice, :, chunk]
-        alive = alive + (parts[:, :, chunk] @ counts[:, chunk].T)[choice]
-    peaks: FloatArray = np.transpose(fixed + np.max(alive, axis=2))
+    by_chunk, by_point = stages.transpose(0, 2, 1, 3), counts.transpose(1, 2, 0)
+    size = max(_LEAST_ROWS, _MOST_PRODUCTS // by_point[0].size)
+    blocks = []
+    for start in range(0, stages.shape[1], size):
+        alive = by_chunk[:, :, start : start + size] @ by_point
+        blocks.append(sum(alive[choice, chunk] for chunk, choice in enumerate(choices.T)).max(axis=2))
+    peaks: FloatArray = np.concatenate(blocks, axis=1).T
     return peaks
 
 

@@ -117,12 +117,14 @@ class CutSearch(Descent[PartitionCandidate]):
         # step time of each partition with `choices`, if they were simulated.
         if is_open is None and len(cuts) == 1:
             is_open = np.full((1, self.evaluator.num_devices), True)
-        if is_open is not None:
-            fitted = self._fitting.fit(cuts, choices, is_open)
+        if is_open is None:
+            excess_bytes = self.evaluator.excess_bytes(cuts, choices)
+        else:
+            fitted, excess_bytes = self._fitting.fit(cuts, choices, is_open)
             known_us = None if known_us is None else np.where((fitted == choices).all(axis=1), known_us, np.nan)
             choices = fitted
         self.progress.budget.spent += self.evaluator.num_actions + BATCH
-        over = self.evaluator.excess_bytes(cuts, choices).sum(axis=1)
+        over = excess_bytes.sum(axis=1)
         if over.min() > 0:
             at = int(over.argmin())
             return PartitionCandidate(cuts=cuts[at], choices=choices[at], excess_bytes=float(over[at]))

@@ -50,10 +50,10 @@ class RecomputeFitter:
         """Return the recompute choices with the least recomputation allowed; shape (num_partitions, stages)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
-    def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
+    def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> tuple[IntArray, FloatArray]:
         """Return recompute choices that fit into memory with the least recomputation time.
 
-        If no choices fit, return choices that exceed the memory limits least.
+        If no choices fit on a device, return choices that exceed its memory limit least.
 
         Args:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
@@ -61,44 +61,61 @@ class RecomputeFitter:
             is_open: True for devices whose choices may change, shape (partitions, devices).
 
         Returns:
-            Choices, shape (partitions, stages).
+            Choices, shape (partitions, stages), and the bytes by which each device exceeds its memory limit with them,
+            shape (partitions, devices).
         """
         evaluator = self._evaluator
         fitted = np.where(is_open[:, evaluator.device_of_stage], evaluator.allowed[0], choices)
-        rows = np.flatnonzero((evaluator.excess_bytes(cuts, fitted) > 0).any(axis=1))
-        if not len(rows) or len(self.combinations) == 1:
-            return fitted
-        over = self.excess_by_combination(cuts[rows])
-        combinations = np.lexsort((self._recompute_us(cuts[rows]), over), axis=1)[:, 0]
-        best = np.empty((len(rows), evaluator.num_stages), dtype=np.int64)
-        best[:, evaluator.stages] = self.combinations[combinations]
-        fitted[rows] = np.where(is_open[rows][:, evaluator.device_of_stage], best, choices[rows])
-        return fitted
+        over = evaluator.excess_bytes(cuts, fitted)
+        needs_more = is_open & (over > 0)
+        if len(self.combinations) == 1:
+            return fitted, over
+        devices, rows = np.nonzero(needs_more.T)
+        if len(rows):
+            excess = self.excess_by_combination(cuts[rows], devices)
+            least = excess.min(axis=1, keepdims=True)
+            recompute_us = np.where(excess == least, self._recompute_us(cuts[rows], devices), np.inf)
+            fitted[rows[:, None], evaluator.stages[devices]] = self.combinations[recompute_us.argmin(axis=1)]
+            over[rows, devices] = least[:, 0]
+        return fitted, over
 
-    def minimal_combinations(self, over: FloatArray) -> list[IntArray]:
-        """Return the indices of the minimal combinations of recompute choices for each device.
+    def minimal_combinations(self, cuts: IntArray) -> BoolArray:
+        """Return True for the minimal combinations of recompute choices of each device.
 
-        A combination is minimal if it fits, but would not fit if one or more stages recomputed less. `over` has the
-        bytes by which each device exceeds its memory limit with each combination; shape (combinations, devices).
+        A combination is minimal if it fits, but no combination fits that recomputes less in one stage and not more in
+        others. `cuts` has the shape (partitions, stages + 1), the result (partitions, devices, combinations).
         """
-        lower = (self.combinations[:, None] <= self.combinations[None]).all(axis=2) & ~np.eye(
-            len(self.combinations), dtype=bool
-        )
-        found = []
-        for device in range(self._evaluator.num_devices):
-            fits = over[:, device] <= 0
-            found.append(np.flatnonzero(fits & ~(lower & fits[:, None]).any(axis=0)))
-        return found
+        num_devices = self._evaluator.num_devices
+        devices = np.repeat(np.arange(num_devices), len(cuts))
+        fits = self.excess_by_combination(np.tile(cuts, (num_devices, 1)), devices) <= 0
+        minimal: BoolArray = fits & ~np.any(fits[:, :, None] & self._is_lower, axis=1)
+        return minimal.reshape(num_devices, len(cuts), -1).swapaxes(0, 1)
 
-    def excess_by_combination(self, cuts: IntArray) -> FloatArray:
-        """Return the bytes by which each device exceeds its memory limit, for each combination of recompute choices.
+    def excess_by_combination(self, cuts: IntArray, devices: IntArray) -> FloatArray:
+        """Return the bytes by which devices exceed their memory limits, for each combination of recompute choices.
 
-        `cuts` has the shape (partitions, stages + 1), the result (partitions, combinations, devices).
+        `cuts` has the shape (partitions, stages + 1). `devices` has one device of each partition, in ascending order.
+        The result has the shape (partitions, combinations).
         """
-        return self._evaluator.excess_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
+        return self._evaluator.excess_by_combination(cuts, devices, self._places)
 
-    def _recompute_us(self, cuts: IntArray) -> FloatArray:
-        forward_us = np.diff(self._evaluator.case.sums.forward_us[cuts], axis=1)
+    @cached_property
+    def _is_lower(self) -> BoolArray:
+        # True if the first combination recomputes less than the second one in a stage, and not more in others.
+        is_lower: BoolArray = np.all(self.combinations[:, None] <= self.combinations[None], axis=2)
+        return is_lower & ~np.eye(len(self.combinations), dtype=bool)
+
+    @cached_property
+    def _places(self) -> IntArray:
+        return np.searchsorted(self._evaluator.allowed, self.combinations)
+
+    @cached_property
+    def _weights(self) -> FloatArray:
         # "always" counts slightly more than "except-last", because it also recomputes the last micro-batch.
-        weights = np.where(self.combinations > 0, 1 + self.combinations * 1e-3, 0.0)
-        return np.stack([forward_us[:, stages] @ weights.T for stages in self._evaluator.stages], axis=2)
+        return np.where(self.combinations > 0, 1 + self.combinations * 1e-3, 0.0)
+
+    def _recompute_us(self, cuts: IntArray, devices: IntArray) -> FloatArray:
+        before_us, rows = self._evaluator.case.sums.forward_us, np.arange(len(cuts))[:, None]
+        first, end = (cuts[rows, self._evaluator.stages[devices] + n] for n in (0, 1))
+        recompute_us: FloatArray = (before_us[end] - before_us[first]) @ self._weights.T
+        return recompute_us

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, islice, product
-from math import inf, prod
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -156,21 +156,20 @@ def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
 
 
 def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: RecomputeFitter, cuts: IntArray) -> bool:
-    every_cuts: list[IntArray] = []
-    every_choices: list[IntArray] = []
-    for one, over in zip(cuts, fitting.excess_by_combination(cuts), strict=True):
-        combinations = fitting.minimal_combinations(over)
-        if prod(map(len, combinations)) + len(every_cuts) > progress.budget.affordable_partitions(evaluator):
-            return False
-        for combination in product(*combinations):
-            choices = np.empty(evaluator.num_stages, dtype=np.int64)
-            choices[evaluator.stages] = fitting.combinations[list(combination)]
-            every_cuts.append(one)
-            every_choices.append(choices)
+    minimal = fitting.minimal_combinations(cuts)
+    counts = minimal.sum(axis=2).prod(axis=1, dtype=np.float64)
+    if counts.sum() > progress.budget.affordable_partitions(evaluator):
+        return False
+    of_devices = [choice for one in minimal for choice in product(*map(np.flatnonzero, one))]
+    every_choices = np.empty((len(of_devices), evaluator.num_stages), dtype=np.int64)
+    every_choices[:, evaluator.stages] = fitting.combinations[
+        np.array(of_devices, dtype=np.int64).reshape(-1, evaluator.num_devices)
+    ]
+    every_cuts = np.repeat(cuts, counts.astype(np.int64), axis=0)
     for start in range(0, len(every_cuts), BLOCK):
         part = slice(start, start + BLOCK)
-        some = np.array(every_cuts[part])
-        progress.simulate_fitting(evaluator, some, np.array(every_choices[part]), np.full(len(some), True))
+        some = every_cuts[part]
+        progress.simulate_fitting(evaluator, some, every_choices[part], np.full(len(some), True))
     return True
 
 

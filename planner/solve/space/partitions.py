@@ -4,15 +4,17 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
-from math import comb
+from itertools import pairwise, starmap
+from math import comb, inf
 
 import numpy as np
 
 from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.device_memory import (
     ChunkMemoryFunction,
+    SharedBytes,
     chunk_memory_function,
+    counts_with_permanent_bytes,
     device_peaks,
     device_peaks_by_choice,
     part_bytes_of_stages,
@@ -112,7 +114,7 @@ class Evaluator:
         """Return an evaluator for another schedule with the same placement; it reuses the memory tables."""
         other = copy(self)
         other.case = replace(self.case, schedule=schedule)
-        for known in ("actions", "peak_counts"):
+        for known in ("actions", "peak_counts", "_counts"):
             vars(other).pop(known, None)
         vars(other)["parts"] = self.parts
         return other
@@ -153,28 +155,35 @@ class Evaluator:
 
         The result is infinite if a stage of the device has more than `Evaluator.width` layers.
         """
-        always, parts, inside = self.stage_bytes(cuts, choices)
-        peaks = [
-            device_peaks(always[:, stages], parts[:, stages], counts=counts)
-            for stages, counts in zip(self.stages, self.peak_counts, strict=True)
-        ]
-        return self._excess_bytes(np.stack(peaks, axis=1), inside)
+        stages, inside = self._bytes_of_stages(cuts, choices)
+        known_bytes = np.where(
+            inside[:, self.stages].all(axis=2), device_peaks(stages[:, self.stages], self._counts), inf
+        )
+        over: FloatArray = np.maximum(known_bytes - np.array(self.case.limits_bytes[: self.num_devices]), 0.0)
+        return over
 
-    def excess_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
-        """Return the bytes by which each device exceeds its memory limit, for each combination of recompute choices.
+    def excess_by_combination(self, cuts: IntArray, devices: IntArray, combinations: IntArray) -> FloatArray:
+        """Return the bytes by which devices exceed their memory limits, for each combination of recompute choices.
 
-        `combinations` has recompute choices for the stages of a device, as indices into `Evaluator.allowed`; shape
-        (combinations, stages per device). The result has the shape (partitions, combinations, devices). It is infinite
-        if a stage of the device has more than `Evaluator.width` layers.
+        Args:
+            cuts: Cuts of each partition, shape (partitions, stages + 1).
+            devices: One device of each partition, in ascending order; shape (partitions,).
+            combinations: Recompute choices for the stages of a device, as indices into `allowed`; shape (combinations,
+                stages per device).
+
+        Returns:
+            Bytes, shape (partitions, combinations); infinite if a stage has more than `width` layers.
         """
-        every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
-        always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
-        inside = every[0][2]
-        peaks = [
-            device_peaks_by_choice(always[:, :, stages], parts[:, :, stages], combinations, counts=counts)
-            for stages, counts in zip(self.stages, self.peak_counts, strict=True)
-        ]
-        return self._excess_bytes(np.stack(peaks, axis=2), inside[:, None])
+        choices = np.array(self.allowed)[:, None, None]
+        stages, inside = self._bytes_of_stages(cuts, choices, self.stages[devices])
+        peaks = np.empty((len(cuts), len(combinations)))
+        firsts = np.searchsorted(devices, np.arange(self.num_devices + 1)).tolist()
+        for device, some in enumerate(starmap(slice, pairwise(firsts))):
+            if some.stop > some.start:
+                peaks[some] = device_peaks_by_choice(stages[:, some], combinations, self._counts[device])
+        peaks[~np.all(inside[0], axis=1)] = inf
+        over: FloatArray = np.maximum(peaks - np.array(self.case.limits_bytes)[devices, None], 0.0)
+        return over
 
     def stage_bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
         """Return the memory of each stage of each partition.
@@ -183,18 +192,32 @@ class Evaluator:
             Permanent bytes, shape (partitions, stages); bytes of each memory part (`PARTS`), shape (partitions, stages,
             parts); and True for each stage of at most `Evaluator.width` layers.
         """
-        first, end = cuts[:, :-1], cuts[:, 1:]
+        stages, inside = self._bytes_of_stages(cuts, choices)
+        return stages[..., 0], stages[..., 1:], inside
+
+    def _bytes_of_stages(
+        self, cuts: IntArray, choices: IntArray, which: IntArray | None = None
+    ) -> tuple[FloatArray, BoolArray]:
+        # Return the bytes of the stages `which` of each partition, shape (partitions, some stages); None for all
+        # stages. `choices` may have more dimensions before these.
+        rows = np.arange(len(cuts))[:, None]
+        which = np.arange(self.num_stages)[None] if which is None else which
+        first, end = cuts[rows, which], cuts[rows, which + 1]
         # Column of the stage in the tables: the last column has stages of one layer, column 0 the longest stages.
         column = first - end + self.width
         inside = (column >= 0) & (choices >= 0)
         # A stage that is not in the tables counts as one layer here; callers ignore its memory.
         stages = self.parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
-        always, parts = stages[..., 0], stages[..., 1:]
         if self.case.costs.ties or self.case.schedule.placement == "v":
             # A device stores parameters that its chunks share once, and also a tensor that one chunk passes to another.
             shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
-            always, parts = subtract_shared(always, parts, shared, exact=self.case.costs.exact)
-        return always, parts, inside
+            shared = SharedBytes(*(size[rows, which] for size in shared))
+            some = np.flatnonzero(np.any(shared, axis=(0, 1)))
+            less = SharedBytes(*(size[:, some] for size in shared))
+            always, parts = stages[..., some, 0], stages[..., some, 1:]
+            always, parts = subtract_shared(always, parts, less, exact=self.case.costs.exact)
+            stages[..., some, 0], stages[..., some, 1:] = always, parts
+        return stages, inside
 
     def bytes_at_point(self, counts: FloatArray) -> FloatArray:
         """Return the memory of every stage at one point in the step, for each recompute choice.
@@ -221,11 +244,6 @@ class Evaluator:
         times = float(counts @ every.saved) + runs * costs.exact
         return _sum_parts(self._parts_by_layers, counts), times * most_bytes_freed(costs)[0]
 
-    def _excess_bytes(self, peaks_bytes: FloatArray, inside: BoolArray) -> FloatArray:
-        known_bytes = np.where(inside[..., self.stages].all(axis=-1), peaks_bytes, np.inf)
-        over: FloatArray = np.maximum(known_bytes - np.array(self.case.limits_bytes[: self.num_devices]), 0.0)
-        return over
-
     def _times(
         self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> tuple[StageBusyTimes, FloatArray, FloatArray]:
@@ -242,6 +260,10 @@ class Evaluator:
     def peak_counts(self) -> list[FloatArray]:
         """Number of times that each memory part (`PARTS`) exists when memory may peak, one array per device."""
         return [counts.astype(np.float64) for counts in peak_part_counts(self.actions)]
+
+    @cached_property
+    def _counts(self) -> FloatArray:
+        return counts_with_permanent_bytes(self.peak_counts)
 
     @cached_property
     def parts(self) -> FloatArray:
