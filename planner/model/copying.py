@@ -1,9 +1,12 @@
 """Copy modules whose attributes may hold objects that Python cannot copy, such as open files and locks."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+from torch import nn
 
 _Module = TypeVar("_Module")
 
@@ -16,11 +19,30 @@ def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({
 
     `instead` maps the `id()` of an object to the object that replaces it in the copy.
     """
+    parts: Any = module if isinstance(module, nn.Module) else nn.ModuleList(module)  # type: ignore[arg-type]
+    with _without_own_copies(parts.modules()):
+        try:
+            return copy.deepcopy(module, dict(instead))
+        except _UNCOPYABLE:
+            shared = {id(value): value for value in _uncopyable(module, instead, set())}
+            return copy.deepcopy(module, {**shared, **instead})
+
+
+@contextmanager
+def _without_own_copies(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let `copy.deepcopy` ignore the `__deepcopy__` of the user's classes of modules in the `with` block.
+
+    Such a method may build a new module, which would not have the objects that replace others.
+    """
+    classes = {each for module in modules for each in type(module).__mro__ if "__deepcopy__" in vars(each)}
+    own = {each: vars(each)["__deepcopy__"] for each in classes if each.__module__.partition(".")[0] != "torch"}
+    for each in own:
+        setattr(each, "__deepcopy__", None)  # noqa: B010 - mypy knows no such attribute of a type
     try:
-        return copy.deepcopy(module, dict(instead))
-    except _UNCOPYABLE:
-        shared = {id(value): value for value in _uncopyable(module, instead, set())}
-        return copy.deepcopy(module, {**shared, **instead})
+        yield
+    finally:
+        for each, method in own.items():
+            setattr(each, "__deepcopy__", method)  # noqa: B010
 
 
 def _uncopyable(value: Any, instead: Mapping[int, Any], visited: set[int]) -> Iterator[Any]:

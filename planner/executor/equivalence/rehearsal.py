@@ -11,7 +11,7 @@ runs without gradients. The comparison with the reference may miss such code, so
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,7 @@ from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.shapes import describe_leaves
 from planner.model.autocast import forward_context
 from planner.model.chain import Chain
+from planner.model.copying import copy_module
 from planner.model.load import LoadedModel
 from planner.model.nests import flatten, tensors_in
 from planner.model.operators import OperatorWatch
@@ -80,8 +81,10 @@ class _RepeatedForwards:
         stages = min(_MOST_STAGES, count)
         edges = [round(n * count / stages) for n in range(stages + 1)]
         ranges = [StageRange(first, end) for first, end in pairwise(edges)]
-        # Build each stage separately, so that it lacks the parameters of other stages, as in a run.
-        built = [build_stages(loaded, chain, [one], seed=0, device=_DEVICE)[0] for one in ranges]
+        # Build each stage separately, so that it lacks the parameters of other stages, as in a run. Building a stage
+        # changes the model, and the file may return the same model each time.
+        copied = replace(loaded, build=lambda: copy_module(loaded.build()))
+        built = [build_stages(copied, chain, [one], seed=0, device=_DEVICE)[0] for one in ranges]
         self._modules = [layer.module for layers in built for layer in layers]
         self._forward_index = [0]
         # Every layer of a Sequential is a module. Other models have one module for each stage.

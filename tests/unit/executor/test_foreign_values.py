@@ -113,6 +113,12 @@ def test_a_module_that_a_module_returned_is_that_of_the_stage() -> None:
     assert (proof.cuts, proof.uncovered, proof.gradients) == (4, 0, 10)
 
 
+def test_a_file_may_return_the_same_model_each_time() -> None:
+    """Building a stage removes the parameters of other stages from the model."""
+    model = CallsLater()
+    assert checked(lambda: model).proof.cuts == 4
+
+
 class Followed(nn.Module):
     """Model with a moving average of its weights, which the optimizer's hook updates."""
 

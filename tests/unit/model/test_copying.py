@@ -1,5 +1,6 @@
 """Modules are copied although their attributes hold objects that Python cannot copy."""
 
+import copy
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,25 @@ class Logs(nn.Module):
         self.layer = nn.Linear(2, 2)
         self.file = path.open("w")
         self.meters: dict[str, Any] = {"lock": threading.Lock(), "sums": [1.0]}
+
+
+class Builds(nn.Linear):
+    """Layer that is copied by building a new one."""
+
+    def __deepcopy__(self, _memo: Any) -> "Builds":
+        return Builds(2, 2)
+
+
+def test_copies_by_a_method_of_the_module_are_replaced_by_copies_of_its_attributes() -> None:
+    """The method would make new parameters."""
+    module = nn.Sequential(Builds(2, 2))
+    other = nn.Parameter(torch.zeros(2))
+    made: Any = copy_module(module, {id(module[0].bias): other})[0]
+    assert made.bias is other
+    assert torch.equal(made.weight, module[0].weight)
+    assert isinstance(made, Builds)
+    assert "__deepcopy__" in vars(Builds)
+    assert copy.deepcopy(made).bias is not other
 
 
 def test_a_copy_shares_only_objects_that_cannot_be_copied(tmp_path: Path) -> None:
