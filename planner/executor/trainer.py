@@ -126,12 +126,15 @@ class Trainer:
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
     def check_same_phase(self, phase: Literal["checkpoint", "end"]) -> None:
-        """Check that all ranks save a checkpoint, or that all ranks have ended their loops.
+        """Check that all ranks save a checkpoint, or that all ranks have ended their loops, with equal tied parameters.
 
         Raises:
-            TrainingError: Another rank begins another phase.
+            TrainingError: Another rank begins another phase, or has another value of a tied parameter.
         """
+        if phase == "end" and self._agreement.has_ended:
+            return
         self._agreement.check_and_sum(phase, self.step_index)
+        self._assembly.tied.check_equal()
         self._job.activity.begin("between steps")
 
     def state_dict(self) -> dict[str, Any]:

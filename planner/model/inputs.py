@@ -6,6 +6,7 @@ The form of the text is shape[:dtype[:upper bound]]; the shape has no batch dime
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -47,6 +48,19 @@ def _holds_samples(value: Any, num_samples: int, depth: int) -> bool:
             if _holds_samples(list(content), num_samples, depth - 1):
                 return True
     return False
+
+
+def plain_samples(value: Any, num_samples: int) -> str:
+    """Return a description of a list or array in a nested batch that may hold one plain value per sample; else ""."""
+    if isinstance(value, np.ndarray):
+        return f"a NumPy array of shape {list(value.shape)}" if value.shape[:1] == (num_samples,) else ""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif not isinstance(value, list | tuple):
+        return ""
+    elif len(value) == num_samples and all(isinstance(item, str | int | float) for item in value):
+        return f"a {type(value).__name__} of {num_samples} values of type {type(value[0]).__name__}"
+    return next(filter(None, (plain_samples(item, num_samples) for item in value)), "")
 
 
 _EXAMPLE = "for example `--input 3x224x224` or `--input 1024:int64:32000`"

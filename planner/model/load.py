@@ -25,7 +25,13 @@ from planner.model.configuration import configuration_module
 from planner.model.copying import copy_module
 from planner.model.default_loss import DefaultLoss
 from planner.model.growth import SIZES
-from planner.model.inputs import BATCH_FIRST, PLAIN_CONTAINERS, input_tensor, type_that_holds_samples
+from planner.model.inputs import (
+    BATCH_FIRST,
+    PLAIN_CONTAINERS,
+    input_tensor,
+    plain_samples,
+    type_that_holds_samples,
+)
 from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
 from planner.model.optimizers import OptimizerBuilder, optimizer_builder
@@ -347,23 +353,38 @@ def _example_batch(
                 hint="return `inputs, None` if `forward` takes the targets as well; `inputs` may be a tensor, a "
                 "tuple, or a dict of keyword arguments",
             )
-        batch = Batch(*pair)
-        wrong = [list(t.shape) for t in tree_flatten(pair)[0] if isinstance(t, Tensor) and t.shape[:1] != (size,)]
-        if wrong:
-            raise ModelError(
-                f"{path}: `example_batch({size})` returned a tensor of shape {wrong[0]}, "
-                f"expected {size} samples in its first dimension",
-                hint=BATCH_FIRST,
-            )
-        kind = type_that_holds_samples(pair, size)
-        if kind:
-            raise ModelError(
-                f"{path}: `example_batch({size})` returned a {kind}, which cannot be cut into micro-batches",
-                hint=PLAIN_CONTAINERS,
-            )
-        return batch
+        _check_samples(path, size, pair, lambda other: function(other, **arguments))
+        return Batch(*pair)
 
     return example
+
+
+def _check_samples(path: str, size: int, pair: Sequence[Any], example: Callable[[int], Any]) -> None:
+    """Check that a batch of `size` samples, which `example` returned, can be cut into micro-batches."""
+    wrong = [list(t.shape) for t in tree_flatten(pair)[0] if isinstance(t, Tensor) and t.shape[:1] != (size,)]
+    if wrong:
+        raise ModelError(
+            f"{path}: `example_batch({size})` returned a tensor of shape {wrong[0]}, "
+            f"expected {size} samples in its first dimension",
+            hint=BATCH_FIRST,
+        )
+    kind = type_that_holds_samples(pair, size)
+    if kind:
+        raise ModelError(
+            f"{path}: `example_batch({size})` returned a {kind}, which cannot be cut into micro-batches",
+            hint=PLAIN_CONTAINERS,
+        )
+    values = plain_samples(pair, size)
+    others = ""
+    if values:  # their number may equal the number of samples by chance
+        with preserve_torch_generators(), contextlib.suppress(Exception):
+            others = plain_samples(example(size + 1), size + 1)
+    if others:
+        raise ModelError(
+            f"{path}: `example_batch` returned {values}, one per sample; only tensors are cut into micro-batches",
+            hint="return a tensor (`torch.tensor(labels)`), map texts to numbers in the data loader, and leave out "
+            "values that neither the model nor the loss reads",
+        )
 
 
 _PARAMETERS = (

@@ -87,7 +87,8 @@ class PhaseAgreement:
         self._own = torch.zeros(2 + _NUM_SIZES, dtype=torch.float64, device=device)
         self._received = torch.zeros_like(self._own)
         self._sending: list[dist.Work] = []
-        self._has_ended = False
+        self.has_ended = False
+        """True if the last phase was the end of the loop."""
 
     def check_and_sum(self, phase: Phase, step: int, sizes: Sequence[int] = (), *, count: float = 0.0) -> float:
         """Compare the phase that this rank begins with those of other ranks, and sum the replicas' `count`.
@@ -107,13 +108,13 @@ class PhaseAgreement:
             TrainingError: Another rank begins another phase, step, or mini-batch.
         """
         is_alone = self._place.num_devices * self._place.num_replicas == 1
-        if is_alone or (self._has_ended and phase == "end"):
+        if is_alone or (self.has_ended and phase == "end"):
             return count
-        self._has_ended = phase == "end"
+        self.has_ended = phase == "end"
         begun = _BegunPhase(phase, step, tuple(sizes))
         self._compare_along_pipeline(begun)
         total = self._compare_replicas(begun, count)
-        if self._has_ended:
+        if self.has_ended:
             # Without this, a rank could exit normally before another rank detects the difference.
             self._activity.begin(_DOING[phase], waits_for=ANY)
             dist.all_reduce(self._received)

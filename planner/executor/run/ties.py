@@ -9,10 +9,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from planner.core.errors import TrainingError
 from planner.executor.run.gradients import release_memory
 from planner.executor.run.placement import ProcessPlace
+from planner.model.layout import in_memory_order
+
+_ROUNDING = 1e-3
+"""Largest difference of two copies, relative to the largest element, that may be due to rounding on unequal devices."""
 
 
 class TiedGradients:
@@ -35,6 +40,7 @@ class TiedGradients:
         *,
         trained: Collection[str],
     ) -> None:
+        self._names: dict[nn.Parameter, str] = {}
         self._groups: list[tuple[list[nn.Parameter], dist.ProcessGroup]] = []
         """Parameters that the same ranks hold, and the group of these ranks."""
         self._kept_elsewhere: list[nn.Parameter] = []
@@ -51,6 +57,7 @@ class TiedGradients:
             if place.rank in ranks:
                 name = next(name for layer, name in owners if stage_of[layer] in place.stages)
                 held.append(parameters[name])
+                self._names[parameters[name]] = owners[0][1]
                 if place.rank != ranks[0]:
                     self._kept_elsewhere.append(parameters[name])
                 if place.rank != min(place.rank_of(stage) for stage in stages):
@@ -83,3 +90,43 @@ class TiedGradients:
                 summed = parameter.grad.detach()
                 dist.all_reduce(summed, group=group)
                 release_memory(summed)
+
+    def check_equal(self) -> None:
+        """Check that the copies of each parameter have stayed equal. Every rank must call this method.
+
+        Raises:
+            TrainingError: Copies differ by more than a rounding error.
+        """
+        for parameters, group in self._groups:
+            sums = torch.stack([_sum_of_bits(parameter) for parameter in parameters])
+            lowest, highest = _lowest_and_highest(sums, group)
+            changed = [p for p, is_equal in zip(parameters, (lowest == highest).tolist(), strict=True) if not is_equal]
+            for parameter in changed:
+                lowest, highest = _lowest_and_highest(_real(parameter), group)
+                if bool(((highest - lowest).abs() > _ROUNDING * highest.abs().max()).any()):
+                    raise TrainingError(
+                        f'the copies of "{self._names[parameter]}", which layers on several ranks share, differ: the '
+                        "script changed them in different ways",
+                        hint="change parameters alike on every rank: random numbers for a parameter must depend on "
+                        "its name, not on the order in which a rank draws them",
+                    )
+
+
+def _lowest_and_highest(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    lowest, highest = tensor.clone(), tensor.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return lowest, highest
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return the sum of all elements, read as integers, which does not depend on the order of the elements."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    values = _real(tensor)
+    return values.view(integers[values.element_size()]).sum(dtype=torch.int64)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return the tensor's values as real numbers in memory order."""
+    values = tensor.detach()
+    return in_memory_order(torch.view_as_real(values) if values.is_complex() else values)

@@ -20,8 +20,10 @@ class Counts(nn.Linear):
         self.calls += 1
         return super().forward(x)
 
-def build_model(frozen: int = 0, counts: int = 0):
+def build_model(frozen: int = 0, counts: int = 0, tied: int = 0):
     model = nn.Sequential(*[(Counts if counts else nn.Linear)(4, 4) for _ in range(4)])
+    if tied:
+        model[3].weight = model[0].weight
     model[:frozen].requires_grad_(False)
     return model
 
@@ -69,6 +71,9 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
                 each.step()
             optimizer.zero_grad()
         average.update_parameters(averaged)
+        if what == "noise":
+            with torch.no_grad():
+                [parameter.add_(0.01 * torch.randn_like(parameter)) for parameter in parameters]
         if what == "rename" and step == 0:
             torch.nn.utils.parametrizations.weight_norm(next(pipeline.modules[0].children()))
         moved = sum(not torch.equal(old, new) for old, new in zip(before, parameters))
@@ -180,3 +185,11 @@ def test_a_warning_names_numbers_that_checkpoints_do_not_contain(folder: Path) -
 def test_checkpoints_name_a_tensor_that_the_script_has_renamed(folder: Path) -> None:
     output = refusal(folder, "rename", "two", 2, "--checkpoint=checkpoints")
     assert 'the script has removed or renamed "0.weight", which `build_model` returns' in output
+
+
+def test_scripts_must_change_copies_of_a_tied_parameter_alike(folder: Path) -> None:
+    """Each rank draws noise for its own parameters, so two ranks draw other numbers for the tied one."""
+    case = Case(model=folder / "model.py", balance=(2, 2), settings=(("tied", 1),))
+    write_balance(case, folder / "tied.yaml")
+    train(folder, "plain", "tied")
+    assert 'the copies of "0.weight", which layers on several ranks share, differ' in refusal(folder, "noise", "tied")

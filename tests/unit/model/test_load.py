@@ -295,11 +295,14 @@ def test_an_unknown_optimizer_is_refused() -> None:
         ("(torch.randn(batch_size, 8), {'y': torch.zeros(1, 1)})", "[1, 1]"),
         ("(torch.randn(batch_size, 8), UserDict(y=torch.zeros(batch_size)))", "a UserDict, which cannot be cut into"),
         ("(SimpleNamespace(of=SimpleNamespace(x=torch.zeros(batch_size, 8))), None)", "a SimpleNamespace, which"),
+        ("(torch.randn(batch_size, 8), ['cat'] * batch_size)", "a list of 2 values of type str, one per sample"),
+        ("({'x': torch.randn(batch_size, 8), 'y': (torch.zeros(batch_size), [1] * batch_size)}, None)", "type int"),
+        ("(torch.randn(batch_size, 8), np.zeros((batch_size, 3)))", "a NumPy array of shape [2, 3], one per sample"),
         ("1 / 0", "`example_batch(2)` raised ZeroDivisionError"),
     ],
 )
 def test_a_wrong_example_batch_is_refused(tmp_path: Path, returned: str, expected: str) -> None:
-    imports = "from collections import UserDict\nfrom types import SimpleNamespace\n"
+    imports = "import numpy as np\nfrom collections import UserDict\nfrom types import SimpleNamespace\n"
     text = f"{HEAD}{imports}{BUILD}\ndef example_batch(batch_size):\n    return {returned}\n{LOSS}"
     loaded = load(tmp_path, text)
     with pytest.raises(ModelError) as refused:
@@ -308,7 +311,9 @@ def test_a_wrong_example_batch_is_refused(tmp_path: Path, returned: str, expecte
 
 
 def test_inputs_may_be_nested(tmp_path: Path) -> None:
-    text = "def example_batch(n): return {'a': torch.zeros(n, 2), 'b': (torch.ones(n), 3)}, torch.zeros(n)\n"
+    text = (
+        "def example_batch(n): return {'a': torch.zeros(n, 2), 'b': (torch.ones(n), 3), 'c': [0] * 6}, torch.zeros(n)\n"
+    )
     batch = load(tmp_path, HEAD + BUILD + text).example_batch(6)
     assert batch.num_samples == 6
     moved = to_device(batch, torch.device("meta"))
