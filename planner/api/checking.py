@@ -41,15 +41,17 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     if options.mem is not None and options.device is not None:
         raise UsageError("`--mem` and `--device` both set the memory limit", hint="give one of them")
     device = accelerator(options.device) if options.device is not None else None
-    read, place = plan_of(plan)
-    profile = profile_for(read, place, options.profile).profile
-    memory_bytes = texts.parse_memory_limits(options.mem, read.inputs.devices) if options.mem is not None else None
-    limits = memory_bytes or ((device.memory_bytes,) if device is not None else read.inputs.memory_bytes)
+    loaded_plan, place = plan_of(plan)
+    profile = profile_for(loaded_plan, place, options.profile).profile
+    memory_bytes = (
+        texts.parse_memory_limits(options.mem, loaded_plan.inputs.devices) if options.mem is not None else None
+    )
+    limits = memory_bytes or ((device.memory_bytes,) if device is not None else loaded_plan.inputs.memory_bytes)
     headroom = headroom_of(options.headroom, profile, limits)
     if options.balance is not None:
-        read = with_cuts(read, profile, cuts_of(options.balance, profile), memory_bytes=memory_bytes)
+        loaded_plan = with_cuts(loaded_plan, profile, cuts_of(options.balance, profile), memory_bytes=memory_bytes)
     verdict = judge(
-        read,
+        loaded_plan,
         profile,
         profile_digest=files.digest_of(profile),
         memory_bytes=memory_bytes,
@@ -57,10 +59,10 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         headroom=headroom,
         strict=options.strict,
     )
-    if checkable_report(read, verdict) is not None:
+    if checkable_report(loaded_plan, verdict) is not None:
         from planner.solve.questions.certificate import check_certificate  # noqa: PLC0415 - given cuts have no certificate
 
-        verdict = check_certificate(read, verdict, profile)
+        verdict = check_certificate(loaded_plan, verdict, profile)
     if options.model is not None:
         verdict = with_findings(verdict, _changes(os.fspath(options.model), profile))
     if verdict.exceeds_limit and verdict.plan is not None:

@@ -66,9 +66,9 @@ def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
     return *_recomputed_from_profile(committed, its_profile), path
 
 
-def _recomputed_from_profile(plan: Plan, read: Callable[[], Profile]) -> tuple[Plan, bool]:
+def _recomputed_from_profile(plan: Plan, read_profile: Callable[[], Profile]) -> tuple[Plan, bool]:
     try:
-        profile = read()
+        profile = read_profile()
     except (FileError, UsageError):
         return plan, False
     digest = files.digest_of(profile)

@@ -64,10 +64,10 @@ def emit_files(
     others = options.smaller or ()
     check_engine(options.engine, launch=options.launch, has_smaller=bool(others))
     nodes = _nodes(options)
-    read, place = plan_of(plan)
-    source = profile_for(read, place, options.profile)
+    loaded_plan, place = plan_of(plan)
+    source = profile_for(loaded_plan, place, options.profile)
     smaller = [plan_of(other) for other in others]
-    fresh = [_recomputed(each, source.profile, where, on_finding) for each, where in ((read, place), *smaller)]
+    fresh = [_recomputed(each, source.profile, where, on_finding) for each, where in ((loaded_plan, place), *smaller)]
     return write_engine_files(
         fresh[0],
         source.profile,

@@ -37,13 +37,13 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
     from planner.solve.cases import micro_batch_counts  # noqa: PLC0415
     from planner.solve.request import Request  # noqa: PLC0415
 
-    read, place = plan_of(plan)
-    source, output = profile_for(read, place, options.profile), path_of(options.output)
+    loaded_plan, place = plan_of(plan)
+    source, output = profile_for(loaded_plan, place, options.profile), path_of(options.output)
     if output is not None:
         files.check_outputs({"--output": output}, (source.path, place))
         files.check_writable(output)
     profile = source.profile
-    now = judge_again_from_profile(read, profile, place).plan or read
+    now = judge_again_from_profile(loaded_plan, profile, place).plan or loaded_plan
     counts = micro_batch_counts(profile, Request(inputs=now.inputs), replicas=now.replicas, required=False)
     page = explore_html(
         ExplorerRequest(

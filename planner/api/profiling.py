@@ -137,8 +137,8 @@ def _by_formula(model: File | Any | None, configuration: Configuration | None, o
     output = path_of(options.output)
     if output is not None:
         is_file = configuration is not None and configuration.kind == "configuration"
-        read = configuration.name if configuration is not None and is_file else None
-        files.check_outputs({"--output": output}, (read,))
+        input_path = configuration.name if configuration is not None and is_file else None
+        files.check_outputs({"--output": output}, (input_path,))
         files.check_writable(output)
     profile = profile_by_formula(options, configuration)
     if output is not None:

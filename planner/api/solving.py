@@ -136,8 +136,8 @@ def _write_merged(source: ProfileSource) -> None:
 def _check_output(output: str | None, source: ProfileSource, options: SolveOptions) -> None:
     if output is not None:
         merged = {"the merged profile": source.path} if source.merged else {}
-        read = source.merged or (source.path,)
-        files.check_outputs({"--output": output, **merged}, (*read, *_files_of(options)))
+        profile_paths = source.merged or (source.path,)
+        files.check_outputs({"--output": output, **merged}, (*profile_paths, *_files_of(options)))
         files.check_writable(output)
 
 
@@ -148,31 +148,31 @@ def _solved(source: ProfileSource, options: SolveOptions, output: str | None) ->
     from planner.solve import solve as solve_plan  # noqa: PLC0415
     from planner.solve.methods import lacks_bound  # noqa: PLC0415
 
-    read = source.profile
-    request = request_of(read, profile_reference(source, output or NOWHERE), options)
+    profile = source.profile
+    request = request_of(profile, profile_reference(source, output or NOWHERE), options)
     for text in ineffective_options(options, request.inputs):
         options.note(text)
     if options.batch is None:
-        options.note(default_batch_note(read, request.inputs.batch))
+        options.note(default_batch_note(profile, request.inputs.batch))
     share = request.inputs.headroom
     if share and options.headroom in (AUTO, None):
         otherwise = "" if options.headroom else "; `--headroom 0%` uses all memory"
         kept = f"headroom {100 * share:.4g}% of every memory limit"
         options.note(f"{kept}, as much as earlier predictions of this kind were too low{otherwise}")
-    if CostTable(read).is_split_backward_assumed and all(each.splits_backward for each in request.schedules):
+    if CostTable(profile).is_split_backward_assumed and all(each.splits_backward for each in request.schedules):
         options.note(
             "the profile has no split backward times: each pass is assumed to take half of the backward, and saved "
             "activations are assumed to be held until the weight-gradient pass; profile on the device to measure them"
         )
-    plan = solve_plan(read, replace(request, watch=options.watch))
-    if read.model.batch_norm and plan.micro_batches > 1:
+    plan = solve_plan(profile, replace(request, watch=options.watch))
+    if profile.model.batch_norm and plan.micro_batches > 1:
         options.note(
             f"batch normalization uses micro-batches of {pluralize(plan.micro_batch_size, 'sample')}, not the batch of "
             f"{plan.inputs.batch}; `--min-micro-batch 8` sets a smallest size"
         )
-    if read.proof is not None and read.proof.uncovered and len(plan.stages) > 1:
+    if profile.proof is not None and profile.proof.uncovered and len(plan.stages) > 1:
         options.note(
-            f"{pluralize(read.proof.uncovered, 'cut')} of {len(read.layers) - 1} were not compared with "
+            f"{pluralize(profile.proof.uncovered, 'cut')} of {len(profile.layers) - 1} were not compared with "
             "the unpartitioned model; `gpipe-plan verify` compares the cuts of this plan"
         )
     if plan.solver.status == "feasible" and lacks_bound(request.schedules):
@@ -180,7 +180,7 @@ def _solved(source: ProfileSource, options: SolveOptions, output: str | None) ->
             "highspy is not installed; with it the gap may be smaller and the plan faster "
             f"(`{install_command('milp')}`)"
         )
-    return _with_details(read, request, plan, options)
+    return _with_details(profile, request, plan, options)
 
 
 def _with_details(profile: Profile, request: "Request", plan: Plan, options: SolveOptions) -> Plan:

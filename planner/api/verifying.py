@@ -98,9 +98,9 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     _check_steps(options)
     if written is not None:
         files.check_writable(written)
-    read, place = plan_of(plan)
-    source = profile_for(read, place, options.profile)
-    now = judge_again_from_profile(read, source.profile, place).plan or read
+    loaded_plan, place = plan_of(plan)
+    source = profile_for(loaded_plan, place, options.profile)
+    now = judge_again_from_profile(loaded_plan, source.profile, place).plan or loaded_plan
     if options.run is None:
         verification = _of_trial(now, source, tolerance, options)
     else:

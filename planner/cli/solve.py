@@ -74,26 +74,28 @@ def solve(
     if output == "-":
         console.result(files.dump(plan, as_json=as_json, header=PLAN_HEADER))
         return
-    read = source.profile
+    source_profile = source.profile
     if as_json:
         console.result(files.json_text(plan if len(plans) == 1 else plans))
     else:
-        shown = plan if quiet or is_stopped() else with_schedules(read, plan, options)
-        certainty = certainty_of(plan, read)
-        console.result(plan_text(shown, Evaluation.of(plan, read).events, style_for_stdout(), certainty=certainty))
+        shown = plan if quiet or is_stopped() else with_schedules(source_profile, plan, options)
+        certainty = certainty_of(plan, source_profile)
+        console.result(
+            plan_text(shown, Evaluation.of(plan, source_profile).events, style_for_stdout(), certainty=certainty)
+        )
         for finding in tight_findings(plan, certainty):
             console.warning(f"{finding.message}: {finding.hint}")
         for smaller in plans[1:]:
-            console.result(_in_a_line(smaller, certainty_of(smaller, read)))
+            console.result(_in_a_line(smaller, certainty_of(smaller, source_profile)))
         _note_simpler_schedule(console, shown)
-    _notes(console, plan, read, extrapolated=options.extrapolate)
+    _notes(console, plan, source_profile, extrapolated=options.extrapolate)
     if not quiet and not is_stopped():
-        _note_faster_plans(console, plan, read, options, spent_s=time.monotonic() - began_s)
-    if read.device.how == "estimated" and options.reserve is None and options.calibration is None:
+        _note_faster_plans(console, plan, source_profile, options, spent_s=time.monotonic() - began_s)
+    if source_profile.device.how == "estimated" and options.reserve is None and options.calibration is None:
         console.note(f"note: {_assumed_reserve(plan)}")
     merged = [merged_path(output)] if source.merged else []
     console.note(f"wrote {', '.join((*paths, *merged))}")
-    emit_format = _format(plan, read)
+    emit_format = _format(plan, source_profile)
     # Smaller plans are for train.py only.
     number = 1 if emit_format else len(plans)
     console.note(f"next: {_emit_line(plans[:number], paths[:number])}{emit_format}")

@@ -118,12 +118,12 @@ def write_engine_files(
     """
     refuse_tensor_parallel_or_sharded(engine, plan)
     profile_folder = str(Path(input_paths.profile).parent)
-    read = (input_paths.plan, input_paths.profile, files.model_path(profile, profile_folder), *input_paths.smaller)
+    inputs = (input_paths.plan, input_paths.profile, files.model_path(profile, profile_folder), *input_paths.smaller)
     if engine in FORMATS:
         file = engine_file(engine, plan, profile)
         texts = {**file.extra_files, file.name: file.text}
         paths = tuple(Path(folder, name) for name in texts)
-        files.check_outputs({str(path): str(path) for path in paths}, read)
+        files.check_outputs({str(path): str(path) for path in paths}, inputs)
         _write(dict(zip(paths, texts.values(), strict=True)), force=force)
         return EmitResult(paths=paths, notes=file.notes, use=file.use)
     where = {"folder": folder, "profile_folder": profile_folder}
@@ -138,7 +138,7 @@ def write_engine_files(
         file = LAUNCHERS[launch](launch_job(emitted.plans, plan.inputs, script=script, nodes=nodes))
         emitted = replace(emitted, launch=file, notes=(*emitted.notes, *file.notes), use=file.use)
     paths = emitted.paths(folder)
-    files.check_outputs({str(path): str(path) for path in paths}, read)
+    files.check_outputs({str(path): str(path) for path in paths}, inputs)
     kept = not emitted.write(folder, force=force)
     return EmitResult(paths=paths, kept=kept, notes=emitted.notes, use=emitted.use)
 

@@ -333,7 +333,7 @@ class Checkpoints:
             except Exception as error:  # of any kind: an older checkpoint may be readable
                 why = f"{type(error).__name__}: {first_line_of_error(error)[:200]}"
                 problem = f"{source}: cannot be read ({why})", ""
-            first_problem = self._exchange.decide(problem, lambda found: next(filter(None, found), None))
+            first_problem = self._exchange.decide(problem, lambda of_ranks: next(filter(None, of_ranks), None))
             if first_problem is None:
                 assert checkpoint is not None
                 self._restore(source, checkpoint)

@@ -74,13 +74,13 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Iterable[str | None
         outputs: Paths of output files by option; `-` is standard output, None is no output.
         inputs: Paths of input files; `-` is standard input, None is no input.
     """
-    read = [path for path in inputs if path is not None and path != "-"]
+    input_paths = [path for path in inputs if path is not None and path != "-"]
     written: dict[str, str] = {}
     for option, path in outputs.items():
         if path is None or path == "-":
             continue
         shown = path if option == path else f"{option} {path}"
-        for other in read:
+        for other in input_paths:
             if _is_same(path, other):
                 raise UsageError(f"`{shown}` would overwrite {other}, which is an input", hint="name another file")
         for other_option, other in written.items():

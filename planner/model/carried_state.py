@@ -76,7 +76,7 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
     flow, again = second.recording.flow.nodes, second.recording
     is_same = [call.exit for call in first.calls] == [call.exit for call in again.calls]
     set_again = set(map(attribute_key, again.calls[0].changes))
-    found = []
+    states = []
     for key, storages in second.storages.items():
         reading = [
             operator
@@ -93,8 +93,8 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
             enters = [operator.time for operator in reading] if is_same else [call.enter for call in calls]
             span = (min(enters), max(call.exit for call in calls))
         name = ".".join(filter(None, [key[0], *map(str, key[1])]))
-        found.append(CarriedState(name=name, storage=-1, first=span[0], last=span[1], attribute=key))
-    return found
+        states.append(CarriedState(name=name, storage=-1, first=span[0], last=span[1], attribute=key))
+    return states
 
 
 def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey, int]:
@@ -107,8 +107,8 @@ def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey,
     once = {attribute_key(change): change for change in first.calls[0].changes}
     numbers = {key for key, change in once.items() if not change.contains_tensor and key not in set_again}
     tables = {key for key in second.fixed & (once.keys() - set_again) if key[0] in {path for path, _ in numbers}}
-    found = tables | {key for key in numbers if key[0] in {path for path, _ in tables}}
-    return {key: max(first.calls[number].exit for number in _innermost(first, key)) for key in sorted(found, key=str)}
+    reused = tables | {key for key in numbers if key[0] in {path for path, _ in tables}}
+    return {key: max(first.calls[number].exit for number in _innermost(first, key)) for key in sorted(reused, key=str)}
 
 
 def reason_against_cut(states: Iterable[CarriedState], cut: int) -> str:

@@ -29,7 +29,7 @@ def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tenso
     todo: list[Any] = [v for part in own.values() for name, v in vars(part).items() if name not in tables]
     todo.extend(hooks for tensor in hooked for hooks in _hooks(tensor))
     seen: dict[int, Any] = dict(own)  # holds the objects, because the address of a freed object could be reused
-    found = []
+    tensors = []
     while todo:
         value = todo.pop()
         if id(value) in seen:
@@ -38,9 +38,9 @@ def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tenso
         if not isinstance(value, Tensor):
             todo.extend(_referred(value))
         elif id(value) not in held:
-            found.append(value)
+            tensors.append(value)
             todo.extend(_hooks(value))
-    return found
+    return tensors
 
 
 def _hooks(tensor: Tensor) -> Iterator[Any]:

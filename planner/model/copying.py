@@ -53,8 +53,8 @@ def _uncopyable(value: Any, instead: Mapping[int, Any], visited: set[int]) -> It
     try:
         copy.deepcopy(value, dict(instead))
     except _UNCOPYABLE:
-        found = [each for part in _parts(value) for each in _uncopyable(part, instead, visited)]
-        yield from found or [value]
+        parts = [each for part in _parts(value) for each in _uncopyable(part, instead, visited)]
+        yield from parts or [value]
 
 
 def _parts(value: Any) -> Iterator[Any]:

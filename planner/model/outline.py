@@ -210,7 +210,7 @@ def _outline_of_cuts(
         modules=modules,
         model_tensors=model_tensors,
         crossings=crossings,
-        repeated_model_tensors=tuple(read for read, _ in repeated),
+        repeated_model_tensors=tuple(names for names, _ in repeated),
         overwritten=tuple(written for _, written in repeated),
         writes=tuple(
             writes_into(recording, span, received) for span, received in zip(spans, storages[:-1], strict=True)

@@ -105,7 +105,7 @@ def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str])
 def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str]:
     """Return the module-level variables, as `file:name`, that modules and functions may read, directly or in calls."""
     classes = {cls for module in modules.values() for cls in type(module).__mro__ if is_user_module(cls.__module__)}
-    found = {f"{cls.__module__}:{cls.__name__}" for cls in classes}
+    variables = {f"{cls.__module__}:{cls.__name__}" for cls in classes}
     waiting: list[Any] = [value for cls in classes for value in vars(cls).values()]
     waiting += [value for module in modules.values() for value in vars(module).values()] + list(functions)
     seen: set[int] = set()
@@ -115,9 +115,9 @@ def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str
             continue
         seen.add(id(function))
         for name in global_names(function.__code__) & function.__globals__.keys():
-            found.add(f"{function.__module__}:{name}")
+            variables.add(f"{function.__module__}:{name}")
             waiting.append(function.__globals__[name])
-    return found
+    return variables
 
 
 class _WithTensors(dict[str, float]):
@@ -278,17 +278,17 @@ def global_names(code: CodeType) -> set[str]:
 def user_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[ModuleType]:
     """Return the user's Python modules that define the model and its loss, and their imports."""
     waiting = sorted({type(module).__module__ for module in model.modules()} | {getattr(loss_fn, "__module__", "")})
-    found: dict[str, ModuleType] = {}
+    files: dict[str, ModuleType] = {}
     while waiting:
         name = waiting.pop()
-        if name in found or not is_user_module(name):
+        if name in files or not is_user_module(name):
             continue
-        found[name] = sys.modules[name]
-        for value in vars(found[name]).values():
+        files[name] = sys.modules[name]
+        for value in vars(files[name]).values():
             other = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
             if isinstance(other, str):
                 waiting.append(other)
-    return list(found.values())
+    return list(files.values())
 
 
 def is_user_object(value: Any) -> bool:

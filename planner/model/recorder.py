@@ -163,14 +163,14 @@ class _ForwardRecorder:
             noted.append(value)
         self.recording.inputs, self.recording.input_nest = tuple(noted), nest
 
-    def note_outputs(self, output: Any, read: set[int] | None) -> None:
-        """Record the outputs. Only those with an address in `read` count as used; if `read` is None, all."""
+    def note_outputs(self, output: Any, addresses: set[int] | None) -> None:
+        """Record the outputs. Only those with an address in `addresses` count as used; if `addresses` is None, all."""
         leaves, nest = flatten(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
         used = {version for version in versions if version >= 0}
-        if read is not None:
+        if addresses is not None:
             # The loss may also read tensors that are no leaves, inside an object of a class that is not flattened.
-            used = {self._versions[self._storages[address][1]] for address in read if address in self._storages}
+            used = {self._versions[self._storages[address][1]] for address in addresses if address in self._storages}
         storages = {self.recording.flow.nodes[version]["storage"] for version in used}
         self.recording.returned_model_tensors = frozenset(
             names[0] for held, names in self._held.items() if held in storages
@@ -325,7 +325,7 @@ class _ForwardRecorder:
         return self._below[module]
 
     def _derive(self, version: int, reads: tuple[int, ...], *, tainted: bool) -> None:
-        self.recording.flow.add_edges_from((read, version) for read in reads if read != version)
+        self.recording.flow.add_edges_from((source, version) for source in reads if source != version)
         if tainted:
             self._tainted.add(version)
 

@@ -265,8 +265,8 @@ def _saved_names(model: nn.Module) -> set[str]:
 
 
 def _values(model: nn.Module, loaded: LoadedModel) -> dict[str, float]:
-    found = numbers_in_attributes(dict(model.named_modules())) | numbers_in_user_files(model, loaded.loss_fn)
-    return without_leftover_tensors(found, ())
+    numbers = numbers_in_attributes(dict(model.named_modules())) | numbers_in_user_files(model, loaded.loss_fn)
+    return without_leftover_tensors(numbers, ())
 
 
 def _refuse_changes(before: Mapping[str, float], after: Mapping[str, float]) -> None:

@@ -99,9 +99,9 @@ def assign_unread_tensors(
         model: The model.
         spans: Begin and end of each layer.
     """
-    read = frozenset(name for names in model_tensors for name in names)
+    read_names = frozenset(name for names in model_tensors for name in names)
     # Tensors are compared by identity, because the forward may have read a tied tensor under another name.
-    placed = {id(tensor) for name, tensor in _named_tensors(model) if name in read}
+    placed = {id(tensor) for name, tensor in _named_tensors(model) if name in read_names}
     layer_of: dict[str, int] = {}
     for layer, span in enumerate(spans):
         for call in recording.calls[1:]:
@@ -110,7 +110,7 @@ def assign_unread_tensors(
                 layer_of.setdefault(call.path, layer)
     complete = list(model_tensors)
     for name, tensor in _named_tensors(model):
-        if name in read or id(tensor) in placed:
+        if name in read_names or id(tensor) in placed:
             continue
         path = name.rpartition(".")[0]
         while path and path not in layer_of:

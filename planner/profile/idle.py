@@ -24,7 +24,7 @@ def idle_parameters(task: ProfilingTask, records: LayerRecords) -> dict[str, fro
     Layers with equal operators have the same digest; the names are those in the first of them. The result has no
     parameters that several layers share, and none of layers that read tensor values.
     """
-    found = {
+    idle = {
         digest: _without_gradient(unit, records.inputs[digest, records.sizes[0]])
         for digest, unit in records.distinct.items()
     }
@@ -33,8 +33,8 @@ def idle_parameters(task: ProfilingTask, records: LayerRecords) -> dict[str, fro
         names = zip(
             layer.parameters_by_name(), dict(records.distinct[unit.digest].module.named_parameters()), strict=True
         )
-        found[unit.digest] -= {name for full, name in names if full in tied}
-    return found
+        idle[unit.digest] -= {name for full, name in names if full in tied}
+    return idle
 
 
 def parameters_with_gradients(records: LayerRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:

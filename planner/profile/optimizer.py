@@ -132,14 +132,14 @@ def optimizer_boundary_peaks(
         device: Device on which the optimizer runs.
         meter: Meter of the device.
     """
-    groups, found = whole.groups(), dict[tuple[object, ...], int]()
+    groups, peaks = whole.groups(), dict[tuple[object, ...], int]()
     places = {id(p): (g, n) for g, group in enumerate(groups) for n, p in enumerate(group.parameters)}
 
     def peak(first: Tensor, second: Tensor) -> int:
         key = (groups[places[id(first)][0]].cost_options, *((p.shape, p.stride(), p.dtype) for p in (first, second)))
-        if key not in found:
-            found[key] = _peak_of_two(first, second, whole, device=device, meter=meter)
-        return found[key]
+        if key not in peaks:
+            peaks[key] = _peak_of_two(first, second, whole, device=device, meter=meter)
+        return peaks[key]
 
     present = [{id(p): p for p in layer if id(p) in places} for layer in layers]
     joins = [_joins(previous, following, places) for previous, following in pairwise(present)]

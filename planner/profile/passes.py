@@ -189,15 +189,15 @@ def time_neighbors(
         turn.forward(timer, before)
     for turn in (*turns, nothing):
         turn.release_tensors()
-    found: list[tuple[_TurnTimes, bool]] = []
+    backward_times: list[tuple[_TurnTimes, bool]] = []
     next_turn = None
     while turns:
         turn = turns.pop()
-        found.append((turn.backward(timer, next_turn), turn.is_stage))
+        backward_times.append((turn.backward(timer, next_turn), turn.is_stage))
         next_turn = turn
         if len(turns) == middle:
             of_nothing = nothing.backward(timer, None)
-    return [_own_times(times, of_nothing, is_stage=is_stage) for times, is_stage in reversed(found)]
+    return [_own_times(times, of_nothing, is_stage=is_stage) for times, is_stage in reversed(backward_times)]
 
 
 def _own_times(times: _TurnTimes, of_nothing: _TurnTimes, *, is_stage: bool) -> tuple[float, float]:

@@ -151,16 +151,16 @@ def _schedules(
 
 
 def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int) -> Sequence[int]:
-    asked = request.inputs.chunks
+    requested = request.inputs.chunks
     if not schedule.is_chunked:
         return (1,)
     if schedule.exact_chunks is not None:
-        return (schedule.exact_chunks,) if asked in (0, schedule.exact_chunks) else ()
+        return (schedule.exact_chunks,) if requested in (0, schedule.exact_chunks) else ()
     # One chunk per device is 1F1B with a longer warm-up, which also runs with fewer micro-batches. `auto` tries it,
     # unless the cuts are given.
-    if asked == 1 and request.inputs.schedule == "auto" and request.balance is not None:
+    if requested == 1 and request.inputs.schedule == "auto" and request.balance is not None:
         return ()
-    several = (asked,) if asked else range(1, MOST_CHUNKS + 1)
+    several = (requested,) if requested else range(1, MOST_CHUNKS + 1)
     return [chunks for chunks in several if num_layers >= 2 * chunks and devices >= 2]
 
 

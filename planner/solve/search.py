@@ -293,12 +293,12 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
         return _search_ranked(cases, request, deadline, upper_us=upper_us, ranks=ranks)
     allowed = {case.schedule.name for case in cases}
     quick = [answer for answer in quick if answer.case.schedule.name in allowed]
-    found = min(quick, key=lambda answer: answer.step_us, default=None)
-    upper_us = upper_us if found is None else min(upper_us, found.step_us)
+    fastest = min(quick, key=lambda answer: answer.step_us, default=None)
+    upper_us = upper_us if fastest is None else min(upper_us, fastest.step_us)
     cheaper = replace(request, actions=(request.actions or 0) // _FIRST_BUDGET)
     first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
     quickly = {CaseKey.of(answer.case): answer for answer in quick}
-    first = first._replace(best=first.best or found, answers=faster_answers(quickly, first.answers))
+    first = first._replace(best=first.best or fastest, answers=faster_answers(quickly, first.answers))
     is_improvable = first.best is not None and request.searches_longer
     return _improved_schedules(cases, first, request, deadline, ranks=ranks) if is_improvable else first
 

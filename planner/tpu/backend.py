@@ -213,12 +213,12 @@ def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[i
         for storage, kept, narrow in zip(received, layer.kept_inputs, layer.narrow_inputs, strict=False)
         if kept and not narrow
     }
-    found: list[dict[int, bool]] = [{} for _ in compiled]
+    kept_outputs: list[dict[int, bool]] = [{} for _ in compiled]
     for storage in storages.storages:
         if storage.kept and storage.origin >= 0:
             array = compiled[storage.origin].output_kinds[storage.place]
-            found[storage.origin][storage.place] = array.loop_bytes < array.bytes and storage not in wide
-    return found
+            kept_outputs[storage.origin][storage.place] = array.loop_bytes < array.bytes and storage not in wide
+    return kept_outputs
 
 
 def _received_sizes(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:

@@ -81,10 +81,10 @@ def emit(
     refused = _too_large(plan, memory, limit_bytes)
     _raise_unless_compiler_can_decide(profile, refused)
     note("note: according to the prediction, the program does not fit; asking the TPU's compiler, which takes a while")
-    with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as asked:
-        emitted = emitted_to(asked, "")
-        emitted.write(asked)
-        fits, answer = compile_and_report_fit(Path(asked, emitted.name), chip)
+    with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as trial_folder:
+        emitted = emitted_to(trial_folder, "")
+        emitted.write(trial_folder)
+        fits, answer = compile_and_report_fit(Path(trial_folder, emitted.name), chip)
     if not fits:
         raise InfeasibleError(f"{refused.message}; {answer}", hint=refused.hint)
     return emitted_to(folder, answer)

@@ -129,12 +129,12 @@ def _layer_of(
     forward, readers, trained = programs[0], matmul_operands_of(function, split), list(function.trained.values())
     inputs = tuple(map(padded_bytes, function.inputs))
     laid_out = forward.arguments[-1 - len(function.inputs) : -1]
-    read = {(residual.kind, residual.index) for residual in split.residuals}
+    residuals = {(residual.kind, residual.index) for residual in split.residuals}
     outputs, created = forward.outputs[: len(split.outputs)], forward.outputs[len(split.outputs) :]
     read_backward = [
         *zip(split.made_shapes, created, strict=True),
-        *(pair for n, pair in enumerate(zip(function.inputs, laid_out, strict=True)) if ("input", n) in read),
-        *(pair for n, pair in enumerate(zip(split.outputs, outputs, strict=True)) if ("output", n) in read),
+        *(pair for n, pair in enumerate(zip(function.inputs, laid_out, strict=True)) if ("input", n) in residuals),
+        *(pair for n, pair in enumerate(zip(split.outputs, outputs, strict=True)) if ("output", n) in residuals),
     ]
     # Gradients have the layout of their tensors.
     pulled = sum(outputs[n] for n in split.differentiable)
@@ -148,9 +148,9 @@ def _layer_of(
         inputs=inputs,
         laid_out=laid_out,
         wanted=tuple(map(bytes_in_loops, function.inputs, laid_out)),
-        kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
+        kept_inputs=tuple(("input", n) in residuals for n in range(len(function.inputs))),
         outputs=outputs,
-        kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),
+        kept_outputs=tuple(("output", n) in residuals for n in range(len(outputs))),
         aliases=tuple(split.passed),
         reshaped_bytes=sum(size for shape, size in read_backward if shape_in_loops(shape) is not shape),
         forward_us=times_us[0],
@@ -159,7 +159,7 @@ def _layer_of(
         backward_temporary_bytes=backward_bytes,
         peak_bytes=peak_bytes,
         # Outputs that the backward reads are counted as outputs.
-        carried_bytes=max(0, carried - sum(size for n, size in enumerate(outputs) if ("output", n) in read)),
+        carried_bytes=max(0, carried - sum(size for n, size in enumerate(outputs) if ("output", n) in residuals)),
         narrowed_bytes=sum(map(_narrowed_bytes, function.trained.values())),
         padding_bytes=sum(padded_bytes(shape) - num_bytes(shape) for shape in function.trained.values()),
         flops=forward.flops,
@@ -254,5 +254,5 @@ def _operands_only_for_matmul(eqn: Any, results: Sequence[bool]) -> list[bool]:
 
 def _takes_16_bits(product: Any) -> bool:
     precision = product.params.get("precision")
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    return all(each in (None, jax.lax.Precision.DEFAULT) for each in asked)
+    requested = precision if isinstance(precision, tuple) else (precision,)
+    return all(each in (None, jax.lax.Precision.DEFAULT) for each in requested)

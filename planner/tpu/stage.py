@@ -135,9 +135,9 @@ class JaxStage:
         needed: dict[tuple[int, int], None] = {}
         for place, layer in enumerate(self._layers):
             tensors = range(len(self._between(place)))
-            read: list[tuple[str, int | str]] = [("input", n) for n in tensors] if layer.recomputed else []
-            read += [(r.kind, r.index) for r in layer.split.residuals if not layer.recomputed]
-            for kind, n in read:
+            tensors_read: list[tuple[str, int | str]] = [("input", n) for n in tensors] if layer.recomputed else []
+            tensors_read += [(r.kind, r.index) for r in layer.split.residuals if not layer.recomputed]
+            for kind, n in tensors_read:
                 if kind in ("input", "output") and (kind == "output" or n in tensors):
                     needed[self._origin_of(place + (kind == "output"), int(n))] = None
         return [tensor for tensor in needed if tensor[0] > 0]

@@ -104,14 +104,14 @@ class RelayedTensors:
         return running
 
     def _waiting_at_end(self, backward: Backward | None) -> FloatArray:
-        found = np.zeros((len(self._firsts), len(self._layers)))
+        waiting_bytes = np.zeros((len(self._firsts), len(self._layers)))
         if backward != "later" or not self._costs.ties:
-            return found
+            return waiting_bytes
         for n in range(0, len(self._layers), _BLOCK):
             ends = self._layers[n : n + _BLOCK]
             for waiting in waiting_gradients(self._costs, backward, self._firsts, layers=ends, ends=ends):
-                found[waiting.rows, n : n + _BLOCK] = np.diag(waiting.bytes)
-        return found
+                waiting_bytes[waiting.rows, n : n + _BLOCK] = np.diag(waiting.bytes)
+        return waiting_bytes
 
     def _peak_before_last_layer(self, peaks: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
         ends = self._layers[block]

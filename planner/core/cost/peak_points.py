@@ -273,9 +273,9 @@ class _PartCounter:
         message: dict[bytes, None] = {}
         steps, now = self._run(row), self._now
         for running in steps:
-            for part, found in zip(running, (during, message), strict=False):
+            for part, points in zip(running, (during, message), strict=False):
                 now[part] = 1
-                found[now.tobytes()] = None
+                points[now.tobytes()] = None
                 now[part] = 0
             next(steps)
         flat = np.frombuffer(b"".join((*during, *message)), now.typecode)

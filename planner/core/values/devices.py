@@ -164,11 +164,11 @@ def accelerator_with_rates(name: str) -> Accelerator:
     Raises:
         UsageError: The name or the rates are unknown.
     """
-    found = accelerator(name)
-    if not found.bytes_per_s:
+    requested = accelerator(name)
+    if not requested.bytes_per_s:
         known = ", ".join(listed.name for listed in ACCELERATORS if listed.bytes_per_s)
-        raise UsageError(f"the rates of `{found.name}` are not known", hint=f"one of {known}")
-    return found
+        raise UsageError(f"the rates of `{requested.name}` are not known", hint=f"one of {known}")
+    return requested
 
 
 _NARROW: Final = frozenset({"bf16", "bf16-mixed", "fp16-mixed", "bfloat16", "float16"})
@@ -184,10 +184,10 @@ def peak_flops_per_s(reported: str, dtype: str) -> float:
     if any(word in lower for word in _OTHER_BOARDS):
         return 0.0
     # A reported name may match `v100` and `v100-32gb`, whose rates are equal, so that the first match is enough.
-    found = next((of for of in ACCELERATORS if of.full_name.lower() == lower or of.matches_name(reported)), None)
-    if found is None:
+    match = next((of for of in ACCELERATORS if of.full_name.lower() == lower or of.matches_name(reported)), None)
+    if match is None:
         return 0.0
-    return found.half_flops_per_s if dtype.removeprefix("torch.") in _NARROW else found.float32_flops_per_s
+    return match.half_flops_per_s if dtype.removeprefix("torch.") in _NARROW else match.float32_flops_per_s
 
 
 def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:

@@ -56,8 +56,8 @@ def sustained_rate(name: str, *, experts: bool = False) -> SustainedRate | None:
     `name` is a name in `planner.core.values.devices`, such as `h100`. With `experts`, runs of mixtures of experts are
     preferred to runs of other models.
     """
-    found = [each for each in SUSTAINED if each.chip == _CHIPS.get(name)]
-    same = next((each for each in found if each.experts == experts), None)
-    if same is not None or not found:
+    of_chip = [each for each in SUSTAINED if each.chip == _CHIPS.get(name)]
+    same = next((each for each in of_chip if each.experts == experts), None)
+    if same is not None or not of_chip:
         return same
-    return replace(found[0], errors="")
+    return replace(of_chip[0], errors="")

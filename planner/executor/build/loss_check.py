@@ -154,9 +154,11 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
     leaves, nest = flatten(output)
     cut = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     objects = [dict(vars(leaf)) for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor)]
-    read = accumulated_leaf_ids(tensors_in(_fresh_loss(loaded)(unflatten(cut, nest), targets)))
-    read -= accumulated_leaf_ids(tensors_in(objects))  # the output may be an object with tensors, like a distribution
-    names = [name for name, parameter in model.named_parameters() if id(parameter) in read]
+    read_ids = accumulated_leaf_ids(tensors_in(_fresh_loss(loaded)(unflatten(cut, nest), targets)))
+    read_ids -= accumulated_leaf_ids(
+        tensors_in(objects)
+    )  # the output may be an object with tensors, like a distribution
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in read_ids]
     if names:
         more = f" and {pluralize(len(names) - 1, 'other')}" if len(names) > 1 else ""
         raise RefusedLossError(

@@ -113,25 +113,25 @@ def check_equivalence(
     while True:
         request = CheckRequest(loaded=loaded, budget_s=budget_s, deadline=deadline, ends=ends, digests=digests)
         try:
-            found = _run_round_in_child(request, progress)
+            result = _run_round_in_child(request, progress)
         except ModelError as error:
             if not warnings:
                 raise
             raise ModelError(f"{error.message} ({warnings[-1]})", hint=error.hint) from error
-        if found.random or found.is_failure:
+        if result.random or result.is_failure:
             _check_builds(request)
-        if not found.wrong:
-            return EquivalenceResult(loaded, found.proof, tuple(warnings), found.is_failure)
-        warnings.extend(f'the model cannot be cut after "{end}": {why}' for end, why in found.wrong.items())
-        if found.random:
+        if not result.wrong:
+            return EquivalenceResult(loaded, result.proof, tuple(warnings), result.is_failure)
+        warnings.extend(f'the model cannot be cut after "{end}": {why}' for end, why in result.wrong.items())
+        if result.random:
             raise ModelError(
-                f"the model trains differently every time, also in a plain loop ({found.random}): stages cannot be "
+                f"the model trains differently every time, also in a plain loop ({result.random}): stages cannot be "
                 "compared with it",
                 hint="let the model draw only from generators of torch, NumPy or Python that a seed sets, and not read "
                 "the clock; keep values that change from step to step in the model, not in module-level objects",
             )
-        if len(found.wrong) == found.num_cuts:
-            why = next(iter(found.wrong.values()))
+        if len(result.wrong) == result.num_cuts:
+            why = next(iter(result.wrong.values()))
             raise ModelError(
                 f"the model cannot be cut: its stages do not train as it does in a plain loop ({why.text})",
                 hint=why.hint
@@ -139,7 +139,7 @@ def check_equivalence(
                 "closures, methods or hooks, and keep values that last from step to step in buffers of the module "
                 "(`register_buffer`)",
             )
-        loaded = replace(loaded, uncut=(*loaded.uncut, *found.wrong))
+        loaded = replace(loaded, uncut=(*loaded.uncut, *result.wrong))
 
 
 def _check_builds(request: CheckRequest) -> None:
@@ -265,7 +265,7 @@ def _first_successful_attempt(
         try:
             subject = CheckedModel.choose(request, chain, size, lean=lean)
             has_other_values = subject.has_other_values
-            found = EquivalenceRound(
+            result = EquivalenceRound(
                 request=request, subject=subject, folder=folder, child=child, progress=progress
             ).compare()
         except ChildError as error:  # batch normalization, for example, needs two samples
@@ -273,14 +273,14 @@ def _first_successful_attempt(
             continue
         gradient = ReferenceState.load(folder / "gradients-0").largest_gradient
         if size == 1 and not gradient and blind is None:
-            blind = found
+            blind = result
             continue
-        if not found.wrong and request.ends is None:
+        if not result.wrong and request.ends is None:
             progress("repeating forwards")
             differs = repeat_forwards(request.loaded, chain, limit_s=request.time_limit_s)
-            recomputed = found.proof.differs_recomputed or differs
-            return replace(found, proof=replace(found.proof, differs_recomputed=recomputed))
-        return found
+            recomputed = result.proof.differs_recomputed or differs
+            return replace(result, proof=replace(result.proof, differs_recomputed=recomputed))
+        return result
     if blind is not None:
         return blind
     assert first is not None

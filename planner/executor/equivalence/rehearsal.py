@@ -197,7 +197,7 @@ class _SharedValues:
         for name in (name for name, value in after.items() if forward and value != before.get(name)):
             file, _, variable = name.removesuffix(TENSOR).rpartition(":")
             used = f"{file}:{variable.partition('.')[0]}"
-            if any(used in read for other, read in enumerate(self._read) if other != index):
+            if any(used in variables for other, variables in enumerate(self._read) if other != index):
                 raise ModelError(
                     f'`forward` changes the module-level value "{variable}" in its call {forward + 1}, and other '
                     "layers read it: every stage has its own copy",

@@ -164,16 +164,16 @@ class EquivalenceRound:
         )
 
     def _group_result(self, cuts: Sequence[int]) -> "_GroupResult":
-        found, problem = self._compare_pipeline(cuts, "except-last")
+        differences, problem = self._compare_pipeline(cuts, "except-last")
         # If forwards write into state, also compare without recomputation: recomputed layers keep no graph, which the
         # forward of another micro-batch could damage by writing into it.
-        if not problem.text and not any(rank.writes_state for rank in found):
-            return _GroupResult(found)
-        again, still = self._compare_pipeline(cuts, "never")
+        if not problem.text and not any(rank.writes_state for rank in differences):
+            return _GroupResult(differences)
+        without_recomputation, still = self._compare_pipeline(cuts, "never")
         if not still.text:
-            return _GroupResult(again, differs_recomputed=str(problem))
+            return _GroupResult(without_recomputation, differs_recomputed=str(problem))
         if len(cuts) == 1:
-            return _GroupResult(again, wrong={cuts[0]: still})
+            return _GroupResult(without_recomputation, wrong={cuts[0]: still})
         alone: dict[int, CutProblem] = {}
         for cut in cuts:
             # A cut for which there is no more time counts as wrong.
@@ -181,7 +181,7 @@ class EquivalenceRound:
             alone[cut] = still if is_late else self._compare_pipeline([cut], "never")[1]
         wrong = {cut: why for cut, why in alone.items() if why.text}
         # If no cut is wrong alone, only several cuts at once cause the problem, and all of them are removed.
-        return _GroupResult(again, wrong=wrong or dict.fromkeys(cuts, still))
+        return _GroupResult(without_recomputation, wrong=wrong or dict.fromkeys(cuts, still))
 
     def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[StageDifferences], CutProblem]:
         """Train a pipeline with these cuts, and compare it with the reference.
@@ -199,7 +199,7 @@ class EquivalenceRound:
             limit_s=self.request.time_limit_s,
         )
         try:
-            found = self._run_ranks(trial)
+            differences = self._run_ranks(trial)
         except _ReferenceFailedError:
             raise
         except ChildError as error:
@@ -207,12 +207,12 @@ class EquivalenceRound:
                 hint = _IN_PLACE_HINT if "modified by an inplace operation" in error.message else ""
                 # Hints about a training that diverges are wrong here, because the plain loop does not diverge.
                 return [], CutProblem(error.message, error.hint if error.is_user_error else hint)
-            found = self._run_ranks(trial)  # try again, because a connection failed, not a stage
-        different = _name_unequal_copies(found)
+            differences = self._run_ranks(trial)  # try again, because a connection failed, not a stage
+        different = _name_unequal_copies(differences)
         if different:
-            return found, CutProblem(different)
-        relative = _merged_differences(found)
-        return found, CutProblem(largest_unexplained_difference(relative, self._rounding_noise))
+            return differences, CutProblem(different)
+        relative = _merged_differences(differences)
+        return differences, CutProblem(largest_unexplained_difference(relative, self._rounding_noise))
 
     def _run_ranks(self, trial: PipelineTrial) -> list[StageDifferences]:
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
@@ -226,7 +226,7 @@ class EquivalenceRound:
 
     def _results_of_ranks(self, children: Sequence[ChildProcess]) -> list[StageDifferences]:
         waiting = {child.connection: n for n, child in enumerate(children)}
-        found: dict[int, StageDifferences] = {}
+        by_rank: dict[int, StageDifferences] = {}
         errors: list[ChildError] = []
         watched: list[Any] = [*waiting, *([] if self.child.is_done else [self.child.connection])]
         while waiting:
@@ -240,12 +240,12 @@ class EquivalenceRound:
                     continue
                 rank = waiting.pop(cast("Connection", connection))
                 try:
-                    found[rank] = children[rank].result()
+                    by_rank[rank] = children[rank].result()
                 except ChildError as error:
                     errors.append(error)
         if errors:
             raise next((e for e in errors if not _is_lost_connection(e)), errors[0])
-        return [found[rank] for rank in range(len(children))]
+        return [by_rank[rank] for rank in range(len(children))]
 
     def _rounding_noise(self) -> Mapping[str, float]:
         """Return the relative changes of gradients, buffers and loss if parameters change by a rounding error.
@@ -287,7 +287,7 @@ def _wait_for_reference(child: ChildProcess) -> None:
 
 
 class _GroupResult(NamedTuple):
-    found: Sequence[StageDifferences]
+    differences: Sequence[StageDifferences]
     """Differences of each rank."""
     wrong: Mapping[int, CutProblem] = {}
     """Problem of each wrong cut."""
@@ -296,7 +296,7 @@ class _GroupResult(NamedTuple):
 
     @property
     def relative(self) -> dict[str, float]:
-        return _merged_differences(self.found)
+        return _merged_differences(self.differences)
 
 
 def _balance(subject: CheckedModel, cuts: Sequence[int], recompute: Recompute) -> Balance:
@@ -336,16 +336,16 @@ def _merged_differences(differences: Sequence[StageDifferences]) -> dict[str, fl
 
 
 def _differences_of_states(state: ReferenceState, right: ReferenceState) -> dict[str, float]:
-    found = StageDifferences()
-    found.compare_number("the loss", state.loss, right.loss)
+    differences = StageDifferences()
+    differences.compare_number("the loss", state.loss, right.loss)
     gradients = {n.partition(":")[2]: t for n, t in state.tensors.items() if n.startswith("gradient:")}
-    compare_gradients(found, gradients, right)
+    compare_gradients(differences, gradients, right)
     for name, number in state.numbers.items():
-        found.compare_number(f'{NUMBER} "{name}"', number, right.numbers.get(name, number))
+        differences.compare_number(f'{NUMBER} "{name}"', number, right.numbers.get(name, number))
     for name, tensor in state.tensors.items():
         if name.startswith("buffer:"):
-            found.compare_tensor(f'the buffer "{name.partition(":")[2]}"', tensor, right.tensors[name])
-    return found.relative
+            differences.compare_tensor(f'the buffer "{name.partition(":")[2]}"', tensor, right.tensors[name])
+    return differences.relative
 
 
 def _is_lost_connection(error: ChildError) -> bool:

@@ -161,17 +161,17 @@ class _RankTraining:
 
     def _compare_step(self, loss: float, step: int, at_start: dict[str, float]) -> None:
         right = self._wait_for_reference_state(f"gradients-{step}")
-        found, pipeline = self._found, self._pipeline
+        differences, pipeline = self._found, self._pipeline
         if pipeline.is_last:
-            found.compare_number("the loss", loss, right.loss)
+            differences.compare_number("the loss", loss, right.loss)
         if self._trial.options.updates:
-            compare_gradients(found, {n: p.grad for n, p in self._named.items() if p.requires_grad}, right)
+            compare_gradients(differences, {n: p.grad for n, p in self._named.items() if p.requires_grad}, right)
         else:
             self._compare_and_release(step)
         for name, buffer in self._held_tensors().items():
             if f"buffer:{name}" in right.tensors:
                 expected = right.tensors[f"buffer:{name}"]
-                found.compare_tensor(f'the buffer "{name}"', buffer, expected, _rounding_scale(name, right))
+                differences.compare_tensor(f'the buffer "{name}"', buffer, expected, _rounding_scale(name, right))
         self._compare_numbers(right, at_start)
         for name, parameter in self._named.items() if self._trial.options.updates else ():
             gradient = right.tensors.get(f"gradient:{name}")
@@ -196,7 +196,7 @@ class _RankTraining:
         return numbers_in_user_files(self._trial.chain.model, self._trial.loaded.loss_fn)
 
     def _compare_numbers(self, right: ReferenceState, at_start: dict[str, float]) -> None:
-        found, used = self._found, set[str]()
+        differences, used = self._found, set[str]()
         is_recomputed = self._trial.balance.stages[0].recompute != "never"
         for module in self._pipeline.modules:
             finished = module.finished_modules()
@@ -205,27 +205,27 @@ class _RankTraining:
             for name, number in {**held, **numbers_in_hooks(finished)}.items():
                 what = f'the tensor "{name.removesuffix(TENSOR)}"' if name.endswith(TENSOR) else f'{NUMBER} "{name}"'
                 if name in right.numbers:
-                    found.compare_number(what, number, right.numbers[name])
+                    differences.compare_number(what, number, right.numbers[name])
         for name, number in without_leftover_tensors(self._file_numbers(), at_start).items():
             file, _, variable = name.rpartition(":")
             is_used = number != at_start.get(name) or f"{file}:{variable.partition('.')[0]}" in used
             if is_used and name in right.numbers:
                 what = "tensor" if name.endswith(TENSOR) else "number"
                 what = f'the module-level {what} "{variable.removesuffix(TENSOR)}"'
-                found.compare_number(what, number, right.numbers[name])
-                if found.late_step and is_recomputed and number != self._in_file.get(name, number):
+                differences.compare_number(what, number, right.numbers[name])
+                if differences.late_step and is_recomputed and number != self._in_file.get(name, number):
                     # A recomputation may run after the change, and its first forward before.
-                    found.record(f"{what}, which `forward` changes,", math.inf)
+                    differences.record(f"{what}, which `forward` changes,", math.inf)
             self._in_file[name] = number
 
     def _compare_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        right, found = self._wait_for_reference_state(f"updated-{step}"), self._found
+        right, differences = self._wait_for_reference_state(f"updated-{step}"), self._found
         for name, parameter in self._named.items():
             expected, before = right.tensors[f"parameter:{name}"], self._before.tensors[f"parameter:{name}"]
             assert expected is not None
             assert before is not None
             what = f'the updated parameter "{name}"'
-            compare_update(found, what, sampled_values(parameter), right=expected, before=sampled_values(before))
+            compare_update(differences, what, sampled_values(parameter), right=expected, before=sampled_values(before))
         tensors, groups = optimizer_state(optimizer, self._named)
         of_ours = {
             key for key in right.tensors if key.startswith("optimizer:") and _split_state_key(key)[0] in self._named
@@ -236,11 +236,11 @@ class _RankTraining:
             ours = tensors.get(key)
             if key not in right.tensors:
                 what += ", which gets no gradient in a plain loop (freeze it, `requires_grad_(False)`),"
-            found.compare_tensor(what, None if ours is None else sampled_values(ours), right.tensors.get(key))
+            differences.compare_tensor(what, None if ours is None else sampled_values(ours), right.tensors.get(key))
         for name, options in groups.items():
             for key, value in options.items():
                 expected_option = right.groups.get(name, {}).get(key, value)
-                found.compare_number(f'the optimizer\'s "{key}" for "{name}"', value, expected_option)
+                differences.compare_number(f'the optimizer\'s "{key}" for "{name}"', value, expected_option)
         self._before = right
 
 

@@ -51,15 +51,15 @@ class OptimizerState:
             FileError: The checkpoint is damaged.
         """
         on_device = {id(p) for g in self._optimizer.param_groups if _steps_on_device(g) for p in g["params"]}
-        found: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         for name, parameter in self._named_parameters():
             state = checkpoint.file_of_tensor(name)[0].optimizer_state(name)
             # As in torch's optimizers, the step count is on the CPU unless the optimizer steps on the device.
-            found[name] = {
+            states[name] = {
                 part: held if part == "step" and id(parameter) not in on_device else to_device(held, parameter.device)
                 for part, held in state.items()
             }
-        return {name: state for name, state in found.items() if state}
+        return {name: state for name, state in states.items() if state}
 
     def restore(self, state: Mapping[str, dict[str, Any]], groups: Sequence[tuple[list[str], dict[str, Any]]]) -> None:
         """Set the optimizer's state to the result of `read_from`, and its options to those of a checkpoint.

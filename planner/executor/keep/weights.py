@@ -48,13 +48,13 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers, in the order of the state dict."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         buffers = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in (*module._parameters.items(), *buffers.items()):
             if tensor is not None:
-                found[f"{path}.{name}" if path else name] = tensor
-    return found
+                tensors[f"{path}.{name}" if path else name] = tensor
+    return tensors
 
 
 def load_weights(
@@ -89,26 +89,26 @@ def load_weights(
     name_there = {names[name]: name for name in stored}
     # Check all tensors before any is copied. Until then, they are only mapped into memory.
     wanted = {name_there[names[name]]: target.detach() for name, target in tensors.items()}
-    found = {name: stored[name] for name in wanted}
+    saved = {name: stored[name] for name in wanted}
     for name, target in wanted.items():
-        if found[name].shape != target.shape:
+        if saved[name].shape != target.shape:
             raise UsageError(
-                f'{path} does not fit the model: "{name}" has shape {list(found[name].shape)} in the file, '
+                f'{path} does not fit the model: "{name}" has shape {list(saved[name].shape)} in the file, '
                 f"{list(target.shape)} in the model",
                 hint="use the settings with which the weights were made (`gpipe-plan profile --set …`)",
             )
-        _check_castable(path, name, found[name].dtype, target.dtype)
+        _check_castable(path, name, saved[name].dtype, target.dtype)
     for name, target in wanted.items():
         with reading_errors(path, f'"{name}"'):
-            target.copy_(found[name])
-        _check_range(path, name, found[name].dtype, target)
+            target.copy_(saved[name])
+        _check_range(path, name, saved[name].dtype, target)
         # `isnan` would fail for 8-bit floats, which torch cannot compare.
         if isinstance(source, str) and target.dtype in _FLOATS and target.isnan().any():
             raise UsageError(
                 f'{path}: "{name}" contains NaN, so the loss of every step would be NaN',
                 hint="the run that wrote the file diverged: use weights from an earlier step",
             )
-    casts = {(found[name].dtype, target.dtype) for name, target in wanted.items()}
+    casts = {(saved[name].dtype, target.dtype) for name, target in wanted.items()}
     return tuple(sorted(f"{_word(stored)} to {_word(used)}" for stored, used in casts if stored != used))
 
 
@@ -121,8 +121,8 @@ def export_weights(folder: str, path: str) -> int:
     stored = StoredCheckpoint(Path(folder))
     check_rank_files(Path(folder), stored.index)
     first = stored.index.stored_name
-    read = {name: stored[name] for name in stored if first(name) == name}
-    state = {name: read[first(name)] for name in stored}
+    first_tensors = {name: stored[name] for name in stored if first(name) == name}
+    state = {name: first_tensors[first(name)] for name in stored}
     write_weights(state, path)
     return len(state)
 

@@ -98,7 +98,7 @@ def measure_executor() -> MeasuredExecutor:
     assert small is not None
     assert small.overhead_us is not None
     assert large is not None
-    times_us = [max(0.0, statistics.fmean(found.crossing_us.values()) - small.overhead_us) for found in (small, large)]
+    times_us = [max(0.0, statistics.fmean(waits.crossing_us.values()) - small.overhead_us) for waits in (small, large)]
     cost = ExecutorCost(
         overhead_us=round(small.overhead_us, 1), link=fit_link([4 * size for size in _SIZES], times_us, blocking=True)
     )

@@ -136,9 +136,9 @@ class BottleneckSearch:
         can_split = self._M > 2 and not is_small and np.isfinite(upper_us)
         most_plans = _MOST_LABELS if can_split else np.inf
         enough = _ENOUGH_LABELS * _GROWTH**box.depth
-        found = search.run(upper_us=upper_us, most_per_count=most_plans, enough_in_all=enough)
-        if found is not None and (self.best_so_far is None or found.step_us < self.best_so_far.step_us):
-            self.best_so_far = found
+        plan = search.run(upper_us=upper_us, most_per_count=most_plans, enough_in_all=enough)
+        if plan is not None and (self.best_so_far is None or plan.step_us < self.best_so_far.step_us):
+            self.best_so_far = plan
         if search.is_exhaustive:
             return []
         (f, x), (most_f, most_x) = box.least, box.most

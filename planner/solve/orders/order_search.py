@@ -148,21 +148,21 @@ class OrderSearch:
             limit_us = self._limit_us * (1 + SAME + _WORSE * max(0.0, (most_actions - self.spent) / whole))
             if is_by_rules:
                 limit_us = max(limit_us, rules_us * (1 + SAME))
-                found = apply_rules(self._problem, changed, limit_us=limit_us)
+                order = apply_rules(self._problem, changed, limit_us=limit_us)
             else:
                 change = _merge_or_split if merges and rng.random() < _MERGE_SHARE else _reorder
                 preferred = change(self._problem, rows, rng)
-                found = follow_order(self._problem, preferred, lookahead=_LOOKAHEAD[0], patience=inf, limit_us=limit_us)
-            is_better = self._keep_if_better(found)
-            if found is None:
+                order = follow_order(self._problem, preferred, lookahead=_LOOKAHEAD[0], patience=inf, limit_us=limit_us)
+            is_better = self._keep_if_better(order)
+            if order is None:
                 continue
-            if is_by_rules and (is_better or found.period_us <= rules_us * (1 + SAME)):
-                rules, rules_us = changed, found.period_us
+            if is_by_rules and (is_better or order.period_us <= rules_us * (1 + SAME)):
+                rules, rules_us = changed, order.period_us
             left = max(0.0, (most_actions - self.spent) / whole)
-            if found.period_us <= self._limit_us * (1 + SAME + _WORSE * left) and (
-                is_better or not self._is_exact or self._fits_exactly(found.actions())
+            if order.period_us <= self._limit_us * (1 + SAME + _WORSE * left) and (
+                is_better or not self._is_exact or self._fits_exactly(order.actions())
             ):
-                rows = found.rows
+                rows = order.rows
 
     def _follow(self, most_actions: int) -> None:
         for rows in self._known_orders:
@@ -170,10 +170,10 @@ class OrderSearch:
             for lookahead, patience in product(_LOOKAHEAD, _PATIENCE[:3]):
                 if self.spent >= most_actions:
                     return
-                found = follow_order(
+                order = follow_order(
                     self._problem, preferred, lookahead=lookahead, patience=patience, limit_us=self._limit_us
                 )
-                self._keep_if_better(found)
+                self._keep_if_better(order)
 
     def _is_proven(self) -> bool:
         return self.best is not None and self.best.period_us <= self._least_us

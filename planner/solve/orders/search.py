@@ -117,14 +117,14 @@ class _JointSearch:
         before_us = inf
         for _ in range(_ROUNDS):
             self._progress.deadline.check()
-            found = self._find_order(partition)
-            if found is None:
+            order = self._find_order(partition)
+            if order is None:
                 break
-            self._start = None if self._start is None else found.rows
-            under_order = self._evaluator.with_schedule(ListedSchedule(found.rows))
+            self._start = None if self._start is None else order.rows
+            under_order = self._evaluator.with_schedule(ListedSchedule(order.rows))
             cuts, choices = partition
             self._progress.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
-            is_better, before_us = found.period_us < before_us * (1 - 1e-9), found.period_us
+            is_better, before_us = order.period_us < before_us * (1 - 1e-9), order.period_us
             if not is_better or self._progress.budget.left <= 0:
                 break
             better = self._improve_cuts(under_order, [partition[0]])
@@ -158,10 +158,10 @@ class _JointSearch:
                 break
             search = OrderSearch(problem, fits, self._known_orders)
             most = max(0, budget.left) // self._order_share
-            found = search.search(most) if self._start is None else search.improve(self._start, most)
+            order = search.search(most) if self._start is None else search.improve(self._start, most)
             budget.spent += search.spent
-            if found is not None and (best is None or found.period_us < best.period_us):
-                best = found
+            if order is not None and (best is None or order.period_us < best.period_us):
+                best = order
         return best
 
 

@@ -75,8 +75,8 @@ def _point(profile: Profile, request: Request, plan: Plan, name: ScheduleName) -
         # A short search divided among all values of M would be too short for each, so the plan's M comes first.
         own_m = replace(request, micro_batches=plan.micro_batches)
         requests = [own_m] if schedule.is_to_be_made else [own_m, request]
-    found = (plan_under({name}, profile, each, upper_us=inf) for each in requests)
-    best = next((plan for plan in found if plan is not None), None)
+    plans = (plan_under({name}, profile, each, upper_us=inf) for each in requests)
+    best = next((plan for plan in plans if plan is not None), None)
     if best is None:
         return FrontierPoint(micro_batches=0, micro_batch_size=0, schedule=name, fits=False, short_search=is_short)
     return replace(frontier_point_of(best), short_search=is_short)
