@@ -243,7 +243,7 @@ class Checkpoints:
         )
 
     def _warn_of_unsaved_state(self) -> None:
-        """Warn once about Python numbers that change in training, which a resumed run would begin anew."""
+        """Warn once about Python numbers that change in training, because checkpoints do not contain them."""
         if self._is_warned:
             return
         self._is_warned = True

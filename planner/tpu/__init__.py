@@ -1,8 +1,8 @@
 """Support for TPUs: the compiled profile backend, the emitter of one JAX program, its memory model and its trainer.
 
-No other package imports this package. `planner.core.extensions` finds its features in the tables below, and an emitted
-`train_jax.py` imports `planner.tpu.training`. Modules that use jax or torchax are imported late: their users call
-`planner.core.extras.check_installed` first.
+No other package imports this package. `planner.core.extensions` loads the functions that `BACKENDS`, `FORMATS` and
+`MEMORY_MODELS` name, and an emitted `train_jax.py` imports `planner.tpu.training`. Some modules import jax and torchax.
+Call `planner.core.extras.check_installed` before you import such a module.
 """
 
 from typing import Final

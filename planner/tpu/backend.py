@@ -102,7 +102,7 @@ class CompiledBackend:
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002
         """Raise `UsageError` if the model is trained under autocast, which is not supported on TPUs.
 
-        A model whose layers read values of tensors is built with these values.
+        `lean` is ignored.
         """
         if loaded.precision not in _PRECISIONS:
             raise UsageError(
@@ -184,8 +184,16 @@ def _with_compiled_memory(
 ) -> LayerProfile:
     """Return the profile of a layer with the memory that the compiler reported, in the field `program`.
 
-    The sequences have an entry per micro-batch size. The last `num_targets` inputs are targets of the loss. The field
-    `detail` becomes empty, because it is for an allocator's measurements.
+    The field `detail` becomes empty, because no memory was measured with an allocator.
+
+    Args:
+        profile: Profile of the layer.
+        buffer_bytes: Bytes of the layer's buffers.
+        compiled: The compiled layer at each micro-batch size.
+        kept_outputs: For each micro-batch size, the outputs that a backward reads, from `_outputs_kept_for_backward`.
+        received: For each micro-batch size, two sizes of each received tensor, from `_received_sizes`.
+        is_first: True for the first layer of the model.
+        num_targets: Number of inputs that are targets of the loss. They are the last inputs.
     """
     programs = [
         _program(layer, kept_outputs[place], received[place], is_first=is_first, num_targets=num_targets)

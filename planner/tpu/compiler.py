@@ -73,9 +73,9 @@ class Compiler:
     def compile_layers(
         self, jobs: Sequence[tuple[LayerToMeasure, MeasurementInput]]
     ) -> Iterator[tuple[int, CompiledLayer]]:
-        """Yield the index and compiled layer of each job, a distinct layer with its inputs.
+        """Compile layers. Yield, for each of `jobs`, its index and the compiled layer.
 
-        Cached results come first, then new results as they finish.
+        A job is a layer and its inputs. Cached results come first, then new results as they finish.
 
         Raises:
             ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled. The message names all such
@@ -89,7 +89,7 @@ class Compiler:
     def compile_steps(
         self, names: Sequence[str], parameters: Sequence[Sequence[Tensor]], rule: OptimizerRule
     ) -> Iterator[tuple[int, CompiledStep]]:
-        """Yield each layer's index and compiled optimizer step.
+        """Compile the optimizer steps of layers. Yield, for each layer, its index and the compiled step.
 
         Cached results come first, then new results as they finish.
 

@@ -48,8 +48,8 @@ def emit(
         The files to write, with a note on the program's memory.
 
     Raises:
-        UsageError: The plan does not cut the profile's chain, the profile names no model to train, or one program for
-            all stages cannot run the plan.
+        UsageError: The plan does not match the layers of the profile, the profile names no model to train, or one
+            program for all stages cannot run the plan.
         InfeasibleError: The program needs more memory than the limit, according to the compiler, or according to the
             prediction if the compiler is not installed.
     """

@@ -41,7 +41,7 @@ _SETTINGS = {
 
 
 def chip_of_device(reported: str) -> str:
-    """Return the chip, such as `v2`, whose devices report a name; empty if no known chip does."""
+    """Return the chip, such as `v2`, of a device with the name `reported`; empty if no known chip has this name."""
     chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.matches_name(reported))
     return next((chip.name.removeprefix("tpu:") for chip in chips), "")
 

@@ -46,8 +46,9 @@ def random_key_shape() -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class LayerFunction:
-    """Module as a pure function of JAX arrays: the tensors among its flattened inputs and outputs.
+    """Module as a pure function of JAX arrays.
 
+    The function takes the tensors among the module's flattened inputs, and returns those among its flattened outputs.
     Writes of the module into its buffers are dropped.
     """
 
@@ -193,9 +194,9 @@ class _ResidualPlan:
     """Origin of each value that a traced forward passes to its backward."""
 
     sources: tuple[tuple[str, Any], ...]
-    """For each value, (name of a list, index in this list), or (`literal`, value)."""
+    """For each value: (`argument`, `const`, `output` or `made`; index), or (`literal`, the value itself)."""
     created: tuple[int, ...]
-    """Indices of the values that are no arguments, constants or outputs."""
+    """Indices of the `made` values, which are no arguments, constants or outputs."""
     passed: tuple[int, ...]
     residuals: tuple[Residual, ...]
 

@@ -1,14 +1,14 @@
 """Executables of a layer. Their sizes and times are the costs of the layer.
 
-    executable  computation                                     cost taken from it
-    forward     returns outputs and residuals                   saved bytes: results other than the outputs
-    backward    reads residuals, adds to gradients              transient: temporaries, gradients of outputs and inputs
-    both        forward, then backward                          `peak_bytes`: temporaries, gradients of outputs, inputs
-    apart       forward, a large array, then backward; the      `carried_bytes`: temporaries except the large array
-                peak is reached while the array exists
+    executable    computation                              field of `CompiledLayer` computed from its memory
+    forward       returns outputs and residuals            `made_kinds`: residuals that are no outputs
+    backward      reads residuals, adds to gradients       `backward_temporary_bytes`
+    both          forward, then backward                   `peak_bytes`
+    apart         as `both`, with an array in between      `carried_bytes`: temporaries except that array
 
 `forward` and `backward` correspond to loops over micro-batches, which store residuals in arrays. `both` and `apart` run
-forward and backward of one micro-batch together: the compiler chooses which values to keep, and in which precision.
+forward and backward of one micro-batch together. The compiler then chooses which values to keep, and in which
+precision. The array in `apart` exists between forward and backward. It is so large that the memory is highest there.
 
 Matmuls of a TPU take 16-bit operands unless the model sets a higher precision. The compiler stores arrays that are only
 matmul operands in 16 bits, also in loops (jax 0.10.2, libtpu 0.0.52). `matmul_operands_of` finds these arrays.
@@ -166,9 +166,9 @@ def _layer_of(
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
         trained_kinds=kinds_of_arrays(trained, list(map(padded_bytes, trained))),
         made_kinds=kinds_in_loops(split.made_shapes, created, readers.made),
-        input_kinds=kinds_in_loops(function.inputs, inputs, readers.received),
+        input_kinds=kinds_in_loops(function.inputs, inputs, readers.inputs),
         output_kinds=kinds_in_loops(split.outputs, outputs, readers.outputs),
-        narrow_inputs=readers.inputs,
+        narrow_inputs=readers.inputs_in_backward,
     )
 
 
@@ -186,12 +186,12 @@ _LOOPS: Final = frozenset(("cond", "scan", "while"))
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulOperands:
-    """True for each array of a layer that is used only as a matmul operand, which the compiler stores in 16 bits."""
+    """Arrays of a layer that are used only as matmul operands. The compiler stores these arrays in 16 bits."""
 
-    received: tuple[bool, ...]
-    """True for inputs that forward and backward read only as matmul operands."""
     inputs: tuple[bool, ...]
-    """True for inputs that the backward reads only as matmul operands."""
+    """True for inputs that forward and backward read only as matmul operands."""
+    inputs_in_backward: tuple[bool, ...]
+    """True for inputs that the backward reads only as matmul operands; the forward may read them otherwise."""
     outputs: tuple[bool, ...]
     """True for outputs that the backward reads only as matmul operands."""
     made: tuple[bool, ...]
@@ -212,8 +212,8 @@ def matmul_operands_of(function: LayerFunction, split: SplitFunction) -> MatmulO
     made = slice(outputs.stop, outputs.stop + len(split.made_shapes))
     both = zip(forward[inputs], backward[inputs], strict=True)
     return MatmulOperands(
-        received=tuple(a and b for a, b in both),
-        inputs=tuple(backward[inputs]),
+        inputs=tuple(a and b for a, b in both),
+        inputs_in_backward=tuple(backward[inputs]),
         outputs=tuple(backward[outputs]),
         made=tuple(backward[made]),
     )

@@ -14,9 +14,9 @@ class CompiledLayer:
     inputs: tuple[int, ...]
     """Bytes of each input tensor."""
     laid_out: tuple[int, ...]
-    """Bytes of each input in the layout that the layer chooses."""
+    """Bytes of each input in the memory layout that the compiler chooses for the layer."""
     wanted: tuple[int, ...]
-    """Bytes of each input in the layout that the layer chooses, as loops over micro-batches store it."""
+    """Bytes of each input as a loop over micro-batches stores it."""
     kept_inputs: tuple[bool, ...]
     """True for inputs that the backward reads."""
     outputs: tuple[int, ...]
@@ -43,19 +43,19 @@ class CompiledLayer:
     narrowed_inputs_bytes: int
     """Bytes of 16-bit copies of inputs for matmuls."""
     trained_kinds: tuple[ArrayKind, ...]
-    """Kinds of trained parameters."""
+    """Type, shape and bytes of each trained parameter."""
     made_kinds: tuple[ArrayKind, ...]
-    """Kinds of arrays kept for backward, as loops store them, without inputs, outputs and parameters."""
+    """Type, shape and bytes of each array that the forward makes for the backward, except outputs."""
     input_kinds: tuple[ArrayKind, ...]
-    """Kind of each input; inputs that are only matmul operands take 16 bits per element in loops."""
+    """Type, shape and bytes of each input. Inputs that are only matmul operands take 16 bits per element in loops."""
     output_kinds: tuple[ArrayKind, ...]
-    """Kind of each output. In loops, an output takes 16 bits per element if this layer's backward reads it only as a
-    matmul operand, or not at all."""
+    """Type, shape and bytes of each output. In loops, an output takes 16 bits per element if this layer's backward
+    reads it only as a matmul operand, or not at all."""
     narrow_inputs: tuple[bool, ...]
     """True for inputs that the backward reads only as matmul operands, or not at all."""
 
     def memory_detail(self) -> MemoryDetail:
-        """Return the layer's memory as a `MemoryDetail`, the record of measurements with an allocator."""
+        """Return the layer's memory as a `MemoryDetail`, the record that profiles of CPUs and GPUs use."""
         tensors = zip(self.output_kinds, self.kept_outputs, self.aliases, strict=True)
         outputs = tuple(BoundaryTensor(bytes=array.bytes, kept=kept, alias=alias) for array, kept, alias in tensors)
         created_bytes = sum(tensor.bytes for tensor in outputs if tensor.alias < 0)

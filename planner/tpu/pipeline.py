@@ -26,7 +26,11 @@ from planner.tpu.torchax_adapter import jax_shape_of, torch_like
 class JaxPipeline:
     """Pipeline of a model's stages as one JAX program over a mesh, with one stage per device.
 
-    The method `parameters` returns the current values of the parameters of `chain`, the layers of the model.
+    Args:
+        loaded: Loaded model file.
+        chain: Layers of the model, which hold the parameters.
+        balance: Cuts and micro-batches of the plan.
+        devices: JAX devices, one per stage.
 
     Raises:
         UsageError: One JAX program cannot run the plan.

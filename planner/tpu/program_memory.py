@@ -10,14 +10,14 @@ mini-batch exist during the whole step. The rest of the peak is the larger of
     M            number of micro-batches
     I            bytes that a stage receives per micro-batch, the largest of any stage
     S            bytes that a stage keeps per micro-batch, the largest of any stage
-    G            gradients
-    invariant    arrays that the compiler creates once before the loops, such as 16-bit copies of all weights
+    G            bytes of a stage's gradients, the largest of any stage
+    invariant    bytes of arrays that the compiler creates before the loops, such as 16-bit copies of all weights
 
 A stage is a branch of a conditional, which has its own arrays for results. A forward creates the arrays that it keeps
-as results; then they are copied into one of M slots. A backward reads a copy of the slot. A received tensor exists at
-the same time as a sent one. Gradients are accumulated in place. These rules were read from the compiler's assignment of
-buffers (jax 0.10.2, libtpu 0.0.52). The factor 1.1 accounts for gaps between arrays of different sizes, in addition to
-the gaps within a stage (`planner.tpu.stage_memory`).
+as results. They are then copied into one of M slots, one for each micro-batch. A backward reads a copy of the slot. A
+received tensor exists at the same time as a sent one. Gradients are accumulated in place. These rules were read from
+the compiler's assignment of buffers (jax 0.10.2, libtpu 0.0.52). The factor 1.1 accounts for gaps between arrays of
+different sizes, in addition to the gaps within a stage (`planner.tpu.stage_memory`).
 
 If stages have arrays of different shapes, slots are used only if they take at most 1.5 times the memory of the largest
 stage's arrays. Otherwise arrays are concatenated to vectors without padding (`planner.tpu.slots`). Measured errors are
@@ -48,7 +48,7 @@ _TAKEN_OUT = 1 / 2
 """Share of the arrays stored in vectors that also exists unpacked at the backward's peak, as observed on ConvNeXt."""
 
 _RESHAPED = 1 / 2
-"""Share of the arrays stored in rows that also exists in the layer's shape at the peak, as observed on U-Nets."""
+"""Share of the flattened arrays that also exists in its original shape at the peak, as observed on U-Nets."""
 
 _WIDENED = 1 / 2
 """Additional memory of a forward that creates 16-bit arrays, divided by their bytes; as observed on a ViT."""
@@ -60,12 +60,12 @@ _KEEPING: Final = ("never", "layers")
 
 
 def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
-    """Return the memory of every device by component, in bytes, without the reserve.
+    """Return the memory of every device by component, in bytes, without the device's memory reserve.
 
     Args:
-        costs: Costs of the chain at the plan's micro-batch size.
-        partition: Partition under GPipe's schedule with one stage per device. `except-last` counts as `always`, because
-            the program recomputes all micro-batches alike.
+        costs: Costs of the layers at the plan's micro-batch size.
+        partition: Cuts and recompute choices, with GPipe's schedule and one stage per device. `except-last` counts as
+            `always`, because the program recomputes all micro-batches alike.
 
     Raises:
         UsageError: The profile does not record the memory of layers in one compiled program.
@@ -155,12 +155,12 @@ def _with_slot_padding(
     taken_out = most.parameters if state.are_vectors else 0.0
     kept_out = _TAKEN_OUT * most.kept if kept.are_vectors else 0.0
     return most._replace(
-        parameters=state.share * most.parameters,
-        gradients=state.share * most.gradients,
-        optimizer=state.share * most.optimizer,
-        input=received.share * most.input,
-        kept=kept.share * most.kept,
-        copies=state.share * most.copies,
+        parameters=state.ratio * most.parameters,
+        gradients=state.ratio * most.gradients,
+        optimizer=state.ratio * most.optimizer,
+        input=received.ratio * most.input,
+        kept=kept.ratio * most.kept,
+        copies=state.ratio * most.copies,
         forward=most.forward + taken_out + (_WIDENED * most.kept if is_narrow else 0.0),
         backward=most.backward + 3 * taken_out + kept_out,
     )
@@ -195,7 +195,7 @@ def _program_parts(
         forward = nothing + (costs.memory.forward[stage] + at_once).max()
         backward = nothing + (costs.memory.backward[stage] - programs.reshaped[stage] + at_once).max()
     elif not keeps:
-        backward = s.memory_model.straight
+        backward = s.memory_model.peak_without_loop
     running = kept + forward, backward
     always = s.always["parameters"], s.gradients, s.always["optimizer"], s.always["buffers"], s.data
     sizes = (*always, s.input, kept, copies, batch, *running)

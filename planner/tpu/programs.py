@@ -152,7 +152,7 @@ _TILE = (8, 128)
 """Rows and columns of a tile of a TPU's memory."""
 
 _WORTH, _WORTH_OF_32_BITS = 1.25, 2
-"""Smallest ratio of padded bytes to bytes in rows at which loops store arrays in rows: for 16 bits, and for 32 bits."""
+"""Smallest ratio of padded to flattened bytes at which loops store an array flattened: for 16 bits, and for 32 bits."""
 
 
 def num_bytes(shape: jax.ShapeDtypeStruct) -> int:

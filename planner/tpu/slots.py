@@ -36,8 +36,8 @@ def slots_waste_memory(slots_bytes: float, largest_bytes: float) -> bool:
 class SharedSlots(NamedTuple):
     """Memory that every device needs to store the arrays of any stage."""
 
-    share: float
-    """Bytes of the slots or vectors, divided by the bytes of the fullest stage's arrays; 1 if there are no arrays."""
+    ratio: float
+    """Bytes of the slots or vectors, divided by the array bytes of the largest stage; 1 if there are no arrays."""
     are_vectors: bool
 
 
@@ -64,9 +64,13 @@ def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
 
 
 def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
-    """Return the bytes of all slots for arrays of `kind`.
+    """Return the bytes of all slots for arrays of one type and shape.
 
-    The n-th slot is as large as the largest of the stages' n-th arrays, with each stage's arrays in descending order.
+    Each stage's arrays are sorted by descending size. The n-th slot is as large as the largest n-th array of any stage.
+
+    Args:
+        stages: Arrays of each stage.
+        kind: Type and shape, such as `float32[8,64]`.
     """
     widths = (
         sorted((a.loop_bytes for a in stage if a.kind == kind for _ in range(a.count)), reverse=True)

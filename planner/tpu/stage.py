@@ -23,7 +23,7 @@ class StageInput(NamedTuple):
 
     inputs: Sequence[Array]
     targets: Sequence[Array]
-    """Targets of the loss, which the last stage computes."""
+    """Targets of the loss; only the last stage reads them."""
     key: Array
     """Random key of the micro-batch."""
 

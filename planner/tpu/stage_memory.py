@@ -39,7 +39,10 @@ class ProgramArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledLayerMemory:
-    """Memory of each layer within one executable, in bytes, with gaps between arrays; one entry per layer."""
+    """Memory of each layer within one executable, in bytes; one entry per layer.
+
+    The memory includes gaps between arrays, unless a field says otherwise.
+    """
 
     carried: FloatArray
     """Bytes stored from a layer's forward to its backward."""
@@ -52,10 +55,11 @@ class CompiledLayerMemory:
     padding: FloatArray
     """Padding of parameters and gradients."""
     reshaped: FloatArray
-    """Bytes, in the layer's own shape, of arrays that loops store in rows. A backward restores this shape temporarily.
+    """Bytes, in their own shape, of arrays that loops store flattened. A backward restores this shape temporarily.
     Gaps between arrays are not included."""
     waiting: FloatArray
-    """Additional bytes that kept arrays take until loops store them in rows. Gaps between arrays are not included."""
+    """Padding of arrays kept for the backward, which exists until loops store them flattened. Gaps between arrays are
+    not included."""
     laid_out: FloatArray
     """Copy of one micro-batch of the first layer's input, in the layout that the layer needs."""
     arrays: tuple[ProgramArrays, ...]
@@ -65,7 +69,7 @@ class CompiledLayerMemory:
         """Return the memory of each stage of `builder`, computed from the memory of the stage's layers."""
         carried_before = prefix_sums(self.carried)[builder.firsts][:, None]
         return CompiledStageMemory(
-            straight=builder.highest(self.level[builder.columns]) - carried_before,
+            peak_without_loop=builder.highest(self.level[builder.columns]) - carried_before,
             narrowed=builder.sums(self.narrowed) + micro_batches * builder.sums(self.narrowed_input),
             padding=builder.sums(self.padding) + builder.sums(self.laid_out),
             waiting=builder.sums(self.waiting),
@@ -74,16 +78,16 @@ class CompiledLayerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledStageMemory:
-    """Memory of stages that are compiled as one executable each, in addition to that in `StageTable`, in bytes."""
+    """Memory of stages that are compiled as one executable each, in bytes. `StageTable` has their tensors' sizes."""
 
-    straight: FloatArray
-    """Highest memory of an executable that runs forward and backward of one micro-batch."""
+    peak_without_loop: FloatArray
+    """Highest temporary memory of an executable that runs the forward and backward of one micro-batch."""
     narrowed: FloatArray
     """16-bit copies of weights and of the mini-batch for matmuls."""
     padding: FloatArray
     """Padding of parameters and gradients, and a copy of the first layer's input in the layout that the layer needs."""
     waiting: FloatArray
-    """Additional bytes that arrays of a forward take until loops store them in rows."""
+    """Padding of arrays kept for the backward, which exists until loops store them flattened."""
 
     def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> MemoryParts:
         """Return the memory parts of stages that are compiled as one executable each.
@@ -103,7 +107,7 @@ class CompiledStageMemory:
         around = self.padding + (self.narrowed if loops else 0.0)
         transfer = s.sent_output + s.input_gradient + s.message
         if not keeps or not (loops or s.recomputes_layers):
-            forward = backward = running_part(s.input if keeps else edges, self.straight + around, transfer)
+            forward = backward = running_part(s.input if keeps else edges, self.peak_without_loop + around, transfer)
         else:
             # Copies of weights (`narrowed`) are not added: not all activations wait for a slot at the same time, and
             # the copies fit into the memory of the rest.

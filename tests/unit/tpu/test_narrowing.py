@@ -87,5 +87,5 @@ def test_operands_of_products_only_are_found_in_layers() -> None:
     units, inputs = trace_layers(chain, loaded, 4, torch.device("cpu"), ghosts=lean)
     functions = [unit_function(unit, inputs[unit.digest]) for unit in units]
     readers = [matmul_operands_of(function, split_layer(function)) for function in functions]
-    assert [reader.received[0] for reader in readers] == [True, False, False, True]
-    assert [reader.inputs[0] for reader in readers] == [True, False, True, True]
+    assert [reader.inputs[0] for reader in readers] == [True, False, False, True]
+    assert [reader.inputs_in_backward[0] for reader in readers] == [True, False, True, True]

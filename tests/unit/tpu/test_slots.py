@@ -22,7 +22,7 @@ def test_slots_of_a_kind_are_the_maximum_over_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "share"),
+    ("stages", "ratio"),
     [
         ([[SQUARE, VECTOR], [SQUARE]], 1.0),
         ([[replace(SQUARE, count=3), VECTOR], [SQUARE, SQUARE, VECTOR]], 1.0),
@@ -37,8 +37,8 @@ def test_slots_of_a_kind_are_the_maximum_over_stages() -> None:
         ([], 1.0),
     ],
 )
-def test_share_of_slots_in_the_fullest_stages_bytes(stages: list[list[ArrayKind]], share: float) -> None:
-    assert shared_slots(stages).share == pytest.approx(share)
+def test_ratio_of_slots_to_the_fullest_stages_bytes(stages: list[list[ArrayKind]], ratio: float) -> None:
+    assert shared_slots(stages).ratio == pytest.approx(ratio)
 
 
 def test_slots_may_take_half_more_than_the_largest_stage() -> None:
@@ -57,5 +57,5 @@ def test_arrays_in_slots_have_their_size_in_loops() -> None:
 
 def test_wide_and_narrow_arrays_have_separate_slots() -> None:
     narrow = replace(SQUARE, loop_bytes=40)
-    assert shared_slots([[SQUARE, narrow], [narrow, SQUARE]]).share == (80 + 40) / 160
-    assert shared_slots([[SQUARE, narrow], [replace(SQUARE, count=2)]]).share == 1.0
+    assert shared_slots([[SQUARE, narrow], [narrow, SQUARE]]).ratio == (80 + 40) / 160
+    assert shared_slots([[SQUARE, narrow], [replace(SQUARE, count=2)]]).ratio == 1.0
