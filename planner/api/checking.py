@@ -9,7 +9,7 @@ from planner.api.defaults import headroom_of
 from planner.api.keywords import on_plan
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.checking import CheckOptions
-from planner.api.reading import cuts_of, plan_of, profile_for
+from planner.api.reading import plan_of, profile_for, resolve_balance
 from planner.api.texts import File
 from planner.core.errors import UsageError
 from planner.core.judge.recut import with_cuts
@@ -49,7 +49,9 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     limits = memory_bytes or ((device.memory_bytes,) if device is not None else loaded_plan.inputs.memory_bytes)
     headroom = headroom_of(options.headroom, profile, limits)
     if options.balance is not None:
-        loaded_plan = with_cuts(loaded_plan, profile, cuts_of(options.balance, profile), memory_bytes=memory_bytes)
+        loaded_plan = with_cuts(
+            loaded_plan, profile, resolve_balance(options.balance, profile), memory_bytes=memory_bytes
+        )
     verdict = judge(
         loaded_plan,
         profile,

@@ -164,7 +164,7 @@ def links_of(links: File | Sequence[Link] | None, **other_options: object) -> tu
     return tuple(links)
 
 
-def cuts_of(balance: Numbers | File, profile: Profile) -> tuple[int, ...]:
+def resolve_balance(balance: Numbers | File, profile: Profile) -> tuple[int, ...]:
     """Return the number of layers of each stage.
 
     `balance` is a text such as `6,6,6,6`, a sequence of numbers, or a file: a plan, a `balance.yaml` or the file of

@@ -7,7 +7,7 @@ from planner.api import texts
 from planner.api.defaults import default_batch, headroom_of
 from planner.api.options.solving import SolverOptions, recorded_values
 from planner.api.question import may_choose_chunks
-from planner.api.reading import cuts_of, links_of, resolve_calibration
+from planner.api.reading import links_of, resolve_balance, resolve_calibration
 from planner.api.schedule_file import check_cuts, listed_schedule_of, schedule_file_path, with_order_counts
 from planner.api.texts import Numbers, Sizes
 from planner.core.cost.workload import workload_of
@@ -41,7 +41,7 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
         options = with_order_counts(options, lists, profile)
     links = links_of(options.links, link=options.link, nodes=options.nodes, inter_link=options.inter_link)
     calibration = resolve_calibration(options.calibration)
-    cuts = cuts_of(options.balance, profile) if options.balance is not None else None
+    cuts = resolve_balance(options.balance, profile) if options.balance is not None else None
     if lists is not None and cuts is not None:
         check_cuts(options, lists, cuts)
     solver = cast("Solver", texts.parse_choice("--solver", options.solver, Solver))
