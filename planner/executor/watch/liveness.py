@@ -97,7 +97,7 @@ class Heartbeats:
             self._left.update(r for r in late if r not in self._left and self._store.check([f"left/{r}"]))
             return [rank for rank in late if rank not in self._left]
         if late:
-            # The reader is silent. One of the ranks that notice this becomes the reader, and observes all ranks anew.
+            # The reader is silent. One of the ranks that notice this becomes the next reader of all ranks.
             self._reader = int(self._store.compare_set("reader", str(self._reader), str(self._rank)))
             self._seen.clear()
         return []

@@ -75,7 +75,13 @@ class StageLayout:
 
     @classmethod
     def of(cls, pipeline: DeviceGroup, chunks: int, placement: Placement) -> "StageLayout":
-        """Return the layout of `chunks` stages on each device of the pipeline."""
+        """Return the layout of the stages on the devices of a pipeline.
+
+        Args:
+            pipeline: Devices of one pipeline.
+            chunks: Number of stages on each device.
+            placement: Placement of the stages on the devices.
+        """
         num_devices = pipeline.num_devices
         devices = tuple(device_of(stage, num_devices, placement) for stage in range(num_devices * chunks))
         return cls(
