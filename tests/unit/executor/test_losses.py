@@ -9,6 +9,7 @@ import torch
 from planner.core.errors import ModelError, UsageError
 from planner.executor.run.losses import loss_counts, weigh_losses, zero_loss_of
 from planner.executor.run.parts import MiniBatchPart, count_samples, micro_batches_of, mini_batch_parts
+from planner.model.label_counts import label_count
 from planner.model.load import Batch
 
 
@@ -30,6 +31,14 @@ def test_loss_count_of_the_model_file_is_used() -> None:
 def test_invalid_loss_counts_are_refused_with_an_example(count: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         loss_counts(lambda _: count, [None], "model.py:build_model")
+
+
+def test_labels_without_values_cannot_be_counted() -> None:
+    """A rank must pass its part of a mini-batch, in which the last stage has labels with values."""
+    with pytest.raises(UsageError, match="labels of a mini-batch are on the meta device") as refused:
+        label_count({"labels": torch.ones(2, 3, device="meta")}, "all")
+    assert "`inputs, targets = pipeline.own_part(inputs, targets)`" in refused.value.hint
+    assert label_count({"labels": torch.tensor([[1, -100, 2]])}, "all") == 2.0
 
 
 def test_micro_batches_of_weight_zero_have_zero_gradients() -> None:

@@ -234,6 +234,13 @@ def train_batches(batch_size): return [example_batch(batch_size)]
     assert loaded.example_batch(3).num_samples == 3
 
 
+def test_what_build_optimizer_must_return_is_said(tmp_path: Path) -> None:
+    loaded = load(tmp_path, MODEL + "def build_optimizer(parameters): return [torch.optim.SGD(parameters, lr=0.5)]\n")
+    with pytest.raises(ModelError, match="`build_optimizer` returned list, not an optimizer") as refused:
+        loaded.build_optimizer([nn.Parameter(torch.zeros(1))])
+    assert refused.value.hint == "return a `torch.optim.Optimizer`; derive a class of your own from it"
+
+
 def test_a_named_optimizer_overrides_build_optimizer(tmp_path: Path) -> None:
     text = MODEL + "def build_optimizer(parameters): return torch.optim.SGD(parameters, lr=0.5)\n"
     loaded = load(tmp_path, text, optimizer="adam")

@@ -76,8 +76,9 @@ def test_a_changed_path_during_training_is_refused_by_the_last_stage() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scripted_modules_are_refused() -> None:
     blocks = [torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
-    with pytest.raises(ModelError, match=r'"0" is a TorchScript module'):
+    with pytest.raises(ModelError, match=r'"0" is a TorchScript module') as refused:
         chain_of(nn.Sequential(*blocks))
+    assert "leave the module as plain Python" in refused.value.hint
 
 
 def test_a_model_compiled_as_a_whole_is_refused() -> None:

@@ -97,7 +97,7 @@ def test_a_checkpoint_around_the_whole_model_is_refused_with_its_reason() -> Non
         def forward(self, value: Tensor) -> Tensor:
             return checkpoint(super().forward, value, use_reentrant=True)
 
-    with pytest.raises(ModelError, match=r"a function that `torch.utils.checkpoint` runs again as a whole"):
+    with pytest.raises(ModelError, match=r": the cut is inside a function that `torch.utils.checkpoint` runs again"):
         chain_of(Whole(lambda block, value: block(value)), values)
 
 

@@ -638,6 +638,11 @@ def test_models_without_cuts_are_refused_with_reason_and_hint(model: nn.Module, 
     assert refused.value.hint
 
 
+def test_cuts_that_the_check_removed_are_named_if_none_is_left() -> None:
+    with pytest.raises(ModelError, match="cannot be cut: the stages after one do not train as the model does"):
+        chain_of(Block(), values, uncut=("one",))
+
+
 def test_a_failing_forward_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="raised RuntimeError on an example batch of 2"):
         chain_of(Skips(), lambda batch: torch.randn(batch, 3))
