@@ -63,7 +63,9 @@ class Trainer:
 
     @contextmanager
     def step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
-        """Run one step over mini-batches that count as one. The `with` block must run the optimizer's step.
+        """Run the forwards and backwards of one step, then the block of `with`, which must run the optimizer's step.
+
+        The mini-batches of the step count as one.
 
         See `Pipeline.accumulate`.
 

@@ -45,7 +45,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class ArgumentLeaf:
-    """Leaf that is one of the leaves of the call's arguments, given by its index."""
+    """Leaf of a result that is also a leaf of the call's arguments: the argument leaf with this index."""
 
     argument: int
 

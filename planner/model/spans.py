@@ -87,7 +87,7 @@ def repeated_reads_and_writes(cuts: PossibleCuts, cut: int) -> tuple[frozenset[s
 def assign_unread_tensors(
     model_tensors: Sequence[frozenset[str]], recording: Recording, model: nn.Module, spans: Sequence[Span]
 ) -> tuple[frozenset[str], ...]:
-    """Return the names of each layer's parameters and buffers, also of those that the recorded forward did not read.
+    """Return the names of each layer's parameters and buffers, including those that the recorded forward did not read.
 
     An unread tensor, such as that of an unused expert, is assigned to the layer in which the first call of its module
     begins. If the module was not called, the nearest enclosing module that was called counts. If there is none, the

@@ -115,7 +115,7 @@ def measure_times(
 
 
 def group_layers_to_time(keys: Sequence[LayerKey], kept_bytes: Mapping[LayerKey, int]) -> Iterator[list[LayerKey]]:
-    """Divide keys into lists of neighboring layers to time together, of one micro-batch size each.
+    """Divide keys into lists of neighboring layers to time together. A list has one micro-batch size each.
 
     The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has only one layer.
     """

@@ -15,9 +15,11 @@ from planner.core.cost.simulate import StageTimes
 
 
 def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> float:
-    """Return the time until all jobs, at least one, have passed all machines in order (makespan).
+    """Return the time until all jobs have passed all machines in order (makespan).
 
-    `machines` has two times for each machine: of each job except the last, and of the last job.
+    Args:
+        machines: For each machine, the time of a job, and the time of the last job, which may differ.
+        num_jobs: Number of jobs, at least 1.
     """
     # With times p, and q for the last of n jobs, the makespan is the largest sum_{1..k} p + (n-2) max_{1..k} p +
     # sum_{k..} q over all machines k. a: sum of p so far, x: largest p so far, d: end of the last job on this machine.

@@ -43,7 +43,7 @@ class StageRange(NamedTuple):
     def layers_of(self, chain: Chain) -> tuple[Layer, ...]:
         """Return the layers of this stage.
 
-        All layers are in one module if they come from a recording of the model's `forward`, and `apart` is false.
+        If `apart` is false and the layers come from a recording of the model's `forward`, they form one module.
         """
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]

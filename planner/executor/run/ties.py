@@ -69,7 +69,7 @@ class TiedGradients:
                 self._groups.append((held, group))
 
     def drop_copies(self) -> None:
-        """Drop existing gradients of all copies except one before backward: equal gradients must count once."""
+        """Before a backward, drop the gradients of all copies of a tied parameter except one: they must count once."""
         for parameter in self._kept_elsewhere:
             parameter.grad = None
 

@@ -1,8 +1,9 @@
-"""Replace CPU kernels by GPU kernels that save other tensors, for layers that run on ghosts on a CPU.
+"""Replace CPU kernels by GPU kernels that save other tensors, to estimate a GPU's memory without a GPU.
 
-If attention has dropout, a mask that needs gradients, or values of another width than keys, a CPU runs it as single
-operators, which save the scores in float32. A GPU has a fused kernel for these cases, which saves only the mask.
-Dropout saves its mask as numbers on a CPU and as booleans on a GPU.
+Layers run on tensors without memory (ghosts). If attention has dropout, a mask that needs gradients, or values of
+another width than keys, a CPU runs it as single operators, which save the scores in float32. A GPU has a fused kernel
+for these cases, which saves only the attention mask. Dropout saves its mask as numbers on a CPU and as booleans on a
+GPU.
 """
 
 from typing import Any, Final

@@ -50,7 +50,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 def memory_parts(devices: Sequence[Sequence[Stage]], style: Style, *, gpus: int = 1) -> list[RenderableType]:
     """Return a title, a bar per device, stacked by component with a mark at the memory limit, and a legend.
 
-    If every device needs far less than the largest limit, the longest bar is the largest peak instead of the limit.
+    Bars are drawn to the scale of the largest limit, or of the largest peak if every device needs far less.
 
     Args:
         devices: Stages of each device.

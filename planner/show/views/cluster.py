@@ -32,7 +32,7 @@ def tokens_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
-    """Return texts about the training run of `shown_run`, with error ranges; an empty list if there is none."""
+    """Return texts about the training run of `shown_run`, with error ranges; an empty list if that returns None."""
     shown = shown_run(plan)
     return run_words(*shown, measured_to_predicted_ratios(plan, certainty)) if shown is not None else []
 

@@ -61,7 +61,7 @@ def ideal_bubble_words(plan: Plan) -> str:
 
 
 def optimality_text(plan: Plan) -> str:
-    """Return a text about what the solver proved, such as `no plan is faster`; empty for given cuts."""
+    """Return a text about what the solver proved, such as `no plan is faster`; empty if it proved nothing."""
     solver, schedule = plan.solver, plan.inputs.schedule
     whole = "plan" if schedule == "auto" else f"{schedule_of(schedule).title} plan"
     if schedule != "auto" and not plan.inputs.chunks and _is_open_in_chunks(schedule_of(schedule)):

@@ -2,7 +2,7 @@
 
 The search adds stages from the last to the first, as backward visits them. A partial plan has stages for the layers
 i..L-1. It is described by a few numbers (`recurrences.py`), for example its longest backward time. These numbers and
-the earlier stages determine the step time of a complete plan (under 1F1B, a lower bound of it). Among partial plans
+the stages before layer i determine the step time of a complete plan; under 1F1B, a lower bound. Among partial plans
 with the same first layer and number of stages, the search keeps only those that no other one dominates. Three rules
 keep their number small:
 

@@ -353,7 +353,10 @@ def _remove_dominated(labels: _Labels) -> _Labels:
 
 
 def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
-    """Return the indices of partial choices that have saved fewer bytes, or have more room, than all previous ones."""
+    """Return the indices of the partial choices that are not dominated.
+
+    An earlier choice dominates if it saves at most as many bytes and has at least as much room.
+    """
     kept = []
     # Undominated pairs of saved bytes and room. Both ascend, because a pair with more bytes needs more room.
     steps: list[float] = []

@@ -227,9 +227,9 @@ class _Tuning(NamedTuple):
 
 
 def least_period_us(problem: OrderProblem) -> float:
-    """Return an approximate lower bound of the step time of all orders.
+    """Return an approximate lower bound of the step time of all orders, at which a search may end early.
 
-    It only ends a search early. It proves nothing, because the memory of the stages is approximate.
+    It is no proof, because the memory of the stages is approximate.
     """
 
     def each(name: str) -> FloatArray:
