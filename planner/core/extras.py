@@ -2,7 +2,7 @@
 
     without an extra    numpy, pydantic, pyyaml, rich, typer     solve, check, show, emit, compare, sweep, verify --run
     train               torch, fvcore, networkx, safetensors     profile, verify, check --model, train.py
-    milp                pulp, highspy                            solve --solver milp, bounds for several chunks
+    milp                pulp, highspy                            solve --solver milp, lower bounds for several chunks
     tpu                 jax, libtpu, torchax, and train          profile --device tpu:v2, train_jax.py
 
 Code that needs an extra imports the extra's packages within `importing`. Before work that imports them later,
@@ -24,7 +24,7 @@ Extra = Literal["train", "milp", "tpu"]
 
 
 class _Packages(NamedTuple):
-    """Packages of an extra, and the purpose for error messages."""
+    """Packages of an extra, and what needs them, for error messages."""
 
     names: tuple[str, ...]
     """Names of the modules, which are also the names of the packages."""

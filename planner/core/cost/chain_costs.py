@@ -128,13 +128,12 @@ class LayerMemory:
     """Highest memory of a later micro-batch's backward. It includes the gradients of later layers' autocast copies,
     but no parameter gradients."""
     end_twice_first: FloatArray
-    """Part of `first_backward` that would count twice if a stage ends with the layer.
+    """Bytes of the layer's output and of its gradient in `first_backward`.
 
-    The executor stores the stage's output and the output's gradient in buffers, whose bytes the model adds separately.
-    For output tensors that an earlier layer created, only the gradient would count twice.
+    If a stage ends with the layer, they are subtracted, because they also count as buffers of the executor.
     """
     end_twice: FloatArray
-    """Part of `backward` that would count twice if a stage ends with the layer."""
+    """Bytes of the layer's output and of its gradient in `backward`."""
     attributes: FloatArray
     """Bytes of tensors in plain attributes of modules, which exist during the whole step."""
     renewed: FloatArray
@@ -146,7 +145,7 @@ class SplitBackwardCosts:
     """Time and memory of each layer's input-gradient pass (I) and weight-gradient pass (W).
 
     Like the peaks in `LayerMemory`, peaks include saved bytes of earlier layers. They also include the bytes that other
-    layers store between their I and their W.
+    layers store between their I and their W. Only large weight gradients are deferred: I allocates the others.
     """
 
     input_us: FloatArray

@@ -278,7 +278,7 @@ def subtract_shared(
 
 
 def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
-    """Return how many of the permanent bytes and of each memory part (`PARTS`) exist at each point in the step.
+    """Return the counts of memory parts (`PARTS`) at each point in the step, after a 1 for the permanent bytes.
 
     Args:
         counts: How many of each memory part exist, one array of shape (points, chunks, parts) per device.
@@ -319,8 +319,8 @@ def device_peaks_by_choice(stages: FloatArray, choices: IntArray, counts: FloatA
     """Return the peak memory of a device in bytes, for each combination of recompute choices of its stages.
 
     Args:
-        stages: Permanent bytes of the device's stages, then bytes of each memory part (`PARTS`), with each recompute
-            choice in several partitions; shape (choices, partitions, chunks, 1 + parts).
+        stages: For each recompute choice, partition and chunk, the permanent bytes, then the bytes of each memory part
+            (`PARTS`); shape (choices, partitions, chunks, 1 + parts).
         choices: Recompute choices of the device's stages, one combination per row; shape (combinations, chunks).
         counts: Result of `counts_with_permanent_bytes` for the device, shape (points, chunks, 1 + parts).
 

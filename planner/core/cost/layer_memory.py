@@ -15,12 +15,11 @@ copy of the layer's input, made if the layer writes into it; w: copy of the stat
     forward           held + pending + forward peak            held + pending + c + w + peak without gradients
     backward          held + backward peak                     held + pending + c + max(w + g + forward peak,
                                                                                         backward peak)
-    added to held     internal bytes, and of its output what   pending, c, w, and of its output what a later
-                      it or a later layer saves                layer saves
+    added to held     internal bytes, and the part of its      pending, c, w, and the part of its output
+                      output that it or a later layer saves    that a later layer saves
 
 Without exact memory records, each peak is temporary memory on top of all saved memory. The peak of a recomputed layer
-also includes the larger one of the layer's saved bytes and its output. Saved bytes are assumed to include as much of
-the layer's output as possible.
+also includes the larger one of the layer's saved bytes and its output.
 
 Sizes are rounded to whole bytes before they are added, so that sums do not depend on the order of addition.
 """
@@ -102,10 +101,9 @@ class StageLayers:
     can_recompute: BoolArray
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """For each layer, bytes of the stage's input that no layer saves and that this or a later layer reads.
+    """For each layer, bytes of the stage's copy of its input that no layer saves and that this or a later layer reads.
 
-    Shape (end - first + 1,); the last entry is for the end of the stage. All entries are 0 if the stage does not copy
-    its input.
+    Shape (end - first + 1,); the last entry is for the end of the stage. 0 if the stage makes no copy.
     """
 
     @classmethod
@@ -199,7 +197,7 @@ def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> t
 
     For a lower bound of the saved bytes, subtract `most_bytes_freed` of all recomputed layers. For a lower bound of a
     peak, subtract `most_bytes_freed` of the recomputed layers before the layer that runs at the peak. Layers after it
-    have already released their memory.
+    have no saved bytes then: they will run later in a forward, and ran earlier in a backward.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -290,7 +288,7 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
     """Return the memory that each layer needs to convert gradients of autocast's weight copies to parameter gradients.
 
     After the first micro-batch, autograd converts them at the end of the backward, when the gradients of all copies
-    exist. The result does not include the gradients of the copies (`FixedLayerBytes.casts`).
+    exist. The result does not include the gradients of the copies, which are as large as the copies.
     """
     return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
@@ -302,8 +300,9 @@ def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray
     backward ends, and those of parameters without a copy.
 
     Returns:
-        Peak of each layer in a stage that ends with the last layer of the chain; and prefix sums of the gradients, up
-        to and including each layer. A stage that ends earlier lacks the gradients of the layers after its end.
+        Peak of each layer in a stage that ends with the last layer of the chain; and prefix sums of both kinds of
+        gradients, up to and including each layer. For a stage that ends earlier, subtract the gradients of the layers
+        after its end.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
     level = costs.memory.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()

@@ -174,7 +174,7 @@ def peak_bytes_of_stages(
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
         firsts: First layers, ascending.
-        lasts: Last layers, or a number of columns, as in `stage_table`.
+        lasts: Slice of last layers; or a number n, for stages of 1 to n layers.
         points: Points in the step at which the stages may have their peak.
         choices: Recompute choices except `layers`.
     """

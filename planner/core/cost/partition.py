@@ -64,7 +64,7 @@ class Partition:
 
     @property
     def schedule_object(self) -> Schedule:
-        """Schedule of the partition; for action orders that a search found, made of `self.order`."""
+        """Schedule of the partition. If a search found its action orders, the schedule has those in `self.order`."""
         return schedule_of(self.schedule, self.order)
 
     @property

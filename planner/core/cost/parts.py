@@ -9,18 +9,19 @@ The letters are those of docs/cost-model.md, for one micro-batch unless noted:
     D   copy of the input                     G    gradients of the stage's parameters (per step)
     T   autocast weight cache (per step)      Z    gradients in one message to other replicas (per step)
 
-Parts of a stage in the middle, from exact memory records (level: highest memory while the action runs):
+Parts of a stage in the middle, from exact memory records. A cell lists terms that are added; O' is the gradient of O,
+and `level` the highest memory while the action runs:
 
-                      not recomputed                     recomputed
-    held              A                                  E
-    forward           I D  level                         I D J  level without gradients
-    first backward    I D  level with G, O's gradient    I O D R  max(forward level + J, level), O's gradient
-    backward          I D  level, O's gradient           I O D R  as first backward, with a later backward's level
-    message           as `backward`, and Z               as `backward`, and Z
+                      not recomputed                   recomputed
+    held              A                                E
+    forward           I + D + level                    I + D + J + level without gradients
+    first backward    I + D + level with G + O'        I + O + D + R + max(forward level + J, level) + O'
+    backward          I + D + level + O'               I + O + D + R + the same maximum, with this backward's level + O'
+    message           as `backward`, + Z               as `backward`, + Z
 
-G, T, the gradient of O and the gradient of I are also parts of their own (`gradients`, `casts`, `output_gradient`,
-`input_gradient`). The last micro-batch has its own parts, since `except-last` does not recompute it. With a split
-backward, each pass has its own levels, and what is stored between the passes is a part (`weight_held`).
+G, T, O' and the gradient of I are also parts of their own (`gradients`, `casts`, `output_gradient`, `input_gradient`).
+The last micro-batch has its own parts, since `except-last` does not recompute it. With a split backward, each pass has
+its own levels. The bytes that are stored between the passes are the part `weight_held`.
 `planner.core.cost.peak_points` counts the parts at each point in the step.
 
 Without exact memory records, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a

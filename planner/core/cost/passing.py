@@ -50,8 +50,8 @@ class RelayedTensors:
         """Return the bytes of each layer's input that the stage received from earlier stages; shape (firsts, layers).
 
         Args:
-            sizes: `unkept` or `all` of this object: the received tensors that count for layers after the first.
-            own_input: Input bytes of each layer, which count for the first layer of a stage.
+            sizes: Bytes for layers after the first layer of a stage: `self.unkept` or `self.all`.
+            own_input: Bytes for the first layer of a stage: the input of each layer.
         """
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 

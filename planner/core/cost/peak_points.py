@@ -19,8 +19,8 @@
 While F or B runs, one of the parts `forward`, `last forward`, `first backward`, `backward` and `last backward` exists.
 I and W have such parts, too. This part includes all memory of the running micro-batch: what the instruction removes is
 already removed, and what it adds is not yet added. With replicas, `message` is the part of the last backward while
-gradients are sent. `casts` exists from the first forward to the last backward. It counts twice if a stage has both
-whole and split backwards, because autocast caches copies for whole backwards and the executor for split backwards.
+gradients are sent. `casts` exists from the first forward to the last backward, and twice if a stage has both whole and
+split backwards. `input backward gradients` are the parameter gradients that I creates.
 
     GPipe, M = 3, device 1     F0        F1        F2            B0              B1        B2             step
     runs                       forward   forward   last forward  first backward  backward  last backward  optimizer step

@@ -270,8 +270,8 @@ class _Step(NamedTuple):
     sent_over: int
     """Boundary over which the action sends, as the index of the stage before the boundary; -1 without a transfer."""
     link: int
-    """Index of the link over which the action sends; -1 without a transfer. In a loop placement with K = 2, one link
-    carries activations of one boundary and gradients of the next boundary."""
+    """Index of the link direction over which the action sends; -1 without a transfer. With two devices in a loop
+    placement, one direction carries activations over one boundary and gradients over the next one."""
 
 
 @lru_cache(maxsize=64)

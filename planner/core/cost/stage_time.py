@@ -115,8 +115,8 @@ def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers)
     """Return how much longer the next stage's optimizer step may take than this stage's without delaying the next step.
 
     The result is F + B - R + 2 C, with this stage's forward F, backward B, recomputation R and transfer C
-    (`crossing_us`). The next stage ends its last backward earlier, by B - R + C, because this stage recomputes before
-    the gradient arrives. And the next stage begins its next forward later, by F + C.
+    (`crossing_us`). The next stage ends its last backward earlier, by B + C, but this stage recomputes before the
+    gradient arrives, so that R does not count. And the next stage begins its next forward later, by F + C.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
@@ -137,10 +137,12 @@ def delay_with_added_stage_us(tail_us: Numbers, own_us: Numbers, slack_us: Numbe
 def optimizer_delay_us(own_us: FloatArray, slack_us: FloatArray) -> FloatArray:
     """Return the time by which all-reduces and optimizer steps delay the next step.
 
-    A later device ends its last backward earlier and begins the next step later than device 0. So part of its
-    all-reduces and optimizer steps (`own_us`) does not delay the next step: the sum of `slack_us` over all earlier
-    devices, which the function `optimizer_slack_us` computes for a device's first stage. The last dimension of both
-    arrays is the device.
+    A later device ends its last backward earlier and begins the next step later than device 0. So `own_us` of a device
+    delays the next step only as far as it exceeds the sum of `slack_us` over all earlier devices.
+
+    Args:
+        own_us: Time of all-reduces and optimizer steps; the last dimension is the device.
+        slack_us: `optimizer_slack_us` of each device's first stage; the last dimension is the device.
     """
     tail: FloatArray = np.zeros(own_us.shape[:-1])
     for k in reversed(range(own_us.shape[-1])):

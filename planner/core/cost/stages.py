@@ -77,7 +77,8 @@ class SplitBackwardMemory:
 class StageTable:
     """Memory of many stages, in bytes: one row per first layer, one column per last layer or length.
 
-    Arrays with equal rows or columns may have only one. Entries whose last layer is before the first are undefined.
+    If all rows or all columns of an array are equal, it may have one row or one column. Entries whose last layer is
+    before the first layer are undefined.
     """
 
     micro_batches: int
@@ -103,7 +104,7 @@ class StageTable:
     sent_output: FloatArray
     """Output that is sent to the next stage; 0 for the last stage."""
     output_gradient: FloatArray
-    """Gradient received for one micro-batch; 0 if no earlier layer is trained."""
+    """Gradient received for one micro-batch; 0 if no layer up to the stage's end is trained."""
     input_gradient: FloatArray
     """Gradient sent to the previous stage."""
     saved: FloatArray

@@ -4,13 +4,15 @@ Let the layers a < b share a parameter. Autograd sums the gradients of both uses
 to the gradient of earlier micro-batches. So a second gradient exists from b's backward to a's backward. In the first
 micro-batch, the sum becomes the gradient itself, which exists once and not once per layer.
 
-Autograd adds a's gradient to b's in place, unless b's is a view of another tensor, as that of a linear layer's weight
-is. Then the sum is a new tensor, and three tensors exist while a runs its backward. The sum is no view, so gradients of
-further layers are added to it in place.
+Autograd adds a's gradient to b's in place, unless b's gradient is a view of another tensor. The gradient of a linear
+layer's weight is such a view. Then the sum is a new tensor, and three tensors exist while a runs its backward. The sum
+is no view, so gradients of further layers are added to it in place.
 
-The gradient that b has created already waits while b's own backward still runs, and raises the peak of this backward.
-The increase is estimated as the difference between the peaks of the first backward, after which all gradients of the
-layer stay in memory, and of a later backward, times the share of shared parameters in the layer's gradients.
+The gradient that b has created already waits while b's own backward still runs, and raises the peak of this backward:
+
+    increase = (peak of b's first backward - peak of a later backward) * share of shared parameters in b's gradients
+
+The first backward is taken because all gradients of the layer stay in memory after it.
 """
 
 from collections.abc import Iterator
@@ -69,7 +71,7 @@ def waiting_gradients(
 
 
 def unfreed_gradient_bytes(costs: ChainCosts) -> FloatArray:
-    """Return how many bytes higher each layer's peak in backward is if its parameter gradients stay in memory."""
+    """Return the increase of each layer's peak in backward if its parameter gradients stay in memory, in bytes."""
     first = costs.memory.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
     later = costs.memory.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))

@@ -1,4 +1,4 @@
-"""Tensor parallelism and sharded optimizers: profiles for one width (GPUs that share each layer) and replicas.
+"""Tensor parallelism and sharded optimizers: profiles for one width (GPUs that share each layer) and replica count.
 
 Each device of a plan is a group of T GPUs that share every layer. For a given T, this module returns a profile in which
 the times of layers include the collectives within a group. `Inputs.cluster_of_groups` returns a cluster whose devices
@@ -11,7 +11,7 @@ In a forward, the GPUs of a group all-reduce the results of a layer. In a backwa
 If R replicas shard the optimizer (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 1; the "distributed optimizer"
 of Megatron-LM), each replica has 1/R of the optimizer state and takes 1/R of the optimizer's time. The replicas sum
 gradients by a reduce-scatter, and get updated parameters by an all-gather. If parameters are not wider than gradients,
-both together move as many bytes as the all-reduce of gradients without sharding.
+these two collectives move as many bytes as the all-reduce of gradients without sharding.
 """
 
 from collections.abc import Callable, Mapping

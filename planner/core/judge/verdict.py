@@ -266,7 +266,7 @@ def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
     """Return the solver report of a stored plan; None if its status, lower bound, gap and frontier cannot be checked.
 
     They can be checked if the plan fits the memory limits of its own request and was made from the verdict's profile.
-    Given cuts without a frontier have nothing to check.
+    A plan of given cuts without a frontier has no such values, so the result is None.
 
     Args:
         written: Plan as stored.

@@ -4,8 +4,8 @@
     device 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     device 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 
-In the paper M is a multiple of K, and chunks take turns every K micro-batches. torch's `ScheduleInterleaved1F1B` also
-allows M < K, and other M that are divisible by M // K. With one chunk per device, this is 1F1B with more warm-up
+In the paper M is a multiple of K, and chunks take turns every K micro-batches. torch's `ScheduleInterleaved1F1B` allows
+any M that max(1, M // K) divides. With one chunk per device, this is 1F1B with more warm-up
 forwards: device k has 2 (K-k) - 1 of them instead of K-k.
 """
 

@@ -42,7 +42,7 @@ class ActionKind:
     message_kind: MessageKind | None
     """Type of message that the action sends and waits for; None if it exchanges nothing with other stages."""
     follows: MessageKind | None
-    """Message of the same stage and micro-batch that the action needs if it receives none from another stage."""
+    """Message whose sender on the same stage must run before, if the action receives none: F before B, I before W."""
     paper: tuple[str, ...]
     """Colors of the action's boxes in pictures, as hex, one per chunk in turn; readable on dark and light
     backgrounds."""

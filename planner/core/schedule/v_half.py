@@ -4,9 +4,9 @@
     device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 0W0 3W1 3F2 3I2 0I1 0W1 0I2 3W2 0W2
     device 1: 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
-F, I and W take one unit of time each. From device 0 to device K-1, a micro-batch takes two units per device, and one
-unit per device on the way back. Its gradient does the same. The longer a micro-batch stays with a device's first stage,
-the shorter it stays with the second stage. So all devices need the same memory.
+F, I and W take one unit of time each. On the way from device 0 to K-1, a micro-batch starts two units later on each
+next device; on the way back, one unit later. Its gradient does the same. The longer a micro-batch stays with a device's
+first stage, the shorter it stays with the second stage. So all devices need the same memory.
 """
 
 from planner.core.schedule.building_block import BuildingBlockSchedule, PassStartTimes

@@ -31,6 +31,6 @@ class Calibration:
     link: Link | None = None
     """Link between neighbors; None if nothing was sent, or if links were measured one by one."""
     reserve_bytes: int
-    """Largest memory that a device used in addition to its predicted peak without the plan's reserve."""
+    """Largest difference, over the devices, of used memory and predicted peak. The peak does not include a reserve."""
     step_ratio: float | None = None
     """Measured step time divided by the step time predicted with this calibration; None if not compared."""

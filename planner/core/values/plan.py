@@ -129,7 +129,7 @@ class Inputs:
     def cluster_of_groups(self, tensor_parallel: int, replicas: int = 1) -> Cluster:
         """Return the cluster in which each device is a group of `tensor_parallel` GPUs that share every layer.
 
-        GPUs that fill no group are left out. The data-parallel `replicas` may shard the optimizer.
+        GPUs that fill no group are left out. If the optimizer is sharded, it is sharded over `replicas`.
         """
         count = self.devices // tensor_parallel
         groups: dict[str, Any] = {
@@ -173,7 +173,7 @@ class StageMemory:
     in_flight: int = 0
     """Data of the mini-batch, and inputs, outputs and saved activations of the micro-batches in flight.
 
-    Activations that the running micro-batch saves may count in `working` instead.
+    Bytes of the running micro-batch count here as far as it would also store them while it waits, else in `working`.
     """
     transfer: int = 0
     """Buffers of the engine: gradients being received or sent."""
@@ -306,7 +306,7 @@ class Noise:
     worst_regret: float
     """Largest such value of a random profile."""
     same_plan: float
-    """Share of the random profiles for which no faster plan was found, or one with equal cuts and micro-batches."""
+    """Share of the random profiles for which the best plan found has the cuts and micro-batches of this plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

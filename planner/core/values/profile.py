@@ -194,7 +194,7 @@ class ArrayKind:
     plain_bytes: int
     """Size without padding."""
     loop_bytes: int
-    """Size as a loop over micro-batches stores the array, in the memory layout of the layer that reads it.
+    """Size in a loop over micro-batches, which stores the array in the layout of the layer that reads it.
 
     float32 arrays that only matmuls read are stored with 16 bits per number.
     """
@@ -274,7 +274,7 @@ class LayerProfile:
     tied_view_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Size of the largest gradient that is a view and belongs to a shared parameter, such as a linear layer's weight.
 
-    Autograd adds an earlier layer's gradient to a view in a new tensor.
+    If a gradient is a view, autograd needs a new tensor to add an earlier layer's gradient to it.
     """
     optimizer_us: float = 0.0
     """Time of the optimizer's step over this layer's parameters, once per mini-batch."""
