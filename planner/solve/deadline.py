@@ -56,7 +56,7 @@ class Deadline:
         return -inf if self.watch.is_stopped() else self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
-        """Return the time at which a fraction (`part`) of the remaining time has passed; itself without a limit."""
+        """Return the deadline at which a fraction (`part`) of the remaining time has passed; `self` without a limit."""
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def note(self, step_us: float, schedule: ScheduleName) -> None:

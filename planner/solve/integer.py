@@ -8,7 +8,8 @@ The chosen arcs form a path from layer 0 to layer L. The step time (`planner.cor
     M       number of micro-batches
     F, C    forward time of a stage; transfer time of the link before the stage
     p, q    backward time of a stage for micro-batches 0..M-2, and for micro-batch M-1
-    o, h    all-reduce and optimizer step of a stage; F + q without the recomputation in q
+    o       time of all-reduce and optimizer step of a stage
+    h       F + q of a stage, without the recomputation in q
     D, U    time of the backward; time that optimizer steps add
 
 The maximum, D and U follow from linear constraints. The backward visits stages from the last to the first. All sums are
@@ -20,7 +21,7 @@ over chosen arcs, of which at most one begins at layer i:
     D_i >= D_{i+1} + sum_{first = i} (q + C)                  end of the last micro-batch, D = D_0: it continues,
     D_i >= A_{i+1} + sum_{first = i} (p + q + C) + X_i        or waits for earlier micro-batches at the stage,
     D_i >= A_{i+1} + sum_{first = i} (p + 2 C) + Z_i          or at the link
-    U   >= sum_{first = i} o - sum_{end <= i} h - 2 sum_{first <= i} C
+    U   >= sum_{first = i} o - sum_{end <= i} h - 2 sum_{first <= i} C     for every i
 
 Exactly one chosen arc covers each layer. Therefore max F is at least the sum of F over the arcs that cover a layer, for
 every layer. PuLP states the program, and HiGHS solves it. Times are scaled so that a step is about 1000.

@@ -198,8 +198,8 @@ def search_cases(
         upper_us: Step time to beat, in microseconds.
         starts: Answers from which the searches of some cases start, as `start` of `search_function_for`.
         ranks: Estimated step time for each tuple of tensor-parallel width, replicas and number of micro-batches. The
-            cases of a schedule are searched in its order, while it is below the best step time. None: lower bounds
-            decide the order.
+            cases of a schedule are searched in ascending order of this time, until it reaches the best step time found.
+            None: lower bounds decide the order.
         budget: Number of actions to simulate per schedule; if empty, the request decides.
     """
     is_open = request.inputs.schedule == "auto"

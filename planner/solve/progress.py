@@ -121,7 +121,7 @@ class Progress:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
             choices: Recompute choice of each stage, shape (partitions, stages).
             fits: True for partitions that fit.
-            known_us: Step times of partitions that were simulated before, NaN for others; None if no one was.
+            known_us: Step times of partitions that were simulated before, NaN for others. None: no partition was.
 
         Returns:
             Step times in microseconds; infinite for partitions that do not fit.

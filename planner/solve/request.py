@@ -15,7 +15,7 @@ Solver = Literal["auto", "dp", "milp"]
 
 
 def with_width_and_replicas_of_plan(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
-    """Return `inputs` with the plan's tensor-parallel width and replicas, if the profile has several widths.
+    """Return `inputs` with the plan's tensor-parallel width and replicas; unchanged if the profile has a single width.
 
     Args:
         inputs: Inputs of a request.

@@ -29,8 +29,7 @@ class ZBH1(Schedule):
     torch_name = ""
     splits_backward = True
     passes_per_stage: ClassVar[int] = 1
-    """A stage with n later stages has n times this many warm-up forwards; with n earlier ones, it defers n times as many
-    W."""
+    """Warm-up forwards of a stage for each later stage, and W passes that it defers for each earlier stage."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the warm-up forwards, then F, I and a deferred W in turn, then the remaining W."""

@@ -159,8 +159,8 @@ class CutDynamicProgram:
                 not be the best partition.
             best_rank: Rank to beat, or None.
             most_per_count: Limit on partial plans with the same number of stages.
-            enough_in_all: Limit on partial plans in total. The search ends early only if it exceeds both limits; then
-                `CutDynamicProgram.is_exhaustive` is False.
+            enough_in_all: Limit on partial plans in total. The search ends early only if it exceeds both this limit and
+                `most_per_count`; then `CutDynamicProgram.is_exhaustive` is False.
         """
         levels = [self._root()]
         best: ChainCuts | None = None
@@ -312,7 +312,7 @@ class CutDynamicProgram:
 
 
 def just_below(upper_us: float) -> float:
-    """Return `upper_us` minus a tolerance: a time below the result is shorter than `upper_us` despite rounding."""
+    """Return `upper_us` minus a tolerance for rounding: times below it are really shorter than `upper_us`."""
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 

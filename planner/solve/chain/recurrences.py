@@ -20,9 +20,9 @@ The letters are those of docs/cost-model.md:
 
 **GPipe** (exact, `planner.core.cost.step_time`):
 
-    T = sum F + sum C + (M-1) max(F, C)  +  D  +  U
+    T = sum F + sum C + (M-1) max(F, C)  +  d  +  u          d, u: of the whole plan
 
-where D is the makespan of the backward flow shop and U the time that optimizer steps add. The numbers are
+The numbers are
 
     f   largest forward time of any stage or link so far
     x   largest backward time so far
@@ -45,7 +45,7 @@ An added stage changes s to s + 2 C + F + B, and r to r + 2 C + F + q. The new g
                                               the added stage runs all backwards, and the forwards that follow them
     floor((M-1) / w) s + r                  consecutive round trips (s and r after the change), because a micro-batch
                                               begins only after the w-th previous one has returned
-    g + F + q + 2 C                         the next stage runs (g before the change), with one more forward, backward
+    g + F + q + 2 C                         time of the next stage (g before the change), plus one forward, one backward
                                               and two transfers
 """
 

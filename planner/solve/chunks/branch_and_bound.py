@@ -4,8 +4,8 @@ In a partition, every layer belongs to one stage, and a stage has one recompute 
 program may divide a layer between two stages, or a stage between two recompute choices. Branch and bound (Land and
 Doig, 1960) then replaces the linear program (a node) by several nodes with one more decision each. Decisions are that a
 cut is before or after a layer, or that a stage has one recompute choice. The search continues with the node of smallest
-step time. It decides the cut or stage whose divided layers take most time. The smallest step time of all remaining
-nodes is a lower bound for all partitions.
+step time. Its next decision is about the cut or the stage whose divided layers take most time. The smallest step time
+of all remaining nodes is a lower bound for all partitions.
 
 The solver HiGHS solves the linear programs (`linear_program.py`). Without HiGHS, this bound is not available.
 """

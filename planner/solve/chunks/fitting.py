@@ -1,10 +1,10 @@
 """Choice of recomputation for given cuts, with several chunks per device.
 
-The memory of a device depends on the choices of its own chunks only. A step lasts from a device's first action to its
-last one. More recomputation never makes a step faster: no action ends earlier, and first actions begin at the same
-time, because they wait for forwards only. A combination of choices for the chunks of one device is minimal if it fits,
-but would not fit if one or more chunks recomputed less. A fastest plan therefore uses a minimal combination on each
-device.
+The memory of a device depends on the choices of its own chunks only. A combination of choices for the chunks of one
+device is minimal if it fits, but would not fit if one or more chunks recomputed less. A fastest plan uses a minimal
+combination on each device, because more recomputation never makes a step faster. The step time is the longest time from
+a device's first action to its last one. With more recomputation, the first action begins at the same time, because it
+waits for forwards only, and no action ends earlier.
 
     V = 2 chunks, never (0) or always (2)     (0, 0)   (0, 2)   (2, 0)   (2, 2)
     fits?                                       no       yes      no       yes
@@ -94,8 +94,12 @@ class RecomputeFitter:
     def excess_by_combination(self, cuts: IntArray, devices: IntArray) -> FloatArray:
         """Return the bytes by which devices exceed their memory limits, for each combination of recompute choices.
 
-        `cuts` has the shape (partitions, stages + 1). `devices` has one device of each partition, in ascending order.
-        The result has the shape (partitions, combinations).
+        Args:
+            cuts: Cuts of each partition, shape (partitions, stages + 1).
+            devices: A device for each partition. Partitions must be sorted by their device.
+
+        Returns:
+            Bytes, shape (partitions, combinations).
         """
         return self._evaluator.excess_by_combination(cuts, devices, self._places)
 

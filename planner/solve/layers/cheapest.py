@@ -8,7 +8,7 @@ a linear inequality (`StageLayers`):
     fixed    bytes that do not depend on the choice
     weight   number of micro-batches in flight
     held     bytes that a micro-batch saves in the stage for its backward
-    peak     highest peak while a layer runs
+    peak     highest temporary memory while a layer runs
 
 A dynamic program visits the layers in order. A partial choice is made for the layers visited so far. Its numbers are
 
@@ -17,10 +17,14 @@ A dynamic program visits the layers in order. A partial choice is made for the l
     room     most bytes that one micro-batch may save in the whole stage, given the peaks of the visited layers
 
 A storage is pending until a layer saves it or the last layer that reads it has run. Partial choices with the same
-pending storages form a group. A partial choice is dropped if another one of its group is at least as good in all three
-numbers, if no choice for the later layers can fit, or if a lower bound of its total time is not below the best known
-time. The lower bound is a fractional knapsack: recompute the later layers that free most bytes per time, until enough
-bytes are free. `stage_times.py` computes the same lower bound for every stage of a chain at once.
+pending storages form a group. A partial choice is dropped if
+
+- another one of its group is at least as good in all three numbers,
+- no choice for the later layers can fit, or
+- a lower bound of its total time is not below the best known time.
+
+The lower bound is a fractional knapsack: recompute the later layers that free most bytes per time, until enough bytes
+are free. `stage_times.py` computes the same lower bound for every stage of a chain at once.
 """
 
 from bisect import bisect_left, bisect_right

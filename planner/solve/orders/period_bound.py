@@ -18,8 +18,8 @@ ceil(M / n) micro-batches:
 
     window >= ceil(M / n) P + remaining backward of f after the last gradient
 
-Let g, h, … be the stages of another device that come after f. The last gradient of f comes after all forwards and
-gradients of g, h, …, which run between the first forward of g and the last gradient of g:
+Let g, h, … be the stages of another device that come after f. That device runs their forwards and gradients one after
+the other, after the first forward of f and before the last gradient of f:
 
     window >= there + M (sum of F + G over g, h, …) + back + last backward of f
 

@@ -58,8 +58,7 @@ def _busiest_device_us(layer_us: FloatArray, num_devices: int) -> float:
 def least_saved_bytes(costs: ChainCosts) -> FloatArray:
     """Return a lower bound of the bytes that each layer stores from its forward to the end of its backward.
 
-    If the profile has exact memory records, the layer's input is not counted, because another layer may store it. The
-    result is then also at most the memory that the layer's backward occupies.
+    If the profile has exact memory records, the layer's input is not counted, because another layer may store it.
     """
     saved, levels = costs.memory.saved, costs.memory
     if costs.exact:
