@@ -42,7 +42,7 @@ micro-batches.
 The error is the largest difference of a loss, relative to the loss, or of a final parameter or buffer, relative to its
 change during the run. A model is right if its error is at most 1e-4, or at most ten times the difference that a
 rounding error in the initial parameters makes in the plain loop. A model is refused if `profile` refuses it, with the
-reason and a remedy.
+reason and a remedy. Files of the kind `loops` add something to the training loop, which only training can refuse.
 
 {right} models are right, {refused} are refused, {wrong} are wrong, {late} fail only in training, {unhelpful} are
 refused without a remedy. Of the right models, {removed} lost some cuts, and {kept} must not be recomputed.

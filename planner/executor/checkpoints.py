@@ -47,7 +47,7 @@ from planner.executor.keep.saved import (
     remove_old_checkpoints,
 )
 from planner.executor.keep.stored import name_in_rank_file
-from planner.executor.keep.unsaved import UnsavedState
+from planner.executor.keep.unsaved import UnsavedState, further_objects
 from planner.executor.keep.weights import load_weights
 from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFile
 from planner.executor.pipeline import Pipeline
@@ -100,7 +100,7 @@ class Checkpoints:
         self._optimizer = OptimizerState(optimizer, dict(pipeline.named_parameters()), pipeline.first_names)
         self._every, self._keep, self._steps = every, keep, steps
         self._watch = pipeline.watch
-        self._others = stateful
+        self._others = {**stateful, **further_objects(pipeline.modules, optimizer)}
         self._saved_step = -1
         self._is_checked = self._is_warned = False
         self._failed: PlannerError | None = None
@@ -243,7 +243,7 @@ class Checkpoints:
         )
 
     def _warn_of_unsaved_state(self) -> None:
-        """Warn once about Python numbers that change in training, because checkpoints do not contain them."""
+        """Warn once about state that changes in training, because checkpoints do not contain it."""
         if self._is_warned:
             return
         self._is_warned = True
@@ -253,8 +253,8 @@ class Checkpoints:
             more = f" and {len(changed) - _MOST_NAMES} others" if len(changed) > _MOST_NAMES else ""
             names = f"{', '.join(changed[:_MOST_NAMES])}{more}"
             self._tell(
-                f"checkpoints do not contain numbers that change in training: {names}; a resumed run begins with their "
-                "first values (keep them in buffers, `register_buffer`)",
+                f"checkpoints do not contain state that changes in training: {names}; a resumed run begins with its "
+                "first values (keep it in persistent buffers, `register_buffer`, or in the `state` of the optimizer)",
                 True,
             )
 

@@ -97,7 +97,7 @@ def _check_equal_on_all_ranks(stored: StoredCheckpoint) -> None:
     first: Mapping[str, Any] = stored.file(0).state_part("others")
     for rank, file in stored.opened.items():
         others = file.state_part("others")
-        name = next((name for name in first if not _is_equal(first[name], others.get(name))), None)
+        name = next((name for name in {**first, **others} if not _is_equal(first.get(name), others.get(name))), None)
         if name is not None:
             raise UsageError(
                 f'{stored.folder}: the state of "{name}" differs between ranks 0 and {rank}, so it can be resumed only '

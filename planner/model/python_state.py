@@ -75,6 +75,13 @@ def numbers_in_attributes(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     return numbers
 
 
+def numbers_in_fields(owner: str, fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers in the fields of an object, by the name of their owner and the field."""
+    numbers: dict[str, float] = {}
+    _add_fields(numbers, owner, fields, 0)
+    return numbers
+
+
 def numbers_in_hooks(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     """Return the numbers that hooks on modules and parameters can read, by path and variable name."""
     numbers: dict[str, float] = {}

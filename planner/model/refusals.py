@@ -50,7 +50,7 @@ def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError
     if isinstance(error, ValueError) and str(error).startswith(_ONE_VALUE):
         return TooFewSamplesError(
             f"{where} cannot train on {inputs}: batch normalization needs more than one value per channel",
-            hint="take larger micro-batches, `--batch-sizes 2,4,8` say, or a norm that is not over the batch",
+            hint="take larger micro-batches only, `--batch-sizes 4,8` say, or a norm that is not over the batch",
         )
     return ModelError(
         f"{where} raised {type(error).__name__} on {inputs}: {_first_line(error)}",

@@ -22,6 +22,8 @@ RIGHT = (
     "tricks:switches_dropout_off",
     "popular:writer_and_meters",
     "popular:muon_shares_its_work",
+    "everyday:vmapped_ensemble_of_mlps",
+    "loops:freezes_and_unfreezes_the_backbone",
 )
 
 REFUSED = (
@@ -30,6 +32,8 @@ REFUSED = (
     "losses:curriculum_in_forward",
     "tricks:unfreezes_gradually",
     "popular:targets_in_a_dataclass",
+    "loops:clips_each_group",
+    "loops:unfreezes_a_planned_frozen_backbone",
 )
 
 

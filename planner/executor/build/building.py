@@ -247,7 +247,9 @@ def _reachable_tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
 
 def _move_in_place(tensors: Sequence[Tensor], device: torch.device) -> None:
     for tensor in tensors:
-        if tensor.device != device:  # closures refer to these objects, so only their data are replaced
+        # Closures refer to these objects, so only their data are replaced. A meta tensor of the user has none: the base
+        # of an ensemble, whose weights `functional_call` replaces.
+        if tensor.device != device and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
 
 

@@ -62,7 +62,9 @@ def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     what = f"{kind.__module__}.{kind.__qualname__}"
     raise UsageError(
         f"a checkpoint cannot hold {where}, which is a {what}{f' of {value.dtype}' if hasattr(value, 'dtype') else ''}",
-        hint="a `state_dict` may have numbers, strings, None, tensors, and lists, tuples and dicts of these",
+        hint="use a dense tensor of another dtype, such as `torch.complex64`, or the parts of `torch.view_as_real`"
+        if isinstance(value, Tensor)
+        else "a `state_dict` may have numbers, strings, None, tensors, and lists, tuples and dicts of these",
     )
 
 

@@ -1,25 +1,81 @@
-"""Find state that a checkpoint does not contain: Python numbers and random generators of the model and its optimizer.
+"""State beside tensors and parameters: what a checkpoint also stores, and what it does not contain.
 
-A plain loop that saves `state_dict()` loses this state as well. A resumed run would then differ from an uninterrupted
-run, so a warning names it.
+Stored as further objects, like those that the script names:
+
+    optimizer       state that is shared by parameters, and what its own `state_dict` adds
+    extra state     `get_extra_state()` of modules
+
+Not stored are Python numbers, random generators and tensors in attributes, buffers that are not persistent, and
+optimizers within an optimizer. A plain loop that saves `state_dict()` loses them as well. A resumed run would then
+differ from an uninterrupted run, so a warning names them.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from planner.executor.run.stage_module import StageModule
-from planner.model.python_state import NUMBERS, numbers_in_attributes, without_leftover_tensors
+from planner.model.python_state import (
+    is_user_module,
+    numbers_in_attributes,
+    numbers_in_fields,
+    without_leftover_tensors,
+)
+
+_STORED = ("state", "param_groups", "defaults", "step")
+"""Attributes of an optimizer that a checkpoint stores, and its method `step`, which refers to the optimizer itself."""
+
+
+def further_objects(stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
+    """Return objects with state that a checkpoint must store besides tensors of the model and state of parameters."""
+    objects: dict[str, Any] = {}
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        objects["optimizer"] = _OptimizerState(optimizer)
+    extra = _ExtraState(stages)
+    return {**objects, "extra state": extra} if extra.modules else objects
+
+
+class _OptimizerState:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        added = {k: value for k, value in self._optimizer.state_dict().items() if k not in ("state", "param_groups")}
+        states: dict[Any, Any] = dict(self._optimizer.state)
+        shared = {key: state for key, state in states.items() if not isinstance(key, Tensor)}
+        return {"shared": shared, "added": added}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.state.update(state["shared"])
+        if state["added"]:
+            self._optimizer.load_state_dict({**self._optimizer.state_dict(), **state["added"]})
+
+
+class _ExtraState:
+    def __init__(self, stages: Sequence[StageModule]) -> None:
+        self.modules = {path: module for path, module in _modules_of(stages).items() if _has_extra_state(module)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {path: module.get_extra_state() for path, module in self.modules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for path, module in self.modules.items():
+            module.set_extra_state(state[path])
 
 
 class UnsavedState:
-    """Numbers in plain attributes of this rank's modules and optimizer.
+    """State in plain attributes of this rank's modules and optimizer, as numbers.
 
     Create it before the first step.
     """
 
-    def __init__(self, modules: Sequence[StageModule], optimizer: torch.optim.Optimizer) -> None:
-        self._modules = {path: module for stage in modules for path, module in stage.finished_modules().items()}
+    def __init__(self, stages: Sequence[StageModule], optimizer: Optimizer) -> None:
+        self._modules = {path: m for path, m in _modules_of(stages).items() if not _has_extra_state(m)}
         self._optimizer = optimizer
         self._at_start = numbers_in_attributes(self._modules)
         self._numbers: dict[str, float] | None = None
@@ -29,10 +85,40 @@ class UnsavedState:
 
         The first forward may fill caches, so call this method after the first step and after a later step.
         """
-        own = vars(self._optimizer).items()
         numbers = without_leftover_tensors(numbers_in_attributes(self._modules), self._at_start)
-        numbers |= {f"{type(self._optimizer).__name__}.{name}": n for name, n in own if isinstance(n, NUMBERS)}
+        numbers |= self._numbers_of_buffers() | self._numbers_of_optimizer()
         before, self._numbers = self._numbers, numbers
         if before is None:
             return []
         return [name for name, number in numbers.items() if number != before.get(name)]
+
+    def _numbers_of_buffers(self) -> dict[str, float]:
+        return {
+            f"{path}.{name}": float(buffer.abs().sum(dtype=torch.float64))
+            for path, module in self._modules.items()
+            for name in sorted(module._non_persistent_buffers_set)
+            if (buffer := module._buffers.get(name)) is not None and buffer.dtype.is_floating_point
+        }
+
+    def _numbers_of_optimizer(self) -> dict[str, float]:
+        kind, own = type(self._optimizer), vars(self._optimizer)
+        if kind.state_dict is not Optimizer.state_dict:  # it stores what it needs
+            return {}
+        fields = {name: value for name, value in own.items() if name not in _STORED}
+        for cls in kind.__mro__:
+            fields |= {name: held for name, held in vars(cls).items() if is_user_module(cls.__module__)}
+        # The state of an optimizer within this one changes in each step, so it is represented by NaN.
+        inner = {
+            f"{kind.__name__}.{name}": math.nan
+            for name, value in fields.items()
+            if any(isinstance(leaf, Optimizer) for leaf in tree_leaves(value))
+        }
+        return numbers_in_fields(kind.__name__, fields) | inner
+
+
+def _modules_of(stages: Sequence[StageModule]) -> dict[str, nn.Module]:
+    return {path: module for stage in stages for path, module in stage.finished_modules().items()}
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state

@@ -1,5 +1,6 @@
 """Tests of training loops that a user has edited: what trains as in a plain loop, and what is refused with a remedy."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,56 @@ class Counts(nn.Linear):
         self.calls += 1
         return super().forward(x)
 
+class Remembers(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean()
+        return super().forward(x) / (1 + self.mean)
+
+class Stored(Counts):
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+    def forward(self, x):
+        return super().forward(x) / self.calls
+
+class Shared(torch.optim.SGD):
+    # Has state that all parameters share, and adds to its state dict.
+    scale = 1.0
+
+    def step(self, closure=None):
+        count = self.state["shared"].get("count", 0)
+        self.state["shared"]["count"] = count + 1
+        self.scale *= 0.5
+        for group in self.param_groups:
+            group["lr"] = 0.1 * self.scale / (count + 1)
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "scale": self.scale}
+
+    def load_state_dict(self, state):
+        self.scale = state.pop("scale")
+        super().load_state_dict(state)
+
+class Inner(torch.optim.SGD):
+    # Steps another optimizer, whose state nothing saves.
+    def __init__(self, parameters, **options):
+        parameters = list(parameters)
+        super().__init__(parameters, **options)
+        self.inner = [torch.optim.SGD(parameters, **options)]
+
+    def step(self, closure=None):
+        self.inner[0].step()
+
 def build_model(frozen: int = 0, counts: int = 0, tied: int = 0):
-    model = nn.Sequential(*[(Counts if counts else nn.Linear)(4, 4) for _ in range(4)])
+    model = nn.Sequential(*[(nn.Linear, Counts, Stored, Remembers)[counts](4, 4) for _ in range(4)])
     if tied:
         model[3].weight = model[0].weight
     model[:frozen].requires_grad_(False)
@@ -44,7 +93,8 @@ from gpipe_plan.executor import arguments, checkpoints, pipeline_script
 
 what, given = os.environ["WHAT"], arguments("", steps=2, seed=0)
 with pipeline_script(os.environ["BALANCE"], given) as pipeline:
-    optimizer = pipeline.optimizer(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
+    build = {"shared": model.Shared, "inner": model.Inner}.get(what, torch.optim.SGD)
+    optimizer = pipeline.optimizer(lambda ps: build(ps, lr=0.1, momentum=0.9))
     second = pipeline.optimizer(lambda ps: torch.optim.Adam(ps, lr=0.1))
     saved = checkpoints(pipeline, given, optimizer, **({"second": second} if what == "second" else {}))
     parameters = [parameter for _, parameter in pipeline.named_parameters()]
@@ -106,6 +156,11 @@ def refusal(folder: Path, what: str, plan: str = "two", steps: int = 2, *options
     return ended.output
 
 
+def loss_of(output: str, step: int) -> float:
+    """Return the loss that rank 0 printed for a step, counted from the start or the resume."""
+    return float(output.partition(f"step {step}: loss ")[2].partition(",")[0])
+
+
 def test_unfreezing_a_planned_frozen_layer_is_refused(folder: Path) -> None:
     """With recomputation, stages would not send the gradients, and the layer would silently not be trained."""
     case = Case(model=folder / "model.py", balance=(2, 2), recompute="always", settings=(("frozen", 2),))
@@ -139,8 +194,8 @@ def test_single_gradients_and_single_layers_may_be_clipped(folder: Path) -> None
 
 def test_variables_of_the_imported_model_file_affect_training(folder: Path) -> None:
     """`import model` in the script returns the module whose functions the pipeline calls."""
-    plain, doubled = (train(folder, what).partition("step 0: loss ")[2] for what in ("plain", "factor"))
-    assert float(doubled.partition(",")[0]) == pytest.approx(2 * float(plain.partition(",")[0]), rel=1e-4)
+    plain, doubled = (loss_of(train(folder, what), 0) for what in ("plain", "factor"))
+    assert doubled == pytest.approx(2 * plain, rel=1e-4)
 
 
 def test_copying_a_stage_is_refused(folder: Path) -> None:
@@ -174,12 +229,15 @@ def test_a_run_resumes_whose_script_changes_variables_between_steps(folder: Path
     train(folder, "ramp", "two", 3, *options)
 
 
-def test_a_warning_names_numbers_that_checkpoints_do_not_contain(folder: Path) -> None:
+def test_a_warning_names_state_that_checkpoints_do_not_contain(folder: Path) -> None:
     case = Case(model=folder / "model.py", balance=(2, 2), settings=(("counts", 1),))
     write_balance(case, folder / "counts.yaml")
+    assert "Inner.inner" in train(folder, "inner", "two", 3, "--checkpoint=inner")
+    write_balance(replace(case, settings=(("counts", 3),)), folder / "buffers.yaml")
+    assert "1.mean" in train(folder, "plain", "buffers", 3, "--checkpoint=buffers")
     output = train(folder, "plain", "counts", 3, "--checkpoint=checkpoints")
-    assert "numbers that change in training: 0.calls, 1.calls, 2.calls, 3.calls; a resumed run begins" in output
-    assert "warning" not in train(folder, "plain", "two", 3, "--checkpoint=others")
+    assert "state that changes in training: 0.calls, 1.calls, 2.calls, 3.calls; a resumed run begins" in output
+    assert "warning: checkpoints" not in train(folder, "plain", "two", 3, "--checkpoint=others")
 
 
 def test_checkpoints_name_a_tensor_that_the_script_has_renamed(folder: Path) -> None:
@@ -193,3 +251,15 @@ def test_scripts_must_change_copies_of_a_tied_parameter_alike(folder: Path) -> N
     write_balance(case, folder / "tied.yaml")
     train(folder, "plain", "tied")
     assert 'the copies of "0.weight", which layers on several ranks share, differ' in refusal(folder, "noise", "tied")
+
+
+@pytest.mark.parametrize(("what", "counts"), [("shared", 0), ("plain", 2)])
+def test_checkpoints_contain_what_state_dicts_contain(folder: Path, what: str, counts: int) -> None:
+    """An optimizer may share state between parameters or add to `state_dict`; modules may have an extra state."""
+    case = Case(model=folder / "model.py", balance=(2, 2), settings=(("counts", counts),))
+    write_balance(case, folder / "plan.yaml")
+    whole = train(folder, what, "plan", 4)
+    train(folder, what, "plan", 2, "--checkpoint=checkpoints")
+    rest = train(folder, what, "plan", 4, "--checkpoint=checkpoints", "--resume=auto")
+    assert "warning: checkpoints" not in rest
+    assert [loss_of(rest, step) for step in (0, 1)] == [loss_of(whole, step) for step in (2, 3)]

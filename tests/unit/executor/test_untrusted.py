@@ -173,7 +173,7 @@ def _loader_is_nowhere(state: dict[str, Any]) -> None:
 
 
 def _has_no_groups(state: dict[str, Any]) -> None:
-    state["groups"] = [1]
+    state["groups"] = [1, 1]
 
 
 def _has_an_unknown_type(state: dict[str, Any]) -> None:

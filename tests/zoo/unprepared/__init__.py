@@ -10,11 +10,13 @@ from tests.zoo.unprepared import (
     conditions,
     containers,
     crossing,
+    everyday,
     globals_,
     gradients,
     hidden_state,
     hooks,
     late_effects,
+    loops,
     losses,
     modules,
     objectives,
@@ -89,6 +91,11 @@ class UnpreparedModel:
         """True if initial values come from a generator that no seed reaches."""
         return "default_rng()" in self.text
 
+    @property
+    def edits_the_loop(self) -> bool:
+        """True if the file adds something to the training loop, which only training can refuse."""
+        return "class Loop" in self.text
+
     def write(self, folder: Path) -> Path:
         """Write the model file to a folder; return its path."""
         path = folder / f"{self.kind}_{self.name}.py"
@@ -128,6 +135,8 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "stepping": stepping,
         "objectives": objectives,
         "pretrained": pretrained,
+        "everyday": everyday,
+        "loops": loops,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)

@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -140,6 +140,8 @@ def _trained_outcome(
         try:
             trained = _train(balance, path.parent)
         except ChildError as error:
+            if model.edits_the_loop and error.hint:
+                return Outcome(verdict="refused", profiled=f"refused in training: {error.message} ({error.hint})")
             return replace(outcome, problem=f"{names[-1]}: {error.message}")
         start = trained.initial if model.is_unseeded else {}
         if plain is None or model.is_unseeded:
@@ -274,17 +276,33 @@ def _rank(balance: Balance, rank: int, place: Path, _connection: Connection) -> 
     pipeline = Pipeline(balance, seed=SEED, device="cpu")
     initial = {name: tensor.detach().clone() for name, tensor in pipeline.named_tensors().items()}
     optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+    file = sys.modules[f"gpipe_plan_model_{Path(balance.model.source.rpartition(':')[0]).stem}"]
+    loop = getattr(file, "Loop", _Loop)(optimizer, dict(pipeline.named_parameters()))
     losses = []
     for step in range(STEPS):
         _seed_batch(step)
         inputs, targets = pipeline.own_part(*pipeline.model.example_batch(balance.batch))
         with pipeline.step(inputs, targets) as loss:
+            loop.before(step, pipeline.clip_gradients)
             optimizer.step()
             optimizer.zero_grad()
+        loop.after(step, loss)
         losses.append(float(loss))
     tensors = {name: tensor.detach().clone() for name, tensor in pipeline.named_tensors().items()}
     pipeline.close()
     return _Trained(losses=losses, tensors=tensors, initial=initial)
+
+
+class _Loop:
+    """Additions to a training loop; a model file may define its own `Loop`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None: ...
+
+    def before(self, step: int, clip: Callable[[float], Any]) -> None:
+        """Run before the optimizer's step; `clip` clips all gradients by their norm."""
+
+    def after(self, step: int, loss: float) -> None:
+        """Run after the optimizer's step."""
 
 
 def _seed_batch(step: int) -> None:
@@ -304,6 +322,7 @@ def _plain_loop(
     if shake is not None:
         _shake(model, shake)
     optimizer = file.build_optimizer(model.parameters())
+    loop = getattr(file, "Loop", _Loop)(optimizer, dict(model.named_parameters()))
     losses = []
     with _planted(model, starts) as plant:
         for step in range(STEPS):
@@ -318,8 +337,10 @@ def _plain_loop(
                     loss.backward()
                 total += float(loss.detach())
             losses.append(total)
+            loop.before(step, partial(nn.utils.clip_grad_norm_, list(model.parameters())))
             optimizer.step()
             optimizer.zero_grad()
+            loop.after(step, total)
     tensors = {n: t.detach().clone() for n, t in _compared(model).items()}
     return _Trained(losses=losses, tensors=tensors, first_names=first_names(model))
 
