@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -9,6 +10,7 @@ from typing import Final
 from planner.core.cost.costs import costs_at
 from planner.core.judge.verification import Tolerance
 from planner.core.values.plan import Recompute
+from planner.core.values.precision import Precision
 from planner.core.values.profile import Setting
 from planner.model.load import load_model
 from tests.support.measure import profile_of_model
@@ -69,11 +71,12 @@ def predictions(
     stages: int = 3,
     micro_batches: Sequence[int] = (1, 4),
     recompute: Sequence[Recompute] = ("never", "always"),
+    dtype: Precision = "",
     **further: object,
 ) -> dict[tuple[int, Recompute, int], tuple[int, int]]:
     """Return predicted and measured peaks of every stage of some plans, by M, recomputation and stage."""
     loaded = load_model(str(model), settings={name: str(value) for name, value in settings.items()})
-    profile = profile_of_model(loaded, sizes=(size,))
+    profile = profile_of_model(replace(loaded, precision=dtype), sizes=(size,))
     costs = costs_at(profile, size)
     cases = [
         Case(
@@ -83,6 +86,7 @@ def predictions(
             micro_batches=m,
             batch=m * size,
             settings=tuple(settings.items()),
+            dtype=dtype,
             **further,
         )
         for m in micro_batches

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Case:
 def write_balance(case: Case, path: Path) -> None:
     """Write the balance configuration of `case`."""
     loaded = load_model(str(case.model), settings={name: str(value) for name, value in case.settings})
-    names = build_structure(loaded).names
+    names = build_structure(replace(loaded, precision=case.dtype)).names
     schedule = SCHEDULES[case.schedule]
     if case.later is not None:
         num_devices = len(case.balance) // case.chunks

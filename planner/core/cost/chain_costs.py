@@ -42,6 +42,8 @@ class TiedParameters:
     sum_bytes: float = 0.0
     """Bytes of the largest tensor that autograd allocates for the sum of both layers' gradients; 0 if it adds in place.
     """
+    converted_bytes: float = 0.0
+    """Part of `gradient_bytes` that `second` has as the gradient of an autocast copy until the end of a backward."""
     these_alone: bool = True
     """True if a device with both layers stores the bytes once, even if it does not run the layers between them."""
     earlier: tuple[int, ...] = ()

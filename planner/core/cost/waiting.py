@@ -13,6 +13,10 @@ The gradient that b has created already waits while b's own backward still runs,
     increase = (peak of b's first backward - peak of a later backward) * share of shared parameters in b's gradients
 
 The first backward is taken because all gradients of the layer stay in memory after it.
+
+Under autocast, the gradient of b is that of a low-precision copy of the parameter. It does not wait in addition,
+because it is counted with the gradients of all copies until the end of the backward. If a uses no copy, as an embedding
+does, the gradient of b is converted to the parameter's type before the backward of a.
 """
 
 from collections.abc import Iterator
@@ -57,14 +61,17 @@ def waiting_gradients(
         for tie in (tie for tie in costs.ties if tie.first == begin):
             twice = -1.0 * (layers < tie.first)
             between = 1.0 * ((layers >= tie.first) & (layers < tie.second))
-            count = twice if backward == "first" else between
-            waiting = waiting + np.outer(count, ends >= tie.second) * np.rint(tie.gradient_bytes)
+            # Gradients of autocast copies are counted separately (`FixedLayerBytes.casts`). Layer `first` adds its own
+            # to that of `second`, unless it uses no copy: then the gradient of the copy is converted there.
+            own = tie.gradient_bytes - tie.converted_bytes
+            after_first = (layers == tie.first) * np.rint(max(0.0, tie.converted_bytes - 2 * tie.cast_bytes))
+            added = twice * np.rint(tie.gradient_bytes) if backward == "first" else between * np.rint(own) + after_first
+            waiting = waiting + np.outer(added, ends >= tie.second)
             is_last_use = (ends >= tie.second) & (ends < _next_use(costs, tie.second))
             waiting = waiting + np.outer(layers == tie.first, is_last_use) * np.rint(tie.sum_bytes)
             if backward == "later":
-                share = tie.gradient_bytes / max(1.0, costs.gradients[tie.second])
-                own = np.rint(staying[tie.second] * min(1.0, share))
-                waiting = waiting + np.outer(layers == tie.second, is_last_use) * own
+                share = min(1.0, own / max(1.0, costs.gradients[tie.second]))
+                waiting = waiting + np.outer(layers == tie.second, is_last_use) * np.rint(staying[tie.second] * share)
         rows = (firsts <= begin) & (firsts > before)
         if rows.any():
             yield WaitingGradients(rows, waiting)

@@ -45,6 +45,15 @@ def test_sum_of_shared_gradients_may_be_a_new_tensor() -> None:
     assert waiting_gradients_in_stage(costs, "first", 0, 6).tolist() == [-100, -100, 100, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("cast_bytes", "waiting"), [(50.0, [0] * 6), (0.0, [0, 0, 100, 0, 0, 0])])
+def test_gradients_of_autocast_copies_wait_only_for_a_use_without_a_copy(cast_bytes, waiting):
+    """Such a use, as that in an embedding, gets the converted gradient."""
+    costs = costs_of()
+    costs = replace(costs, ties=(replace(costs.ties[0], cast_bytes=cast_bytes, converted_bytes=100.0),))
+    assert waiting_gradients_in_stage(costs, "later", 0, 6).tolist() == waiting
+    assert waiting_gradients_in_stage(costs, "first", 0, 6).tolist() == [-100, -100, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (3, 6), (4, 6)])
 def test_stage_with_one_use_has_no_waiting_gradients(first: int, end: int) -> None:
     costs = costs_of()

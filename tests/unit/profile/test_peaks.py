@@ -40,6 +40,8 @@ def test_predicted_peaks_of_all_stages_are_within_the_promise(kind, options, cou
     [
         # A stage calls one block again.
         ("repeated", {**MANY, "recompute": ("always",)}, (0, 1, 2), 3),
+        # Under autocast, all calls of the block add to the gradient of one copy of each weight.
+        ("repeated", {**MANY, "recompute": ("always",), "stages": 2, "dtype": "bf16-mixed"}, (0, 1), 2),
         # The loss compares the input with the output, so the middle stage relays the input.
         ("compared", {**MANY, "schedule": "1f1b"}, (1,), 2),
         # Each recomputed micro-batch saves the state that modules keep between forwards.
