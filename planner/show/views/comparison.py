@@ -11,6 +11,7 @@ from planner.core.values.sweep import Sweep, SweepCell
 from planner.core.values.units import exact_bytes_option, format_bytes, pluralize
 from planner.show.views.cluster import run_words
 from planner.show.views.numbers import NOTHING, percent, percent_difference, rate_text
+from planner.show.views.plan import gpu_noun
 from planner.show.views.table import Table, Value, column, table
 
 
@@ -85,15 +86,16 @@ _WITHOUT_PLAN = {"none": "does not fit", "unknown": "none found"}
 
 def sweep_table(sweep: Sweep) -> Table:
     """Return a table with a row per cluster size, grouped by number of devices."""
+    noun = _device_noun(sweep)
     return table(
         sweep.cells,
-        column("devices", "devices", attrgetter("devices"), "count"),
+        column("devices", f"{noun}s", attrgetter("devices"), "count"),
         column("memory", "memory", lambda cell: exact_bytes_option(cell.memory_bytes), "count"),
         column("schedule", "schedule", _planned(lambda plan: schedule_of(plan.schedule).title), drop=1),
         column("plan", "plan", _planned(_shape), drop=2),
         column("step", "step", _planned(attrgetter("predicted.step_us")), "us"),
         column("samples", "samples/s", _planned(attrgetter("predicted.samples_per_s")), "rate"),
-        column("per_device", "per\ndevice", lambda cell: cell.samples_per_device_s if cell.plan else None, "rate"),
+        column("per_device", f"per\n{noun}", lambda cell: cell.samples_per_device_s if cell.plan else None, "rate"),
         column("bubble", "bubble", _planned(attrgetter("predicted.bubble")), "percent", drop=4),
         column("peak", "peak", _planned(lambda plan: max(plan.peak_bytes_by_device())), "bytes", drop=3),
         column("notes", "", _notes),
@@ -109,12 +111,17 @@ def best_cluster_lines(sweep: Sweep) -> list[str]:
     with_plan = [cell for cell in sweep.cells if cell.plan is not None]
     # Of equally fast clusters, the smallest is reported.
     fastest = max(with_plan, key=lambda c: (_cell_per_s(c), -c.devices, -c.memory_bytes))
-    cheapest = sweep.cells[sweep.cheapest or 0]
+    cheapest, noun = sweep.cells[sweep.cheapest or 0], _device_noun(sweep)
+    rates = rate_text(_cell_per_s(smallest)), rate_text(_cell_per_s(fastest)), rate_text(cheapest.samples_per_device_s)
     return [
-        f"smallest that trains: {_cluster(smallest)}, {rate_text(_cell_per_s(smallest))} samples/s{_run(smallest)}",
-        f"fastest: {_cluster(fastest)}, {rate_text(_cell_per_s(fastest))} samples/s{_run(fastest)}",
-        f"cheapest: {_cluster(cheapest)}, {rate_text(cheapest.samples_per_device_s)} samples/s each{_run(cheapest)}",
+        f"smallest that trains: {_cluster(smallest, noun)}, {rates[0]} samples/s{_run(smallest)}",
+        f"fastest: {_cluster(fastest, noun)}, {rates[1]} samples/s{_run(fastest)}",
+        f"cheapest: {_cluster(cheapest, noun)}, {rates[2]} samples/s each{_run(cheapest)}",
     ]
+
+
+def _device_noun(sweep: Sweep) -> str:
+    return next((gpu_noun(cell.plan) for cell in sweep.cells if cell.plan and cell.plan.tensor_parallel > 1), "device")
 
 
 def _run(cell: SweepCell) -> str:
@@ -123,8 +130,8 @@ def _run(cell: SweepCell) -> str:
     return f", {', '.join(run_words(cell.training, cell.plan.inputs))}"
 
 
-def _cluster(cell: SweepCell) -> str:
-    return f"{pluralize(cell.devices, 'device')} with {exact_bytes_option(cell.memory_bytes)}"
+def _cluster(cell: SweepCell, noun: str) -> str:
+    return f"{pluralize(cell.devices, noun)} with {exact_bytes_option(cell.memory_bytes)}"
 
 
 def _cell_per_s(cell: SweepCell) -> float:

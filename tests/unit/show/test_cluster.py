@@ -110,6 +110,13 @@ def test_training_run_survives_a_round_trip(plan: Plan, tmp_path: Path) -> None:
     assert read.training.steps == plan.training.steps
 
 
+def test_sweep_counts_gpus_if_several_share_each_layer(profile: Profile) -> None:
+    wide = replace(profile, tensor_parallel=2)
+    text = sweep_text(api.sweep(wide, devices="2,4", batch=8, schedule="gpipe"), style(160))
+    assert "smallest that trains: 2 GPUs with" in text
+    assert text.splitlines()[1].startswith("GPUs  memory")
+
+
 @pytest.mark.slow
 def test_sweep_lists_the_smallest_and_the_cheapest_cluster(profile: Profile) -> None:
     """Costs include unused devices."""
