@@ -25,6 +25,18 @@ PLAIN_CONTAINERS = (
 )
 """Hint for a batch that contains an object with tensors."""
 
+
+def tokens_of_sample(inputs: Any) -> int:
+    """Return the tokens of a sample: the length of the longest input of token ids; 0 without such inputs.
+
+    Token ids are integers of shape (samples, tokens).
+    """
+    leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim == 2)
+    return max((leaf.shape[1] for leaf in leaves if leaf.dtype in _INTEGERS), default=0)
+
+
+_INTEGERS = (torch.int64, torch.int32)
+
 _OBJECT_DEPTH = 3
 """Objects are searched to this depth: a graph of torch_geometric holds its tensors in an object within an object."""
 

@@ -14,6 +14,8 @@ from planner.device.kinds import kind_of
 from planner.device.machine import LARGE_BYTES, keep_freed_memory
 from planner.model.batch_norm import has_batch_norm
 from planner.model.chain import Chain, chain_digest
+from planner.model.growth import SIZES
+from planner.model.inputs import tokens_of_sample
 from planner.model.lean import build_lean
 from planner.model.load import LoadedModel
 from planner.model.optimizer_scope import check_optimizer
@@ -183,6 +185,11 @@ def _put_back(
             buffer.copy_(before)
 
 
+def _sample_tokens(loaded: LoadedModel) -> int:
+    with preserve_torch_generators():
+        return tokens_of_sample(loaded.example_batch(SIZES[0]).inputs)
+
+
 def _header(loaded: LoadedModel, chain: Chain, device: Device, options: ProfilerOptions) -> PartialProfile:
     return PartialProfile(
         generator=THIS_TOOL,
@@ -193,6 +200,7 @@ def _header(loaded: LoadedModel, chain: Chain, device: Device, options: Profiler
             granularity=loaded.granularity,
             uncut=loaded.uncut,
             counted_labels=loaded.counted_labels,
+            sample_tokens=_sample_tokens(loaded),
             batch_norm=has_batch_norm(chain.model),
             digest=chain_digest(chain, loaded.settings, loaded.precision),
             parameters=sum(p.numel() for p in chain.model.parameters()),

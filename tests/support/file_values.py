@@ -133,6 +133,7 @@ def full_profile() -> Profile:
             inputs=("3x224x224",),
             uncut=("h.7",),
             counted_labels="shifted",
+            sample_tokens=7,
             batch_norm=True,
             digest="sha256:abc",
             parameters=3003,

@@ -7,7 +7,6 @@ arXiv:2001.08361. The model FLOPs utilization (MFU) is the model FLOPs divided b
 compute in the same time at their peak rate (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B).
 """
 
-import re
 from dataclasses import dataclass
 from math import ceil
 from typing import Final
@@ -15,9 +14,6 @@ from typing import Final
 from planner.core.values.devices import peak_flops_per_s
 from planner.core.values.plan import Inputs, TrainingRun
 from planner.core.values.profile import LayerProfile, Profile
-
-_TOKENS: Final = re.compile(r"(\d+):u?int\d+(:\d+)?")
-"""`--input` of token ids: a length, an integer type, and the number of ids."""
 
 _US_PER_HOUR: Final = 3.6e9
 _HOURS_PER_DAY: Final = 24
@@ -88,10 +84,7 @@ def training_run(inputs: Inputs, step_us: float, workload: SampleWork, *, device
 
 def _tokens(profile: Profile) -> int:
     length = profile.model.settings.get("sequence", 0)
-    if isinstance(length, int) and length:
-        return length
-    shapes = filter(None, map(_TOKENS.fullmatch, profile.model.inputs))
-    return max((int(shape[1]) for shape in shapes), default=0)
+    return length if isinstance(length, int) and length else profile.model.sample_tokens
 
 
 def _flops_per_forward_flop(layers: tuple[LayerProfile, ...]) -> list[int]:

@@ -58,6 +58,8 @@ class Model:
 
     If empty, micro-batches are weighted by their number of samples.
     """
+    sample_tokens: int = field(default=0, metadata=LEFT_OUT)
+    """Tokens of a sample: length of the longest input of token ids; 0 without such inputs."""
     batch_norm: bool = field(default=False, metadata=LEFT_OUT)
     """True if a layer normalizes by the statistics of the micro-batch (batch normalization)."""
     digest: str = ""

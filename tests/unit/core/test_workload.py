@@ -77,14 +77,13 @@ def test_model_flops_of_frozen_layers(gradients: tuple[int, ...], forwards: int)
     ("model", "tokens"),
     [
         (Model(settings={"sequence": 512}), 512),
-        (Model(inputs=("1024:int64:32000",)), 1024),
-        (Model(inputs=("3x224x224",)), 0),
-        (Model(inputs=("16:float32",)), 0),
+        (Model(sample_tokens=1024), 1024),
+        (Model(settings={"sequence": 512}, sample_tokens=1024), 512),
         (Model(settings={"sequence": "long"}), 0),
         (Model(), 0),
     ],
 )
-def test_tokens_of_a_sample_are_a_setting_or_the_input_length(model: Model, tokens: int) -> None:
+def test_tokens_of_a_sample_are_a_setting_or_those_of_the_inputs(model: Model, tokens: int) -> None:
     assert workload_of(replace(profile_of([1.0]), model=model)).tokens == tokens
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import FileError, ModelError, UsageError
 from planner.core.values.profile import Setting
-from planner.model.inputs import input_tensor
+from planner.model.inputs import input_tensor, tokens_of_sample
 from planner.model.load import Batch, LoadedModel, load_model, to_device
 from planner.model.optimizers import OPTIMIZERS, optimizer_builder
 from tests.support.cli import BUILD, EXAMPLE, HEAD, LOSS, MODEL, write_model
@@ -421,3 +421,12 @@ def test_files_with_dataclasses_load_twice(tmp_path: Path) -> None:
     text = "from dataclasses import dataclass\n@dataclass\nclass C:\n    x: 'int' = 8\n" + MODEL
     assert load(tmp_path, text).build() is not None
     assert load(tmp_path, text + "# again\n").build() is not None
+
+
+def test_token_ids_are_integers_of_shape_samples_times_tokens() -> None:
+    def made(text: str) -> Tensor:
+        return input_tensor(text, 2)
+
+    assert tokens_of_sample(made("1024:int64:32000")) == 1024
+    assert tokens_of_sample({"input_ids": made("12:int32"), "labels": made("14:int64"), "mask": made("20:bool")}) == 14
+    assert tokens_of_sample((made("3x224x224"), made("16"), made("8x8:int64"), made("1:int64")[:, 0])) == 0

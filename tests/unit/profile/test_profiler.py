@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from planner.core.cost.workload import workload_of
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.profile import Profile, TiedGroup
 from planner.device.clock import CpuClock, median_us
@@ -355,11 +356,13 @@ def test_a_layer_that_cannot_be_traced_has_no_flops() -> None:
     assert layers[1].forward_flops == (0,)
 
 
-def test_buffers_and_tied_bytes_are_recorded() -> None:
+def test_buffers_tied_bytes_and_tokens_are_recorded() -> None:
     embedding, head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
     head.weight = embedding.weight
     model = nn.Sequential(embedding, nn.BatchNorm1d(6), nn.Flatten(0, 1), head)
-    layers = profile_of_model(loaded_model(model, lambda b: torch.randint(50, (b, 6)))).layers
+    profile = profile_of_model(loaded_model(model, lambda b: torch.randint(50, (b, 6))))
+    layers = profile.layers
+    assert profile.model.sample_tokens == workload_of(profile).tokens == 6
     assert layers[1].buffer_bytes == 2 * 4 * 6 + 8 + 24 * 6
     assert (layers[0].tied, layers[0].tied_bytes) == (("3.weight",), 4 * 50 * 8)
     assert (layers[3].tied, layers[3].tied_bytes) == (("0.weight",), 4 * 50 * 8)
