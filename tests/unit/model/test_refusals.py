@@ -21,6 +21,7 @@ from planner.model.chain import chain_of
 from planner.model.load import Batch, load_model
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.structure import find_chain
+from tests.support.cli import FAST, call
 from tests.support.measure import loaded_model, profile_of_model
 
 WIDTH = 8
@@ -241,6 +242,30 @@ def test_objects_between_layers_of_a_sequential_are_named_by_their_type(choose, 
     checked = check_equivalence(loaded_model(blocks, WIDTH), budget_s=30.0)
     (warning,) = (text for text in checked.warnings if 'after "1"' in text)
     assert f'a layer returned an object of type "{kind}", and not the one of the forward in which' in warning
+
+
+class ChecksRange(nn.Linear):
+    """Refuses inputs that are not normalized."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        if float(input.detach().min()) >= 0:
+            raise ValueError("inputs must have a mean of 0")
+        return super().forward(input)
+
+
+def test_stages_that_no_rank_could_build_are_refused_at_profile(tmp_path: Path, capsys: Any) -> None:
+    """Ranks find shapes on random values, so each rank would end when it starts."""
+    (tmp_path / "model.py").write_text(
+        "import torch\n"
+        "from tests.unit.model.test_refusals import ChecksRange\n"
+        "def build_model(): return torch.nn.Sequential(torch.nn.Identity(), ChecksRange(8, 8), torch.nn.Linear(8, 8))\n"
+        "def example_batch(size): return torch.randn(size, 8), torch.zeros(size, 8)\n"
+        "def loss_fn(output, target): return (output - target).square().mean()\n"
+    )
+    options = (*FAST, "--proof-budget", "0s", "-o", str(tmp_path / "profile.yaml"))
+    ran = call(capsys, "profile", str(tmp_path / "model.py"), *options)
+    assert (ran.code, 'layer "1" (ChecksRange) does not run on random values' in ran.err) == (2, True)
+    assert "output shapes must depend only on input shapes" in ran.err
 
 
 class Packed(nn.Module):
