@@ -1,14 +1,14 @@
-"""Checkpoints of a run. Each rank stores its tensors under their names in the model, so any plan can resume the run.
+"""Checkpoints of a run. Tensors are stored by their names in the model, so any plan can resume the run.
 
     DIR/step-00000100/              one checkpoint: after 100 optimizer steps
         rank-00000.safetensors      tensors of a rank; its other state as JSON: options, random states, data position
         checkpoint.json             index: run and plan, the file of each tensor, and digests of the files
 
 A checkpoint is written into a hidden folder, which is renamed when every rank has written its file. A folder called
-`step-…` is therefore always complete (module `keep.saved`). The index names the run that wrote the checkpoint. All
-checkpoints of a folder belong to one run, and one job at a time writes them (module `keep.run_folder`). Replicas hold
-the same tensors, so only the first replica stores them. A tied weight is stored by each of its stages, so that a rank
-need not open another stage's file.
+`step-…` is therefore always complete (module `keep.saved`).
+
+Every rank writes a file. Parameters, buffers and optimizer state are equal in all replicas, so only ranks of the first
+replica store them. A tied weight is stored by each of its stages, so that a rank need not open another stage's file.
 
 Under the plan that wrote the checkpoint, a run resumes bit for bit. Under another plan, a stage finds its parameters
 and their optimizer state by name. All other state is equal on all ranks, and is read from the first rank's file.
@@ -61,9 +61,9 @@ _NO_ROOM = "free space, then use `--resume auto`"
 
 
 class Checkpoints:
-    """Writer of a run's checkpoints, which also resumes the run when it is created.
+    """Writer of a run's checkpoints.
 
-    Every rank creates one writer, after the optimizer.
+    Every rank creates one writer, after the optimizer. Creating the writer resumes the run, or loads `weights`.
 
     Args:
         pipeline: Pipeline of this rank.

@@ -145,7 +145,7 @@ class MiniBatches:
         yield from mini_batch_parts(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)
 
     def parts_of_any_size(self, batch: Batch) -> list[MiniBatchPart]:
-        """Return the parts of a batch for evaluation, which may be larger than planned."""
+        """Return the parts of a batch for evaluation. The batch may be larger than the planned mini-batch."""
         size = count_samples(batch) or self._job.balance.replica_batch
         return list(mini_batch_parts(batch, size, self._job.micro_batch_size))
 

@@ -1,8 +1,8 @@
 """Read a rank's part of a checkpoint: the index, the rank's state, and the files that contain its tensors.
 
 Under the plan that wrote the checkpoint, a rank reads the index and its own file. Only the first replica's files
-contain tensors, so ranks of other replicas also read one of these files. Under another plan, a rank reads the files of
-all stages that had its layers, and the first rank's file.
+contain the model's tensors, so ranks of other replicas also read one of these files. Under another plan, a rank reads
+the files of all stages that had its layers, and the first rank's file.
 """
 
 from collections.abc import Mapping

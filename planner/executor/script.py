@@ -44,8 +44,8 @@ class ScriptArguments:
     keep: int = 3
     resume: str | None = None
     weights: str | None = None
-    timeout: float = 300e6
-    """Time in microseconds after which a stage is reported as hanging."""
+    timeout_us: float = 300e6
+    """Time after which a stage is reported as hanging."""
     check_nan: bool = False
 
 
@@ -76,6 +76,7 @@ def arguments(description: str | None, *, steps: int, seed: int) -> ScriptArgume
     add("--weights", metavar="FILE", help="start from this state dict (.pt, .safetensors, or a checkpoint)")
     add(
         "--timeout",
+        dest="timeout_us",
         type=_time,
         default=300e6,
         metavar="TIME",
@@ -105,13 +106,13 @@ def pipeline_script(
     """
     check_outputs({"--report": options.report, "--trace": options.trace}, (str(balance_path),))
     pipeline: Pipeline | None = None
-    with FailureWatch(options.timeout / 1e6) as watch:
+    with FailureWatch(options.timeout_us / 1e6) as watch:
         try:
             pipeline = Pipeline(
                 balance_path,
                 seed=options.seed,
                 device=options.device,
-                timeout_s=options.timeout / 1e6,
+                timeout_s=options.timeout_us / 1e6,
                 check_nan=options.check_nan,
                 watch=watch,
                 on_step=on_step,
@@ -212,7 +213,10 @@ def _finish(pipeline: Pipeline, options: ScriptArguments, folder: Path) -> None:
 
 
 def _print_drift(balance: Balance, report: RunReport, folder: Path, report_path: str | None) -> None:
-    """Print how the run differs from its plan, and the commands to replan, if the differences can be judged."""
+    """Print how the run differs from its plan, and the commands to replan. Print nothing if the run is as planned.
+
+    Times are not compared if the processes have too few CPU cores.
+    """
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     is_crowded = report.device.kind == "cpu" and core_shortage_reason(num_here, balance.threads, usable_cores())
     drift = deviating_figures(balance, report, are_times_judged=not is_crowded)

@@ -128,7 +128,9 @@ class Trainer:
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
     def check_same_phase(self, phase: Literal["checkpoint", "end"]) -> None:
-        """Check that all ranks save a checkpoint, or that all ranks have ended their loops, with equal tied parameters.
+        """Check that all ranks are in the same phase, and that all copies of tied parameters are equal.
+
+        In the phase `checkpoint`, a rank saves a checkpoint. In the phase `end`, it has ended its training loop.
 
         Raises:
             TrainingError: Another rank begins another phase, or has another value of a tied parameter.
@@ -179,7 +181,7 @@ class Trainer:
             )
 
     def _norms(self) -> AbstractContextManager[None]:
-        """Return a context manager for the script's part of a step, in which gradients of this rank are not all."""
+        """Return a context manager that refuses gradient norms without the gradients of other ranks."""
         if self._job.place.num_devices == 1:
             return nullcontext()
         stages = self._job.balance.stages

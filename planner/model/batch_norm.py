@@ -136,12 +136,13 @@ class BatchStatistics:
 
 @dataclass
 class _NormCall:
-    """Statistics of one call of a batch normalization in the forward, over the micro-batches of a step."""
+    """Statistics of one call of a batch normalization: of the current micro-batch, and sums over the step."""
 
     module: _BatchNorm
     mean: Tensor
+    """Mean per channel in the current micro-batch."""
     variance: Tensor
-    """Unbiased variance. Each micro-batch overwrites `variance` and `mean`."""
+    """Unbiased variance per channel in the current micro-batch."""
     sum: Tensor
     """Sum of the input's values per channel, over the micro-batches so far.
 

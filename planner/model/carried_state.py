@@ -66,7 +66,7 @@ class SecondForward:
 
     recording: Recording
     storages: Mapping[AttributeKey, frozenset[int]]
-    """Storages, in the second recording, of the tensors that the first forward left in each attribute."""
+    """For each attribute, the storages of its tensors after the first forward, as numbers in `recording`."""
     fixed: frozenset[AttributeKey]
     """Attributes whose tensors every stage can compute itself, such as cached tables."""
 
@@ -100,8 +100,11 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
 def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey, int]:
     """Return the attributes of modules that cache a table in the first forward and reuse it in the second.
 
-    The attributes have the table, or a number that is cached with it, such as its length. A table without such a number
-    is left out. Each attribute is mapped to the end of the call, in the first forward, that sets it.
+    Such an attribute contains a table, or a number that is cached with a table, such as its length. Tables without such
+    a number are not returned.
+
+    Returns:
+        For each attribute, the time in `first` at which the call that sets the attribute ends.
     """
     set_again = set(map(attribute_key, second.recording.calls[0].changes))
     once = {attribute_key(change): change for change in first.calls[0].changes}

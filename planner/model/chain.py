@@ -206,7 +206,8 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
     """Return, for each name of a tied parameter, its names in the other layers that have it.
 
-    If the name in another layer does not begin with that layer's name, the layer's name is returned instead.
+    A layer may use a parameter of a module outside the layer. Instead of the parameter's name, the layer's name is then
+    returned.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

@@ -30,9 +30,9 @@ def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({
 
 @contextmanager
 def _without_own_copies(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let `copy.deepcopy` ignore the `__deepcopy__` of the user's classes of modules in the `with` block.
+    """Let `copy.deepcopy` ignore `__deepcopy__` methods of the user's module classes in the `with` block.
 
-    Such a method may build a new module, which would not have the objects that replace others.
+    Such a method may build a new module, without the replacements that `copy_module` gets as `instead`.
     """
     classes = {each for module in modules for each in type(module).__mro__ if "__deepcopy__" in vars(each)}
     own = {each: vars(each)["__deepcopy__"] for each in classes if each.__module__.partition(".")[0] != "torch"}

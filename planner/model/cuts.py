@@ -193,9 +193,12 @@ class PossibleCuts:
     def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
         """Return the useful cuts in order, and reasons why the model is not cut after other calls.
 
-        If possible, the model is cut after each block: a member of a ModuleList, ModuleDict or Sequential. Outside of
-        blocks, it is cut after modules that contain modules with parameters. Between these cuts, it is cut after other
-        modules, but only where about the fewest bytes cross. Within blocks, it is cut only if `granularity` is `fine`.
+        The model is cut at these places, if possible:
+
+        - after each block (a member of a ModuleList, ModuleDict or Sequential)
+        - outside of blocks, after modules that contain modules with parameters
+        - between these cuts, after other modules, where at most `_NEAR` times the fewest bytes cross
+        - within blocks, if `granularity` is `fine` and few bytes cross
         """
         calls = self.recording.calls
         # Boundaries between blocks are natural cuts. Any other cut is useful only if few bytes cross it.

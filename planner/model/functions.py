@@ -22,7 +22,8 @@ Interceptor = Callable[[FunctionCall, Callable[[], Any]], Any]
 class FunctionWatch(TorchFunctionMode):
     """Torch function mode that intercepts function calls of a module's own code.
 
-    The model's code may enter and leave other modes meanwhile, so this mode is inserted below them.
+    Torch keeps modes in a stack. The model's code may enter and leave other modes at any time, so this mode is inserted
+    below the modes of the model's code.
     """
 
     def __init__(self) -> None:

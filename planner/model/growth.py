@@ -7,9 +7,9 @@ Every dimension is assumed to be linear in the number of samples; two recorded b
     windows        (6, 16)      (12, 16)     (3 n, 16)
     padded words   (2, 9)       (4, 7)       none: its shape depends on the data
 
-The model is not cut where a tensor with a data-dependent shape, as in the last row, would cross. Nor is it cut inside
-a call that calls other modules for another batch size. The reason is that a pipeline runs the same code, and sends the
-same tensors, for every micro-batch.
+The model is not cut where a tensor with a data-dependent shape, as in the last row, would cross. It is also not cut
+inside a call whose calls of submodules depend on the batch size. The reason is that a pipeline runs the same code, and
+sends the same tensors, for every micro-batch.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def shapes_in_both_recordings(
         cuts: Times of the cuts.
 
     Returns:
-        Shapes by index of the tensor, and the calls that call other submodules for another batch size.
+        Shapes by index of the tensor, and the calls whose calls of submodules depend on the batch size.
 
     Raises:
         ModelError: The model's inputs have another structure for another batch.
@@ -104,7 +104,7 @@ def cut_errors(
         cuts: For every cut: its position in the recorded forward, the name of the layer before it, and the indices of
             the tensors that cross it.
         shapes: Shapes by index of the tensor, from `shapes_in_both_recordings`.
-        varying: Calls that call other submodules for another batch size.
+        varying: Calls whose calls of submodules depend on the batch size.
     """
     refusals: dict[int, ModelError] = {}
     for cut, name, values in cuts:

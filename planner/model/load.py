@@ -258,7 +258,7 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
 
 
 class _FromSource(SourceFileLoader):
-    """Loader that ignores the bytecode cache, because the cache can miss an edit less than a second after another."""
+    """Loader that ignores the bytecode cache. The cache can miss the second of two edits within one second."""
 
     def path_stats(self, path: str) -> NoReturn:
         raise OSError(f"{path} is not cached")

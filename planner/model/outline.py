@@ -62,7 +62,7 @@ class ModelOutline:
     names: tuple[str, ...]
     """Names of the layers; there is one layer more than there are cuts."""
     ends: tuple[str, ...]
-    """Name of each cut for the option `uncut`: the name that the layer before the cut has without this option."""
+    """For each cut, the name of the layer before it if `uncut` were empty. The option `uncut` refers to these names."""
     modules: tuple[tuple[str, ...], ...]
     """For each layer, the paths of the largest modules that run completely in the layer, in order."""
     model_tensors: tuple[frozenset[str], ...]

@@ -1,15 +1,19 @@
 """Recording of one forward of a model: calls of modules, operators, and the dependencies between tensors.
 
-Time is a counter of events: every operator, and every begin and end of a module's forward. The begin and end of a torch
-function also count, if code of a module with submodules calls the function. Tensors are tracked by storage, because a
-write through one view changes all views of the same storage. Every write makes a new version of the storage. The
-versions form a directed acyclic graph, with edges from the versions that an operator read to those that it created.
+Time is a counter of events: every operator, and every begin and end of a module's forward. If a module has submodules,
+the begin and end of each torch function that its own code calls are events, too.
+
+Tensors are tracked by storage, because a write through one view changes all views of the same storage. Every write
+makes a new version of the storage. The versions form a directed acyclic graph, with edges from the versions that an
+operator read to those that it created.
 
     def forward(self, x):              time       event
                                        1          call 0 begins: the model's own
         h = self.first(x)              2 .. 5     call 1, with two operators (t, addmm)
         y = h + 1                      6 .. 8     a torch function in the code of call 0, with one operator (add)
-        return self.second(y) * h      9 .. 12    call 2;  13 .. 15: another function (mul);  16: call 0 ends
+        return self.second(y) * h      9 .. 12    call 2
+                                       13 .. 15   another function, with one operator (mul)
+                                       16         call 0 ends
 
 The time of a cut determines which earlier operators later stages repeat. They do not repeat the operators of a call
 that has finished, because they receive the result of the call. They repeat operators in the code of a call that is
@@ -125,8 +129,12 @@ class Recording:
     flow: nx.DiGraph = field(default_factory=nx.DiGraph)
     """Versions of storages, with edges from operands to results.
 
-    Attributes of a version: `storage`, the number of the storage; `operator`, the number of the operator that created
-    the version, or -1; `created`, the time of creation; `uses`, the times of all uses."""
+    Attributes of a version:
+
+    - `storage`: number of the storage
+    - `operator`: number of the operator that created the version; -1 if there is none
+    - `created`: time of creation
+    - `uses`: times of all uses"""
     values: list[tuple[int, TensorMeta]] = field(default_factory=list)
     """Tensors that may cross a cut (inputs, results of calls, candidates), as distinct pairs (storage, geometry)."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -149,8 +157,9 @@ class Recording:
     states: tuple[CarriedState, ...] = ()
     """State that the model keeps from one forward to the next."""
     reused_tables: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict)
-    """Attributes with tables that only the first forward computes, and with numbers that are cached with a table, as in
-    `if length > self.cached_length`. Each is mapped to the time at which the call that sets it ends."""
+    """For attributes with cached tables, which only the first forward computes: end of the call that sets them.
+
+    Numbers that are cached with a table are included, as in `if length > self.cached_length`."""
     draws_on_host: bool = False
     """True if the forward draws from Python's or NumPy's generator."""
     unread: frozenset[int] = frozenset()

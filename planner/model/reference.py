@@ -78,7 +78,7 @@ class ReferenceOptions:
     micro_batches: int
     micro_batch_size: int
     starts: tuple[LayerStart | None, ...]
-    """Start of each layer except the first; None if no module is called after the layer starts."""
+    """Start of each layer except the first; None if no later call of a module can mark the start."""
     late_steps: int = 0
     """Largest number of steps after the first `steps`. No late step begins after `_LATE_S` seconds of CPU time."""
     updates: bool = True

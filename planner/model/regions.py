@@ -55,7 +55,8 @@ class RegionFinder:
     """Finder of the checkpoints and autograd functions that are running, by Python's stack frames.
 
     Args:
-        run: Code object of the recorder's function that runs every call of a module; the search stops at its frames.
+        run: Code object of the function with which the recorder runs calls of modules. The search through the stack
+            frames, from the innermost outwards, ends at a frame of this function.
         regions: List that receives the regions, in the order in which they begin.
     """
 

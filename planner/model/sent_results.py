@@ -11,8 +11,8 @@ returns the received tensor.
 Without sent results, x0, r0 and r1 would cross this cut. With x1 and x2 as sent results, only x2 crosses it.
 
 Random numbers are always sent, because later stages would draw other ones. Any other sent result never adds bytes to a
-cut. It replaces operands that together have more bytes and that no other code reads after the cut. No two sent results
-replace the same tensors.
+cut. It replaces operands that no other code reads after the cut. These operands together have more bytes, or equally
+many if later stages would need parameters or buffers. No two sent results replace the same tensors.
 """
 
 from bisect import bisect_right
@@ -40,7 +40,7 @@ class SentResultFinder:
             first, end = (bisect_right(self._times, time) for time in (candidate.enter, candidate.exit))
             inside = recording.operators[first:end]
             # Stages would draw different random numbers, so these are sent whatever their size.
-            is_needed = any(operator.random for operator in inside) or self._is_narrower(candidate)
+            is_needed = any(operator.random for operator in inside) or self._is_cheaper(candidate)
             if self._is_pure(candidate, inside) and is_needed:
                 self.sent_results[number] = candidate
 
@@ -57,11 +57,10 @@ class SentResultFinder:
         storages = (self._flow[version]["storage"] for version in versions)
         return any(self._flow[self._versions[storage][0]]["created"] < time for storage in storages)
 
-    def _is_narrower(self, candidate: FunctionResult) -> bool:
-        """Return True if the candidate has fewer bytes than the tensors that it replaces.
+    def _is_cheaper(self, candidate: FunctionResult) -> bool:
+        """Return True if the candidate has fewer bytes than the tensors that it replaces at a cut just after it.
 
-        Bytes are counted at a cut just after the candidate. An equal number is enough if later stages would need
-        parameters or buffers to compute it.
+        With equally many bytes, return True if later stages would need parameters or buffers to compute the candidate.
         """
         cut = candidate.exit + 1
         replaced_bytes, needs_held = 0, False

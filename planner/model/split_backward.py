@@ -6,8 +6,8 @@
 
 Here x is the input of an operator, and dy is the gradient of its result.
 
-I is autograd's own backward. It also does everything else, and releases the graph: recomputation, gradients of other
-parameters, hooks, streams. W builds a separate graph that leads straight to the parameters.
+I is autograd's own backward. It includes recomputation, gradients of other parameters, hooks and streams, and it
+releases the graph. W builds a separate graph that leads straight to the parameters.
 
 A function mode intercepts the operators, whether modules call them or not. Some weight gradients are computed in I:
 
@@ -16,7 +16,7 @@ A function mode intercepts the operators, whether modules call them or not. Some
 - those of parameters with hooks, and
 - those of all parameters of a stage if its modules have backward hooks.
 
-A backward that a model runs within its forward is not split, and can be differentiated again.
+A backward that a model runs within its forward is not split.
 
 Deferred weight gradients: Qi et al. 2024, arXiv:2401.10241.
 """
@@ -253,11 +253,11 @@ class _WeightOperation(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
         wanted = (
-            ""
+            "now"
             if torch.is_grad_enabled()
             else _when_weight_gradients(ctx.leaves, is_split=ctx.split.collected is not None)
         )
-        if not wanted:
+        if wanted == "now":
             return None, None, *_replayed(ctx, gradient, x)
         _, _, needs_x, _, needs_bias = ctx.needs_input_grad
         of_input = ctx.operator.input_gradient(gradient, Operands(x, weight, None)) if needs_x else None
@@ -307,7 +307,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _when_weight_gradients(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
-    """Return when to compute weight gradients: `later` (in W), `never`, or an empty text (in the running backward).
+    """Return when to compute weight gradients: `now` (in the running backward), `later` (in W), or `never`.
 
     `is_split` is True during pass I of a split backward.
     """
@@ -315,10 +315,10 @@ def _when_weight_gradients(leaves: Sequence[nn.Parameter | None], *, is_split: b
     try:
         answers = {torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in trained}
     except RuntimeError:  # `torch.autograd.grad` is running, which returns the gradient instead of accumulating it
-        return ""
+        return "now"
     if answers == {False}:
         return "never"
-    return "later" if is_split and answers == {True} else ""
+    return "later" if is_split and answers == {True} else "now"
 
 
 def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
@@ -347,7 +347,10 @@ def _never(*_: Any) -> bool:
 
 
 def _not_intercepted(function: Any) -> Any:
-    """Return a copy of a torch function written in Python. Its own call is not intercepted, but calls in it are."""
+    """Return a copy of a torch function that is implemented in Python.
+
+    Calls of the copy are not intercepted, but calls of torch functions inside it are.
+    """
     # Torch passes such a function to the mode as one call, and then does not pass the functions inside.
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     inside = {**function.__globals__, **dict.fromkeys(names, _never)}

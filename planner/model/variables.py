@@ -1,7 +1,8 @@
 """Undo changes of Python state by a forward that is not part of training, such as a recorded one.
 
 A forward may change tensors and counters in attributes of modules, in module-level variables, in class attributes and
-in closures. Training equals a plain loop only if all of these have the values from when the model was built.
+in closures. When training begins, all of these must have the values that they had after the model was built.
+Otherwise training would differ from a plain loop.
 """
 
 from collections import deque

@@ -120,7 +120,7 @@ and bias."""
 
 
 class WeightOperatorCall(NamedTuple):
-    """Call of a weight operator, with operands of unchecked types."""
+    """Call of a weight operator. Its operands are arguments of the call, whose types have not been checked."""
 
     operator: WeightOperator
     operands: Operands

@@ -1,4 +1,4 @@
-"""Everything that one process runs: modules of its stages, sums of gradients over processes, and engines."""
+"""Objects with which one process trains: stage modules, engines, and objects that sum gradients over processes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

@@ -43,7 +43,7 @@ class StageRange(NamedTuple):
     def layers_of(self, chain: Chain) -> tuple[Layer, ...]:
         """Return the layers of this stage.
 
-        If `apart` is false and the layers come from a recording of the model's `forward`, they form one module.
+        The layers of a model that is not a plain `nn.Sequential` form one module, unless `apart` is true.
         """
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]

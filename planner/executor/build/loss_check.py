@@ -6,8 +6,10 @@ them, to detect a random loss. The model is in evaluation mode, because dropout 
 results differ. The losses answer two questions:
 
 - Is the loss of all samples the weighted mean of the halves' losses, with the weights that training uses?
-- If a model computes its own loss from labels among its inputs: over which of the labels does it average? The check
-  masks some labels, so that each way of counting them gives the halves other weights.
+- If a model computes its own loss from labels among its inputs: over which of the labels does it average?
+
+For the second question, the check masks some labels. Each way of counting labels then gives the halves different
+weights.
 """
 
 import copy
@@ -71,10 +73,10 @@ class RefusedLossError(ModelError):
 
 
 class CheckedLoss(NamedTuple):
-    """Model with the rule that weights micro-batch losses, plus notes and warnings from `check_loss`."""
+    """Result of `check_loss`: the model, and notes and warnings for the user."""
 
     loaded: LoadedModel
-    """The model; `counted_labels` states which labels its own loss averages over."""
+    """Model with `counted_labels`: the labels over which the model's own loss averages."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -248,8 +250,11 @@ def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
 def _mask_labels(batch: Batch) -> Batch | None:
     """Mask labels, so that the weight of the batch's first half depends on how labels are counted.
 
-    The weight is 1/2 if samples are counted, 2/5 for all labels that are not -100, and 1/4 for these labels without the
-    first one of each sample, as in a language model that shifts them.
+    The weight of the first half is:
+
+    - 1/2 if samples are counted,
+    - 2/5 if labels that are not -100 are counted, and
+    - 1/4 if the first label of each row is not counted either, as in a language model that shifts labels.
 
     Returns:
         The batch with masked labels. It is unchanged if each sample has one label; None if samples have too few labels.

@@ -4,8 +4,9 @@ Initial values come from a random generator that every layer advances in turn, s
 alone. The model is therefore built twice with fake tensors, which have a shape and no memory. The first time, the
 storages that every operator reads and writes are recorded. The record shows on which operators the wanted tensors
 depend (backward slice). The second time, these operators run on real tensors, and all others on fake ones. A fake
-operator that draws random numbers draws them into a scratch tensor, which is released at once. Peak memory: the wanted
-tensors, their operands, and the largest single tensor.
+operator that draws random numbers draws them into a scratch tensor, which is released at once.
+
+The peak memory is the sum of the wanted tensors, their operands, and the largest scratch tensor.
 
 The meta device cannot be used instead, because `nn.init` draws no random numbers for meta tensors.
 """

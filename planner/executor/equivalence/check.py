@@ -1,14 +1,14 @@
 """Equivalence check: compare stages, in separate processes, with the user's model in a plain training loop.
 
-    the caller                forks
+    the caller                forks the check
      └─ the check             forks the reference, finds the model's layers and its distinct cuts, forks stages
          ├─ the reference     trains the model as the user wrote it (`planner.model.reference`), writes its states
          └─ ranks 0, 1, …     train the same steps as the stages of a pipeline, and compare (`stages`)
 
 A cut is a boundary between two layers at which a stage may end. The check compares several cuts at once, as one
 pipeline with a stage between every two of them. If a rank differs from the reference, the cuts of its pipeline are
-tried one by one. A wrong cut and all equivalent cuts are removed, and the check starts again. If a pipeline differs
-only with recomputation, the check reports the difference, and keeps the cuts.
+tried one by one. A cut at which a stage still differs is wrong. It and all equivalent cuts are removed, and the check
+starts again. If a pipeline differs only with recomputation, the check reports the difference, and keeps the cuts.
 """
 
 import shutil
@@ -55,7 +55,7 @@ _MOST_ATTEMPTS = 4
 
 
 class EquivalenceResult(NamedTuple):
-    """Record of the equivalence check, and the model with its wrong cuts excluded."""
+    """Record of the equivalence check, and the model without the cuts that failed it."""
 
     loaded: LoadedModel
     """The model; `uncut` names the layers that no stage may end with."""
@@ -89,7 +89,7 @@ def check_equivalence(
     *,
     budget_s: float,
     digests: DigestFunction = lambda _chain, _loaded: (),
-    ends: Sequence[int] | None = None,
+    cuts: Sequence[int] | None = None,
     progress: Callable[[str], None] = lambda _text: None,
 ) -> EquivalenceResult:
     """Compare the stages of a model with the model in a plain training loop, on the CPU.
@@ -98,20 +98,20 @@ def check_equivalence(
         loaded: Loaded model file.
         budget_s: Approximate time limit in seconds. Cuts for which no time remains are not compared.
         digests: Function that returns a digest of each layer's operators. Cuts between equal layers are compared once.
-        ends: Cuts to compare, each given as the index of the layer after it. By default, one cut of each class of
-            equivalent cuts is compared.
+        cuts: Cuts to compare. Cut i is between layers i - 1 and i. By default, one cut of each class of equivalent cuts
+            is compared.
         progress: Function that is called with a text about the current activity.
 
     Returns:
-        The model without wrong cuts, the record of the comparison, and warnings.
+        The model without the cuts that failed, the record of the comparison, and warnings.
 
     Raises:
-        ModelError: All cuts are wrong, or the model does not train in a plain loop.
+        ModelError: All cuts failed, or the model does not train in a plain loop.
     """
     deadline = time.monotonic() + budget_s
     warnings: list[str] = []
     while True:
-        request = CheckRequest(loaded=loaded, budget_s=budget_s, deadline=deadline, ends=ends, digests=digests)
+        request = CheckRequest(loaded=loaded, budget_s=budget_s, deadline=deadline, cuts=cuts, digests=digests)
         try:
             result = _run_round_in_child(request, progress)
         except ModelError as error:
@@ -218,7 +218,7 @@ def _run_round_in_child(request: CheckRequest, progress: Callable[[str], None]) 
     except ChildError as error:
         if error.is_user_error:
             raise error.as_model_error() from None
-        return RoundResult(proof=Proof(layers=0, cuts=0, reason=error.message), is_failure=error.is_raised)
+        return RoundResult(proof=Proof(layers=0, cuts=0, reason=error.message), is_failure=error.is_other_error)
     finally:
         child.end()
         shutil.rmtree(folder, ignore_errors=True)
@@ -275,7 +275,7 @@ def _first_successful_attempt(
         if size == 1 and not gradient and blind is None:
             blind = result
             continue
-        if not result.wrong and request.ends is None:
+        if not result.wrong and request.cuts is None:
             progress("repeating forwards")
             differs = repeat_forwards(request.loaded, chain, limit_s=request.time_limit_s)
             recomputed = result.proof.differs_recomputed or differs

@@ -39,7 +39,7 @@ class StageDifferences:
     own_values: dict[str, str] = field(default_factory=dict)
     """Digests of the tensors whose initial values differ from the reference's, by name."""
     late_step: int = 0
-    """Number of the current step, which messages name, if it is one of the further steps of small models; else 0."""
+    """Number of the current step if it is a late step (`ReferenceOptions.late_steps`), for messages; else 0."""
     writes_state: bool = False
     """True if forwards write into parameters, buffers or tensors in attributes."""
 

@@ -64,16 +64,16 @@ class CutProblem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundResult:
-    """Record and wrong cuts of one round of the equivalence check."""
+    """Record of one round of the equivalence check, and the cuts that failed it."""
 
     proof: Proof
     num_cuts: int = 0
     wrong: Mapping[str, CutProblem] = field(default_factory=dict)
-    """Problem of each wrong cut, by the name of the layer before the cut."""
+    """Problem of each cut that failed, by the name of the layer before the cut."""
     is_failure: bool = False
     """True if an error other than a limit on time or memory has prevented the comparison."""
     random: str = ""
-    """Difference between two references, if every cut is wrong and the plain loop trains differently each time."""
+    """Difference between two references, if every cut failed and the plain loop trains differently each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,11 @@ class EquivalenceRound:
         if self.subject.one_by_one:
             _wait_for_reference(self.child)
             self.child.end()
-        ends, shown = self.request.ends, self.subject.compared_cuts
+        requested, shown = self.request.cuts, self.subject.compared_cuts
         num_layers = len(self.subject.whole.layers)
-        wanted = list(shown.values() if ends is None else (end for end in ends if end < num_layers))
+        wanted = list(shown.values() if requested is None else (cut for cut in requested if cut < num_layers))
         standing_for = {place: cut for cut, place in shown.items()}
-        most = (_MOST_STAGES if self.subject.options.updates else _FEW_STAGES) - 1 if ends is None else len(wanted)
+        most = (_MOST_STAGES if self.subject.options.updates else _FEW_STAGES) - 1 if requested is None else len(wanted)
         compared: list[int] = []
         recomputed, took_s = "", 0.0
         relative: dict[str, float] = {}
@@ -143,11 +143,11 @@ class EquivalenceRound:
         return largest_unexplained_difference(relative, dict)
 
     def _represented_cuts(self, standing_for: Mapping[int, int], place: int) -> tuple[int, ...]:
-        return self.subject.cut_classes.equivalent_cuts(standing_for[place]) if self.request.ends is None else (place,)
+        return self.subject.cut_classes.equivalent_cuts(standing_for[place]) if self.request.cuts is None else (place,)
 
     def _proof(self, cuts: Collection[int], relative: Mapping[str, float], recomputed: str) -> Proof:
-        ends, num_layers = self.request.ends, len(self.subject.whole.layers)
-        missing = (num_layers - 1 if ends is None else len([end for end in ends if end < num_layers])) - len(cuts)
+        requested, num_layers = self.request.cuts, len(self.subject.whole.layers)
+        missing = (num_layers - 1 if requested is None else sum(cut < num_layers for cut in requested)) - len(cuts)
         late = [f"{pluralize(missing, 'cut')} not compared within {self.request.budget_s:g} s"] if missing else []
         names = list(relative)
         sizes = [size for what, size in relative.items() if math.isfinite(size) and not what.startswith(NUMBER)]
@@ -290,7 +290,7 @@ class _GroupResult(NamedTuple):
     differences: Sequence[StageDifferences]
     """Differences of each rank."""
     wrong: Mapping[int, CutProblem] = {}
-    """Problem of each wrong cut."""
+    """Problem of each cut that failed."""
     differs_recomputed: str = ""
     """Text about a difference from the reference that occurs only with recomputation; empty if there is none."""
 

@@ -27,7 +27,7 @@ STEPS = 2
 """Number of training steps that are compared."""
 
 LATE_STEPS = 14
-"""Largest number of further steps of a small model, for code that does something else after some calls."""
+"""Largest number of late steps: further steps of a small model, for code that does something else after some calls."""
 
 _FEW_PARAMETERS = 5_000_000
 """Number of parameters up to which a model is small."""
@@ -52,8 +52,8 @@ class CheckRequest:
     budget_s: float
     deadline: float
     """Time on the monotonic clock after which no further comparison begins."""
-    ends: Sequence[int] | None
-    """Cuts to compare, each given as the index of the layer after it; None: one of each class of equivalent cuts."""
+    cuts: Sequence[int] | None
+    """Cuts to compare. Cut i is between layers i - 1 and i. None: one cut of each class of equivalent cuts."""
     digests: DigestFunction
 
     @property
@@ -113,13 +113,13 @@ class CheckedModel:
             cut_classes=find_equivalent_cuts(whole, shapes, request.digests(whole, loaded)),
             options=options,
         )
-        if not is_large_model(whole) or request.ends is not None:
+        if not is_large_model(whole) or request.cuts is not None:
             return subject
         return subject._shortened(lean=lean)._reduced_to_memory()
 
     @property
     def has_other_values(self) -> bool:
-        """True if parameters have random values although the user's initial values would fit in memory."""
+        """True if parameters have random values only to save time: the user's initial values would fit in memory."""
         return self.options.lean and _bytes_of(self.whole) <= _LEAN_BYTES
 
     def _shortened(self, *, lean: bool) -> "CheckedModel":

@@ -2,7 +2,8 @@
 
 The first rank collects the values of all ranks, computes a result from them, and returns it to all. A process group
 would open a connection between every two ranks, and end a rank that waits longer than its timeout. With this exchange,
-every rank has only a connection to the store. It waits until the failure watch (`executor.watch`) reports a failure.
+every rank has only a connection to the store, and waits as long as needed. If a rank fails, the failure watch
+(`executor.watch`) ends the ranks that wait.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Folders of checkpoints: listing, atomic creation and removal.
 
-A folder named `step-…` is a complete checkpoint. It gets this name after all its content is on disk, and is renamed
-before any content is removed. If a run resumes an earlier checkpoint, later ones are moved to `abandoned-…` and never
-removed.
+A folder named `step-…` is a complete checkpoint. It gets this name after all its content is on disk. To remove a
+checkpoint, its folder first gets a hidden name. If a run resumes an earlier checkpoint, later ones are moved to
+`abandoned-…` and never removed.
 """
 
 import shutil

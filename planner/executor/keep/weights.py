@@ -66,8 +66,8 @@ def load_weights(
     """Copy the tensors of a stage from a state dict. No other tensors are read.
 
     Args:
-        source: Path of the weights from which a new run starts: a file of `torch.save` or safetensors, or a checkpoint.
-            To resume a run, the open checkpoint; only then may tensors contain NaN.
+        source: To start a new run, the path of its weights: a file of `torch.save` or safetensors, or a checkpoint. To
+            resume a run, its opened checkpoint, whose tensors may contain NaN.
         tensors: Tensors of the stage, by name in the model.
         names: Map from every name in the model to the tensor's first name, from `first_names`.
         whole: The whole model, whose hooks for loading change the state dict of a file. It needs no values.

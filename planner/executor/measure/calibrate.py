@@ -5,11 +5,11 @@ before a forward or backward that receives nothing is the executor's own time, w
 time before an action that receives a tensor is the link's. Two message sizes separate latency and bandwidth. Over gloo,
 a transfer keeps the receiving stage busy.
 
-The layers write more memory than the cache holds, as real layers do. With all its data in the cache, the executor takes
-40 us per forward or backward of a micro-batch; between the layers of a model, it takes 200 to 400 us.
+The layers write more memory than the cache holds, as real layers do. Otherwise the executor's data would stay in the
+cache, and the measured time would be several times too short.
 
-If other programs run, these times are ten times as long, and stored results would make later predictions wrong. The
-results are therefore stored only if each of the two processes had a core for itself.
+If other programs run, the measured times can be ten times too long. They are therefore stored only if each of the two
+processes had a core for itself.
 """
 
 import contextlib

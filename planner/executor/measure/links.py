@@ -1,9 +1,9 @@
 """Measure the links between neighboring processes of a pipeline, with torchrun.
 
 Over gloo, a transfer occupies sender and receiver, and adds more time to a step than moving the bytes takes. The link
-is therefore measured in steps of the engine, as in `planner.executor.measure.calibrate` for two processes of one
-machine. Transfers over NCCL overlap with computation, so that no step is needed: a message is sent back and forth, and
-half of the time is the transfer time.
+is therefore measured by timing training steps, as in `planner.executor.measure.calibrate` for two processes of one
+machine. Transfers over NCCL overlap with computation, so no training step is needed. A message is sent back and forth,
+and half of the time is the transfer time.
 """
 
 import os
@@ -102,8 +102,8 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 def _transfer_us_over_gloo(index: int, one: Group, both: Group) -> list[float]:
     """Return the transfer time of one micro-batch for each message size, on the sender.
 
-    A step of two stages that compute nothing takes 2 (o + M (o + t)): o is the executor's time per forward or backward,
-    t the transfer time, and M the number of micro-batches. A transfer keeps the receiver busy, so that it takes part M
+    A step of two stages that compute nothing takes 2 (o + M (o + t)). Here, o is the executor's time per forward or
+    backward, t the transfer time, and M the number of micro-batches. A transfer keeps the receiver busy, so t counts M
     times in each direction.
 
     Args:

@@ -10,9 +10,9 @@ the engine's own time.
     receiver    | action |        | action
                          |--idle--|transfer|
 
-A step is a sum of many such times. Most are short, and a few are several times as long, so that a sum of medians would
-be too small. Means are therefore reported, over the middle half of the steps, ordered by their time: other programs may
-have disturbed the slowest steps.
+A step is a sum of many such times. Most are short, and a few are several times as long, so a sum of medians would be
+too small. Means are therefore reported. Other programs may have disturbed the slowest steps. The means are therefore
+over the middle half of the steps, sorted by duration.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,7 +89,7 @@ class StepWaits:
 
     They are measured in a window from the first forward to the last backward of the pipeline. With split backwards, a
     process need not wait for others before it begins the next step. Then each process has its own window, from its
-    first action; all windows have the same length.
+    first action. All windows are as long as the longest time from first to last action of a process.
     """
 
     window_ns: int
@@ -161,7 +161,7 @@ def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
 class MeanWaits:
     """Mean times in which the processes of a pipeline do not compute.
 
-    Means are over the middle half of the steps.
+    Means are over the middle half of the steps, sorted by duration.
     """
 
     bubble: float
@@ -238,7 +238,7 @@ def with_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool)
 def typical_action_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
     """Return the typical time of an action of one micro-batch on a stage, in microseconds.
 
-    For each micro-batch, the time is the mean over the middle half of the steps, ordered by their time. The median over
+    For each micro-batch, the time is the mean over the middle half of the steps, sorted by duration. The median over
     the micro-batches is returned. I and W together count as one backward. For the kind `recompute`, micro-batches
     without recomputation count as 0.
 

@@ -17,9 +17,9 @@ Tensors of stage s and micro-batch m, from the instruction that stores them to t
     _gradients[s, m]     B or I          send                   gradient of the stage's input
     _losses[m]           F               end of step            last stage only
 
-The last stage sends the loss of the step to every device: each of the last K stages (K devices) sends it to the stage
-before it, together with the gradients of its last backward. With split backwards, the loss arrives before the last
-weight passes. A device that is ready early can then begin the next step.
+Every device gets the loss of the step. With K devices, each of the last K - 1 stages sends it to the previous stage,
+together with the gradients of its last backward. With split backwards, the loss arrives before the last weight
+passes. A device that is ready early can then begin the next step.
 
 The planner computes costs from the same instruction lists, so this module has no code for any particular schedule.
 """
@@ -169,7 +169,7 @@ class Engine:
     def step(
         self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None
     ) -> list[Tensor]:
-        """Run forward and backward of a mini-batch. Gradients are added to existing gradients.
+        """Run forward and backward of a mini-batch. Add gradients, multiplied by `loss_scale`, to existing gradients.
 
         Args:
             tensors: On the first stage, input tensors of the model with the mini-batch as first dimension; elsewhere
@@ -178,8 +178,7 @@ class Engine:
             weights: On the last stage, factor of every micro-batch's loss; by default 1/M.
 
         Returns:
-            On the last stage, the weighted loss of every micro-batch, detached; elsewhere an empty list. Gradients are
-            multiplied by the attribute `loss_scale`.
+            On the last stage, the weighted loss of every micro-batch, detached; elsewhere an empty list.
         """
         last = self._stages[-1]
         last.module.targets = list(targets)
@@ -361,10 +360,10 @@ class Engine:
 
 
 def _messages_with_loss(order: Sequence[Sequence[Action]]) -> set[tuple[int, int]]:
-    """Return (receiving stage, micro-batch) of the gradients with which the loss of a step is sent.
+    """Return the gradient messages that also carry the loss of the step, as pairs (receiving stage, micro-batch).
 
-    The last K stages are on different devices (K: number of devices). Each of these stages sends the loss to the stage
-    before it, together with the gradients of its last backward.
+    The last K stages are on different devices (K: number of devices). Each of the last K - 1 stages sends the loss to
+    the previous stage, together with the gradients of its last backward.
     """
     last = {action.stage: action.micro_batch for row in order for action in row if KINDS[action.kind].direction < 0}
     num_stages = len(last)

@@ -86,10 +86,10 @@ def check_gradients(parameters: Mapping[str, Tensor], activity: RankActivity) ->
 
 
 def release_memory(summed: Tensor) -> None:
-    """Make a tensor empty that a collective operation has summed. Other tensors in the same memory remain as they are.
+    """Make a tensor empty after a collective operation has summed it. Other tensors in its memory remain as they are.
 
-    A thread of gloo refers to the tensor a little longer than the operation takes. The memory recorder of the calling
-    thread would miss a release of the memory in that thread.
+    A thread of gloo refers to the tensor a little longer than the operation takes. If that thread released the memory,
+    the memory recorder of the calling thread would miss it. The memory is therefore released here.
     """
     summed.set_()  # type: ignore[call-overload]
 
@@ -98,7 +98,8 @@ def release_memory(summed: Tensor) -> None:
 def refuse_norm_of_own_gradients(parameters: Mapping[str, Tensor], layers: Sequence[str]) -> Iterator[None]:
     """Refuse `torch.nn.utils.clip_grad_norm_` in the `with` block if its norm misses gradients of other ranks.
 
-    The norm of a single gradient, or of gradients within one of several layers, is the same as in a plain loop.
+    Allowed norms are the same as in a plain loop. Such a norm is over a single gradient, or over gradients of one layer
+    that are not all gradients of this rank.
 
     Args:
         parameters: Parameters of this rank, by name.

@@ -120,9 +120,9 @@ def _take_gradients(into: list[Tensor | None], gradients: Tensors) -> tuple[None
 
 
 class _BackwardStart(torch.autograd.Function):
-    """Function of some tensors to a scalar 0, whose backward gives the tensors the gradients in the list `waiting`.
+    """Autograd function that returns a scalar 0. Its backward gives the tensors `results` the gradients in `waiting`.
 
-    The backward empties the list, so that autograd releases each gradient as early as possible.
+    The backward empties the list `waiting`, so that autograd releases each gradient as early as possible.
     """
 
     @staticmethod

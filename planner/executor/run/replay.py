@@ -1,10 +1,9 @@
 """Recompute layers with the state of their first forward, and restore the current state afterwards.
 
-A layer may change state when it runs: running statistics (`InstanceNorm`), the vectors of `spectral_norm`, the codebook
-of a quantizer, a queue, a momentum encoder (frozen parameters), a counter. A recomputation with the current state would
-count a micro-batch twice, and read values that later micro-batches have changed. A snapshot of the state is therefore
-stored before a forward that will be recomputed. The recomputation starts from the snapshot, and its changes are
-dropped.
+A layer may change state when it runs: buffers such as running statistics (`InstanceNorm`) or a codebook, frozen
+parameters such as those of a momentum encoder, and counters. A recomputation with the current state would count a
+micro-batch twice, and read values that later micro-batches have changed. A snapshot of the state is therefore stored
+before a forward that will be recomputed. The recomputation starts from the snapshot, and its changes are dropped.
 
     forward m           snapshot m = state before it; the state changes
     forward m + 1       ...
@@ -15,8 +14,7 @@ changes no counter). Every tensor of the state is therefore stored as a lazy clo
 until the tensor or the clone is written. A changed tensor is replaced by its clone, not overwritten, because another
 micro-batch's backward may still read it.
 
-Usually the state has not changed since the last snapshot, which is then used again. The check compares whole lists of
-tensors, because a convolutional network has hundreds of them, and its micro-batches take only milliseconds.
+Usually the state has not changed since the last snapshot, which is then used again.
 
 Batch normalization is not affected: it collects statistics of whole mini-batches (`planner.model.batch_norm`), so a
 forward does not change its state.
@@ -97,7 +95,7 @@ class _StateTensors:
     plain: list[Tensor]
     """Tensors that have a lazy clone, which shares their memory until a write."""
     addresses: list[int]
-    """Memory addresses of the tensors in `plain`. The clone keeps the memory, so that a write moves the tensor."""
+    """Memory addresses of the tensors in `plain`. A write changes the address, because the clone keeps the memory."""
     others: list[_Entry]
     """Entries whose value has no lazy clone."""
 
@@ -116,7 +114,8 @@ class _StateTensors:
     def are_still(self, names: list[Any], values: list[Any]) -> bool:
         if self.names != names or len(self.values) != len(values) or not all(map(is_, self.values, values)):
             return False
-        # The clone keeps the old memory, so a tensor that was written has another address.
+        # The clone keeps the old memory, so a tensor that was written has another address. Compare whole lists, because
+        # a convolutional network has hundreds of tensors, and its micro-batches take only milliseconds.
         return list(map(_address, self.plain)) == self.addresses and not any(each.is_written for each in self.others)
 
 
@@ -259,7 +258,7 @@ class LayerState:
                 holder[name] = number
 
     def _set_state(self, snapshot: _Snapshot, now: _Snapshot) -> list[_Entry]:
-        """Set the state, which is `now`, to that of `snapshot`. Return the entries that need no change."""
+        """Change the state from `now` to `snapshot`. Return the entries of `now` that are the same in both."""
         if snapshot.numbers is not now.numbers:
             self._put_numbers(snapshot.numbers)
         if snapshot.tensors is now.tensors:

@@ -66,7 +66,7 @@ def check_same_batch(own_digest: BatchDigest) -> None:
 def _digest_of(value: Any) -> str | None:
     """Return a digest of the tensors in a nested value.
 
-    The result is None for placeholders: if a tensor is a meta tensor, or if each tensor has the same value everywhere.
+    The result is None for placeholders: if a tensor is a meta tensor, or if all elements of each tensor are equal.
     """
     tensors = tensors_in_value(value)
     if any(tensor.is_meta for tensor in tensors) or all(map(_is_constant, tensors)):

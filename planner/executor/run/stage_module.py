@@ -56,9 +56,12 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
 class StageModule(nn.Module):
     """Layers of one stage as a module, which the engine calls with the tensors of one micro-batch.
 
-    Callers set attributes: before each forward `micro_batch`; before each step `seeds` and, on the last stage,
-    `targets` (of every micro-batch). A mini-batch that is smaller than planned also changes `micro_batches`, `received`
-    and `sent`.
+    Callers set these attributes:
+
+    - `micro_batch` before each forward,
+    - `seeds` before each step,
+    - on the last stage, `targets` of every micro-batch before each step, and
+    - `micro_batches`, `received` and `sent` for a mini-batch that is smaller than planned.
 
     Args:
         layers: Layers of the stage.
@@ -148,7 +151,7 @@ class StageModule(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, buffer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Raise an error that says how to average weights: a stage refers to the timers of its process."""
+        """Refuse a copy, because a stage refers to timers of its process. The error says how to average weights."""
         raise UsageError(
             "a stage cannot be copied (for a moving average of its weights, say)",
             hint="average `pipeline.named_parameters()`, for example with "
@@ -274,7 +277,7 @@ class StageModule(nn.Module):
 
 
 def _with_graph(result: Any, anchor: Tensor) -> Any:
-    """Return outputs for `torch.utils.checkpoint`, which needs an output with a graph and no parameters as outputs.
+    """Return outputs that `torch.utils.checkpoint` accepts: no parameters, and at least one tensor with a graph.
 
     If layers are skipped at random, no output may have a graph. Then `anchor`, a zero that requires a gradient, is
     added to an output.

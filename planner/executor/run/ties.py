@@ -69,7 +69,10 @@ class TiedGradients:
                 self._groups.append((held, group))
 
     def drop_copies(self) -> None:
-        """Before a backward, drop the gradients of all copies of a tied parameter except one: they must count once."""
+        """Drop existing gradients of tied parameters, except those of one copy. Call this method before a backward.
+
+        All copies have the same gradient, which must count once.
+        """
         for parameter in self._kept_elsewhere:
             parameter.grad = None
 

@@ -1,10 +1,11 @@
 """End all ranks soon after one fails, with one message that names the stage, its activity, and what to do.
 
 Every rank has a watch, a thread that runs alongside the training. At regular intervals (beats), the watch writes the
-rank's activity to the launcher's store (`liveness`). A rank that stops writing counts as dead. If ranks wait too long,
-the cause is the rank for which they wait and that waits for no other rank. The rank that finds a failure first claims
-it in the store and prints it. Other ranks exit without a message as soon as their watch reads the claim, even if they
-hang in a transfer.
+rank's activity to the launcher's store (`liveness`). A rank that stops writing counts as dead. Ranks may wait for each
+other for too long. The cause is then the rank at the end of the chain of waits: it waits for no other rank.
+
+The rank that finds a failure first claims it in the store and prints it. Other ranks exit without a message as soon as
+their watch reads the claim, even if they hang in a transfer.
 
 The watch also catches SIGTERM and SIGINT. If checkpoints are saved, the ranks agree on a step after which all stop and
 save. Python would run a signal handler only after a hanging transfer, so the thread reads signals from a pipe.

@@ -30,14 +30,14 @@ from tests.support.measure import loaded_model
 WIDTH = 8
 
 
-def checked(build: nn.Module | Callable[[], nn.Module], ends: Sequence[int] | None = None) -> EquivalenceResult:
+def checked(build: nn.Module | Callable[[], nn.Module], cuts: Sequence[int] | None = None) -> EquivalenceResult:
     """Return the result of the check of a model."""
 
     def loss_fn(output: Any, _target: Any) -> Tensor:
         return torch.stack([tensor.square().mean() for tensor in tensors_in(output)]).sum()
 
     loaded = loaded_model(build, WIDTH, loss_fn=loss_fn)
-    return check_equivalence(loaded, budget_s=60.0, ends=ends)
+    return check_equivalence(loaded, budget_s=60.0, cuts=cuts)
 
 
 def block() -> nn.Module:
@@ -241,7 +241,7 @@ def test_the_check_does_not_change_the_model() -> None:
 
 
 def test_stages_of_several_layers_can_be_checked() -> None:
-    found = checked(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), ends=(2, 5))
+    found = checked(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), cuts=(2, 5))
     assert (found.proof.cuts, found.proof.layers) == (2, 6)
 
 
