@@ -293,7 +293,11 @@ class ClippingSGD(torch.optim.SGD):
     """An optimizer that clips by the norm of all gradients that it has."""
 
     def step(self, closure: Any = None) -> Any:
-        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.01)
+        # `clip_grad_norm_` would be refused before the comparison.
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for parameter in parameters:
+            parameter.grad.mul_(0.01 / norm)
         return super().step(closure)
 
 
