@@ -94,7 +94,7 @@ RULES: Final = (
         title="numbers in the plan differ from the cost model's",
         meaning="Step time or memory in the plan differ from the values that the cost model computes from the "
         "plan's profile.",
-        why="The plan was edited by hand. This is allowed, and the edited cuts were checked. But "
+        why="Usually the plan was edited by hand. This is allowed, and the edited cuts were checked. But "
         "the numbers and the lower bounds in the file belong to the original cuts.",
         remedy="If the edit is intended, nothing needs to be done. To get the new numbers, use "
         "`gpipe-plan check --format json`, or solve with `--balance` set to the edited cuts.",
