@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
+from planner.solve.answer import SAME
 from planner.solve.chunks.descent import BATCH, ROWS, Descent, PartitionCandidate
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.progress import Progress
@@ -21,8 +22,8 @@ from planner.solve.space.partitions import Evaluator
 _MOST_PICKED = 12
 """Number of moves of a batch, the fastest ones, whose recomputation is chosen again."""
 
-_FRUITLESS, _FRUITLESS_ALONE = 4, 12
-"""Number of restarts in a row without a better plan that end a search: with a limited and with an unlimited budget."""
+_FRUITLESS = 12
+"""Number of restarts in a row without a better plan that end a search."""
 
 _FRUITLESS_FROM_BEST = 30
 """Number of restarts without a better plan that end a search that starts from the best plan of a request."""
@@ -44,7 +45,7 @@ class CutSearch(Descent[PartitionCandidate]):
         self.descend(
             (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),
             most_actions,
-            most_restarts=_FRUITLESS if is_bounded else _FRUITLESS_ALONE,
+            most_restarts=_FRUITLESS,
             promising=_PROMISING if is_bounded else _PROMISING_ALONE,
         )
 
@@ -77,7 +78,17 @@ class CutSearch(Descent[PartitionCandidate]):
         cuts, choices = cuts[picked], choices[picked]
         changed = (cuts[:, :-1] != candidate.cuts[:-1]) | (cuts[:, 1:] != candidate.cuts[1:])
         is_open = changed[:, self.evaluator.stages].any(axis=2)
-        return self._evaluate(cuts, choices, is_open, None if step_us is None else step_us[picked])
+        if step_us is None:
+            return self._evaluate(cuts, choices, is_open)
+        # More recomputation never makes a step faster, so a slower move needs a device with less recomputation.
+        has_less = (is_open & (candidate.choices != self.evaluator.allowed[0])[self.evaluator.stages].any(axis=1)).any(
+            axis=1
+        )
+        some = has_less | (step_us[picked] < candidate.step_us * (1 - SAME))
+        if not some.any():
+            self.progress.budget.spent += self.evaluator.num_actions + BATCH
+            return candidate
+        return self._evaluate(cuts[some], choices[some], is_open[some], step_us[picked[some]])
 
     def other_recomputations(self, candidate: PartitionCandidate) -> Iterator[PartitionCandidate]:
         """Yield partitions that differ from the candidate in the recomputation of one device: the best of each batch.
@@ -139,5 +150,11 @@ class CutSearch(Descent[PartitionCandidate]):
         every = np.repeat(candidate.choices[None], len(combinations) * self.evaluator.num_devices, axis=0)
         for device, chunks in enumerate(self.evaluator.stages_by_device):
             every[device * len(combinations) : (device + 1) * len(combinations), list(chunks)] = combinations
-        other_recomputations: IntArray = every[(every != candidate.choices).any(axis=1)]
+        is_other = np.any(every != candidate.choices, axis=1)
+        if candidate.excess_bytes == 0:
+            devices = np.arange(self.evaluator.num_devices)
+            over = self._fitting.excess_by_combination(np.repeat(candidate.cuts[None], len(devices), axis=0), devices)
+            # More recomputation never makes a step faster.
+            is_other = (over.ravel() <= 0) & np.any(every < candidate.choices, axis=1)
+        other_recomputations: IntArray = every[is_other]
         return other_recomputations

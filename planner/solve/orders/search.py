@@ -145,10 +145,7 @@ class _JointSearch:
 
     def _find_order(self, partition: CutsAndChoices) -> SimulatedOrder | None:
         evaluator, budget = self._evaluator, self._progress.budget
-        cuts, choices = partition[0][None], partition[1][None]
-
-        def fits(rows: Rows) -> bool:
-            return bool((evaluator.with_schedule(ListedSchedule(rows)).excess_bytes(cuts, choices) <= 0).all())
+        fits = partial(evaluator.fits, *partition)
 
         # Whole backwards need no memory between I and W, and may be faster than I and W together.
         best: SimulatedOrder | None = None

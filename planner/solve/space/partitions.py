@@ -22,7 +22,7 @@ from planner.core.cost.device_memory import (
     subtract_shared,
 )
 from planner.core.cost.layer_memory import SavedAndPeaks, least_saved_and_peaks, most_bytes_freed
-from planner.core.cost.peak_points import PARTS, peak_part_counts
+from planner.core.cost.peak_points import PARTS, part_counts_at_points, peak_part_counts
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import (
     CHOICES,
@@ -161,6 +161,19 @@ class Evaluator:
         )
         over: FloatArray = np.maximum(known_bytes - np.array(self.case.limits_bytes[: self.num_devices]), 0.0)
         return over
+
+    def fits(self, cuts: IntArray, choices: IntArray, actions: tuple[tuple[Action, ...], ...]) -> bool:
+        """Return True if a partition fits into memory with the given action order of each device.
+
+        `cuts` has the shape (stages + 1,), and `choices` the shape (stages,).
+        """
+        stages, inside = self._bytes_of_stages(cuts[None], choices[None])
+        always, parts = stages[0, :, 0], stages[0, :, 1:]
+        each = zip(self.stages, part_counts_at_points(actions), self.case.limits_bytes, strict=False)
+        return bool(inside.all()) and all(
+            always[own].sum() + (counts.reshape(len(counts), -1) @ parts[own].ravel()).max() <= limit
+            for own, counts, limit in each
+        )
 
     def excess_by_combination(self, cuts: IntArray, devices: IntArray, combinations: IntArray) -> FloatArray:
         """Return the bytes by which devices exceed their memory limits, for each combination of recompute choices.
