@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.core.cost.arrays import FloatArray
-from planner.core.cost.linear import LinearExpression
 from planner.core.schedule import (
     KINDS,
     Action,
@@ -34,7 +33,15 @@ from planner.core.schedule import (
     sending_stage,
 )
 
-Clock = TypeVar("Clock", float, FloatArray, LinearExpression)
+
+class _Time(Protocol):
+    """Time of any type that can be added to others: a number, an array or a linear expression."""
+
+    def __add__(self, other: Any, /) -> Any: ...
+    def __sub__(self, other: Any, /) -> Any: ...
+
+
+Clock = TypeVar("Clock", bound=_Time)
 
 _BLOCK = 1024
 """Number of partitions that are simulated at once: their times fit into the processor's cache."""
@@ -409,5 +416,5 @@ def _stages_by_end(row: Sequence[Action]) -> list[int]:
     return [*dict.fromkeys(action.stage for action in reversed(row))][::-1]
 
 
-def _takes_time(send: float | FloatArray | LinearExpression) -> bool:
-    return bool(send) if isinstance(send, LinearExpression) else bool(np.any(send))
+def _takes_time(send: Any) -> bool:
+    return bool(np.any(send))

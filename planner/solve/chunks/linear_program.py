@@ -22,7 +22,7 @@ option. If recomputing layer l can free up to f_l bytes at this point in the ste
 Complexity: O(S L + K V M) rows (constraints) and columns (variables).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
@@ -31,7 +31,6 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.device_memory import most_shared_input_bytes
-from planner.core.cost.linear import LinearExpression
 from planner.core.cost.simulate import StageDurations, device_spans
 from planner.solve.space.partitions import Evaluator
 
@@ -40,6 +39,38 @@ _SCALED_STEP = 1000.0
 
 _MOST_LAYERS = 160
 """Largest number of layers with memory constraints; the tables of all stages of a longer chain would be too large."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearExpression:
+    """Linear expression: a constant, plus variables times factors. The simulator can compute with them as times."""
+
+    factors: Mapping[int, float] = field(default_factory=dict)
+    """Factors by the column of the variable."""
+    constant: float = 0.0
+
+    def __bool__(self) -> bool:
+        """Return True if the expression is not 0."""
+        return bool(self.factors) or self.constant != 0
+
+    def __add__(self, other: "LinearExpression | float") -> "LinearExpression":
+        """Return the sum of the expression and `other`."""
+        if not isinstance(other, LinearExpression):
+            return LinearExpression(self.factors, self.constant + other)
+        factors = dict(self.factors)
+        for column, factor in other.factors.items():
+            factors[column] = factors.get(column, 0.0) + factor
+        return LinearExpression(factors, self.constant + other.constant)
+
+    def __sub__(self, other: "LinearExpression") -> "LinearExpression":
+        """Return the difference of the expression and `other`."""
+        return self + other.scaled_by(-1.0)
+
+    def scaled_by(self, factor: float) -> "LinearExpression":
+        """Return the product of the expression and a number."""
+        return LinearExpression(
+            {column: factor * value for column, value in self.factors.items()}, factor * self.constant
+        )
 
 
 class RecomputeColumns(NamedTuple):

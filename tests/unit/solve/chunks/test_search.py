@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from planner.core.cost.device_memory import chunk_memory
-from planner.core.cost.linear import LinearExpression
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Link
@@ -23,7 +22,7 @@ from planner.solve.chunks.branch_and_bound import BranchAndBound
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.descent import PartitionCandidate, cut_moves
 from planner.solve.chunks.fitting import RecomputeFitter
-from planner.solve.chunks.linear_program import LinearProgram
+from planner.solve.chunks.linear_program import LinearExpression, LinearProgram
 from planner.solve.chunks.search import all_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import CutAndLayerSearch
