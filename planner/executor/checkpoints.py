@@ -106,7 +106,6 @@ class Checkpoints:
         self._failed: PlannerError | None = None
         self._is_end = False
         self._pending: CheckpointWriter | None = None
-        self._unsaved_state = UnsavedState(pipeline.modules, optimizer)
         pipeline.activity.begin("opening the checkpoints", waits_for=STORE)
         self._exchange = ValueExchange(pipeline.rank, dist.get_world_size())
         # On a GPU, a thread saves from a copy in host memory. On a CPU, the copy would take memory that the plan needs.
@@ -117,6 +116,7 @@ class Checkpoints:
         self._folder = self._place.path
         if self._folder is not None:
             self._own_state()  # raise an error now if some state cannot be saved; checked again after the first step
+            self._unsaved_state = UnsavedState(pipeline.modules, optimizer)
             _ = pipeline.code_digests  # of variables as they are now, before the script changes some between steps
         pipeline.at_close.append(self._release)
         candidates = self._place.resumable_checkpoints(resume)

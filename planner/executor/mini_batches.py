@@ -27,7 +27,13 @@ from planner.executor.run.parts import (
     mini_batch_parts,
     tensors_in_value,
 )
-from planner.executor.run.same_batch import BatchDigest, check_same_batch, digest_of_batch
+from planner.executor.run.same_batch import (
+    NO_CHECKSUMS,
+    BatchChecksums,
+    BatchDigest,
+    check_same_batch,
+    digest_of_batch,
+)
 from planner.model.label_counts import label_count
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.precision import to_precision
@@ -45,6 +51,8 @@ class MiniBatches:
         """Loader state of a checkpoint, until the script passes the loader."""
         self._first: BatchDigest | None = None
         """Digest of the first mini-batch of this process, or of the first one after a resume."""
+        self.checksums = NO_CHECKSUMS
+        """Checksums of the last mini-batch that this process had as a whole."""
         self.is_compared = False
         """True if the digest of the first mini-batch was compared with those of other ranks."""
 
@@ -201,6 +209,8 @@ class MiniBatches:
     def _note(self, batch: Batch, *, is_whole: bool) -> None:
         if self._first is None:
             self._first = digest_of_batch(batch, self._job.place, is_whole=is_whole)
+        if is_whole:
+            self.checksums = BatchChecksums.of(batch)
 
     def _counts_labels(self, inputs: Any) -> bool:
         return bool(self._model.counted_labels) and isinstance(inputs, dict) and "labels" in inputs

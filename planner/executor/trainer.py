@@ -30,6 +30,7 @@ from planner.executor.run.losses import sum_losses, weigh_losses
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.relay import MetricsRelay
+from planner.executor.run.same_batch import NO_CHECKSUMS
 from planner.executor.watch.activity import ANY
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
@@ -162,7 +163,10 @@ class Trainer:
             self._mini_batches.loss_item_counts(parts),
             [sum(part.num_samples for part in piece) for piece in pieces],
         )
-        total = self._agreement.check_and_sum(phase, self.step_index, sizes, count=sum(counts))
+        # The first mini-batch is compared as a whole below.
+        is_sampled = phase == "step" and self._mini_batches.is_compared
+        checksums = self._mini_batches.checksums if is_sampled else NO_CHECKSUMS
+        total = self._agreement.check_and_sum(phase, self.step_index, sizes, checksums=checksums, count=sum(counts))
         if phase == "step" and not self._mini_batches.is_compared:
             self._job.activity.begin("the comparison of the mini-batch", waits_for=ANY)
             with self._recorder.paused() if not self.losses else nullcontext():

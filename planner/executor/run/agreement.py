@@ -1,6 +1,6 @@
 """Check that all ranks begin the same phase: a step, an evaluation, a checkpoint, or the end of their loops.
 
-    position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes of the mini-batches
+    position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes and checksums of the mini-batches
     last stages of replicas 0 to R - 1, all-reduce       phase, step, number of items in the loss
 
 K is the number of devices of a pipeline, R the number of replicas. The items of a loss, such as samples or tokens, are
@@ -20,6 +20,7 @@ from planner.core.errors import TrainingError
 from planner.core.values.units import pluralize
 from planner.executor.run.placement import ProcessGroups, ProcessPlace
 from planner.executor.run.relay import start_transfer
+from planner.executor.run.same_batch import NO_CHECKSUMS, BatchChecksums
 from planner.executor.run.transfers import wait_for_all
 from planner.executor.watch.activity import ANY, RankActivity
 
@@ -44,16 +45,23 @@ class _BegunPhase(NamedTuple):
     step: int
     sizes: tuple[int, ...] = ()
     """Samples of each mini-batch of the step."""
+    checksums: BatchChecksums = NO_CHECKSUMS
 
     @classmethod
     def read(cls, numbers: Sequence[float]) -> "_BegunPhase":
-        phase, step, *sizes = map(int, numbers)
-        return cls(_PHASES[phase], step, tuple(size for size in sizes if size))
+        phase, step, *sizes = map(int, numbers[: 2 + _NUM_SIZES])
+        checksums = BatchChecksums(*map(int, numbers[2 + _NUM_SIZES :])) if len(numbers) > 2 else NO_CHECKSUMS
+        return cls(_PHASES[phase], step, tuple(size for size in sizes if size), checksums)
+
+    @property
+    def without_batch(self) -> "_BegunPhase":
+        """The same phase without what depends on the mini-batch."""
+        return self._replace(sizes=(), checksums=NO_CHECKSUMS)
 
     @property
     def numbers(self) -> list[float]:
         sizes = [*self.sizes[: _NUM_SIZES - 1], sum(self.sizes[_NUM_SIZES - 1 :])]
-        return [_PHASES.index(self.phase), self.step, *sizes, *[0.0] * (_NUM_SIZES - len(sizes))]
+        return [_PHASES.index(self.phase), self.step, *sizes, *[0.0] * (_NUM_SIZES - len(sizes)), *self.checksums]
 
     @property
     def description(self) -> str:
@@ -84,13 +92,21 @@ class PhaseAgreement:
         self, place: ProcessPlace, groups: ProcessGroups, device: torch.device, activity: RankActivity
     ) -> None:
         self._place, self._groups, self._activity = place, groups, activity
-        self._own = torch.zeros(2 + _NUM_SIZES, dtype=torch.float64, device=device)
+        self._own = torch.zeros(2 + _NUM_SIZES + len(NO_CHECKSUMS), dtype=torch.float64, device=device)
         self._received = torch.zeros_like(self._own)
         self._sending: list[dist.Work] = []
         self.has_ended = False
         """True if the last phase was the end of the loop."""
 
-    def check_and_sum(self, phase: Phase, step: int, sizes: Sequence[int] = (), *, count: float = 0.0) -> float:
+    def check_and_sum(
+        self,
+        phase: Phase,
+        step: int,
+        sizes: Sequence[int] = (),
+        *,
+        checksums: BatchChecksums = NO_CHECKSUMS,
+        count: float = 0.0,
+    ) -> float:
         """Compare the phase that this rank begins with those of other ranks, and sum the replicas' `count`.
 
         Every rank must call this method.
@@ -99,6 +115,7 @@ class PhaseAgreement:
             phase: Phase that begins. A second `end` directly after an `end` is ignored.
             step: Number of steps since training began.
             sizes: Number of samples in each mini-batch.
+            checksums: Checksums of the mini-batch, as far as this rank has it.
             count: On the last stage, number of items, such as samples or tokens, in the loss of this replica.
 
         Returns:
@@ -111,7 +128,7 @@ class PhaseAgreement:
         if is_alone or (self.has_ended and phase == "end"):
             return count
         self.has_ended = phase == "end"
-        begun = _BegunPhase(phase, step, tuple(sizes))
+        begun = _BegunPhase(phase, step, tuple(sizes), checksums)
         self._compare_along_pipeline(begun)
         total = self._compare_replicas(begun, count)
         if self.has_ended:
@@ -133,8 +150,15 @@ class PhaseAgreement:
             previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
             wait_for_all(start_transfer(dist.irecv, self._received, previous, group))
             received = _BegunPhase.read(self._received.tolist())
-            if received != _BegunPhase.read(begun.numbers):
+            if received._replace(checksums=begun.checksums) != _BegunPhase.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)
+            if received.checksums.differ_from(begun.checksums):
+                raise TrainingError(
+                    f"rank {place.rank} has another mini-batch at step {begun.step} than a rank before it: inputs and "
+                    "targets would belong to different samples",
+                    hint="pass the loader to `pipeline.batches`, so that all ranks draw the same random numbers for it",
+                )
+            begun = begun._replace(checksums=begun.checksums.completed_by(received.checksums))
         if place.position + 1 < place.num_devices:
             self.wait_until_sent()  # the previous message, which the next rank has received by now
             self._own.copy_(torch.tensor(begun.numbers, dtype=torch.float64))
@@ -153,8 +177,8 @@ class PhaseAgreement:
         rows: list[list[float]] = torch.stack(gathered).tolist()
         for replica, row in enumerate(rows):
             other = _BegunPhase.read(row[:2])
-            if other != begun._replace(sizes=()):
-                raise self._disagreement(begun._replace(sizes=()), other, place.rank_of(place.num_stages - 1, replica))
+            if other != begun.without_batch:
+                raise self._disagreement(begun.without_batch, other, place.rank_of(place.num_stages - 1, replica))
         return sum(row[2] for row in rows)
 
     def _disagreement(
@@ -162,7 +186,7 @@ class PhaseAgreement:
     ) -> TrainingError:
         others = f"rank {rank}{' and all ranks before it are' if has_more else ' is'}"
         hint = "run the same steps, evaluations and checkpoints on every rank, and end all loops after the same step"
-        if begun._replace(sizes=()) == other._replace(sizes=()):
+        if begun.without_batch == other.without_batch:
             hint = "give every rank the same mini-batches: from the same files, in the same order"
         return TrainingError(
             f"rank {self._place.rank} is {begun.description}, but {others} {other.description}", hint=hint

@@ -1,9 +1,10 @@
-"""Check that all ranks draw the same mini-batch. The first stage reads its inputs, and the last stage its targets.
+"""Check that all ranks draw the same mini-batches. The first stage reads the inputs, and the last stage the targets.
 
 With different mini-batches, the inputs of some samples would be trained with the targets of other samples.
 """
 
 import hashlib
+import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,31 @@ class BatchDigest(NamedTuple):
     """Replica whose part of a mini-batch was digested; None for a whole mini-batch."""
     inputs: str | None
     targets: str | None
+
+
+class BatchChecksums(NamedTuple):
+    """Checksums of some elements of a mini-batch, to compare each step; 0 for values that the rank does not have."""
+
+    inputs: int
+    targets: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> "BatchChecksums":
+        """Return the checksums of a mini-batch."""
+        return cls(_checksum_of(batch.inputs), _checksum_of(batch.targets))
+
+    def differ_from(self, other: "BatchChecksums") -> bool:
+        """Return True if both have a checksum of the same values, and the two are different."""
+        return any(own and theirs and own != theirs for own, theirs in zip(self, other, strict=True))
+
+    def completed_by(self, other: "BatchChecksums") -> "BatchChecksums":
+        """Return these checksums, with those of `other` in place of missing ones."""
+        return BatchChecksums(self.inputs or other.inputs, self.targets or other.targets)
+
+
+NO_CHECKSUMS = BatchChecksums(0, 0)
+_NUM_ELEMENTS = 16
+"""Elements of the first sample and of the last sample of each tensor that count for a checksum."""
 
 
 def digest_of_batch(batch: Batch, place: ProcessPlace, *, is_whole: bool) -> BatchDigest:
@@ -74,14 +100,31 @@ def _digest_of(value: Any) -> str | None:
     return digest_of_tensors(tensors)
 
 
+def _checksum_of(value: Any) -> int:
+    """Return a checksum of the first elements of the first and last samples; 0 if there are placeholders only."""
+    checksum = 0
+    for tensor in tensors_in_value(value):
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel() or not tensor.ndim:
+            continue  # reading values of a GPU would wait for it
+        ends = torch.cat([sample.detach().reshape(-1)[:_NUM_ELEMENTS] for sample in (tensor[0], tensor[-1])])
+        if not _is_constant(ends):
+            checksum = zlib.crc32(_bytes_of(ends), checksum)
+    return checksum
+
+
 def digest_of_tensors(tensors: Iterable[Tensor]) -> str:
     """Return a digest of the shapes, dtypes and values of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-        digest.update(dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(_bytes_of(dense))
     return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    values = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    return values.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _is_constant(tensor: Tensor) -> bool:

@@ -88,8 +88,18 @@ import os
 import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
 import model
 from gpipe_plan.executor import arguments, checkpoints, pipeline_script
+
+def own_batches(pipeline):
+    samples = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(samples, samples), batch_size=8, shuffle=True)
+    while True:
+        for pair in loader:
+            yield pipeline.own_part(*pair)
+        if what == "draws" and pipeline.is_last:
+            torch.rand(1)
 
 what, given = os.environ["WHAT"], arguments("", steps=2, seed=0)
 with pipeline_script(os.environ["BALANCE"], given) as pipeline:
@@ -104,7 +114,8 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
         AveragedModel(pipeline.modules[0])
     averaged = torch.nn.ParameterList(parameters)
     average = AveragedModel(averaged)
-    for step, (inputs, targets) in enumerate(pipeline.batches(given.steps)):
+    batches = own_batches(pipeline) if what in ("loader", "draws") else pipeline.batches(given.steps)
+    for step, (inputs, targets) in zip(range(given.steps - pipeline.step_index), batches):
         if what == "group" and len(optimizer.param_groups) == 1:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.5})
         if what in ("freeze", "unfreeze") and step == 1:
@@ -263,3 +274,11 @@ def test_checkpoints_contain_what_state_dicts_contain(folder: Path, what: str, c
     rest = train(folder, what, "plan", 4, "--checkpoint=checkpoints", "--resume=auto")
     assert "warning: checkpoints" not in rest
     assert [loss_of(rest, step) for step in (0, 1)] == [loss_of(whole, step) for step in (2, 3)]
+
+
+def test_every_mini_batch_of_an_own_loop_must_be_equal_on_all_ranks(folder: Path) -> None:
+    """A rank that draws a random number by itself shuffles the next epoch in another order."""
+    train(folder, "loader", "two", 4)
+    output = refusal(folder, "draws", "two", 4)
+    assert "has another mini-batch at step 2 than a rank before it" in output
+    assert "step 1: loss" in output
