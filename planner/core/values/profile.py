@@ -1,7 +1,7 @@
 """Profile: the costs of a chain of layers, by layer and micro-batch size.
 
-The values are stored in `profile.yaml`; `docs/file-formats.md` describes every field. Lists have one value per entry of
-`Profile.micro_batch_sizes`. An empty list means zeros.
+The values are stored in `profile.yaml`; `docs/file-formats.md` describes all fields except those of `ProgramMemory`.
+Lists have one value per entry of `Profile.micro_batch_sizes`. An empty list means zeros.
 """
 
 from dataclasses import dataclass, field
