@@ -71,6 +71,16 @@ def test_gradients_of_hooks_that_read_tensors_equal_the_models() -> None:
     check_gradients(hooked)
 
 
+def test_gradients_of_functions_that_read_tensors_equal_the_models() -> None:
+    """Without hooks, the layers of a Sequential run as they are."""
+
+    def build() -> nn.Sequential:
+        factor = torch.rand(WIDTH)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), Masked(lambda value: value * factor))
+
+    check_gradients(build)
+
+
 def test_gradients_of_hooks_equal_the_models_outside_of_a_sequential() -> None:
     check_gradients(lambda: Blocks(hooked()))
 
