@@ -13,10 +13,10 @@ from planner.core.values.cluster import Cluster
 from planner.core.values.plan import StageMemory
 from planner.core.values.profile import Device, Profile
 from planner.profile.formula.costs import DeviceRates, transformer_profile
-from planner.profile.formula.families import shape_from_config
+from planner.profile.formula.families import transformer_from_config
 from planner.profile.formula.layers import ElementBytes, Execution
 from planner.profile.formula.presets import model_presets
-from planner.profile.formula.shapes import Transformer, gpt_shape
+from planner.profile.formula.shapes import Transformer, gpt_transformer
 
 CHIPS = ("A100", "H100", "GB200")
 _TERA = 1e12
@@ -78,12 +78,14 @@ def _golden_shape(line: dict[str, str]) -> Transformer:
     if line["model"] == "GPT 7B":
         # Vocabularies are padded to a multiple of 128 times the tensor-parallel size.
         vocabulary = 131_200 if line["tensor_parallel"] == "1" else 131_584
-        shape = gpt_shape(layers=32, hidden=4096, heads=32, sequence=8192, vocabulary=vocabulary, feed_forward=4 * 4096)
+        shape = gpt_transformer(
+            layers=32, hidden=4096, heads=32, sequence=8192, vocabulary=vocabulary, feed_forward=4 * 4096
+        )
         block = shape.blocks[0]
         grouped = replace(block, attention=replace(block.attention, key_value_heads=8))
         return replace(shape, blocks=(grouped,) * 32)
     name = "mixtral-8x22b" if "22B" in line["model"] else "mixtral-8x7b"
-    shape = shape_from_config(model_presets()[name], 4096, source=name)
+    shape = transformer_from_config(model_presets()[name], 4096, source=name)
     return replace(shape, vocabulary=256_000) if "256k" in line["model"] else shape
 
 

@@ -25,10 +25,10 @@ from planner.core.cost.partition import Partition
 from planner.core.cost.width import tensor_parallel_profile
 from planner.core.values.devices import accelerator
 from planner.core.values.profile import Profile
-from planner.profile.formula.families import shape_from_config
+from planner.profile.formula.families import transformer_from_config
 from planner.profile.formula.layers import ElementBytes, Execution
 from planner.profile.formula.presets import model_presets
-from planner.profile.formula.shapes import Attention, Block, FeedForward, Transformer, gpt_shape
+from planner.profile.formula.shapes import Attention, Block, FeedForward, Transformer, gpt_transformer
 
 CHIPS = {"A100": "a100-80gb", "H100": "h100", "GB200": "gb200"}
 """Accelerators by chip."""
@@ -226,7 +226,7 @@ def _shape(name: str, tokens: int) -> Transformer:
     """Return the shape of a model."""
     if name == "gpt-3-175b":
         sizes = {"layers": 96, "hidden": 12_288, "heads": 96, "vocabulary": 51_200, "feed_forward": 49_152}
-        return gpt_shape(**sizes, sequence=tokens)
+        return gpt_transformer(**sizes, sequence=tokens)
     if name.startswith("nemotron-4"):
         layers, hidden, heads = (32, 6144, 48) if name.endswith("15b") else (96, 18_432, 96)
         attention = Attention(heads=heads, key_value_heads=8, key_dim=hidden // heads, value_dim=hidden // heads)
@@ -236,4 +236,4 @@ def _shape(name: str, tokens: int) -> Transformer:
         )
     content = model_presets()["deepseek-v3" if name == "kimi-k2" else name]
     kimi = {"num_attention_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1, "vocab_size": 163_840}
-    return shape_from_config({**content, **kimi} if name == "kimi-k2" else content, tokens, source=name)
+    return transformer_from_config({**content, **kimi} if name == "kimi-k2" else content, tokens, source=name)

@@ -31,7 +31,7 @@ from planner.model import LoadedModel, in_precision, load_model
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.structure import find_chain
 from planner.tpu.emitter import emit
-from planner.tpu.extra import expect_no_tpu, package_versions
+from planner.tpu.extra import disable_tpu_search, package_versions
 from planner.tpu.program_memory import program_memory
 from planner.tpu.training import JaxArguments, jax_training
 
@@ -229,7 +229,7 @@ def lines_of_several(cases: Sequence[Case]) -> Iterator[str]:
 
 def main() -> None:
     """Print the requested table."""
-    expect_no_tpu()
+    disable_tpu_search()
     told = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     print(f"Made by `python benchmarks/tpu_composition.py {' '.join(sys.argv[1:])}` for TPU {CHIP}: {told}.\n")
     match sys.argv[1:]:

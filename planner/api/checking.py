@@ -69,12 +69,12 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         verdict = with_findings(verdict, _changes(os.fspath(options.model), profile))
     if verdict.exceeds_limit and verdict.plan is not None:
         # A plan that fits needs no solver.
-        from planner.api.question import solve_options  # noqa: PLC0415
+        from planner.api.question import solve_command_options  # noqa: PLC0415
         from planner.core.values.balance import replan_command  # noqa: PLC0415
         from planner.solve.questions.remedy import changes_that_fit  # noqa: PLC0415
 
         def command(inputs: Inputs) -> str:
-            return replan_command(inputs.profile.path, solve_options(inputs, profile.device))
+            return replan_command(inputs.profile.path, solve_command_options(inputs, profile.device))
 
         verdict = replace(verdict, would_fit=changes_that_fit(verdict.plan, profile, command))
     if options.against is not None:

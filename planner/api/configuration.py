@@ -10,7 +10,7 @@ from planner.api import texts
 from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import path_of
 from planner.core.errors import FileError, UsageError
-from planner.core.extras import check_for_configurations, missing_for_configurations
+from planner.core.extras import check_configuration_packages, missing_for_configurations
 from planner.profile.formula.presets import model_presets
 
 _FILE: Final = "config.json"
@@ -80,7 +80,7 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
         return requested or bool(missing_for_configurations())
     if configuration.kind == "preset":
         raise UsageError("`--from-formula never` needs a file", hint=f"name the {_FILE} of {configuration.name}")
-    check_for_configurations()
+    check_configuration_packages()
     return False
 
 

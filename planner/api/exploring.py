@@ -7,7 +7,7 @@ from typing import Final
 from planner import files
 from planner.api.keywords import on_plan
 from planner.api.options.exploring import ExploreOptions
-from planner.api.question import solve_options
+from planner.api.question import solve_command_options
 from planner.api.reading import NOWHERE, judge_again_from_profile, path_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.values.plan import Plan
@@ -69,7 +69,7 @@ def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
     width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
     inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)
     yield f"gpipe-plan solve {inputs.profile.path}"
-    yield from solve_options(inputs, profile.device, without=_ON_THE_PAGE)
+    yield from solve_command_options(inputs, profile.device, without=_ON_THE_PAGE)
 
 
 def parts_missing_from_command(plan: Plan) -> Iterator[str]:

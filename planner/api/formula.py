@@ -19,9 +19,9 @@ from planner.core.values.precision import Precision
 from planner.core.values.profile import Device, Profile
 from planner.core.values.sustained import sustained_rate
 from planner.profile.formula.costs import DeviceRates, transformer_profile
-from planner.profile.formula.families import FAMILIES, shape_from_config
+from planner.profile.formula.families import FAMILIES, transformer_from_config
 from planner.profile.formula.layers import ElementBytes, Execution
-from planner.profile.formula.shapes import Experts, Transformer, gpt_shape, with_multi_token_prediction
+from planner.profile.formula.shapes import Experts, Transformer, gpt_transformer, with_multi_token_prediction
 
 _GPT: Final = "transformer"
 """Name of the formula for GPT models, with learned positions and biases."""
@@ -160,7 +160,7 @@ def _configured(configuration: Configuration, options: ProfileOptions) -> Transf
         options.note(f"samples have {sequence} tokens; change this with `--sequence`")
     if configuration.content.get("num_nextn_predict_layers") and not options.mtp_layers:
         options.note("multi-token prediction is left out, as transformers does; `--mtp-layers 1` includes it")
-    return shape_from_config(configuration.content, sequence, source=configuration.name, note=options.note)
+    return transformer_from_config(configuration.content, sequence, source=configuration.name, note=options.note)
 
 
 def _shape(options: ProfileOptions) -> Transformer:
@@ -176,7 +176,9 @@ def _shape(options: ProfileOptions) -> Transformer:
     content.setdefault("num_key_value_heads", options.heads)
     assert options.sequence is not None
     source = f"--from-formula {family}"
-    shape = shape_from_config({**content, "model_type": family}, options.sequence, source=source, note=options.note)
+    shape = transformer_from_config(
+        {**content, "model_type": family}, options.sequence, source=source, note=options.note
+    )
     if options.experts is not None and not any(isinstance(block.feed_forward, Experts) for block in shape.blocks):
         raise UsageError(f"`--experts`: the formula `{family}` has no experts", hint="`mixtral` and `qwen3_moe` have")
     return shape
@@ -209,7 +211,7 @@ def _gpt(options: ProfileOptions) -> Transformer:
             hint="`--hidden` must be a multiple of `--heads`",
         )
     wide = 4 * sizes["hidden"] if options.feed_forward is None else options.feed_forward
-    return gpt_shape(**sizes, feed_forward=wide, tied=options.tied)
+    return gpt_transformer(**sizes, feed_forward=wide, tied=options.tied)
 
 
 def _tensor_parallel(options: ProfileOptions, shape: Transformer, *, several: bool) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 """Options of `solve` whose defaults come from `--calibration`."""
 
 
-def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
+def solve_command_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
     """Return the options of `solve` that repeat a plan's request and differ from their defaults.
 
     The options for cuts, micro-batches and time limit are not included, because a plan does not record their values.
@@ -58,7 +58,7 @@ def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
     """Return the options of `solve` that repeat a request, without options whose values come from a calibration."""
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
-    return solve_options(inputs, device, without=without)
+    return solve_command_options(inputs, device, without=without)
 
 
 def _schedule(inputs: Inputs) -> str | None:

@@ -201,7 +201,9 @@ def _with_details(profile: Profile, request: "Request", plan: Plan, options: Sol
     return plan
 
 
-def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, spent_s: float) -> Plan | None:
+def faster_plan_with_other_schedule(
+    profile: Profile, plan: Plan, options: SolveOptions, *, spent_s: float
+) -> Plan | None:
     """Return a faster plan with another schedule than the requested one, if a short search finds it.
 
     Args:
@@ -234,7 +236,7 @@ def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOption
     return None if options.time_limit is not None else plan_with_replicas(profile, plan, micro_batches=fixed)
 
 
-def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
+def with_schedule_alternatives(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
     """Return `plan` with a list of good plans, one for each schedule that `options` allow, from short searches.
 
     Args:

@@ -24,7 +24,7 @@ from planner.show.step import simulated_step
 from planner.show.terminal.links import links_text
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text
-from planner.show.terminal.run import comparison_text, run_text
+from planner.show.terminal.run import plan_and_run_text, run_text
 
 _Shown = Profile | Plan | RunReport | Links
 
@@ -134,7 +134,7 @@ def _text(value: _Shown, plan: Plan | None, report: RunReport | None, source: Pr
     evaluation = Evaluation.of(plan, source)
     certainty = certainty_of(plan, source)
     text = plan_text(plan, evaluation.events, style, step=simulated_step(evaluation), certainty=certainty)
-    return text if report is None else f"{text}\n\n{comparison_text(plan, report, style)}"
+    return text if report is None else f"{text}\n\n{plan_and_run_text(plan, report, style)}"
 
 
 def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> Plan:

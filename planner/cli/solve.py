@@ -48,7 +48,7 @@ def solve(
         PLAN_HEADER,
         merged_path,
         plan_paths,
-        with_schedules,
+        with_schedule_alternatives,
     )
     from planner.api.texts import parse_device_counts
     from planner.core.cost.evaluate import Evaluation
@@ -78,7 +78,7 @@ def solve(
     if as_json:
         console.result(files.json_text(plan if len(plans) == 1 else plans))
     else:
-        shown = plan if quiet or is_stopped() else with_schedules(source_profile, plan, options)
+        shown = plan if quiet or is_stopped() else with_schedule_alternatives(source_profile, plan, options)
         certainty = certainty_of(plan, source_profile)
         console.result(
             plan_text(shown, Evaluation.of(plan, source_profile).events, style_for_stdout(), certainty=certainty)
@@ -175,7 +175,7 @@ def _format(plan: "Plan", profile: "Profile") -> str:
 
 
 def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: bool) -> None:
-    from planner.show.views.numbers import link_words, percent
+    from planner.show.views.numbers import link_description, percent
     from planner.show.views.plan import gpu_noun
 
     inputs, node_devices = plan.inputs, plan.cluster.node_devices
@@ -184,7 +184,7 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
     if inputs.links:
         console.note(f"note: {pluralize(len(inputs.links), 'measured link')}")
     if inputs.link != Link():
-        console.note(f"note: link {link_words(inputs.link)}")
+        console.note(f"note: link {link_description(inputs.link)}")
     # Pipelines occupy consecutive devices: they are within nodes if each node holds whole ones.
     spans_nodes = 0 < node_devices < plan.num_devices * plan.replicas and node_devices % plan.num_devices
     if spans_nodes and inputs.inter_link is None and inputs.link != Link():
@@ -210,7 +210,7 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
 def _note_faster_plans(
     console: Console, plan: "Plan", profile: "Profile", options: SolveOptions, *, spent_s: float
 ) -> None:
-    from planner.api.solving import faster_plan_with_replicas, faster_schedule_for
+    from planner.api.solving import faster_plan_with_other_schedule, faster_plan_with_replicas
     from planner.show.views.plan import gpu_noun
 
     other = faster_plan_with_replicas(profile, plan, options)
@@ -218,7 +218,7 @@ def _note_faster_plans(
         what = f"{other.replicas} replicas on {other.num_gpus} of {pluralize(plan.inputs.devices, gpu_noun(other))}"
         free = "" if plan.inputs.allreduce else ", if summing gradients costs nothing (`--allreduce`)"
         console.note(f"note: {what} would take {_less(plan, other)}{free}: `--replicas auto`")
-    other = faster_schedule_for(profile, plan, options, spent_s=spent_s)
+    other = faster_plan_with_other_schedule(profile, plan, options, spent_s=spent_s)
     if other is not None:
         console.note(f"note: {schedule_of(other.schedule).title} would take {_less(plan, other)}: `--schedule auto`")
 

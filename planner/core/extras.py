@@ -80,7 +80,7 @@ def missing_for_configurations() -> tuple[str, ...]:
     return (*missing_packages("train"), *(() if is_installed("transformers") else ("transformers",)))
 
 
-def check_for_configurations() -> None:
+def check_configuration_packages() -> None:
     """Check that the packages that are needed to build the model of a config.json are installed.
 
     Raises:

@@ -10,14 +10,14 @@ from pathlib import Path
 from planner.core.errors import UsageError
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.files.reading import is_replayable
+from planner.files.reading import can_be_read_again
 
 
 def reference_path(profile_path: str, plan_path: str) -> str:
     """Return the profile's path relative to the plan's folder; `-` if the profile is in a pipe or standard input."""
-    if not is_replayable(profile_path):
+    if not can_be_read_again(profile_path):
         return "-"
-    if not is_replayable(plan_path):
+    if not can_be_read_again(plan_path):
         return profile_path
     return Path(os.path.relpath(profile_path, Path(plan_path).parent)).as_posix()
 
@@ -40,7 +40,7 @@ def profile_path(plan: Plan, plan_path: str, override: str | None = None) -> str
             "the plan does not name a profile, because the profile was read from standard input or passed as a value",
             hint="name the profile: `--profile FILE`",
         )
-    folder = "" if not is_replayable(plan_path) else str(Path(plan_path).parent)
+    folder = "" if not can_be_read_again(plan_path) else str(Path(plan_path).parent)
     return os.path.normpath(Path(folder, plan.inputs.profile.path))
 
 

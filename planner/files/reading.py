@@ -112,13 +112,13 @@ def read_schedule(path: str) -> ListedSchedule:
 
 def stage_lines(path: str) -> tuple[int, ...]:
     """Return the line number of each stage in a plan's file; empty for a pipe."""
-    if not is_replayable(path):
+    if not can_be_read_again(path):
         return ()
     document = Document.parse(path, read_text(path, _made_by(path, "plan")))
     return tuple(document.line_of(("stages", k)) or 1 for k in range(len(document.content["stages"])))
 
 
-def is_replayable(path: str) -> bool:
+def can_be_read_again(path: str) -> bool:
     """Return True if a file can be read twice, which a pipe cannot."""
     try:
         return path != "-" and (Path(path).is_file() or not Path(path).exists())

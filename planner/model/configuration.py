@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import UsageError
-from planner.core.extras import check_for_configurations
+from planner.core.extras import check_configuration_packages
 
 
 class _Task(NamedTuple):
@@ -39,7 +39,7 @@ TASKS: Final = {
 
 def configuration_module(path: str) -> ModuleType:
     """Return a module with `build_model` and `example_batch` for the model of a config.json; needs transformers."""
-    check_for_configurations()
+    check_configuration_packages()
     transformers = import_module("transformers")
 
     def build_model(sequence: int, task: str = "") -> nn.Module:  # noqa: ARG001 - a setting of the batch

@@ -18,7 +18,7 @@ from planner.profile.task import ProfilingTask
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
-def idle_parameters(task: ProfilingTask, records: LayerRecords) -> dict[str, frozenset[str]]:
+def parameters_without_gradients(task: ProfilingTask, records: LayerRecords) -> dict[str, frozenset[str]]:
     """Return the names of trained parameters that never get a gradient, by digest of the layer.
 
     Layers with equal operators have the same digest; the names are those in the first of them. The result has no
@@ -38,7 +38,10 @@ def idle_parameters(task: ProfilingTask, records: LayerRecords) -> dict[str, fro
 
 
 def parameters_with_gradients(records: LayerRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
-    """Return the trained parameters of every layer that get gradients. `idle` is the result of `idle_parameters`."""
+    """Return the trained parameters of every layer that get gradients.
+
+    `idle` is the result of `parameters_without_gradients`.
+    """
     return [
         trained_parameters(unit.module, records.names_in(n, idle[unit.digest])) for n, unit in enumerate(records.units)
     ]

@@ -25,7 +25,7 @@ class MeasuredCosts:
     rewritten_bytes: Mapping[str, int]
     """Bytes of the layer's state that its forward writes."""
     idle: Mapping[str, Collection[str]]
-    """Names of the parameters without gradients in the first layer of each digest (`idle_parameters`)."""
+    """Names of the parameters without gradients in the first layer of each digest (`parameters_without_gradients`)."""
     optimizer: Sequence[OptimizerCost]
     """Cost of the optimizer for each layer. It may differ between layers with equal digests, whose parameters may be in
     different groups of the optimizer."""

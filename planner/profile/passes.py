@@ -27,7 +27,7 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeTimer:
+class UnsplitBackwardTimer:
     """Timer of a layer's forward and whole (not split) backward.
 
     As in the second and later micro-batches, the backward adds to existing gradients. For a large layer, adding is
@@ -73,7 +73,7 @@ class WholeTimer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitTimer(WholeTimer):
+class SplitTimer(UnsplitBackwardTimer):
     """Timer of a layer's forward and split backward (input gradients I, weight gradients W).
 
     Its forward takes longer than that of a whole backward, because it records what the split needs.
@@ -128,7 +128,7 @@ class _Turn:
         self._forward_us = 0.0
         self.is_stage = isinstance(unit.module, ModelStage)
 
-    def forward(self, timer: WholeTimer, before: "_Turn | None") -> None:
+    def forward(self, timer: UnsplitBackwardTimer, before: "_Turn | None") -> None:
         if self._entrance is None:
             self._entrance = make_layer_inputs(
                 self._received, *(() if before is None else (before._outputs, before._own_storages))
@@ -143,7 +143,7 @@ class _Turn:
             self._exit.create_gradients(None)
         self._outputs.clear()
 
-    def backward(self, timer: WholeTimer, next_turn: "_Turn | None") -> _TurnTimes:
+    def backward(self, timer: UnsplitBackwardTimer, next_turn: "_Turn | None") -> _TurnTimes:
         assert self._exit is not None
         if self._exit.end is None:
             return _TurnTimes(self._forward_us, 0.0, 0.0)
@@ -151,7 +151,7 @@ class _Turn:
         return _TurnTimes(self._forward_us, *timer.backward_us(self._unit, self._exit.end))
 
 
-def time_once(timer: WholeTimer, unit: LayerToMeasure, received: MeasurementInput) -> tuple[float, float]:
+def time_once(timer: UnsplitBackwardTimer, unit: LayerToMeasure, received: MeasurementInput) -> tuple[float, float]:
     """Return the times of forward and backward of one micro-batch of one layer, in microseconds.
 
     With a split backward, the first time is that of forward and I together, and the second time is that of W.
@@ -174,7 +174,7 @@ def time_once(timer: WholeTimer, unit: LayerToMeasure, received: MeasurementInpu
 
 
 def time_neighbors(
-    timer: WholeTimer, layers: Sequence[tuple[LayerToMeasure, MeasurementInput]]
+    timer: UnsplitBackwardTimer, layers: Sequence[tuple[LayerToMeasure, MeasurementInput]]
 ) -> list[tuple[float, float]]:
     """Return the times of forward and backward of each layer, in microseconds, as in a stage.
 

@@ -25,7 +25,7 @@ from planner.model.batch_norm import BatchStatistics, defer_batch_norms
 from planner.model.split_backward import SplitBackward
 from planner.profile.passes import (
     SplitTimer,
-    WholeTimer,
+    UnsplitBackwardTimer,
     fill_missing_gradients,
     is_large,
     time_neighbors,
@@ -90,10 +90,10 @@ def measure_times(
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
     split = SplitBackward()
     with _no_collection(), units[0].weight_cast_cache(), split.weight_cast_cache():
-        whole_timer = WholeTimer(clock=clock, statistics=statistics)
+        whole_timer = UnsplitBackwardTimer(clock=clock, statistics=statistics)
         split_timer = SplitTimer(clock=clock, statistics=statistics, split=split)
 
-        def add_to(times: TimeSamples, timer: WholeTimer, keys: Sequence[LayerKey]) -> None:
+        def add_to(times: TimeSamples, timer: UnsplitBackwardTimer, keys: Sequence[LayerKey]) -> None:
             announced = progress(keys)
             for stretch in group_layers_to_time(keys, kept_bytes):
                 layers = [(next(kinds[key[0]]), inputs[key]) for key in islice(announced, len(stretch))]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.memory import table_of_stage
+from planner.core.cost.memory import single_stage_table
 from planner.core.cost.partition import Partition
 from planner.core.cost.parts import stage_memory_parts
 from planner.core.cost.peak_points import PartCounts, optimizer_steps, part_counts
@@ -178,7 +178,7 @@ def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
     if not schedule.has_known_peak_points:
         chunks = [evaluation.chunks[k] for k in partition.chunks_of(device)]
         return [_StageBytes(np.array([float(chunk.always.total)]), chunk.parts[:, None]) for chunk in chunks]
-    stages, recompute = table_of_stage(
+    stages, recompute = single_stage_table(
         evaluation.costs.of_replicas(partition.replicas),
         *partition.intervals()[device],
         micro_batches=partition.micro_batches,

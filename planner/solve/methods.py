@@ -58,7 +58,7 @@ def search_function_for(case: Case, request: Request, start: Answer | None) -> P
 
 
 def _simulated_search(schedule: Schedule, start: Answer | None) -> PlanSearch:
-    if schedule.is_to_be_made:
+    if schedule.needs_search:
         from planner.solve.orders.search import search_orders  # noqa: PLC0415
 
         return search_orders if start is None else partial(search_orders, start=start.partition)
@@ -78,12 +78,12 @@ def lacks_bound(schedules: Iterable[Schedule]) -> bool:
 
 def gains_from_longer_search(schedule: Schedule) -> bool:
     """Return True if a longer search may find faster plans under the schedule."""
-    return schedule.is_to_be_made or has_linear_program(schedule)
+    return schedule.needs_search or has_linear_program(schedule)
 
 
 def has_linear_program(schedule: Schedule) -> bool:
     """Return True if lower bounds for plans under the schedule come from a linear program."""
-    return not (schedule.has_closed_form or schedule.is_to_be_made or schedule.is_one_forward_one_backward)
+    return not (schedule.has_closed_form or schedule.needs_search or schedule.is_one_forward_one_backward)
 
 
 def _action_limits(request: Request) -> dict[ScheduleName, int]:
@@ -148,7 +148,7 @@ class _Pass:
         self.complete = True
 
     def is_left_out(self, case: Case) -> bool:
-        if case.schedule.is_to_be_made and _has_enough_chunks(case, self.answers):
+        if case.schedule.needs_search and _has_enough_chunks(case, self.answers):
             return True
         return self._is_ranked and self.left.get(case.schedule.name, 1) <= 0
 
@@ -158,7 +158,7 @@ class _Pass:
             return None
         # The most promising cases come first, so each may use half of what is left. A search for action orders uses
         # all of its budget, so its cases get equal shares, unless they are ranked.
-        is_shared = case.schedule.is_to_be_made and not self._is_ranked
+        is_shared = case.schedule.needs_search and not self._is_ranked
         return self._shares[name] if is_shared else max(1, self.left[name] // 2)
 
     def bound(self, case: Case, bound_us: float) -> None:

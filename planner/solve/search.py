@@ -173,11 +173,11 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     if request.inputs.schedule != "auto" or request.actions is None or not request.searches_longer:
         return search_cases(cases, request, deadline, upper_us=upper_us)
     # Named schedules come first, because the search for action orders starts from their plans.
-    named = [case for case in cases if not case.schedule.is_to_be_made]
+    named = [case for case in cases if not case.schedule.needs_search]
     first = search_cases(named, request, deadline.share(0.5), upper_us=upper_us)
     first = improve_fastest_answers(_searched_longer(first, request, deadline.share(0.5)), deadline.share(0.5))
     upper_us = upper_us if first.best is None else first.best.step_us
-    own = [case for case in cases if case.schedule.is_to_be_made]
+    own = [case for case in cases if case.schedule.needs_search]
     found_us = _fastest_us_without_schedule(first.answers.values())
     far = [case for case in own if found_us.get(_key_without_schedule(case), 0.0) > upper_us * _FAR]
     near = [case for case in own if case not in far]
@@ -386,7 +386,7 @@ def _improved_schedules(
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
         answers = faster_answers(answers, again.answers)
     shape, found_us = width_replicas_and_micro_batches(best.case), _fastest_us_without_schedule(answers.values())
-    own = [case for case in cases if case.schedule.is_to_be_made and width_replicas_and_micro_batches(case) == shape]
+    own = [case for case in cases if case.schedule.needs_search and width_replicas_and_micro_batches(case) == shape]
     near = [case for case in own if found_us.get(_key_without_schedule(case), inf) <= best.step_us * _CLOSE]
     again = _search_orders_of(near, request, deadline.share(0.5), upper_us=best.step_us)
     searched = first._replace(best=again.best or best, answers=faster_answers(answers, again.answers))

@@ -34,7 +34,7 @@ from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes
 from planner.profile.units import LayerKey
 from planner.tpu.compiler import Compiler
-from planner.tpu.extra import chip_of_device, expect_no_tpu
+from planner.tpu.extra import chip_of_device, disable_tpu_search
 from planner.tpu.optimizers import OptimizerRule, optimizer_rule
 from planner.tpu.outcomes import CompiledLayer
 
@@ -52,7 +52,7 @@ def backend_of(name: str) -> "CompiledBackend":
     check_installed("tpu")
     if name == "tpu":
         return CompiledBackend.of_attached()
-    expect_no_tpu()
+    disable_tpu_search()
     return CompiledBackend.of_absent(accelerator(name))
 
 

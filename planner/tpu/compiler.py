@@ -26,7 +26,7 @@ from planner.files import parse_json
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from planner.tpu.extra import package_versions
 from planner.tpu.optimizers import OptimizerRule
-from planner.tpu.outcomes import CompiledLayer, CompiledStep
+from planner.tpu.outcomes import CompiledLayer, CompiledOptimizerStep
 
 if TYPE_CHECKING:
     from planner.tpu.layer_functions import LayerFunction
@@ -38,7 +38,7 @@ _REVISION = 7
 _WORKER_BYTES = 4 * 2**30
 """Memory reserved for each compiling process, in bytes; limits the number of processes."""
 
-_Found = TypeVar("_Found", CompiledLayer, CompiledStep)
+_Found = TypeVar("_Found", CompiledLayer, CompiledOptimizerStep)
 _Work = Callable[[], _Found]
 
 
@@ -88,7 +88,7 @@ class Compiler:
 
     def compile_steps(
         self, names: Sequence[str], parameters: Sequence[Sequence[Tensor]], rule: OptimizerRule
-    ) -> Iterator[tuple[int, CompiledStep]]:
+    ) -> Iterator[tuple[int, CompiledOptimizerStep]]:
         """Compile the optimizer steps of layers. Yield, for each layer, its index and the compiled step.
 
         Cached results come first, then new results as they finish.
@@ -104,7 +104,7 @@ class Compiler:
         """
         described = [["step", rule.description, [[list(p.shape), str(p.dtype)] for p in of]] for of in parameters]
         works = [partial(self._compiled_step, of_layer, rule) for of_layer in parameters]
-        yield from self._cached_or_compiled(CompiledStep, names, described, works)
+        yield from self._cached_or_compiled(CompiledOptimizerStep, names, described, works)
 
     # The next two methods and `_time_us` run in forked processes. Each process imports jax there, not before the fork.
 
@@ -114,7 +114,7 @@ class Compiler:
 
         return compile_layer(unit_function(unit, received), target_device(self._chip), self._time_us)
 
-    def _compiled_step(self, parameters: Sequence[Tensor], rule: OptimizerRule) -> CompiledStep:
+    def _compiled_step(self, parameters: Sequence[Tensor], rule: OptimizerRule) -> CompiledOptimizerStep:
         from planner.tpu.chips import target_device  # noqa: PLC0415
         from planner.tpu.layer_programs import compile_step  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
 """Settings that must be made before jax, libtpu and torchax are imported.
 
 This module imports none of these packages. Other modules of `planner.tpu` import them at the top. Users of such modules
-first call `planner.core.extras.check_installed` and, if no TPU is attached, `expect_no_tpu`.
+first call `planner.core.extras.check_installed` and, if no TPU is attached, `disable_tpu_search`.
 """
 
 import importlib.metadata
@@ -46,7 +46,7 @@ def chip_of_device(reported: str) -> str:
     return next((chip.name.removeprefix("tpu:") for chip in chips), "")
 
 
-def expect_no_tpu() -> None:
+def disable_tpu_search() -> None:
     """Set environment variables that keep jax and libtpu from searching for a TPU. Call it before you import these."""
     for setting, value in _SETTINGS.items():
         os.environ.setdefault(setting, value)

@@ -124,7 +124,7 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class SplitFunction:
+class ForwardBackwardFunction:
     """Forward and backward of a layer as two functions of JAX arrays."""
 
     forward: Callable[..., tuple[list[Array], list[Array]]]
@@ -147,7 +147,7 @@ class SplitFunction:
         return [residual.shape for residual in self.residuals if residual.kind == "made"]
 
 
-def split_layer(function: LayerFunction) -> SplitFunction:
+def split_layer(function: LayerFunction) -> ForwardBackwardFunction:
     """Split a layer's function into a forward and a backward."""
     trained, fixed, inputs, needed = function.trained, function.fixed, function.inputs, function.needed
     wanted = [n for n, need in enumerate(needed) if need]
@@ -184,7 +184,7 @@ def split_layer(function: LayerFunction) -> SplitFunction:
         of_trained, of_inputs = pull(list(gradients))
         return of_trained, of_inputs
 
-    return SplitFunction(
+    return ForwardBackwardFunction(
         kept_forward, backward, list(shapes[0]), tuple(traced["floating"]), plan.passed, plan.residuals
     )
 

@@ -24,9 +24,9 @@ from jax import numpy as jnp
 from torch import Tensor
 
 from planner.tpu.compiler import OutOfMemoryError
-from planner.tpu.layer_functions import LayerFunction, SplitFunction, random_key_shape, split_layer
+from planner.tpu.layer_functions import ForwardBackwardFunction, LayerFunction, random_key_shape, split_layer
 from planner.tpu.optimizers import OptimizerRule
-from planner.tpu.outcomes import CompiledLayer, CompiledStep
+from planner.tpu.outcomes import CompiledLayer, CompiledOptimizerStep
 from planner.tpu.programs import (
     CompiledProgram,
     bytes_in_loops,
@@ -95,7 +95,9 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
     return _layer_of(function, split, programs, times_us)
 
 
-def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.Device, time_us: Timer) -> CompiledStep:
+def compile_step(
+    parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.Device, time_us: Timer
+) -> CompiledOptimizerStep:
     """Compile the optimizer step that updates some parameters.
 
     Args:
@@ -117,14 +119,17 @@ def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.
     states = [[shape] * rule.num_states for shape in shapes]
     arguments = (shapes, states, shapes, jax.ShapeDtypeStruct((), jnp.int32))
     program = compile_program(step, arguments, device, donated=(0, 1))
-    return CompiledStep(
+    return CompiledOptimizerStep(
         step_us=time_us(program, arguments),
         peak_bytes=program.temporary_bytes + max(0, program.output_bytes - program.alias_bytes),
     )
 
 
 def _layer_of(
-    function: LayerFunction, split: SplitFunction, programs: Sequence[CompiledProgram], times_us: Sequence[float]
+    function: LayerFunction,
+    split: ForwardBackwardFunction,
+    programs: Sequence[CompiledProgram],
+    times_us: Sequence[float],
 ) -> CompiledLayer:
     forward, readers, trained = programs[0], matmul_operands_of(function, split), list(function.trained.values())
     inputs = tuple(map(padded_bytes, function.inputs))
@@ -198,7 +203,7 @@ class MatmulOperands:
     """True for other residuals that the backward reads only as matmul operands."""
 
 
-def matmul_operands_of(function: LayerFunction, split: SplitFunction) -> MatmulOperands:
+def matmul_operands_of(function: LayerFunction, split: ForwardBackwardFunction) -> MatmulOperands:
     """Return which arrays of a layer are used only as matmul operands."""
     state = (function.trained, function.fixed, list(function.inputs), random_key_shape())
     pulled = [split.outputs[n] for n in split.differentiable]

@@ -115,7 +115,7 @@ def merge_equal_arrays(arrays: Iterable[ArrayKind]) -> tuple[ArrayKind, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledStep:
+class CompiledOptimizerStep:
     """Memory and time of a compiled optimizer step for the parameters of one layer."""
 
     step_us: float

@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.memory import stage_memory, table_of_stage
+from planner.core.cost.memory import single_stage_table, stage_memory
 from planner.core.cost.partition import Partition
 from planner.core.cost.peak_points import stage_peak_points
 from planner.core.errors import UsageError
@@ -179,7 +179,9 @@ def _program_parts(
     recompute: Recompute,
     recomputed: Collection[int] = (),
 ) -> _ProgramParts:
-    s, _ = table_of_stage(costs, first, end, micro_batches=micro_batches, recompute=recompute, recomputed=recomputed)
+    s, _ = single_stage_table(
+        costs, first, end, micro_batches=micro_batches, recompute=recompute, recomputed=recomputed
+    )
     assert isinstance(costs.memory_model, CompiledLayerMemory)
     assert isinstance(s.memory_model, CompiledStageMemory)
     programs, stage, keeps = costs.memory_model, slice(first, end), recompute in _KEEPING

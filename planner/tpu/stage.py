@@ -12,7 +12,7 @@ import jax
 from jax import Array
 from jax import numpy as jnp
 
-from planner.tpu.layer_functions import LayerFunction, SplitFunction
+from planner.tpu.layer_functions import ForwardBackwardFunction, LayerFunction
 
 State = tuple[dict[str, Array], dict[str, Array]]
 """Trained parameters, then frozen parameters and buffers, of a layer or stage, by name."""
@@ -37,7 +37,7 @@ class StageLayer:
     names: dict[str, str]
     """Name in the stage by name in the layer, for parameters and buffers."""
     function: LayerFunction
-    split: SplitFunction
+    split: ForwardBackwardFunction
     recomputed: bool
 
     def select_state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:

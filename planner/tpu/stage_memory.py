@@ -13,7 +13,7 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import prefix_sums
 from planner.core.cost.layer_memory import BACKWARD, FORWARD
-from planner.core.cost.parts import MemoryParts, PartSize, all_parts, running_part
+from planner.core.cost.parts import MemoryParts, PartSize, build_memory_parts, running_part
 from planner.core.cost.peak_points import BACKWARDS, FORWARDS
 from planner.core.cost.size_costs import ProfiledLayerCosts, costs_without_records
 from planner.core.cost.stages import StageTable, StageTableBuilder
@@ -116,7 +116,9 @@ class CompiledStageMemory:
             backward = running_part(kept_bytes, s.peaks.backward + around, transfer, saved=1, peak=BACKWARD)
         kept = PartSize({"in_flight": np.maximum(kept_bytes, edges)}) if recompute == "except-last" else held
         running = {**dict.fromkeys(FORWARDS, forward), **dict.fromkeys(BACKWARDS, backward)}
-        return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running)
+        return build_memory_parts(
+            s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running
+        )
 
 
 def compiled_costs(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:

@@ -16,7 +16,7 @@ from planner.core.extras import check_installed
 from planner.core.values.devices import Accelerator
 from planner.core.values.units import format_bytes
 from planner.executor.watch.failure import print_error
-from planner.tpu.extra import CHIPS, expect_no_tpu
+from planner.tpu.extra import CHIPS, disable_tpu_search
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,7 +116,7 @@ def jax_training(balance_path: str | Path, options: JaxArguments) -> "Iterator[J
     try:
         check_installed("tpu")
         if options.compile:
-            expect_no_tpu()
+            disable_tpu_search()
         from planner.tpu.trainer import JaxTraining  # noqa: PLC0415 - jax
 
         yield JaxTraining(balance_path, options)

@@ -207,11 +207,12 @@ def test_added_solver_option_is_in_command_api_and_plan(tmp_path: Path) -> None:
     code = """
 import planner
 from planner import files
-from planner.api.question import solve_options
+from planner.api.question import solve_command_options
 profile = files.read_profile("profile.yaml")
 for given in ({}, {"max_micro_batch": 1}):
     plan = planner.solve(profile, devices=2, mem="1GB", batch=4, overhead="1ms", **given)
-    print(plan.micro_batch_size, *(option for option in solve_options(plan.inputs, profile.device) if "max" in option))
+    options = solve_command_options(plan.inputs, profile.device)
+    print(plan.micro_batch_size, *(option for option in options if "max" in option))
 """
     unlimited, limited = run(tmp_path, MOST_SAMPLES, "-c", code).splitlines()
     assert limited == "1 --max-micro-batch 1"

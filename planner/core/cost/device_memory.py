@@ -23,7 +23,7 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import SavedAndPeaks
-from planner.core.cost.memory import table_of_stage
+from planner.core.cost.memory import single_stage_table
 from planner.core.cost.parts import PartSize, memory_parts_on_shared_device
 from planner.core.cost.peak_points import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
 from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
@@ -143,7 +143,7 @@ def chunk_memory(
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         splits_backward: True if the schedule splits backwards.
     """
-    stages, recompute = table_of_stage(
+    stages, recompute = single_stage_table(
         costs,
         first,
         end,

@@ -49,7 +49,7 @@ def stage_memory(
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         reserve_bytes: Memory reserve of the device, which becomes the component `reserve`.
     """
-    stages, recompute = table_of_stage(
+    stages, recompute = single_stage_table(
         costs, first, end, micro_batches=points.micro_batches, recompute=recompute, recomputed=recomputed
     )
     return _memory_at_peak(stages, recompute, points, reserve_bytes)[0]
@@ -126,7 +126,7 @@ def _memory_at_peak(
     ]
 
 
-def table_of_stage(
+def single_stage_table(
     costs: ChainCosts,
     first: int,
     end: int,

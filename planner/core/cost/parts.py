@@ -180,7 +180,7 @@ def _exact(s: StageTable, recompute: Recompute) -> MemoryParts:
     if s.message.any():
         # Recomputation is over when gradients are sent. Of its micro-batch, the output that was sent still exists.
         running["message"] = _message(s, I + O + D if recompute == "always" else I + D)
-    return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=gradient, running=running)
+    return build_memory_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=gradient, running=running)
 
 
 def _exact_split_backward(
@@ -254,7 +254,9 @@ def _additive(s: StageTable, recompute: Recompute) -> MemoryParts:
         if s.message.any():
             running["weight_message"] = running_part(between, s.split_backward.weight + s.casts, s.message)
     kept = PartSize({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
-    return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running)
+    return build_memory_parts(
+        s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running
+    )
 
 
 def running_part(
@@ -278,7 +280,7 @@ def running_part(
     return PartSize(items if transfer is None else {**items, "transfer": transfer}, saved, peak)
 
 
-def all_parts(
+def build_memory_parts(
     s: StageTable,
     recompute: Recompute,
     *,

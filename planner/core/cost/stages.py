@@ -24,7 +24,7 @@ from planner.core.cost.chain_costs import (
 from planner.core.cost.layer_memory import SavedAndPeaks, cast_gradient_peaks, recomputed_backward_peaks
 from planner.core.cost.passing import NoRelayedTensors, RelayedTensors
 from planner.core.cost.waiting import Backward
-from planner.core.cost.weight_backward import weight_peaks
+from planner.core.cost.weight_backward import weight_backward_peaks
 from planner.core.values.plan import Item
 
 _Record = TypeVar("_Record")
@@ -289,7 +289,7 @@ class StageTableBuilder:
             return self._highest_backward(level, level - end_level) + above
 
         assert isinstance(self.passing, RelayedTensors)
-        first_weight, weight = weight_peaks(self, self.passing)
+        first_weight, weight = weight_backward_peaks(self, self.passing)
         return SplitBackwardMemory(
             held=held,
             gradients=self.sums(by_input),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from planner.core.cost.stages import StageTableBuilder
 
 
-def weight_peaks(builder: "StageTableBuilder", passing: RelayedTensors) -> tuple[FloatArray, FloatArray]:
+def weight_backward_peaks(builder: "StageTableBuilder", passing: RelayedTensors) -> tuple[FloatArray, FloatArray]:
     """Return the peak memory of each stage's first weight-gradient pass (W), and of a later W, in bytes.
 
     The stages are those of `builder`: one row per first layer and one column per last layer. The first W includes the

@@ -11,7 +11,7 @@ from planner.core.judge.verification import (
     compared_peaks,
     disturbance_reason,
     samples_per_step_if_unplanned,
-    with_verdict,
+    with_agreement,
 )
 from planner.core.values.balance import Balance
 from planner.core.values.run_report import RunReport
@@ -41,7 +41,7 @@ def deviating_figures(balance: Balance, report: RunReport, *, are_times_judged: 
     peaks = compared_peaks(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)
     # A profile written by hand may have no times.
     are_times_judged = are_times_judged and planned.step_us > 0 and not disturbance_reason(report)
-    rows = (with_verdict(row, DEFAULT_TOLERANCE, are_times_judged=are_times_judged) for row in (step, *peaks))
+    rows = (with_agreement(row, DEFAULT_TOLERANCE, are_times_judged=are_times_judged) for row in (step, *peaks))
     return tuple(row for row in rows if row.agrees is False)
 
 

@@ -108,7 +108,7 @@ def verification_of(
         raise MeasurementError(f"{len(report.step_us)} steps are all warm-up steps", hint="run more: `--steps 12`")
     reason = reason_times_are_invalid or disturbance_reason(report)
     compared = tuple(
-        with_verdict(row, tolerance, are_times_judged=not reason) for row in compared_figures(plan, report)
+        with_agreement(row, tolerance, are_times_judged=not reason) for row in compared_figures(plan, report)
     )
     return Verification(
         agrees=all(row.agrees is not False for row in compared) and not wrong,
@@ -188,7 +188,7 @@ def compared_peaks(devices: Sequence[tuple[Sequence[int], int]], report: RunRepo
             yield ComparedFigure(what="peak_bytes", index=device, predicted=need, measured=max(peaks))
 
 
-def with_verdict(row: ComparedFigure, tolerance: Tolerance, *, are_times_judged: bool) -> ComparedFigure:
+def with_agreement(row: ComparedFigure, tolerance: Tolerance, *, are_times_judged: bool) -> ComparedFigure:
     """Return a compared figure with its verdict; only step time and peaks are judged.
 
     Args:

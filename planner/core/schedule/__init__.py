@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
-from planner.core.schedule.base import Action, LoadBounds, Schedule
+from planner.core.schedule.base import Action, Schedule, StageTimeSums
 from planner.core.schedule.dualpipev import DualPipeV
 from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
@@ -54,10 +54,10 @@ __all__ = [
     "Label",
     "Letter",
     "ListedSchedule",
-    "LoadBounds",
     "MessageKind",
     "NeededMessage",
     "Schedule",
+    "StageTimeSums",
     "allowed_schedules",
     "check_orders",
     "devices_of",

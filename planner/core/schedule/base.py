@@ -43,7 +43,7 @@ class Action(NamedTuple):
         return None if match is None else cls(int(match[1]), _LETTERS[match[2]], int(match[3]))
 
 
-class LoadBounds(NamedTuple):
+class StageTimeSums(NamedTuple):
     """Lower bounds of compute times for one micro-batch in microseconds, valid for every partition."""
 
     work_us: float
@@ -73,7 +73,7 @@ class Schedule(ABC):
     """Placement of the stages on the devices."""
     is_forwards_first: ClassVar[bool] = False
     """True if every device runs all forwards of a step before its first backward."""
-    is_to_be_made: bool = False
+    needs_search: bool = False
     """True if the schedule has no action orders yet, because the solver searches them for given stages."""
     splits_backward: ClassVar[bool] = False
     """True if some or all backwards are split into an input-gradient (I) and a weight-gradient (W) pass."""
@@ -165,7 +165,7 @@ class Schedule(ABC):
             most = max(most, waiting)
         return most
 
-    def bound_us(self, loads: LoadBounds, micro_batches: int, chunks: int) -> float:
+    def bound_us(self, loads: StageTimeSums, micro_batches: int, chunks: int) -> float:
         """Return a lower bound of the step time of every partition, in microseconds.
 
         The bound ignores memory, links, overheads and recomputation. It is at least the work of the busiest device.

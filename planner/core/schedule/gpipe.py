@@ -10,7 +10,7 @@ of the forwards.
 
 from math import inf
 
-from planner.core.schedule.base import Action, LoadBounds, Schedule
+from planner.core.schedule.base import Action, Schedule, StageTimeSums
 
 
 class GPipe(Schedule):
@@ -32,7 +32,7 @@ class GPipe(Schedule):
         """Return the number of micro-batches, because all of them are in flight after the last forward."""
         return micro_batches
 
-    def bound_us(self, loads: LoadBounds, micro_batches: int, chunks: int) -> float:
+    def bound_us(self, loads: StageTimeSums, micro_batches: int, chunks: int) -> float:
         """Return a lower bound of the step time of every partition, in microseconds.
 
         The first micro-batch takes its time in all stages. Each other one adds the largest forward time and the largest

@@ -32,8 +32,8 @@ class Interleaved(Schedule):
         """Return the action order of torch's schedule, without idle slots, which torch draws but never executes."""
         per_round = self.micro_batches_per_round(num_devices, micro_batches)
         stages = self.stages_on(device, num_devices, chunks)
-        forwards = in_rounds("F", stages, micro_batches, per_round)
-        backwards = in_rounds("B", stages[::-1], micro_batches, per_round)
+        forwards = actions_in_rounds("F", stages, micro_batches, per_round)
+        backwards = actions_in_rounds("B", stages[::-1], micro_batches, per_round)
         warm_up = min(chunks * micro_batches, (chunks - 1) * per_round + 2 * (num_devices - 1 - device))
         steady = chunks * micro_batches - warm_up
         actions = forwards[:warm_up]
@@ -73,7 +73,7 @@ def _num_rounds(num_devices: int, micro_batches: int) -> int:
     return max(1, micro_batches // num_devices)
 
 
-def in_rounds(kind: Letter, stages: Sequence[int], micro_batches: int, per_round: int) -> list[Action]:
+def actions_in_rounds(kind: Letter, stages: Sequence[int], micro_batches: int, per_round: int) -> list[Action]:
     """Return a device's actions of one kind, round by round: each stage in turn runs all micro-batches of a round.
 
     Args:

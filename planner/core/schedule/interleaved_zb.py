@@ -8,7 +8,7 @@ Rounds are those of interleaved 1F1B. I and W are ordered as in ZB-H1. With one 
 """
 
 from planner.core.schedule.base import Action
-from planner.core.schedule.interleaved import Interleaved, in_rounds
+from planner.core.schedule.interleaved import Interleaved, actions_in_rounds
 from planner.core.schedule.split_backward import alternating_order
 
 
@@ -26,8 +26,8 @@ class InterleavedZB(Interleaved):
         stages = self.stages_on(device, num_devices, chunks)
         per_round = self.micro_batches_per_round(num_devices, micro_batches)
         return alternating_order(
-            in_rounds("F", stages, micro_batches, per_round),
-            in_rounds("I", stages[::-1], micro_batches, per_round),
+            actions_in_rounds("F", stages, micro_batches, per_round),
+            actions_in_rounds("I", stages[::-1], micro_batches, per_round),
             warm_up=min(chunks * micro_batches, (chunks - 1) * per_round + num_devices - 1 - device),
             lag=device,
         )

@@ -28,7 +28,7 @@ class ListedSchedule(Schedule):
     def __init__(self, rows: tuple[tuple[Action, ...], ...] = (), *, meant_for: Placement = "loop") -> None:
         self.rows = rows
         self._meant_for = meant_for
-        self.is_to_be_made = not rows
+        self.needs_search = not rows
 
     def __eq__(self, other: object) -> bool:
         """Return True if action orders and intended placements are equal."""

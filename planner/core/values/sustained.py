@@ -41,7 +41,7 @@ _PRODUCTS: Final = {"H100": 700e12}
 with times on an H200."""
 
 
-def product_rate(name: str) -> float | None:
+def matmul_flops_per_s(name: str) -> float | None:
     """Return the half-precision FLOP/s that matrix products alone reach on an accelerator; None if not measured.
 
     Sustained rates are lower, because the time of a step also contains all other operators. `name` is a name in

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from planner.core.errors import ModelError
 from planner.core.values.devices import ASSUMED_RESERVE_BYTES, Accelerator
 from planner.core.values.profile import Device
-from planner.core.values.sustained import product_rate, sustained_rate
+from planner.core.values.sustained import matmul_flops_per_s, sustained_rate
 from planner.device.cuda import Cuda
 from planner.device.meter import MemoryUsage
 from planner.model.batch_norm import BatchStatistics
@@ -37,7 +37,7 @@ from planner.model.optimizers import WholeModelOptimizer
 from planner.model.split_backward import SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.backends.gpu_kernels import GpuKernels
-from planner.profile.idle import idle_parameters, parameters_with_gradients
+from planner.profile.idle import parameters_with_gradients, parameters_without_gradients
 from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
 from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import (
@@ -47,7 +47,7 @@ from planner.profile.optimizer import (
     optimizer_boundary_peaks,
     trained_parameters,
 )
-from planner.profile.passes import SplitTimer, WholeTimer, time_once
+from planner.profile.passes import SplitTimer, UnsplitBackwardTimer, time_once
 from planner.profile.records import LayerRecords, MeasurementHooks, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
@@ -88,7 +88,7 @@ class EstimatedBackend:
             experts: True to use the FLOP/s that published runs of models with experts reached.
         """
         sustained = sustained_rate(self._absent.name, experts=experts)
-        rate = None if experts else product_rate(self._absent.name)
+        rate = None if experts else matmul_flops_per_s(self._absent.name)
         if rate is None and sustained is not None:
             rate = sustained.flops_per_s
         return RooflineClock(self._absent if rate is None else replace(self._absent, half_flops_per_s=rate))
@@ -111,7 +111,7 @@ class EstimatedBackend:
             clock = self.clock(experts=clock.has_experts)
             peaks_add = _peaks_add(task)
             whole = task.whole_optimizer()
-            units, idle = records.units, idle_parameters(task, records)
+            units, idle = records.units, parameters_without_gradients(task, records)
             first = first_of_same_cost(units, whole)
             by_first = {
                 n: _optimizer_cost(
@@ -264,7 +264,7 @@ def _times(
     task: ProfilingTask, records: LayerRecords, clock: RooflineClock
 ) -> tuple[dict[LayerKey, LayerTimes], dict[LayerKey, tuple[float, float]]]:
     times, half_times_us = {}, {}
-    whole = WholeTimer(clock=clock, statistics=BatchStatistics())
+    whole = UnsplitBackwardTimer(clock=clock, statistics=BatchStatistics())
     split_timer = SplitTimer(clock=clock, statistics=BatchStatistics(), split=SplitBackward())
     for key in task.steps.each(list(records.inputs), records.names):
         unit, received = records.distinct[key[0]], records.inputs[key]

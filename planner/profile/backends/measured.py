@@ -16,7 +16,7 @@ from planner.model.batch_norm import defer_batch_norms
 from planner.model.lean import allocate_parameters
 from planner.model.load import LoadedModel
 from planner.profile.flops import forward_flops
-from planner.profile.idle import idle_parameters, parameters_with_gradients
+from planner.profile.idle import parameters_with_gradients, parameters_without_gradients
 from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
 from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import (
@@ -73,7 +73,7 @@ class MeasuredBackend:
             keep_freed_memory()
         casts_bytes = records.measure_distinct(partial(measure_weight_casts, meter=meter))
         rewritten = records.measure_distinct(rewritten_bytes)
-        idle = idle_parameters(task, records)
+        idle = parameters_without_gradients(task, records)
         before = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
         release_freed_memory()
         times = _times(task, records, clock)

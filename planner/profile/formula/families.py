@@ -13,12 +13,12 @@ from planner.profile.formula.fields import ConfigReader
 from planner.profile.formula.layer_norm_families import (
     MOST_LAYERS,
     falcon_shape,
-    gpt2_shape,
+    gpt2_transformer,
     gpt_neox_shape,
     head_dim,
     key_value_heads,
     num_saved_tensors,
-    phi_shape,
+    phi_transformer,
     starcoder2_shape,
 )
 from planner.profile.formula.presets import config_defaults
@@ -28,7 +28,7 @@ ShapeFunction = Callable[[ConfigReader, int], Transformer]
 """Function of a configuration and the number of tokens of a sample that returns the shape of the model."""
 
 
-def shape_from_config(
+def transformer_from_config(
     content: Mapping[str, Any], sequence: int, *, source: str, note: Callable[[str], None] | None = None
 ) -> Transformer:
     """Return the shape of the model that a config.json describes.
@@ -253,7 +253,7 @@ _LLAMA: Final = replace(_BIASED, mlp_bias=True)
 _OLMO: Final = replace(_BIASED, norms=0, post_norms=2, wide_norms=True, normalized_keys=True, whole_key_norms=True)
 
 FAMILIES: Final[Mapping[str, ShapeFunction]] = {
-    "gpt2": gpt2_shape,
+    "gpt2": gpt2_transformer,
     "llama": _LLAMA,
     "granite": _LLAMA,
     "smollm3": _LLAMA,
@@ -266,7 +266,7 @@ FAMILIES: Final[Mapping[str, ShapeFunction]] = {
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, post_norms=2, full_every=2),
     "gemma3_text": replace(_GEMMA, post_norms=2, normalized_keys=True, full_every=6),
-    "phi": phi_shape,
+    "phi": phi_transformer,
     "phi3": _Llama(full_every=0, joined=True),
     "starcoder2": starcoder2_shape,
     "gpt_neox": gpt_neox_shape,

@@ -10,7 +10,7 @@ MOST_LAYERS: Final = 10_000
 """Largest supported number of layers, because a shape has an entry for each layer."""
 
 
-def gpt2_shape(fields: ConfigReader, sequence: int) -> Transformer:
+def gpt2_transformer(fields: ConfigReader, sequence: int) -> Transformer:
     """Return the shape of GPT-2, with learned positions, biases and dropout."""
     layers = fields.integer("n_layer", "num_hidden_layers", most=MOST_LAYERS)
     hidden = fields.integer("n_embd", "hidden_size")
@@ -41,7 +41,7 @@ def gpt2_shape(fields: ConfigReader, sequence: int) -> Transformer:
     )
 
 
-def phi_shape(fields: ConfigReader, sequence: int) -> Transformer:
+def phi_transformer(fields: ConfigReader, sequence: int) -> Transformer:
     """Return the shape of Phi-1 or Phi-2, with attention and feed-forward layer in parallel."""
     attention = _plain_attention(fields, bias=True, normalized_keys=fields.flag("qk_layernorm"))
     attention = replace(attention, concatenated=True)

@@ -301,7 +301,7 @@ class Transformer:
         return sum(map(self.block_parameters, self.blocks)) + words + whole
 
 
-def gpt_shape(
+def gpt_transformer(
     *, layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, feed_forward: int, tied: bool = False
 ) -> Transformer:
     """Return the shape of a GPT-2 or GPT-3, with learned positions, biases and dropout.

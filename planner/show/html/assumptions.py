@@ -8,7 +8,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import format_bytes
 from planner.show.html.parts import Section, definition_list
 from planner.show.views.certainty import accuracy_words
-from planner.show.views.numbers import link_words, percent
+from planner.show.views.numbers import link_description, percent
 
 
 def assumptions_section(plan: Plan, profile: Profile | None, certainty: Certainty | None) -> Section:
@@ -51,10 +51,10 @@ def _links(plan: Plan) -> Iterator[tuple[str, str]]:
     if inputs.links:
         yield "links between devices", f"measured, {len(inputs.links)} links"
     elif inputs.node_devices:
-        yield "links within a node", link_words(inputs.link)
-        between = link_words(inputs.inter_link) if inputs.inter_link else "as fast as within a node"
+        yield "links within a node", link_description(inputs.link)
+        between = link_description(inputs.inter_link) if inputs.inter_link else "as fast as within a node"
         yield "links between nodes", between
     else:
-        yield "links between devices", link_words(inputs.link)
+        yield "links between devices", link_description(inputs.link)
     if plan.replicas > 1:
-        yield "gradient reduction", link_words(inputs.allreduce) if inputs.allreduce else "takes no time"
+        yield "gradient reduction", link_description(inputs.allreduce) if inputs.allreduce else "takes no time"

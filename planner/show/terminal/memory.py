@@ -47,7 +47,7 @@ _ENOUGH_TO_SEE = 0.25
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def memory_parts(devices: Sequence[Sequence[Stage]], style: Style, *, gpus: int = 1) -> list[RenderableType]:
+def memory_renderables(devices: Sequence[Sequence[Stage]], style: Style, *, gpus: int = 1) -> list[RenderableType]:
     """Return a title, a bar per device, stacked by component with a mark at the memory limit, and a legend.
 
     Bars are drawn to the scale of the largest limit, or of the largest peak if every device needs far less.

@@ -13,9 +13,9 @@ from planner.core.values.printable import printable
 from planner.core.values.units import format_bytes, format_us, pluralize
 from planner.show.step import StepTimeline
 from planner.show.terminal.frontier import frontier_parts, schedules_parts
-from planner.show.terminal.memory import memory_over_time_parts, memory_parts
+from planner.show.terminal.memory import memory_over_time_parts, memory_renderables
 from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
-from planner.show.terminal.stages import recomputed_layers, stages_table
+from planner.show.terminal.stages import recomputed_layer_names, stages_table
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import facts_table
 from planner.show.terminal.timeline import timeline_parts
@@ -69,8 +69,8 @@ def _sections(
     return [
         [wrap_items([note], style) for note in notes if note],
         [stages_table(plan, style)],
-        [recomputed_layers(stage, style) for stage in plan.stages if stage.recompute == "layers"],
-        memory_parts(plan.by_device(), style, gpus=plan.tensor_parallel),
+        [recomputed_layer_names(stage, style) for stage in plan.stages if stage.recompute == "layers"],
+        memory_renderables(plan.by_device(), style, gpus=plan.tensor_parallel),
         timeline_parts(events, plan.num_devices, style) if events else [],
         memory_over_time_parts(plan, step, style) if step else [],
         frontier_parts(plan, style),

@@ -63,7 +63,7 @@ def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
     return render(style, *parts)
 
 
-def comparison_text(plan: Plan, report: RunReport, style: Style) -> str:
+def plan_and_run_text(plan: Plan, report: RunReport, style: Style) -> str:
     """Return a table of predicted and measured times and memory.
 
     Args:

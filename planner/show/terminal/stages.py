@@ -39,7 +39,7 @@ def stages_table(plan: Plan, style: Style) -> Table:
     return terminal_table(view, {"stage": (" ◀", ""), "share": (" !", "bold red")})
 
 
-def recomputed_layers(stage: Stage, style: Style) -> Text:
+def recomputed_layer_names(stage: Stage, style: Style) -> Text:
     """Return the names of the layers that a stage recomputes: a few lines for a terminal, otherwise all names."""
     names = _names(stage)
     shown = names[:_MOST_NAMES] if style.wrap else names

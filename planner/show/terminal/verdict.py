@@ -11,7 +11,7 @@ from planner.core.values.findings import Finding, Rule
 from planner.core.values.findings import rule_of_code as rule_of
 from planner.core.values.printable import printable
 from planner.core.values.units import pluralize
-from planner.show.terminal.memory import memory_parts
+from planner.show.terminal.memory import memory_renderables
 from planner.show.terminal.rendering import BLANK, heading, render
 from planner.show.terminal.style import Style
 
@@ -33,7 +33,7 @@ def verdict_text(verdict: Verdict, style: Style) -> str:
 
         parts += [*difference_parts(verdict.difference, style), BLANK]
     if verdict.plan is not None:
-        parts += [*memory_parts(verdict.plan.by_device(), style, gpus=verdict.plan.tensor_parallel), BLANK]
+        parts += [*memory_renderables(verdict.plan.by_device(), style, gpus=verdict.plan.tensor_parallel), BLANK]
     return render(style, *parts, _answer(verdict))
 
 

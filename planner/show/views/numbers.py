@@ -120,7 +120,7 @@ def not_measured_warning(how: str) -> str:
     return "" if how == "measured" else f"{how}, not measured: profile on the device before you rely on these numbers"
 
 
-def link_words(link: Link) -> str:
+def link_description(link: Link) -> str:
     """Return bandwidth and latency of a link as text: `25.0 GB/s, 5.00 us, not overlapping with compute`."""
     bandwidth = format_rate(link.bytes_per_s) if link.bytes_per_s else "unlimited"
     return f"{bandwidth}, {format_us(link.latency_us)}{', not overlapping with compute' if link.blocking else ''}"

@@ -76,7 +76,7 @@ def optimality_text(plan: Plan) -> str:
 
 
 def _is_open_in_chunks(schedule: Schedule) -> bool:
-    return schedule.is_chunked and schedule.exact_chunks is None and not schedule.is_to_be_made
+    return schedule.is_chunked and schedule.exact_chunks is None and not schedule.needs_search
 
 
 def has_unlike_devices(plan: Plan) -> bool:

@@ -52,7 +52,7 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
     if by_stage is not None and _surely_fits_without_recomputation(case, upper_us):
         return by_stage._replace(actions=0)
     search = _search_devices
-    if case.schedule.is_to_be_made:
+    if case.schedule.needs_search:
         search = _choose_layers_under_order
     elif case.schedule.is_one_forward_one_backward:
         search = search_one_forward_one_backward_by_layers
@@ -67,7 +67,7 @@ def _search_devices(progress: Progress, initial: Partition | None) -> None:
 
 
 def _surely_fits_without_recomputation(case: Case, upper_us: float) -> bool:
-    if case.schedule.is_to_be_made:
+    if case.schedule.needs_search:
         return False
     width = max_stage_layers(case.costs, longest_us=case.longest_stage_us(upper_us), limit_bytes=inf)
     if case.schedule.has_known_peak_points:

@@ -74,7 +74,7 @@ def _point(profile: Profile, request: Request, plan: Plan, name: ScheduleName) -
     if is_short:
         # A short search divided among all values of M would be too short for each, so the plan's M comes first.
         own_m = replace(request, micro_batches=plan.micro_batches)
-        requests = [own_m] if schedule.is_to_be_made else [own_m, request]
+        requests = [own_m] if schedule.needs_search else [own_m, request]
     plans = (plan_under({name}, profile, each, upper_us=inf) for each in requests)
     best = next((plan for plan in plans if plan is not None), None)
     if best is None:

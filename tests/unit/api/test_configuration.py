@@ -13,7 +13,7 @@ import planner
 from planner.core import extras
 from planner.core.errors import InfeasibleError, MissingPackageError, PlannerError, UsageError
 from planner.core.values.profile import Profile
-from planner.profile.formula.families import shape_from_config
+from planner.profile.formula.families import transformer_from_config
 from planner.profile.formula.presets import model_presets
 from tests.support.cli import call, environment
 from tests.support.house import ROOT
@@ -59,7 +59,7 @@ def test_published_models_have_their_published_number_of_parameters(name: str) -
 
 @pytest.mark.parametrize("name", model_presets())
 def test_presets_have_the_number_of_parameters_in_their_name(name: str) -> None:
-    parameters = shape_from_config(model_presets()[name], 128, source=name).parameters
+    parameters = transformer_from_config(model_presets()[name], 128, source=name).parameters
     sizes = {"gpt2-xl": 1.5, "phi-4": 14.7, "deepseek-v2": 236, "deepseek-v3": 671, "mixtral-8x7b": 46.7}
     sizes |= {"mixtral-8x22b": 141}
     spelled = next((part for part in name.split("-") if part.endswith("b") and part[0].isdigit()), "0b")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from planner.api.options.solving import SolverOptions
-from planner.api.question import calibrated_options, solve_options
+from planner.api.question import calibrated_options, solve_command_options
 from planner.api.solver_request import request_of
 from planner.core.values.balance import quote_options, replan_command
 from planner.core.values.cluster import ExecutorCost, Link
@@ -50,7 +50,7 @@ def test_repeated_options_give_the_same_request(words: str) -> None:
     device = replace(profile.device, executor=executor, reserve_bytes=100)
     profile = replace(profile, device=device)
     inputs = request_of(profile, REFERENCE, typed(words)).inputs
-    again = quote_options(solve_options(inputs, device))
+    again = quote_options(solve_command_options(inputs, device))
     assert request_of(profile, REFERENCE, typed(again)).inputs == inputs
     names = {option.partition(" ")[0] for option in calibrated_options(inputs, device)}
     assert not {"--overhead", "--reserve"} & names
@@ -66,7 +66,10 @@ def test_headroom_is_applied_once(limits: str, how: Literal["measured", "estimat
     profile = replace(profile, device=replace(profile.device, how=how))
     inputs = request_of(profile, REFERENCE, typed(f"--devices 2 --mem {limits} --batch 8 {more}")).inputs
     assert (inputs.headroom > 0) == (more == "--headroom 3.7%" or (how == "estimated" and not more))
-    assert request_of(profile, REFERENCE, typed(quote_options(solve_options(inputs, profile.device)))).inputs == inputs
+    assert (
+        request_of(profile, REFERENCE, typed(quote_options(solve_command_options(inputs, profile.device)))).inputs
+        == inputs
+    )
 
 
 def test_repeated_command_is_quoted() -> None:

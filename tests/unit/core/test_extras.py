@@ -4,7 +4,7 @@ import pytest
 
 from planner.core import extras
 from planner.core.errors import ExitCode, MissingPackageError
-from planner.core.extras import check_for_configurations, check_installed, importing, install_command
+from planner.core.extras import check_configuration_packages, check_installed, importing, install_command
 
 
 def hide_other_packages(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
@@ -55,7 +55,7 @@ def test_configurations_need_transformers(monkeypatch, installed, missing, hint)
     """No extra contains transformers."""
     hide_other_packages(monkeypatch, *installed)
     with pytest.raises(MissingPackageError) as refused:
-        check_for_configurations()
+        check_configuration_packages()
     assert refused.value.message == f"{missing} not installed, which building the model of a config.json needs"
     assert refused.value.hint == hint
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.memory import stage_memory, table_of_stage
+from planner.core.cost.memory import single_stage_table, stage_memory
 from planner.core.cost.parts import stage_memory_parts
 from planner.core.cost.peak_points import PARTS, PartName, PartsAtPoint, peak_part_counts, stage_peak_points
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD
@@ -95,7 +95,9 @@ def test_sizes_of_parts_by_hand(recompute: Recompute) -> None:
     layers = [layer("a", detail=record(given=[tensor(8)], made=[tensor(100)]))]
     layers += [layer("b", parameter_bytes=50, rewritten_bytes=9, detail=detail)]
     layers += [layer("c", detail=record(given=[tensor(30)], made=[tensor(4)]))]
-    stages, _ = table_of_stage(costs_at(chain(*layers), 1), 1, 2, micro_batches=3, recompute=recompute, recomputed=())
+    stages, _ = single_stage_table(
+        costs_at(chain(*layers), 1), 1, 2, micro_batches=3, recompute=recompute, recomputed=()
+    )
     found = {name: size.total[0, -1] for name, size in stage_memory_parts(stages, recompute, in_flight=3).sizes.items()}
     i, o, s, j, d = 100, 30, stages.saved[0, -1], 9, 100
     kept = {"held": i + s, "forward": i + d + 200, "first_backward": i + d + 300 + o, "backward": i + d + 250 + o}

@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.cost.chain_costs import ChainCosts, TiedParameters
 from planner.core.cost.costs import costs_at
-from planner.core.cost.memory import peak_bytes_of_stages, stage_memory, table_of_stage
+from planner.core.cost.memory import peak_bytes_of_stages, single_stage_table, stage_memory
 from planner.core.cost.parts import stage_memory_parts
 from planner.core.cost.waiting import waiting_gradients, waiting_gradients_in_stage
 from planner.core.values.plan import Recompute
@@ -86,7 +86,7 @@ def test_backward_levels_include_waiting_gradients() -> None:
     """Recomputing no layer gives the same levels."""
 
     def moments(*, tied: bool, recompute: Recompute) -> tuple[float, float]:
-        stages, _ = table_of_stage(costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=())
+        stages, _ = single_stage_table(costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=())
         parts = stage_memory_parts(stages, recompute, in_flight=3)
         sums = {
             moment[-1][0]: sum(float(size[0, -1]) for size in parts.at(moment).values())

@@ -22,7 +22,7 @@ from planner.core.errors import ModelError, UsageError
 from planner.core.values.devices import ACCELERATORS, ASSUMED_RESERVE_BYTES, accelerator, accelerator_with_rates
 from planner.core.values.plan import ProfileReference
 from planner.core.values.profile import Profile
-from planner.core.values.sustained import product_rate, sustained_rate
+from planner.core.values.sustained import matmul_flops_per_s, sustained_rate
 from planner.files import read_profile
 from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
@@ -262,7 +262,7 @@ def large_product_us(chip: str, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize(
     ("chip", "rate"),
     [
-        ("h100", product_rate("h100")),  # measured
+        ("h100", matmul_flops_per_s("h100")),  # measured
         ("a100-80gb", sustained_rate("a100-80gb").flops_per_s),  # of published runs
         ("l40s", accelerator("l40s").half_flops_per_s),  # of the data sheet
     ],
@@ -282,7 +282,7 @@ def test_fused_attention_runs_at_the_rate_of_its_result() -> None:
     clock = EstimatedBackend(accelerator("h100")).clock()
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     time_us = clock.time_us(lambda: attention(query, query, query))
-    assert time_us == pytest.approx(1e6 * 4 * 16 * 4096**2 * 128 / product_rate("h100"))
+    assert time_us == pytest.approx(1e6 * 4 * 16 * 4096**2 * 128 / matmul_flops_per_s("h100"))
 
 
 @pytest.mark.slow
@@ -369,5 +369,5 @@ def test_models_with_grouped_products_run_at_the_rate_of_experts() -> None:
 
         return estimated(loaded_model(build, tokens), 2048).layers[0].forward_us[0]
 
-    dense, routed = product_rate("h100"), sustained_rate("h100", experts=True)
+    dense, routed = matmul_flops_per_s("h100"), sustained_rate("h100", experts=True)
     assert first_us(Routed) / first_us() == pytest.approx(dense / routed.flops_per_s, rel=1e-3)

@@ -12,7 +12,7 @@ from benchmarks.formulas import CONFIGURATIONS, SIZES, compared
 from planner.api.configuration import configuration_of
 from planner.api.options.profiling import ProfileOptions
 from planner.core.errors import UsageError
-from planner.profile.formula.families import FAMILIES, shape_from_config
+from planner.profile.formula.families import FAMILIES, transformer_from_config
 from tests.support.house import ROOT
 
 transformers = pytest.importorskip("transformers")
@@ -109,7 +109,7 @@ def count(module: torch.nn.Module) -> int:
 def test_formula_has_the_models_parameters_in_every_block(name: str, seed: int) -> None:
     """T5's last encoder block also has the encoder's normalization."""
     configuration = random_configuration(name, seed)
-    shape = shape_from_config(configuration.to_dict(), 32, source="config.json")
+    shape = transformer_from_config(configuration.to_dict(), 32, source="config.json")
     model = build_on_meta(configuration)
     assert shape.parameters == count(model), configuration
     blocks = [block for path in STACKS.get(name, ("model.layers",)) for block in model.get_submodule(path)]
@@ -125,7 +125,7 @@ def test_formula_has_the_models_parameters_in_every_block(name: str, seed: int) 
 def test_formula_has_the_parameters_of_sample_configurations(path: Path) -> None:
     configuration = transformers.AutoConfig.from_pretrained(path)
     content = json.loads((path / "config.json").read_text())
-    assert shape_from_config(content, 32, source="config.json").parameters == count(build_on_meta(configuration))
+    assert transformer_from_config(content, 32, source="config.json").parameters == count(build_on_meta(configuration))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "internvl", "mistral3"])
@@ -138,7 +138,9 @@ def test_formula_has_the_parameters_of_nested_language_models(name: str, tmp_pat
         model = transformers.AutoModelForImageTextToText.from_config(whole)
     read = configuration_of(tmp_path, ProfileOptions())
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    assert shape_from_config(read.content, 32, source="config.json").parameters == count(model.model.language_model)
+    assert transformer_from_config(read.content, 32, source="config.json").parameters == count(
+        model.model.language_model
+    )
 
 
 REQUIRED = ("model_type", "num_hidden_layers", "hidden_size", "num_experts_per_tok", "n_layer", "n_embd", "num_layers")
@@ -151,7 +153,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name: str) -> None:
     full = transformers.AutoConfig.for_model(name, num_experts_per_tok=2).to_dict()
     short = {key: full[key] for key in REQUIRED if key in full}
     notes: list[str] = []
-    assert shape_from_config(short, 32, source="config.json", note=notes.append) == shape_from_config(
+    assert transformer_from_config(short, 32, source="config.json", note=notes.append) == transformer_from_config(
         full, 32, source="config.json"
     )
     (note,) = notes
@@ -183,14 +185,14 @@ ENDLESS = (
 )
 def test_wrong_configurations_are_refused_with_all_reasons(content: dict[str, object], expected: str) -> None:
     with pytest.raises(UsageError) as refused:
-        shape_from_config(content, 32, source="config.json")
+        transformer_from_config(content, 32, source="config.json")
     assert expected in refused.value.message
 
 
 def test_an_unknown_family_is_refused_with_a_hint():
     """The alternative without formulas needs torch."""
     with pytest.raises(UsageError) as refused:
-        shape_from_config({"model_type": "bert"}, 32, source="config.json")
+        transformer_from_config({"model_type": "bert"}, 32, source="config.json")
     assert "with torch and transformers installed, `--from-formula never`" in refused.value.hint
 
 

@@ -11,7 +11,7 @@ from planner.core.values.cluster import Cluster
 from planner.core.values.profile import Device, Profile
 from planner.profile.formula.costs import DeviceRates, transformer_profile
 from planner.profile.formula.layers import ElementBytes, Execution
-from planner.profile.formula.shapes import gpt_shape
+from planner.profile.formula.shapes import gpt_transformer
 
 GPT3 = {"layers": 96, "hidden": 12_288, "heads": 96, "sequence": 2048, "vocabulary": 51_200, "feed_forward": 49_152}
 EXECUTION = ("tensor_parallel", "sequence_parallel", "keep_scores")
@@ -22,7 +22,7 @@ def by_formula(widths: ElementBytes = FP16, sizes: tuple[int, ...] = (1,), **sha
     """Return a profile at one operation per second, so that seconds are operations."""
     execution = {name: shape.pop(name) for name in tuple(shape) if name in EXECUTION}
     return transformer_profile(
-        gpt_shape(**{**GPT3, **shape}),
+        gpt_transformer(**{**GPT3, **shape}),
         Execution(**execution, fused=True),
         widths,
         DeviceRates(flops_per_s=1.0, bytes_per_s=2e12),

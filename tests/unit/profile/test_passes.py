@@ -12,7 +12,7 @@ from planner.device.cpu import Cpu
 from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import SplitBackward
 from planner.profile.crossing import LayerOutputs, make_layer_inputs, own_storages_of
-from planner.profile.passes import SplitTimer, WholeTimer, time_neighbors
+from planner.profile.passes import SplitTimer, UnsplitBackwardTimer, time_neighbors
 from planner.profile.timing import group_layers_to_time
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model
@@ -70,17 +70,17 @@ class Ticks:
         """Do nothing: no work is queued."""
 
 
-def make_timers() -> list[WholeTimer]:
+def make_timers() -> list[UnsplitBackwardTimer]:
     """Return timers of whole and of split backwards."""
     clock, collected = Ticks(), BatchStatistics()
     return [
-        WholeTimer(clock=clock, statistics=collected),
+        UnsplitBackwardTimer(clock=clock, statistics=collected),
         SplitTimer(clock=clock, statistics=collected, split=SplitBackward()),
     ]
 
 
 @pytest.mark.parametrize("timer", make_timers(), ids=["whole", "split"])
-def test_all_forwards_come_before_all_backwards(timer: WholeTimer) -> None:
+def test_all_forwards_come_before_all_backwards(timer: UnsplitBackwardTimer) -> None:
     """The overhead of timing counts for no layer."""
     notes: list[str] = []
     units = [unit_of(Watched(name, notes), name) for name in "abc"]
@@ -94,7 +94,7 @@ def test_all_forwards_come_before_all_backwards(timer: WholeTimer) -> None:
 def test_each_layer_gets_its_own_time(count: int) -> None:
     """Wherever in the pass the idle layer is."""
     (timer, _), clock = make_timers(), Ticks()
-    timer = WholeTimer(clock=clock, statistics=BatchStatistics())
+    timer = UnsplitBackwardTimer(clock=clock, statistics=BatchStatistics())
 
     class Slow(nn.Module):
         def __init__(self, number: int) -> None:

@@ -30,11 +30,11 @@ from planner.core.values.plan import (
 from planner.core.values.profile import Device, Environment, LayerProfile, Model, Profile
 from planner.core.values.run_report import RunReport, StageRun
 from planner.show.step import StepTimeline, simulated_step
-from planner.show.terminal.memory import memory_parts
+from planner.show.terminal.memory import memory_renderables
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text
 from planner.show.terminal.rendering import render
-from planner.show.terminal.run import comparison_text, run_text, verification_text
+from planner.show.terminal.run import plan_and_run_text, run_text, verification_text
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
 from planner.show.terminal.verdict import verdict_text
@@ -51,7 +51,7 @@ def style(width: int = 84, *, color: bool = False, wrap: bool = True) -> Style:
 def memory_text(stages: Sequence[Stage], how: Style, *, num_devices: int | None = None) -> str:
     """Return only the memory bars; by default each device has one stage."""
     count = num_devices or len(stages)
-    return render(how, *memory_parts([stages[device::count] for device in range(count)], how))
+    return render(how, *memory_renderables([stages[device::count] for device in range(count)], how))
 
 
 def timeline_text(events: Sequence[Event], num_devices: int, how: Style) -> str:
@@ -316,11 +316,11 @@ EVERYTHING: dict[str, Callable[[Style], str]] = {
     "profile": lambda s: profile_text(profile(), s),
     "run": lambda s: run_text(report(plan()), None, s),
     "run under a plan": lambda s: run_text(report(plan()), plan(), s),
-    "comparison": lambda s: comparison_text(plan(), report(plan(), peak_factor=2.0), s),
+    "comparison": lambda s: plan_and_run_text(plan(), report(plan(), peak_factor=2.0), s),
     "verification": lambda s: verification_text(verification(), s),
     "verdict": lambda s: verdict_text(verdict(), s),
     "verdict on an interleaved plan": lambda s: verdict_text(verdict(of=interleaved()), s),
-    "comparison of an interleaved plan": lambda s: comparison_text(interleaved(), report(interleaved()), s),
+    "comparison of an interleaved plan": lambda s: plan_and_run_text(interleaved(), report(interleaved()), s),
     "memory": lambda s: memory_text(plan().stages, s),
     "timeline": lambda s: timeline_text(events_of(plan()), 3, s),
     "timeline of many": lambda s: timeline_text(equal_stages(8, 32), 8, s),

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from planner.cli.console import spell_in_ascii
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text
-from planner.show.terminal.run import comparison_text, run_text
+from planner.show.terminal.run import plan_and_run_text, run_text
 from tests.unit.show.samples import EVERYTHING, LONG_NAME, bare, events_of, plan, profile, renamed, report, style
 
 ALL = pytest.mark.parametrize("show", EVERYTHING.values(), ids=EVERYTHING)
@@ -109,4 +109,4 @@ def test_show_imports_no_torch_yaml_pydantic_or_typer():
 
 
 def test_same_values_give_the_same_text():
-    assert comparison_text(plan(), report(plan()), style()) == comparison_text(plan(), report(plan()), style())
+    assert plan_and_run_text(plan(), report(plan()), style()) == plan_and_run_text(plan(), report(plan()), style())

@@ -13,7 +13,7 @@ from planner.core.values.cluster import Link
 from planner.core.values.plan import SolverReport
 from planner.show.html import plan_html, profile_html, run_html
 from planner.show.step import simulated_step
-from planner.show.terminal.run import comparison_text
+from planner.show.terminal.run import plan_and_run_text
 from planner.show.views.memory import COMPONENTS
 from tests.unit.show.samples import MIB, explained, interleaved, plan, profile, report, step_of_sample, style, unlike
 
@@ -218,7 +218,7 @@ def test_report_compares_the_slowest_replica_with_the_plan():
     run = of_two_replicas(planned)
     page = page_of(planned, measured=run)
     rows = ["".join(re.findall(r"<td[^>]*>([^<]+)", row)) for row in re.findall("<tr>(.*?)</tr>", page)]
-    in_terminal = differences(comparison_text(planned, run, style(120, wrap=False)).splitlines())
+    in_terminal = differences(plan_and_run_text(planned, run, style(120, wrap=False)).splitlines())
     assert len(in_terminal) == 1 + 3 * len(planned.stages)
     assert differences(rows) == in_terminal
     assert in_terminal["forward, stage 1"] == "+43.0 %"

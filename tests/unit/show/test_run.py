@@ -6,7 +6,7 @@ import pytest
 
 from planner.core.judge.verification import compared_figures
 from planner.show.html import run_html
-from planner.show.terminal.run import comparison_text, run_text
+from planner.show.terminal.run import plan_and_run_text, run_text
 from tests.unit.show.samples import MIB, in_a_v, interleaved, plan, report, style
 
 WIDE = style(120, wrap=False)
@@ -19,14 +19,14 @@ def row(text, start):
 
 @pytest.mark.parametrize(("factor", "text"), [(1.1, "+10.0 %"), (1.0, "+0.0 %"), (0.968, "-3.2 %")])
 def test_times_are_compared_in_percent_of_the_prediction(factor, text):
-    lines = comparison_text(plan(), report(plan(), time_factor=factor), WIDE)
+    lines = plan_and_run_text(plan(), report(plan(), time_factor=factor), WIDE)
     for start in ("step", "forward, stage 1", "backward, stage 2"):
         assert row(lines, start).endswith(text)
 
 
 def test_step_is_the_median_after_warm_up():
     planned = plan()
-    measured = row(comparison_text(planned, report(planned, time_factor=2.0), WIDE), "step").split()
+    measured = row(plan_and_run_text(planned, report(planned, time_factor=2.0), WIDE), "step").split()
     assert float(measured[3]) == pytest.approx(2 * float(measured[1]), rel=1e-3)
     assert "median of 3 steps after 2 warm-up steps" in run_text(report(planned), planned, WIDE)
 
@@ -34,10 +34,10 @@ def test_step_is_the_median_after_warm_up():
 def test_peaks_are_compared_in_percent():
     """A peak over the limit is marked in words."""
     planned = plan()
-    assert row(comparison_text(planned, report(planned, peak_factor=0.99), WIDE), "peak memory, stage 0").endswith(
+    assert row(plan_and_run_text(planned, report(planned, peak_factor=0.99), WIDE), "peak memory, stage 0").endswith(
         "-1.0 %"
     )
-    text = comparison_text(planned, report(planned, peak_factor=3.0), WIDE)
+    text = plan_and_run_text(planned, report(planned, peak_factor=3.0), WIDE)
     assert "! OVER" in row(text, "peak memory, stage 0")
     assert row(text, "peak memory, stage 0").endswith("+200.0 %")
 
@@ -46,7 +46,7 @@ def test_peaks_are_compared_without_the_reserve():
     """The allocator does not hold the reserve."""
     planned = plan(reserve_bytes=20 * MIB)
     run = report(plan(), peak_factor=1.0)
-    text = comparison_text(planned, run, WIDE)
+    text = plan_and_run_text(planned, run, WIDE)
     assert row(text, "peak memory, stage 0").endswith("+0.0 %")
     assert "excludes the reserve of 20.0 MiB" in text
 
@@ -57,7 +57,7 @@ def test_peaks_of_chunks_are_compared_by_device():
     run = report(planned)
     whole = [planned.peak_bytes_by_device()[s.index % 3] for s in run.stages]
     run = replace(run, stages=tuple(replace(s, peak_bytes=b) for s, b in zip(run.stages, whole, strict=True)))
-    text = comparison_text(planned, run, WIDE)
+    text = plan_and_run_text(planned, run, WIDE)
     assert all(f"forward, stage {k} " in text for k in range(6))
     assert text.count("peak memory, ") == 3
     assert all(row(text, f"peak memory, device {d}").endswith("+0.0 %") for d in range(3))
@@ -95,13 +95,13 @@ def test_samples_per_second_are_the_median_after_warm_up():
 
 
 def test_run_with_a_plan_shows_the_comparison():
-    assert comparison_text(plan(), report(plan()), WIDE) in run_text(report(plan()), plan(), WIDE)
+    assert plan_and_run_text(plan(), report(plan()), WIDE) in run_text(report(plan()), plan(), WIDE)
 
 
 def test_run_with_other_stages_than_the_plan_is_marked():
-    text = comparison_text(plan(), report(plan((3, 3))), WIDE)
+    text = plan_and_run_text(plan(), report(plan((3, 3))), WIDE)
     assert "! the run had other stages than the plan (2, planned 3)" in text
-    assert "! the run" not in comparison_text(plan(), report(plan()), WIDE)
+    assert "! the run" not in plan_and_run_text(plan(), report(plan()), WIDE)
 
 
 def test_run_without_steps_after_warm_up_is_shown():
@@ -124,7 +124,7 @@ def test_peaks_of_a_v_are_compared_by_device():
 def test_split_backwards_are_compared_if_the_plan_has_them():
     planned = in_a_v()
     run = report(planned, time_factor=1.1)
-    text = comparison_text(planned, run, WIDE)
+    text = plan_and_run_text(planned, run, WIDE)
     predicted = {(figure.what, figure.index): figure.predicted for figure in compared_figures(planned, run)}
     for k, stage in enumerate(planned.stages):
         assert all(row(text, f"{half} backward, stage {k} ").endswith("+10.0 %") for half in ("input", "weight"))
@@ -132,5 +132,5 @@ def test_split_backwards_are_compared_if_the_plan_has_them():
         assert sum(passes) == pytest.approx(stage.backward_us)
     assert run_text(run, None, WIDE).count("backward") == 3
     assert "weight backward" in run_html(run)
-    for whole in (comparison_text(plan(), report(plan()), WIDE), run_text(report(plan()), None, WIDE)):
+    for whole in (plan_and_run_text(plan(), report(plan()), WIDE), run_text(report(plan()), None, WIDE)):
         assert "weight" not in whole

@@ -276,7 +276,7 @@ def test_order_search_skips_placements_whose_named_schedules_are_slow(monkeypatc
     inputs = replace(inputs_of(4, 4), schedule="auto", chunks=0)
     plan = solve(uneven(1), request := Request(inputs=inputs, micro_batches=4, actions=100_000))
     kept = {(case.schedule.placement, case.chunks) for case in searched}
-    own = [case for case in cases_of(uneven(1), request) if case.schedule.is_to_be_made]
+    own = [case for case in cases_of(uneven(1), request) if case.schedule.needs_search]
     assert 0 < len(kept) < len(own)
     assert (plan.placement, plan.chunks) in kept
     assert plan.solver.lower_bound_us < plan.predicted.step_us
@@ -314,7 +314,7 @@ def test_orders_are_searched_from_two_plans_if_both_are_almost_equally_fast(monk
     monkeypatch.setattr(
         search, "_improved_orders", lambda _, start, *__, most: begun.update({start.case.schedule.name: most})
     )
-    own = [case for case in cases if case.schedule.is_to_be_made]
+    own = [case for case in cases if case.schedule.needs_search]
     request = Request(inputs=inputs, micro_batches=4)
     assert search._with_own_orders(first, own, request, NEVER).best == answers[0]
     assert list(begun) == starts

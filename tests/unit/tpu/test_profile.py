@@ -25,7 +25,7 @@ from planner.profile.units import trace_layers
 from planner.tpu import compiler as tpu
 from planner.tpu.compiler import Compiler, OutOfMemoryError
 from planner.tpu.optimizers import optimizer_rule
-from planner.tpu.outcomes import CompiledStep
+from planner.tpu.outcomes import CompiledOptimizerStep
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
@@ -138,7 +138,7 @@ def test_optimizer_steps_are_compiled_once_and_cached(tmp_path: Path, compiled: 
     jobs = [norm, block, list(norm)]
     parameters = [nn.Parameter(torch.empty(3))]
 
-    def steps_of(build: OptimizerBuilder) -> dict[int, CompiledStep]:
+    def steps_of(build: OptimizerBuilder) -> dict[int, CompiledOptimizerStep]:
         return dict(compiler.compile_steps("abc", jobs, optimizer_rule(build, parameters)))
 
     found = steps_of(OPTIMIZERS["adamw"])

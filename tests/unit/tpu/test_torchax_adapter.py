@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from planner.tpu.layer_functions import LayerFunction, SplitFunction
+    from planner.tpu.layer_functions import ForwardBackwardFunction, LayerFunction
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
 
-def split_layer(function: "LayerFunction") -> "SplitFunction":
+def split_layer(function: "LayerFunction") -> "ForwardBackwardFunction":
     """Call the function of `split_layer`, which imports jax late: other tests in this process start processes."""
     from planner.tpu import layer_functions
 
@@ -40,7 +40,9 @@ def array(tensor: Tensor) -> Any:
     return jax.numpy.asarray(tensor.detach().numpy())
 
 
-def run_split(module: nn.Module, *inputs: Tensor) -> tuple["SplitFunction", list[Any], dict[str, Any], list[Any]]:
+def run_split(
+    module: nn.Module, *inputs: Tensor
+) -> tuple["ForwardBackwardFunction", list[Any], dict[str, Any], list[Any]]:
     """Return the split function, outputs, and gradients of parameters and inputs."""
     import jax
 
