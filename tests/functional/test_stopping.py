@@ -41,3 +41,17 @@ def test_ctrl_c_returns_the_best_plan_so_far(tmp_path: Path, capsys: Capsys, mon
     assert signal.getsignal(signal.SIGINT) is handler
     monkeypatch.setattr(api, "solve_family", stopped_too_early)
     assert call(capsys, *SOLVE).code == 130
+
+
+def test_line_during_a_search_has_the_fastest_plan_so_far() -> None:
+    """Slower plans of later searches leave it unchanged."""
+    shown: list[str] = []
+    line = solve._BestPlanLine(lambda text, *_: shown.append(text))
+    line.update(2000.0, "1f1b", 1000.0)
+    line.update(1250.0, "zbv", 1000.0)
+    line.update(1500.0, "gpipe", 1000.0)
+    assert shown == [
+        "best step 2.00 ms, 1F1B, gap at most 50.0 %",
+        "best step 1.25 ms, ZB-V, gap at most 20.0 %",
+        "best step 1.25 ms, ZB-V, gap at most 20.0 %",
+    ]

@@ -10,7 +10,7 @@ from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.profile import Model
 from planner.solve import Request, solve
-from planner.solve.cases import micro_batch_counts
+from planner.solve.cases import cases_of, micro_batch_counts
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of, profile_of
 
@@ -203,3 +203,12 @@ def test_zero_bubble_schedules_are_refused_for_compiled_profiles() -> None:
     assert "--schedule gpipe" in refused.value.hint
     assert solve(profile, Request(inputs=asked, micro_batches=4)).schedule == "zb-h1"
     assert solve(compiled, Request(inputs=dataclasses.replace(asked, schedule="auto"), micro_batches=4)).balance
+
+
+def test_interleaved_includes_one_chunk_per_device() -> None:
+    """An answer over all numbers of chunks is then never slower than the answer for one chunk."""
+    profile, request = random_profile(1, 8), Request(inputs=inputs_of(2, 4, extrapolate=True), micro_batches=4)
+    for schedule in ("interleaved", "interleaved-zb"):
+        inputs = dataclasses.replace(request.inputs, schedule=schedule, chunks=0)
+        cases = cases_of(profile, dataclasses.replace(request, inputs=inputs))
+        assert sorted({case.chunks for case in cases}) == [1, 2, 3, 4]
