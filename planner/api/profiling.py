@@ -237,12 +237,12 @@ def _measuring(parsed: _ParsedOptions) -> "Measuring":
 
 
 def _loaded(model: File | Any, parsed: _ParsedOptions) -> "LoadedModel":
-    from planner.model import in_precision, load_model, load_object  # noqa: PLC0415 - torch
+    from planner.model import in_precision, load_model, load_module  # noqa: PLC0415 - torch
 
     options, inputs = parsed.options, parsed.options.inputs or ()
     path = path_of(model)
     if path is None:
-        loaded = load_object(
+        loaded = load_module(
             model,
             example_batch=options.example_batch,
             loss_fn=options.loss_fn,

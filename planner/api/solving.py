@@ -185,14 +185,14 @@ def _solved(source: ProfileSource, options: SolveOptions, output: str | None) ->
 
 def _with_details(profile: Profile, request: "Request", plan: Plan, options: SolveOptions) -> Plan:
     from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415 - slow to import
-    from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415
+    from planner.solve.questions.trade_off import memory_trade_off  # noqa: PLC0415
 
     is_stopped = options.watch.is_stopped
     # `on_plan` of the observer is only for plans of the request itself.
     request = replace(request, watch=SearchObserver(is_stopped=is_stopped))
     if options.frontier and not is_stopped():
         points = frontier_of(profile, request, plan)
-        schedules = trade_off_of(profile, plan, micro_batches=request.micro_batches, watch=request.watch)
+        schedules = memory_trade_off(profile, plan, micro_batches=request.micro_batches, watch=request.watch)
         # The last points may not have been searched to the end.
         plan = plan if is_stopped() else replace(plan, frontier=points, schedules=schedules)
     if options.explain and not is_stopped():
@@ -212,14 +212,14 @@ def faster_plan_with_other_schedule(
         options: Options that the plan was made with.
         spent_s: Seconds of the time limit that the search for `plan` has taken.
     """
-    from planner.solve.questions.faster import MOST_HINT_S, faster_schedule  # noqa: PLC0415 - imports numpy
+    from planner.solve.questions.faster import MOST_HINT_S, find_faster_schedule_plan  # noqa: PLC0415 - imports numpy
 
     limit_s = None if options.time_limit is None else texts.parse_duration_s("--time-limit", options.time_limit)
     left_s = MOST_HINT_S if limit_s is None else limit_s - spent_s
     if options.solver == "milp" or left_s <= 0:
         return None
     fixed = None if options.micro_batches == "auto" else plan.micro_batches
-    return faster_schedule(profile, plan, micro_batches=fixed, time_limit_s=min(MOST_HINT_S, left_s))
+    return find_faster_schedule_plan(profile, plan, micro_batches=fixed, time_limit_s=min(MOST_HINT_S, left_s))
 
 
 def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | None:
@@ -244,12 +244,12 @@ def with_schedule_alternatives(profile: Profile, plan: Plan, options: SolveOptio
         plan: The plan.
         options: Options that the plan was made with.
     """
-    from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415 - imports numpy
+    from planner.solve.questions.trade_off import memory_trade_off  # noqa: PLC0415 - imports numpy
 
     if plan.schedules:
         return plan
     fixed = None if options.micro_batches == "auto" else plan.micro_batches
-    return replace(plan, schedules=trade_off_of(profile, plan, micro_batches=fixed, is_short=True))
+    return replace(plan, schedules=memory_trade_off(profile, plan, micro_batches=fixed, is_short=True))
 
 
 def _files_of(options: SolveOptions) -> tuple[str | None, ...]:

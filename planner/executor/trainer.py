@@ -26,7 +26,7 @@ from planner.executor.run.gradients import (
     refuse_norm_of_own_gradients,
 )
 from planner.executor.run.loss_scale import LossScale
-from planner.executor.run.losses import sum_losses, weigh_losses
+from planner.executor.run.losses import loss_weights_of_parts, sum_losses
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.relay import MetricsRelay
@@ -171,7 +171,7 @@ class Trainer:
             self._job.activity.begin("the comparison of the mini-batch", waits_for=ANY)
             with self._recorder.paused() if not self.losses else nullcontext():
                 self._mini_batches.check_same_on_all_ranks()
-        return weigh_losses(parts, counts, total)
+        return loss_weights_of_parts(parts, counts, total)
 
     def _check_frozen_parameters(self) -> None:
         """Raise an error if the script unfreezes a parameter for which the plan has no gradient."""

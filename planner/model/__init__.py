@@ -4,7 +4,7 @@ from planner.core.extras import importing
 
 with importing("train"):
     from planner.model.chain import Chain, Layer, chain_of
-    from planner.model.load import Batch, LoadedModel, load_model, load_object
+    from planner.model.load import Batch, LoadedModel, load_model, load_module
     from planner.model.precision import in_precision, reload_model
 
 __all__ = [
@@ -15,6 +15,6 @@ __all__ = [
     "chain_of",
     "in_precision",
     "load_model",
-    "load_object",
+    "load_module",
     "reload_model",
 ]

@@ -37,10 +37,10 @@ from planner.model.nests import tensors_in
 from planner.model.optimizers import OptimizerBuilder, optimizer_builder
 from planner.model.process_group import hide_process_group
 from planner.model.seeding import preserve_torch_generators
-from planner.model.settings import public_names, typed_settings
+from planner.model.settings import public_names_text, typed_settings
 from planner.model.shared_memory import check_separate_memory
 from planner.model.user_errors import explain_user_errors
-from planner.model.variables import undo_changes
+from planner.model.variables import undo_variable_changes
 
 
 class Batch(NamedTuple):
@@ -117,7 +117,12 @@ class LoadedModel:
         Finding the layers of a Sequential does not call the loss.
         """
         quiet = contextlib.suppress(Exception, SystemExit)  # running the layers raises the error again
-        with preserve_torch_generators(), undo_changes(model, self.loss_fn), parameters_as_ghosts(model), quiet:
+        with (
+            preserve_torch_generators(),
+            undo_variable_changes(model, self.loss_fn),
+            parameters_as_ghosts(model),
+            quiet,
+        ):
             batch = self.example_batch(SIZES[0])
             args, kwargs = arguments_of(batch.inputs)
             self.loss_fn(model(*args, **kwargs), batch.targets)
@@ -165,7 +170,7 @@ def load_model(
     return replace(loaded, uncut=tuple(uncut))
 
 
-def load_object(
+def load_module(
     model: Any,
     *,
     example_batch: Callable[[int], tuple[Any, Any]] | None = None,
@@ -295,7 +300,7 @@ def _builder(
 def _entry(path: str, module: ModuleType, entry: str | None) -> tuple[str, Any]:
     if entry is not None:
         if not hasattr(module, entry):
-            raise ModelError(f"{path} has no `{entry}`", hint=f"it defines {public_names(vars(module))}")
+            raise ModelError(f"{path} has no `{entry}`", hint=f"it defines {public_names_text(vars(module))}")
         return entry, getattr(module, entry)
     for name in ("build_model", "model"):
         if hasattr(module, name):
@@ -308,7 +313,7 @@ def _entry(path: str, module: ModuleType, entry: str | None) -> tuple[str, Any]:
     ready = [value for value in classes if not _required(value)]
     if len(ready) == 1:
         return ready[0].__name__, ready[0]
-    names = public_names(value.__name__ for value in ready)
+    names = public_names_text(value.__name__ for value in ready)
     models = f"{len(ready)} modules that could be the model ({names})" if ready else "no model"
     raise ModelError(
         f"{path} has {models}",

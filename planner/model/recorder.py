@@ -33,7 +33,7 @@ from planner.model.recording import END, CarriedState, FunctionResult, ModuleCal
 from planner.model.refusals import explain_refusals
 from planner.model.regions import RegionFinder, without_reentrant_checkpointing
 from planner.model.seeding import host_generator_states, preserve_torch_generators, seed_python_and_numpy
-from planner.model.variables import undo_changes
+from planner.model.variables import undo_variable_changes
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
@@ -54,7 +54,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     """
     recorder = _ForwardRecorder(model)
     with ExitStack() as stack:
-        stack.enter_context(undo_changes(model))
+        stack.enter_context(undo_variable_changes(model))
         stack.enter_context(without_shape_log())
         stack.enter_context(preserve_torch_generators())
         # Random choices, such as skipped layers, are the same in each recording.

@@ -27,13 +27,13 @@ def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, st
     typed: dict[str, Setting] = {}
     for name, text in settings.items():
         if name not in parameters and not is_open:
-            raise UsageError(f"{owner} has no setting `{name}`", hint=f"it has {public_names(parameters)}")
+            raise UsageError(f"{owner} has no setting `{name}`", hint=f"it has {public_names_text(parameters)}")
         wanted = _type_of_setting(build, parameters[name]) if name in parameters else _guessed(text)
         typed[name] = _typed(f"{owner}: `--set {name}={text}`", text, wanted)
     return typed
 
 
-def public_names(names: Iterable[str]) -> str:
+def public_names_text(names: Iterable[str]) -> str:
     """Return a text that lists those of `names` that do not begin with an underscore."""
     public = [f"`{name}`" for name in names if not name.startswith("_")]
     return ", ".join(public) or "nothing"

@@ -30,7 +30,7 @@ _MOST_BYTES = 2**20
 
 
 @contextmanager
-def undo_changes(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
+def undo_variable_changes(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
     """Restore module attributes and variables of the files of model and loss when the `with` block ends."""
     attributes = AttributeSnapshot(model.named_modules())
     variables = [_Variables.of(container) for container in _containers(model, loss_fn)]

@@ -29,7 +29,7 @@ from planner.model.refusals import explain_error
 from planner.model.regions import without_reentrant_checkpointing
 from planner.model.stage import ModelStage
 from planner.model.user_errors import explain_user_errors
-from planner.model.variables import undo_changes
+from planner.model.variables import undo_variable_changes
 
 LayerKey = tuple[str, int]
 """Digest of a layer's operators, and a micro-batch size."""
@@ -113,7 +113,7 @@ def trace_layers(
     with ExitStack() as stack:
         if ghosts:
             # Attributes are restored afterwards: no ghost may stay in one, and numbers in them affect the digest.
-            stack.enter_context(undo_changes(chain.model, loaded.loss_fn))
+            stack.enter_context(undo_variable_changes(chain.model, loaded.loss_fn))
             stack.enter_context(parameters_as_ghosts(chain.model))
         stack.enter_context(without_reentrant_checkpointing())
         batch = loaded.example_batch(size)

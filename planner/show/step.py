@@ -17,7 +17,7 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import single_stage_table
 from planner.core.cost.partition import Partition
 from planner.core.cost.parts import stage_memory_parts
-from planner.core.cost.peak_points import PartCounts, optimizer_steps, part_counts
+from planner.core.cost.peak_points import PartCounts, optimizer_step_counts, part_counts
 from planner.core.cost.simulate import Event, StageTimes
 from planner.core.schedule import KINDS, Letter, sending_stage
 from planner.core.schedule.kinds import ActionKind
@@ -211,7 +211,7 @@ class _DeviceBytes(NamedTuple):
             idle=int(at(np.zeros_like(counts.during[:1]))[0]),
             during=during.astype(int).tolist(),
             after=np.minimum(during, at(counts.after)).astype(int).tolist(),
-            optimizer_step=int(at(optimizer_steps(counts.during.shape[1])).max()),
+            optimizer_step=int(at(optimizer_step_counts(counts.during.shape[1])).max()),
         )
 
 

@@ -51,9 +51,9 @@ def search_function_for(case: Case, request: Request, start: Answer | None) -> P
 
         return search_integer_program
     if case.policy == "layers":
-        from planner.solve.layers.search import search_layers  # noqa: PLC0415
+        from planner.solve.layers.search import search_layer_recomputation  # noqa: PLC0415
 
-        return partial(search_layers, by_stage=start)
+        return partial(search_layer_recomputation, by_stage=start)
     return search_gpipe if case.schedule.has_closed_form else _simulated_search(case.schedule, start)
 
 
@@ -66,9 +66,9 @@ def _simulated_search(schedule: Schedule, start: Answer | None) -> PlanSearch:
         from planner.solve.chain.one_forward_one_backward import search_one_forward_one_backward  # noqa: PLC0415
 
         return search_one_forward_one_backward
-    from planner.solve.chunks.search import search_chunks  # noqa: PLC0415
+    from planner.solve.chunks.search import search_chunked_partitions  # noqa: PLC0415
 
-    return search_chunks
+    return search_chunked_partitions
 
 
 def lacks_bound(schedules: Iterable[Schedule]) -> bool:
@@ -294,7 +294,7 @@ def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleN
     return dict(sorted(found_us.items(), key=lambda item: item[1])[:most])
 
 
-def faster_answers(*searches: Mapping[CaseKey, Answer]) -> Mapping[CaseKey, Answer]:
+def fastest_answers(*searches: Mapping[CaseKey, Answer]) -> Mapping[CaseKey, Answer]:
     """Return the fastest answer of each case from several searches."""
     faster: dict[CaseKey, Answer] = {}
     for answers in searches:

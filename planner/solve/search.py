@@ -21,7 +21,7 @@ from planner.solve.methods import (
     NEARBY,
     CaseKey,
     SearchedCases,
-    faster_answers,
+    fastest_answers,
     fastest_schedules_us,
     gains_from_longer_search,
     has_linear_program,
@@ -132,7 +132,7 @@ def _simplest_answer(searched: SearchedCases, share: float) -> Answer:
     return min((best, *able), key=lambda answer: (names.index(answer.case.schedule.name), answer.step_us))
 
 
-def plan_under(
+def plan_with_schedules(
     schedules: Collection[ScheduleName], profile: Profile, request: Request, *, upper_us: float
 ) -> Plan | None:
     """Return the best plan found under some schedules, with a lower bound; None if no plan beats `upper_us`.
@@ -161,7 +161,7 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
     by_stage = _in_passes(whole, request, deadline.share(0.5), upper_us=upper_us)
     upper_us = upper_us if by_stage.best is None else by_stage.best.step_us
     by_layer = search_cases(cases, request, deadline, upper_us=upper_us, starts=by_stage.answers)
-    best, answers = by_layer.best or by_stage.best, faster_answers(by_stage.answers, by_layer.answers)
+    best, answers = by_layer.best or by_stage.best, fastest_answers(by_stage.answers, by_layer.answers)
     return by_layer._replace(best=best, answers=answers)
 
 
@@ -208,7 +208,7 @@ def _searched_longer(first: SearchedCases, request: Request, deadline: Deadline)
         named = replace(request, inputs=replace(request.inputs, schedule=name), searches_longer=False)
         budget = {name: _LONG_BUDGET * (request.actions or 0)}
         again = search_cases([case], named, deadline, upper_us=upper_us, budget=budget)
-        answers = faster_answers(answers, again.answers)
+        answers = fastest_answers(answers, again.answers)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
     return first._replace(best=best, answers=answers)
 
@@ -298,7 +298,7 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     cheaper = replace(request, actions=(request.actions or 0) // _FIRST_BUDGET)
     first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
     quickly = {CaseKey.of(answer.case): answer for answer in quick}
-    first = first._replace(best=first.best or fastest, answers=faster_answers(quickly, first.answers))
+    first = first._replace(best=first.best or fastest, answers=fastest_answers(quickly, first.answers))
     is_improvable = first.best is not None and request.searches_longer
     return _improved_schedules(cases, first, request, deadline, ranks=ranks) if is_improvable else first
 
@@ -378,18 +378,18 @@ def _improved_schedules(
         named = replace(request, inputs=replace(request.inputs, schedule=name), searches_longer=False)
         budget = {name: actions // _SHORT_BUDGET}
         again = search_cases(own, named, deadline, upper_us=best.step_us * NEARBY, ranks=own_first, budget=budget)
-        answers = faster_answers(answers, again.answers)
+        answers = fastest_answers(answers, again.answers)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
     for name in fastest_schedules_us(answers.values(), _NEAREST_SCHEDULES):
         own = [case for case in cases if case.schedule.name == name]
         again = _search_ranked(own, request, deadline, upper_us=best.step_us * NEARBY, ranks=own_first)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
-        answers = faster_answers(answers, again.answers)
+        answers = fastest_answers(answers, again.answers)
     shape, found_us = width_replicas_and_micro_batches(best.case), _fastest_us_without_schedule(answers.values())
     own = [case for case in cases if case.schedule.needs_search and width_replicas_and_micro_batches(case) == shape]
     near = [case for case in own if found_us.get(_key_without_schedule(case), inf) <= best.step_us * _CLOSE]
     again = _search_orders_of(near, request, deadline.share(0.5), upper_us=best.step_us)
-    searched = first._replace(best=again.best or best, answers=faster_answers(answers, again.answers))
+    searched = first._replace(best=again.best or best, answers=fastest_answers(answers, again.answers))
     return _with_own_orders(searched, own, request, deadline)
 
 

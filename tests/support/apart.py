@@ -25,7 +25,7 @@ from planner.executor.run.stage_module import StageModule
 from planner.model.batch_norm import BatchStatistics
 from planner.model.calling import arguments_of
 from planner.model.chain import Chain, Layer
-from planner.model.load import Batch, LoadedModel, load_object
+from planner.model.load import Batch, LoadedModel, load_module
 from tests.support.one_piece import Drawing, Once
 from tests.zoo.real_model import RealModel
 
@@ -101,7 +101,7 @@ class Whole:
 
 def as_loaded(real: RealModel, granularity: Granularity = "coarse") -> LoadedModel:
     """Return `real` as a model file would offer it."""
-    loaded = load_object(
+    loaded = load_module(
         nn.Identity(),
         example_batch=lambda size: (real.inputs(size), None),
         loss_fn=None if real.no_loss_fn else real.loss,

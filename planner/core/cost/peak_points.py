@@ -198,7 +198,7 @@ class CountChanges(NamedTuple):
     """Changes at the end of the action."""
 
 
-def count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
+def part_count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
     """Return which memory parts (`PARTS`) each action of each device allocates and frees.
 
     After the actions of a device come the changes by the optimizer's step of each of its chunks.
@@ -214,7 +214,7 @@ def _programs(actions: Sequence[Sequence[Action]]) -> Iterator[tuple[Any, tuple[
 def part_counts(actions: Sequence[Sequence[Action]]) -> tuple[PartCounts, ...]:
     """Return, for each device, how often each memory part (`PARTS`) exists during and after every action."""
     chunks = len({action.stage for action in actions[0]})
-    return tuple(_counts(changes[:-chunks], chunks) for changes in count_changes(actions))
+    return tuple(_counts(changes[:-chunks], chunks) for changes in part_count_changes(actions))
 
 
 def _counts(changes: Sequence[CountChanges], chunks: int) -> PartCounts:
@@ -259,7 +259,7 @@ class _PartCounter:
             before = self._take_changes()
             next(steps)
             yield CountChanges(before, running, self._take_changes())
-        for base, counts in zip(self._bases.values(), optimizer_steps(len(self._bases)).tolist(), strict=True):
+        for base, counts in zip(self._bases.values(), optimizer_step_counts(len(self._bases)).tolist(), strict=True):
             for other, parts in zip(self._bases.values(), counts, strict=True):
                 for part, number in zip(PARTS, parts, strict=True):
                     self._set(other, part, 0 if part == "optimizer_step" else number)
@@ -377,7 +377,7 @@ def part_counts_at_points(actions: tuple[tuple[Action, ...], ...]) -> Iterator[I
 
 @lru_cache(maxsize=64)
 def _distinct_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...], last: int) -> IntArray:
-    steps = optimizer_steps(len({action.stage for action in row}))
+    steps = optimizer_step_counts(len({action.stage for action in row}))
     return np.concatenate([_PartCounter(row, last).distinct(program), steps])
 
 
@@ -386,7 +386,7 @@ def _peak_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...],
     return _undominated(_distinct_part_counts(row, program, last))
 
 
-def optimizer_steps(chunks: int) -> IntArray:
+def optimizer_step_counts(chunks: int) -> IntArray:
     """Return how often each memory part (`PARTS`) exists on a device during the optimizer's steps.
 
     The dimensions are: chunk whose parameters are updated, chunk that has the parts, part. The autocast cache does not

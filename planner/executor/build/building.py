@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.core.values.balance import Balance
 from planner.core.values.units import pluralize
-from planner.executor.build.own_stage import BuildError, build_only, to_meta
+from planner.executor.build.own_stage import BuildError, build_with_values, to_meta
 from planner.executor.run.loader import example_mini_batch
 from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, refuse_sparse
@@ -167,7 +167,7 @@ def build_stages(
 def _build_only_wanted(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]], seed: int) -> nn.Module:
     if not loaded.is_without_values:
         with contextlib.suppress(BuildError):
-            return build_only(loaded.build, wanted, seed=seed)
+            return build_with_values(loaded.build, wanted, seed=seed)
     torch.manual_seed(seed)
     model = loaded.build()
     if loaded.is_without_values:

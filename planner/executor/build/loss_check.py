@@ -38,7 +38,7 @@ from planner.model.lean import build_lean
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
 from planner.model.nests import flatten, tensors_in, unflatten
-from planner.model.variables import undo_changes
+from planner.model.variables import undo_variable_changes
 
 _SAMPLES: Final = (4, 2)
 """Numbers of samples to try, in order. Two samples are the last choice, because then each half has one sample, and some
@@ -148,7 +148,7 @@ def _check_and_estimate_bytes(loaded: LoadedModel, model: nn.Module, batch: Batc
 
 @contextmanager
 def _undoing_changes(model: nn.Module, loaded: LoadedModel) -> Iterator[None]:
-    with undo_changes(model, loaded.loss_fn), copy_buffers_temporarily(model):
+    with undo_variable_changes(model, loaded.loss_fn), copy_buffers_temporarily(model):
         yield
 
 

@@ -41,7 +41,7 @@ class BuildError(Exception):
     """Error for a model that cannot be built in parts. The whole model must then be built."""
 
 
-def build_only(
+def build_with_values(
     build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]], *, seed: int
 ) -> nn.Module:
     """Return the model of `torch.manual_seed(seed); build()`, with only some tensors in memory.

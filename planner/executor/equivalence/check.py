@@ -33,7 +33,7 @@ from planner.executor.equivalence.isolation import (
     return_freed_blocks_to_system,
     run_in_child,
 )
-from planner.executor.equivalence.rehearsal import repeat_forwards
+from planner.executor.equivalence.rehearsal import difference_of_repeated_forwards
 from planner.executor.equivalence.rounds import EquivalenceRound, RoundResult
 from planner.executor.equivalence.subject import (
     STEPS,
@@ -277,7 +277,7 @@ def _first_successful_attempt(
             continue
         if not result.wrong and request.cuts is None:
             progress("repeating forwards")
-            differs = repeat_forwards(request.loaded, chain, limit_s=request.time_limit_s)
+            differs = difference_of_repeated_forwards(request.loaded, chain, limit_s=request.time_limit_s)
             recomputed = result.proof.differs_recomputed or differs
             return replace(result, proof=replace(result.proof, differs_recomputed=recomputed))
         return result

@@ -47,7 +47,7 @@ _MOST_PARAMETERS = 20_000_000
 """Largest number of parameters of a model whose forwards are repeated."""
 
 
-def repeat_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:
+def difference_of_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:
     """Repeat the forward of all layers until the code takes another path or the time is up.
 
     The forwards run in a separate process.

@@ -47,7 +47,7 @@ def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source
     return counts
 
 
-def weigh_losses(
+def loss_weights_of_parts(
     parts: Sequence[MiniBatchPart], counts: Sequence[float], total: float
 ) -> list[tuple[MiniBatchPart, int, list[float]]]:
     """Return, for each part of a mini-batch, the loss weights of its micro-batches.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from planner.core.cost.peak_points import PARTS, CountChanges, count_changes
+from planner.core.cost.peak_points import PARTS, CountChanges, part_count_changes
 from planner.core.errors import UsageError
 from planner.core.schedule import KINDS, SCHEDULES, Action, Schedule, schedule_of
 from planner.core.values.limits import MOST_CHUNKS
@@ -107,7 +107,7 @@ def schedule_menu(request: ExplorerRequest) -> ScheduleMenu:
             continue  # the schedule does not support this number of micro-batches
         left -= sum(map(len, rows))
         stages = (schedule.stages_on(device, plan.num_devices, chunks) for device in range(plan.num_devices))
-        changes = count_changes(rows)
+        changes = part_count_changes(rows)
         orders.setdefault(schedule.name, {}).setdefault(chunks, {})[micro_batches] = DeviceOrders(
             devices=tuple(_order(*each, entries) for each in zip(rows, stages, changes, strict=True)),
             parts=frozenset(part % len(PARTS) for each in set().union(*changes) for part in _changed_parts(each)),

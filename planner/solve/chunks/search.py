@@ -82,7 +82,7 @@ _CUTS_AT_ONCE = 256
 """Largest number of partitions in a block of `all_cuts`."""
 
 
-def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
+def search_chunked_partitions(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
     """Return the best partition found with several stages per device.
 
     Args:

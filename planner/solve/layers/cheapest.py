@@ -67,7 +67,7 @@ class LayerChoice:
         return self.lower_bound_us >= self.recompute_us * (1 - RELATIVE)
 
 
-def cheapest_layers(
+def cheapest_recomputed_layers(
     costs: ChainCosts,
     first: int,
     end: int,
@@ -127,7 +127,7 @@ def cheapest_layers_within(
         layers: Memory of the stage's layers.
         limits: Memory limits at the points in the step of the stage's device.
         times_us: Time to recompute each layer.
-        most_choices: Number of partial choices kept per layer, as for `cheapest_layers`.
+        most_choices: Number of partial choices kept per layer, as for `cheapest_recomputed_layers`.
     """
     with_level = [limit for limit in limits if limit.peak >= 0]
     # If no layer of the stage runs, only the saved bytes count.

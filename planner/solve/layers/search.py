@@ -35,7 +35,9 @@ _SHARE = 4
 """Divisor of the budget left. The search may spend the quotient on choosing the layers of partitions one by one."""
 
 
-def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
+def search_layer_recomputation(
+    case: Case, by_stage: Answer | None, *, upper_us: float = inf, deadline: Deadline = NEVER
+) -> Answer:
     """Return the best partition found in which stages may recompute some of their layers.
 
     Args:

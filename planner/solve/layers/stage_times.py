@@ -13,7 +13,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import least_saved_and_peaks, most_bytes_freed
 from planner.core.cost.memory import stage_memory_functions
 from planner.core.cost.peak_points import PeakPoints
-from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_layers
+from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_recomputed_layers
 from planner.solve.space.tables import fill_stage_tables
 
 _MOST_RATIOS = 64
@@ -82,7 +82,9 @@ class RecomputeTimes:
         device = _DeviceKey(limit_bytes, points.in_flight)
         choices = self._exact.setdefault(device, {})
         if (first, end) not in choices:
-            choice = choices[first, end] = cheapest_layers(self._costs, first, end, points, limit_bytes=limit_bytes)
+            choice = choices[first, end] = cheapest_recomputed_layers(
+                self._costs, first, end, points, limit_bytes=limit_bytes
+            )
             if device in self._tables:
                 _set_entry(self._tables[device], first, end, choice)
         return choices[first, end]

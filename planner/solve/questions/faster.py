@@ -8,7 +8,7 @@ from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
 from planner.solve.request import Request, with_width_and_replicas_of_plan
-from planner.solve.search import MOST_WORK, plan_under, solve
+from planner.solve.search import MOST_WORK, plan_with_schedules, solve
 
 MOST_HINT_S: Final = 5.0
 """Time limit of the search for a hint, in seconds."""
@@ -20,7 +20,7 @@ _LEAST_GAIN = 0.005
 """Smallest gain that is reported, as a share of the step time."""
 
 
-def faster_schedule(
+def find_faster_schedule_plan(
     profile: Profile, plan: Plan, *, micro_batches: int | None = None, time_limit_s: float = MOST_HINT_S
 ) -> Plan | None:
     """Return a faster plan under another schedule than the requested one, if a short search finds it.
@@ -45,7 +45,7 @@ def faster_schedule(
     request = _short_request(every, micro_batches, time_limit_s)
     upper_us = plan.predicted.step_us * (1 - _LEAST_GAIN)
     try:
-        return plan_under({*SCHEDULES, SEARCHED.name} - {inputs.schedule}, profile, request, upper_us=upper_us)
+        return plan_with_schedules({*SCHEDULES, SEARCHED.name} - {inputs.schedule}, profile, request, upper_us=upper_us)
     except PlannerError:
         return None  # other schedules do not support the options
 

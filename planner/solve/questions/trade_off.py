@@ -11,13 +11,13 @@ from planner.solve.cases import cases_of
 from planner.solve.deadline import UNWATCHED, SearchObserver
 from planner.solve.questions.insight import frontier_point_of
 from planner.solve.request import Request, with_width_and_replicas_of_plan
-from planner.solve.search import MOST_WORK, plan_under
+from planner.solve.search import MOST_WORK, plan_with_schedules
 
 _SHORT_ACTIONS: Final = 60_000
 """Number of actions that a short search simulates per schedule: at most some tenths of a second."""
 
 
-def trade_off_of(
+def memory_trade_off(
     profile: Profile,
     plan: Plan,
     *,
@@ -75,7 +75,7 @@ def _point(profile: Profile, request: Request, plan: Plan, name: ScheduleName) -
         # A short search divided among all values of M would be too short for each, so the plan's M comes first.
         own_m = replace(request, micro_batches=plan.micro_batches)
         requests = [own_m] if schedule.needs_search else [own_m, request]
-    plans = (plan_under({name}, profile, each, upper_us=inf) for each in requests)
+    plans = (plan_with_schedules({name}, profile, each, upper_us=inf) for each in requests)
     best = next((plan for plan in plans if plan is not None), None)
     if best is None:
         return FrontierPoint(micro_batches=0, micro_batch_size=0, schedule=name, fits=False, short_search=is_short)

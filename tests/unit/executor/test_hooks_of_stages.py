@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.executor.build.building import StageRange, build_stages, build_structure
-from planner.executor.build.own_stage import build_only
+from planner.executor.build.own_stage import build_with_values
 from planner.model.closures import other_reachable_tensors
 from tests.support.measure import loaded_model
 
@@ -117,6 +117,6 @@ def test_tensors_of_other_stages_hooks_take_no_memory() -> None:
         first = model.get_submodule("0")
         return [*first.parameters(), *other_reachable_tensors([first], first.parameters())]
 
-    model = build_only(hooked, wanted, seed=SEED)
+    model = build_with_values(hooked, wanted, seed=SEED)
     assert [tensor.device.type for tensor in wanted(model)] == ["cpu"] * 3
     assert all(parameter.is_meta for parameter in list(model.parameters())[2:])

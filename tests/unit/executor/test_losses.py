@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from planner.core.errors import ModelError, UsageError
-from planner.executor.run.losses import loss_counts, weigh_losses, zero_loss_of
+from planner.executor.run.losses import loss_counts, loss_weights_of_parts, zero_loss_of
 from planner.executor.run.parts import MiniBatchPart, count_samples, micro_batches_of, mini_batch_parts
 from planner.model.label_counts import label_count
 from planner.model.load import Batch
@@ -15,8 +15,8 @@ from planner.model.load import Batch
 
 def test_weights_are_fractions_of_the_mini_batch() -> None:
     parts = [MiniBatchPart(Batch(None, None), 3, 2), MiniBatchPart(Batch(None, None), 1, 1)]
-    assert weigh_losses(parts, [2, 2, 0, 4], 8) == [(parts[0], 0, [0.25, 0.25, 0.0]), (parts[1], 3, [0.5])]
-    assert [weights for _, _, weights in weigh_losses(parts, [0.0] * 4, 0)] == [[0.0] * 3, [0.0]]
+    assert loss_weights_of_parts(parts, [2, 2, 0, 4], 8) == [(parts[0], 0, [0.25, 0.25, 0.0]), (parts[1], 3, [0.5])]
+    assert [weights for _, _, weights in loss_weights_of_parts(parts, [0.0] * 4, 0)] == [[0.0] * 3, [0.0]]
 
 
 def test_loss_count_of_the_model_file_is_used() -> None:

@@ -13,7 +13,7 @@ from planner.core.errors import ModelError
 from planner.executor.equivalence import new_process
 from planner.executor.equivalence.check import check_equivalence
 from planner.executor.equivalence.new_process import check_without_gpu
-from planner.model import load_model, load_object
+from planner.model import load_model, load_module
 from planner.model.load import LoadedModel
 from planner.model.seeding import preserve_torch_generators
 from tests.support.measure import loaded_model, mean_loss
@@ -99,5 +99,5 @@ def test_saving_random_states_does_not_start_cuda(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_a_model_object_is_sent_with_its_values() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    load = partial(load_object, model, loss_fn=mean_loss, inputs=("4",))
+    load = partial(load_module, model, loss_fn=mean_loss, inputs=("4",))
     assert check_without_gpu(load(), load, budget_s=30.0).proof.cuts == 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.device.meter import CpuMemoryMeter
-from planner.executor.build.own_stage import BuildError, build_only
+from planner.executor.build.own_stage import BuildError, build_with_values
 from planner.model.chain import chain_of
 from planner.model.load import load_model
 
@@ -65,7 +65,7 @@ def check_own(build: Build, names: Sequence[str], *, needed: Sequence[str] = ())
     expected = whole(build)
     after = torch.get_rng_state()
     torch.manual_seed(999)  # what came before must not matter
-    own = build_only(build, of_layers(names), seed=SEED)
+    own = build_with_values(build, of_layers(names), seed=SEED)
     assert torch.equal(torch.get_rng_state(), after), "the random state is that behind the whole model"
     compared = 0
     for name in names:
@@ -253,7 +253,7 @@ def test_untraceable_initializers_are_refused_or_exact(name: str, wanted: str) -
         return nn.Sequential(*layers, nn.Linear(8, 8))
 
     try:
-        own = build_only(build, of_layers([wanted]), seed=SEED)
+        own = build_with_values(build, of_layers([wanted]), seed=SEED)
     except BuildError:
         return
     expected = tensors_of(whole(build).get_submodule(wanted))
@@ -322,7 +322,7 @@ def test_draws_into_a_computed_weight_have_no_effect() -> None:
 
     check_own(build, ["0"])
     check_own(build, ["1"])
-    together = tensors_of(build_only(build, lambda model: tensors_of(model).values(), seed=SEED))
+    together = tensors_of(build_with_values(build, lambda model: tensors_of(model).values(), seed=SEED))
     assert all(torch.equal(tensor, together[name]) for name, tensor in tensors_of(whole(build)).items())
 
 
@@ -343,7 +343,7 @@ def test_construction_that_depends_on_values_is_refused() -> None:
         return nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate))
 
     with pytest.raises(BuildError):
-        build_only(build, of_layers(["0"]), seed=SEED)
+        build_with_values(build, of_layers(["0"]), seed=SEED)
 
 
 def test_constructions_that_differ_when_repeated_are_refused() -> None:
@@ -356,7 +356,7 @@ def test_constructions_that_differ_when_repeated_are_refused() -> None:
         return nn.Sequential(*layers)
 
     with pytest.raises(BuildError, match="not built the same way twice"):
-        build_only(build, of_layers(["0"]), seed=SEED)
+        build_with_values(build, of_layers(["0"]), seed=SEED)
 
 
 def test_failing_constructors_are_refused_with_the_cause() -> None:
@@ -366,7 +366,7 @@ def test_failing_constructors_are_refused_with_the_cause() -> None:
         raise ValueError("no such size")
 
     with pytest.raises(BuildError, match="no such size"):
-        build_only(build, of_layers(["0"]), seed=SEED)
+        build_with_values(build, of_layers(["0"]), seed=SEED)
     assert not torch.zeros(3).is_meta
 
 
@@ -377,6 +377,6 @@ def test_only_the_layers_of_the_stage_take_memory() -> None:
 
     layer = 4 * (256 * 256 + 256)
     built: list[Any] = []
-    usage = CpuMemoryMeter().measure(lambda: built.append(build_only(build, of_layers(["7"]), seed=SEED)))
+    usage = CpuMemoryMeter().measure(lambda: built.append(build_with_values(build, of_layers(["7"]), seed=SEED)))
     assert layer <= usage.end_bytes <= 1.1 * layer
     assert usage.peak_bytes <= 2.1 * layer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.model.default_loss import DefaultLoss
-from planner.model.load import LoadedModel, load_object
+from planner.model.load import LoadedModel, load_module
 from planner.profile import ProfilerOptions, profile_model
 
 WORDS, WIDTH = 11, 8
@@ -51,7 +51,7 @@ def batch(size: int) -> tuple[Any, None]:
 
 def load_without_loss(model: nn.Module) -> LoadedModel:
     """Load the model as from Python, with an example batch only."""
-    return load_object(model, example_batch=batch)
+    return load_module(model, example_batch=batch)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ class Split(nn.Module):
 def test_the_loss_of_a_sequential_is_chosen_with_its_chain() -> None:
     """Its last stage may first run without a graph."""
     model = nn.Sequential(nn.Linear(4, 4), Split())
-    without = load_object(model, example_batch=lambda size: (torch.ones(size, 4), None))
+    without = load_module(model, example_batch=lambda size: (torch.ones(size, 4), None))
     without.chain(model)
     assert 'output "1"' in without.notes[0]
     notes: list[str] = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.model.variables import undo_changes
+from planner.model.variables import undo_variable_changes
 
 STATE: dict[str, Any] = {"mean": torch.zeros(2), "written": torch.zeros(2), "calls": 0, "started": False}
 QUEUE: deque[Any] = deque([torch.zeros(2)])
@@ -70,7 +70,7 @@ class Changes(nn.Module):
 def test_changes_of_a_recording_forward_are_undone(value: Tensor) -> None:
     """Module-level values, class attributes, defaults, closures and attributes."""
     model = Changes()
-    with undo_changes(model):
+    with undo_variable_changes(model):
         model(value)
         assert STATE["started"]
         assert len(QUEUE) == 2
@@ -82,12 +82,12 @@ def test_changes_of_a_recording_forward_are_undone(value: Tensor) -> None:
     assert not Changes.mean.any()
     assert Changes.forward.__defaults__ == ([],)
     assert not model.initialized
-    with undo_changes(model):
+    with undo_variable_changes(model):
         assert TICK() == 1
 
 
 def test_large_lists_are_neither_copied_nor_restored() -> None:
     """A copy of all samples would take their memory again in every forward."""
-    with undo_changes(Changes()):
+    with undo_variable_changes(Changes()):
         SAMPLES[0] = 1
     assert SAMPLES[0] == 1

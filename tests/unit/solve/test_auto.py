@@ -27,7 +27,7 @@ from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER
 from planner.solve.progress import Progress, SimulationBudget
 from planner.solve.questions import insight
-from planner.solve.questions.faster import faster_schedule, plan_with_replicas
+from planner.solve.questions.faster import find_faster_schedule_plan, plan_with_replicas
 from planner.solve.request import MOST_ACTIONS_OF_AUTO
 from planner.solve.space import partitions
 from planner.solve.space.case import Case
@@ -148,13 +148,13 @@ def test_cuts_with_one_stage_per_device_are_not_tried_as_chunks() -> None:
 def test_faster_schedule_is_the_fastest_of_all() -> None:
     profile = tight()
     gpipe = answer(profile, "gpipe")
-    other = faster_schedule(profile, gpipe)
+    other = find_faster_schedule_plan(profile, gpipe)
     assert other.schedule != "gpipe"
     assert other.predicted.step_us == pytest.approx(answer(profile, "auto").predicted.step_us)
-    assert faster_schedule(profile, gpipe, micro_batches=8) is None  # in micro-batches of a size not profiled
-    by_layers = faster_schedule(profile, answer(profile, "gpipe", recompute="layers"))
+    assert find_faster_schedule_plan(profile, gpipe, micro_batches=8) is None  # in micro-batches of a size not profiled
+    by_layers = find_faster_schedule_plan(profile, answer(profile, "gpipe", recompute="layers"))
     assert by_layers.inputs.recompute == "layers"
-    assert faster_schedule(profile, answer(profile, other.schedule)) is None
+    assert find_faster_schedule_plan(profile, answer(profile, other.schedule)) is None
 
 
 def test_replicas_are_suggested_if_they_use_idle_devices() -> None:
@@ -173,10 +173,10 @@ def test_no_faster_schedule_is_reported_if_none_can_be_compared() -> None:
     profile = tight()
     tpu = replace(profile, device=Device(kind="tpu:v2", name="TPU v2", how="compiled"))
     gpipe = answer(profile, "gpipe")
-    assert faster_schedule(profile, answer(profile, "auto")) is None
-    assert faster_schedule(profile, answer(profile, "gpipe", balance="2,2,2,2")) is None
-    assert faster_schedule(tpu, answer(tpu, "gpipe")) is None
-    assert faster_schedule(replace(profile, layers=profile.layers * 1000), gpipe) is None
+    assert find_faster_schedule_plan(profile, answer(profile, "auto")) is None
+    assert find_faster_schedule_plan(profile, answer(profile, "gpipe", balance="2,2,2,2")) is None
+    assert find_faster_schedule_plan(tpu, answer(tpu, "gpipe")) is None
+    assert find_faster_schedule_plan(replace(profile, layers=profile.layers * 1000), gpipe) is None
 
 
 def uneven(seed: int) -> Profile:

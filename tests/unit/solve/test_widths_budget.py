@@ -13,7 +13,7 @@ from planner.solve import Request, solve
 from planner.solve.answer import Answer
 from planner.solve.chunks import search as chunks_search
 from planner.solve.deadline import Deadline
-from planner.solve.questions.trade_off import trade_off_of
+from planner.solve.questions.trade_off import memory_trade_off
 from planner.solve.space.case import Case
 
 CONFIGURATIONS = Path(__file__).parents[3] / "sample_models/configurations"
@@ -31,7 +31,7 @@ def test_no_compared_schedule_is_faster_than_the_plan() -> None:
     """With 64 micro-batches, one simulation needs most of a schedule's budget for all M."""
     profile, request = profile_and_request("gemma-2-9b", "auto", "8x8")
     plan = solve(profile, request)
-    points = trade_off_of(profile, plan, is_short=True)
+    points = memory_trade_off(profile, plan, is_short=True)
     assert plan.predicted.step_us <= min(point.step_us for point in points if point.fits)
     assert all(point.fits for point in points)
 
@@ -45,13 +45,13 @@ def test_auto_is_not_slower_than_a_named_schedule() -> None:
 def test_budget_of_a_named_schedule_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit, cases with two GPUs per layer take most of the time, though none of their plans is fast."""
     limits = []
-    real = chunks_search.search_chunks
+    real = chunks_search.search_chunked_partitions
 
     def recording(case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
         limits.append(deadline.most_actions)
         return real(case, upper_us=upper_us, deadline=deadline)
 
-    monkeypatch.setattr(chunks_search, "search_chunks", recording)
+    monkeypatch.setattr(chunks_search, "search_chunked_partitions", recording)
     assert solve(*profile_and_request("gemma-2-9b", "zbv", "4x8")).schedule == "zbv"
     assert limits
     assert None not in limits

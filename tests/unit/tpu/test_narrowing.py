@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.model import load_object
+from planner.model import load_module
 from planner.model.load import LoadedModel
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_layers
@@ -70,7 +70,7 @@ class Residual(nn.Module):
 
 
 def model() -> LoadedModel:
-    return load_object(
+    return load_module(
         nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Residual(), nn.Linear(8, 8)),
         example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
         loss_fn=nn.functional.mse_loss,

@@ -16,7 +16,7 @@ from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model
-from planner.model import LoadedModel, load_object
+from planner.model import LoadedModel, load_module
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
@@ -61,7 +61,7 @@ def uneven(widths: Sequence[int] = (8, 24, 8, 40, 8)) -> LoadedModel:
     layers[1].requires_grad_(requires_grad=False)
     named = [(f"layer_{n}", layer) for n, layer in enumerate(layers)]
     model = nn.Sequential(OrderedDict([*named, ("last", Last(widths[-1]))]))
-    return load_object(
+    return load_module(
         model,
         example_batch=lambda size: (torch.randn(size, widths[0]), torch.randint(3, (size,))),
         loss_fn=nn.functional.cross_entropy,
@@ -76,7 +76,7 @@ def tied() -> LoadedModel:
     model = nn.Sequential(OrderedDict(a=twice, b=nn.Tanh(), c=nn.Linear(8, 8), d=twice))
     model._modules["d"] = nn.Linear(8, 8)
     model.d.weight = twice.weight
-    return load_object(
+    return load_module(
         model,
         example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
         loss_fn=nn.functional.mse_loss,
@@ -174,7 +174,7 @@ def test_amoebanets_gradients_equal_torchs_in_float64() -> None:
         cell=amoebanet.Cell(48, 8, 16, reduces=False, skip_reduces=True, is_last=True),
         classifier=amoebanet.Classifier(64, 4),
     )
-    loaded = load_object(
+    loaded = load_module(
         nn.Sequential(layers).double(),
         example_batch=lambda size: (torch.randn(size, 3, 17, 17, dtype=torch.float64), torch.randint(4, (size,))),
         loss_fn=nn.functional.cross_entropy,
@@ -193,7 +193,7 @@ def test_more_stages_than_micro_batches_equal_torch() -> None:
 
 
 def load_of_width_8(model: nn.Module) -> LoadedModel:
-    return load_object(
+    return load_module(
         model,
         example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
         loss_fn=nn.functional.mse_loss,

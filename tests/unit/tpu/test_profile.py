@@ -17,7 +17,7 @@ from planner import api
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.values.devices import accelerator
 from planner.core.values.profile import Profile
-from planner.model import LoadedModel, in_precision, load_model, load_object
+from planner.model import LoadedModel, in_precision, load_model, load_module
 from planner.model.optimizers import OPTIMIZERS, OptimizerBuilder
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.structure import find_chain
@@ -72,7 +72,7 @@ def perceptron(width: int = 128) -> LoadedModel:
             return hidden + self.inner(hidden)
 
     model = nn.Sequential(*(Layer() for _ in range(4)))
-    return load_object(
+    return load_module(
         model,
         example_batch=lambda size: (torch.randn(size, width), torch.randn(size, width)),
         loss_fn=nn.functional.mse_loss,
@@ -231,7 +231,7 @@ def test_compiled_layers_are_cached(tmp_path: Path, compiled: list[Any]) -> None
 @pytest.mark.slow
 def test_layers_with_dropout_are_compiled() -> None:
     """Their programs take a random key, an array without dimensions."""
-    loaded = load_object(
+    loaded = load_module(
         nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.1), nn.Linear(128, 128)),
         example_batch=lambda size: (torch.randn(size, 128), torch.randn(size, 128)),
         loss_fn=nn.functional.mse_loss,
@@ -279,7 +279,7 @@ def test_operators_that_torchax_lacks_are_named() -> None:
         return nn.functional.ctc_loss(output.log_softmax(2).transpose(0, 1), target, lengths, lengths // 2)
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    loaded = load_object(
+    loaded = load_module(
         model, example_batch=lambda size: (torch.randn(size, 4, 8), torch.ones(size, 2, dtype=torch.int64)), loss_fn=ctc
     )
     with pytest.raises(ModelError, match=r'cannot translate operators of some layers for the TPU: "1": .*ctc'):

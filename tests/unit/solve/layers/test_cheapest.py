@@ -10,7 +10,7 @@ import pytest
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
-from planner.solve.layers.cheapest import LayerChoice, cheapest_layers
+from planner.solve.layers.cheapest import LayerChoice, cheapest_recomputed_layers
 from planner.solve.layers.stage_times import least_recompute_us
 from tests.support.chains import chain, layer, random_profile, record, tensor, with_programs
 from tests.support.peak_points import peak_points_with
@@ -35,7 +35,7 @@ def cheapest(
     costs: ChainCosts, first: int, end: int, counts: tuple[int, int], limit: float, *, most_choices: int = 4096
 ) -> LayerChoice | None:
     """Return the cheapest layers to recompute."""
-    return cheapest_layers(
+    return cheapest_recomputed_layers(
         costs,
         first,
         end,
