@@ -250,7 +250,7 @@ class Checkpoints:
         self.wait_until_written()  # no other thread may exchange values now
         changed = self._exchange.decide(self._unsaved_state.changed(), lambda names: sorted(set(chain(*names))))
         if changed:
-            more = f" and {len(changed) - _MOST_NAMES} others" if len(changed) > _MOST_NAMES else ""
+            more = f" and {len(changed) - _MOST_NAMES} more" if len(changed) > _MOST_NAMES else ""
             names = f"{', '.join(changed[:_MOST_NAMES])}{more}"
             self._tell(
                 f"checkpoints do not contain state that changes in training: {names}; a resumed run begins with its "

@@ -100,7 +100,7 @@ def test_the_first_sigterm_reports_when_the_run_stops(tmp_path: Path) -> None:
     assert done.codes == (143, 143), done
     assert "SIGTERM: stopping after " in done.out
     assert "with a checkpoint; a second signal stops at once, without a checkpoint" in done.out
-    assert done.err == ""
+    assert done.errors == []
 
 
 @pytest.mark.timed
