@@ -2,7 +2,7 @@
 
 The `__init__` of such a package lists its functions as `module:function`, in a table for each extension point:
 
-    BACKENDS         profile backends    `--device <name>`, up to the first colon
+    BACKENDS         profile backends    used with `--device <name>` or `--device <name>:…`
     FORMATS          emitters            `--format <name>`
     MEMORY_MODELS    memory models       used if the layers of a profile have the field <name> of `LayerProfile`
 """

@@ -8,9 +8,9 @@ A schedule that torch lacks is written to a file, which `pipeline_parallel_sched
 `pipeline_parallel_schedule` then only decides the placement of the stages (`pipeline_module_split`: a V for
 ZBVZeroBubble and DualPipeV, otherwise a loop).
 
-Options were renamed after 0.3.0: the lists are `pipeline_parallel_module_fqns_per_model_part`, `num_pp_microbatches`
-sets M instead of a size, and batches are counted in tokens. The emitted file chooses the option names that the config
-has.
+Options changed after 0.3.0: the lists are `pipeline_parallel_module_fqns_per_model_part`, `num_pp_microbatches` sets
+the number of micro-batches instead of their size, and batches are counted in tokens. The emitted file chooses the
+option names that the config has.
 """
 
 from typing import Any, Final

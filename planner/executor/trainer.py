@@ -185,7 +185,7 @@ class Trainer:
             )
 
     def _norms(self) -> AbstractContextManager[None]:
-        """Return a context manager that refuses gradient norms without the gradients of other ranks."""
+        """Return a context manager in which `clip_grad_norm_` raises if its norm lacks gradients of other ranks."""
         if self._job.place.num_devices == 1:
             return nullcontext()
         stages = self._job.balance.stages

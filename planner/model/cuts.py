@@ -197,7 +197,7 @@ class PossibleCuts:
 
         - after each block (a member of a ModuleList, ModuleDict or Sequential)
         - outside of blocks, after modules that contain modules with parameters
-        - between these cuts, after other modules, where at most `_NEAR` times the fewest bytes cross
+        - between these cuts, after other modules, if the bytes that cross are at most `_NEAR` times the fewest bytes
         - within blocks, if `granularity` is `fine` and few bytes cross
         """
         calls = self.recording.calls

@@ -23,7 +23,7 @@ from planner.model.repeated_code import RepeatedCode
 
 
 class SentResultFinder:
-    """Search for sent results, in execution order, because operands of a sent result may be sent results themselves."""
+    """Search for sent results in execution order. An operand of a sent result may itself be a sent result."""
 
     def __init__(self, recording: Recording, repeated_code: RepeatedCode) -> None:
         self._recording = recording

@@ -105,7 +105,7 @@ class SplitBackward:
 
     @contextmanager
     def weight_cast_cache(self) -> Iterator[None]:
-        """Cache autocast's weight copies in the `with` block, for weights whose gradients are computed later."""
+        """In the `with` block, cache autocast's copies of those weights whose gradients are computed later."""
         self._casts = {}
         try:
             yield

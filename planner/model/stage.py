@@ -97,7 +97,7 @@ class ModelStage(nn.Module):
 
     @property
     def finished_modules(self) -> dict[str, nn.Module]:
-        """Modules by path whose forward ends in this stage. It may begin in an earlier stage."""
+        """Modules whose forward ends in this stage, by path. The forward may begin in an earlier stage."""
         part, calls = self._part, self._part.outline.recording.calls
         paths = {call.path for call in calls if part.begin <= call.exit and (call.exit < part.stop or part.stop == END)}
         # Numbers of tables that earlier stages compute are undone after each forward.

@@ -30,8 +30,8 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 class UnsplitBackwardTimer:
     """Timer of a layer's forward and whole (not split) backward.
 
-    As in the second and later micro-batches, the backward adds to existing gradients. For a large layer, adding is
-    measured separately, so that only one copy of its gradients exists.
+    As in the second and later micro-batches, the backward adds to existing gradients. For a large layer, the time of
+    adding is measured separately, because two copies of its gradients may not fit in memory.
     """
 
     clock: Clock

@@ -96,7 +96,7 @@ class CompiledBackend:
         return cls(Device(kind="tpu", name=name, memory_bytes=memory_bytes), rates)
 
     def describe(self) -> Device:
-        """Return the TPU as the `device` of a profile."""
+        """Return a description of the TPU, for the field `device` of a profile."""
         return self._described
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002

@@ -1,1 +1,1 @@
-"""Checks of plans: memory limits, measured against predicted values, and differences between plans."""
+"""Checks of plans: do they fit the memory limits, do predictions agree with measurements, how do plans differ."""

@@ -55,7 +55,7 @@ _MOST_ATTEMPTS = 4
 
 
 class EquivalenceResult(NamedTuple):
-    """Record of the equivalence check, and the model without the cuts that failed it."""
+    """Result of the equivalence check: its record, and the model without the cuts that failed."""
 
     loaded: LoadedModel
     """The model; `uncut` names the layers that no stage may end with."""

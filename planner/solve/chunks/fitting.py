@@ -82,8 +82,8 @@ class RecomputeFitter:
     def minimal_combinations(self, cuts: IntArray) -> BoolArray:
         """Return True for the minimal combinations of recompute choices of each device.
 
-        A combination is minimal if it fits, but no combination fits that recomputes less in one stage and not more in
-        others. `cuts` has the shape (partitions, stages + 1), the result (partitions, devices, combinations).
+        A combination is minimal if it fits, but would not fit if one or more stages recomputed less. `cuts` has the
+        shape (partitions, stages + 1), the result (partitions, devices, combinations).
         """
         num_devices = self._evaluator.num_devices
         devices = np.repeat(np.arange(num_devices), len(cuts))

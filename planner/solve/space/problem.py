@@ -125,7 +125,7 @@ class DeviceTable:
 class ChainProblem:
     """Problem of cutting a chain into at most, or exactly, `num_stages` stages.
 
-    Tables and links are listed by number of later stages: entry 0 is for the stage with the last layer.
+    Lists of tables and links begin with the last stage: entry n is for a stage that n stages follow.
     """
 
     num_stages: int

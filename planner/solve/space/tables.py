@@ -4,8 +4,8 @@ A stage's memory does not depend on the other cuts (under 1F1B, for a given numb
 therefore only decides which stages are allowed, and with which recomputation. The fastest recomputation that fits is
 always optimal, because nothing else in the plan depends on it.
 
-A table has a row for each possible end of a stage (one past its last layer), and `width` columns. The last column has
-the stages of one layer, column 0 the stages of `width` layers. Longer stages are not in the table.
+A table has a row for each possible end of a stage (one past its last layer), and `width` columns. The last column is
+for stages that consist of one layer, column 0 for stages of `width` layers. Longer stages are not in the table.
 """
 
 from collections.abc import Callable, Sequence
