@@ -53,6 +53,16 @@ def test_peak_is_shown_with_its_upper_end():
     assert "at most" not in peak_words(planned, OPEN)
 
 
+def test_an_upper_end_below_the_limit_is_not_shown_above_it():
+    limit = 104 * MIB + MIB // 2
+    planned = plan((1, 3, 2))
+    assert max(planned.peak_bytes_by_device()) < 91 * MIB
+    limited = replace(planned, stages=tuple(replace(stage, memory_bytes=limit) for stage in planned.stages))
+    certainty = replace(OPEN, device_bytes=(limit - MIB // 10,) * planned.num_devices)
+    assert peak_words(limited, certainty).endswith("(at most 104.5)")
+    assert peak_words(planned, certainty).endswith("(at most 105)")
+
+
 def test_terminal_and_report_show_the_same_ranges():
     planned = plan(of=profile())
     certainty = certainty_of(planned, profile())
