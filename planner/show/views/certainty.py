@@ -86,7 +86,7 @@ def peak_words(plan: Plan, certainty: Certainty | None) -> str:
     unit_bytes, unit = unit_of_bytes(size_bytes)
     size, most = size_bytes / unit_bytes, certainty.device_bytes[needs.index(nearest)] / unit_bytes
     end = 0 if unit == "B" else min(decimals_for_three_digits(size), num_certain_decimals(size, most))
-    limit = nearest.limit_bytes / unit_bytes
+    limit = plan.inputs.device_memory_for_limit(nearest.limit_bytes) / unit_bytes
     if most <= limit < ceil(round(most * 10.0**end, 6)) / 10.0**end:
         end += 1  # a bound that is rounded up above the limit would contradict the verdict
     return f"{_ending(size, end)} {unit} (at most {_ending(most, end, ceil)})"

@@ -61,6 +61,10 @@ def test_an_upper_end_below_the_limit_is_not_shown_above_it():
     certainty = replace(OPEN, device_bytes=(limit - MIB // 10,) * planned.num_devices)
     assert peak_words(limited, certainty).endswith("(at most 104.5)")
     assert peak_words(planned, certainty).endswith("(at most 105)")
+    # The range may use the headroom, which the limit leaves free.
+    inputs = replace(planned.inputs, headroom=0.1)
+    stages = tuple(replace(stage, memory_bytes=round(0.9 * limit)) for stage in planned.stages)
+    assert peak_words(replace(planned, inputs=inputs, stages=stages), certainty).endswith("(at most 104.5)")
 
 
 def test_terminal_and_report_show_the_same_ranges():
