@@ -2,11 +2,14 @@
 
 __all__ = ["MODELS"]
 
-MODELS = {
-    "warm_restarts_by_fractions": """
+_STACK = """
 def build_model():
     return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
 
+"""
+
+_FILES = {
+    "warm_restarts_by_fractions": """
 class Loop:
     def __init__(self, optimizer, parameters):
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2, 2)
@@ -17,9 +20,6 @@ class Loop:
         self.schedule.step(step / 4)
 """,
     "one_cycle_with_momentum": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 def build_optimizer(ps):
     return torch.optim.SGD(ps, lr=0.05, momentum=0.9)
 
@@ -33,9 +33,6 @@ class Loop:
         self.schedule.step()
 """,
     "plateau_by_the_loss": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 class Loop:
     def __init__(self, optimizer, parameters):
         self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3, threshold=0.05)
@@ -46,9 +43,6 @@ class Loop:
         self.schedule.step(loss)
 """,
     "warm_up_then_cosine": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 from torch.optim import lr_scheduler as lrs
 
 class Loop:
@@ -63,9 +57,6 @@ class Loop:
         self.schedule.step()
 """,
     "schedule_by_an_object_that_counts": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 class Noam:
     def __init__(self):
         self.calls = 0
@@ -84,9 +75,6 @@ class Loop:
         self.schedule.step()
 """,
     "clips_by_the_norm_of_all_stages": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 class Loop:
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
@@ -97,9 +85,6 @@ class Loop:
     def after(self, step, loss): ...
 """,
     "clips_by_value": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 class Loop:
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
@@ -110,9 +95,6 @@ class Loop:
     def after(self, step, loss): ...
 """,
     "clips_by_the_norm_of_its_parameters": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 class Loop:
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
@@ -123,9 +105,6 @@ class Loop:
     def after(self, step, loss): ...
 """,
     "clips_each_group": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 class Loop:
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
@@ -154,9 +133,6 @@ class Loop:
                 p.requires_grad_(True)
 """,
     "freezes_and_unfreezes_the_backbone": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 class Loop:
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
@@ -168,9 +144,6 @@ class Loop:
             p.requires_grad_(step > 4 or name.startswith("4."))
 """,
     "freezes_the_head_late": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 class Loop:
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
@@ -183,9 +156,6 @@ class Loop:
                 p.requires_grad_(not name.startswith("4."))
 """,
     "adds_a_group_late": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 def build_optimizer(ps):
     return torch.optim.AdamW(list(ps)[-2:], lr=1e-2)
 
@@ -202,9 +172,6 @@ class Loop:
             self.optimizer.add_param_group({"params": new, "lr": 1e-3})
 """,
     "clamps_and_resets_weights": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 class Loop:
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
@@ -219,9 +186,6 @@ class Loop:
                     p.zero_()
 """,
     "pulls_weights_to_their_average": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 class Loop:
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
@@ -237,9 +201,6 @@ class Loop:
                     p.copy_(self.mean[name])
 """,
     "ramps_a_variable_that_the_loss_reads": """
-def build_model():
-    return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
-
 BETA = 0.0
 
 def loss_fn(out, y):
@@ -280,3 +241,5 @@ class Loop:
     def after(self, step, loss): ...
 """,
 }
+
+MODELS = {name: text if "def build_model" in text else _STACK + text.lstrip() for name, text in _FILES.items()}
