@@ -158,15 +158,15 @@ def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Memory
 
 
 class _StageBytes(NamedTuple):
-    """Memory of a stage in bytes, with one column per memory component that plans list, or one column for the total.
+    """Memory of a stage in bytes. Arrays have a column for each component of memory (`ITEMS`), or one for the total.
 
-    Each column is rounded separately to whole bytes, as in plans.
+    Each column is rounded separately to whole bytes, as in plan files.
     """
 
     always: FloatArray
     """Bytes that exist during the whole step, shape (columns,)."""
     parts: FloatArray
-    """Bytes of each memory part (`PARTS`), which exist at some points in the step; shape (parts, columns)."""
+    """Bytes that exist only at some points in the step, for each of `PARTS`; shape (parts, columns)."""
 
     def at(self, counts: IntArray) -> FloatArray:
         whole: FloatArray = np.rint(self.always + counts @ self.parts).sum(axis=1)

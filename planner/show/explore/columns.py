@@ -1,4 +1,4 @@
-"""Columns of the page's tables: memory and times of stages, and times of transfers, from the cost model."""
+"""Columns of the number tables in the interactive report: memory and times of stages, and transfer times."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -44,7 +44,7 @@ class _RowBlock(NamedTuple):
     rows: IntArray
     """Indices of the rows in the table."""
     stages: StageTable
-    """Stages for all pairs of some first and some last layers. They include the rows' stages."""
+    """Stages from each of several first layers to each of several last layers. They include the rows' stages."""
     places: tuple[IntArray, IntArray]
     """Indices of each row's stage in `stages`: first layer, last layer."""
     received: FloatArray
@@ -61,12 +61,12 @@ def add_memory_columns(
         costs: Costs of the chain at the micro-batch size, with its replicas.
         cells: The stages of the rows.
         micro_batches: Number of micro-batches.
-        parts: For each sharing mode (such as `ALONE`), the memory parts in the page's action orders; empty for a mode
-            that no order uses.
+        parts: For each sharing mode (`ALONE` to `IN_PLACE`), the parts of memory that occur in the report's action
+            orders, as indices into `PARTS`. A mode that no order uses has none.
 
     Returns:
-        For each sharing mode and each of `CHOICES`, a flat list with three indices per added column: of the memory
-            part, of the component, and of the column.
+        For each sharing mode and each recompute choice (`CHOICES`), a flat list with three indices per added column:
+            the part (index into `PARTS`, or `ALWAYS`), the memory component (index into `ITEMS`), and the column.
     """
     blocks = tuple(_blocks(costs, cells, micro_batches))
     return [
@@ -162,11 +162,10 @@ def add_time_columns(
         pipeline: Devices and links of the pipeline.
 
     Returns:
-        Indices of columns by the name that the page uses. `durations` and `again` (recomputation) have two columns for
-            each of `CHOICES` and each kind of action: for all micro-batches except the last, and for the last one.
-            `optimizer` is the optimizer step, `summed` the all-reduce over replicas. `hides` is how much longer these
-            two may take on the next stage without delaying the next step, if transfers take no time
-            (`optimizer_slack_us`).
+        Indices of columns by the name that the report's scripts use. `durations` and `again` (recomputation) have two
+            columns for each recompute choice (`CHOICES`) and each kind of action: for all micro-batches except the
+            last, and for the last one. `optimizer` is the optimizer step, `summed` the all-reduce over replicas.
+            `hides` is the result of `optimizer_slack_us` for a transfer time of 0.
     """
     sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
     durations, again = [], []
@@ -204,8 +203,8 @@ def add_transfer_columns(
         pipeline: Devices and links of the pipeline.
 
     Returns:
-        Indices of columns by name: `send` is the time of one transfer, `send_hides` the time that transfers add to
-            `hides` (see `add_time_columns`).
+        Indices of columns by name. `send` is the time of one transfer. `send_hides` is the time that the transfers of
+            a boundary add to `optimizer_slack_us`.
     """
     sent = costs.boundaries.output[crossings.cut - 1].tolist()
     send_us = [pipeline.links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)]

@@ -54,7 +54,7 @@ class PageData:
     text: str
     """JSON that is safe inside a script element."""
     is_complete: bool
-    """True if all action orders fit into the page."""
+    """True if all action orders fit into the interactive report."""
     widths: Mapping[int, int]
     """Number of layers by which a cut can be moved from its initial position, by number of stages."""
 
@@ -114,12 +114,15 @@ def _text(data: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NearbyStages:
+    """Stages in the interactive report: all stages that result if each initial cut moves by a few layers."""
+
     chain: _ExplorerChain
     menu: ScheduleMenu
     layouts: Mapping[tuple[int, Placement], StageLayout]
     """Layouts of stages on devices, by number of chunks per device and placement."""
     balances: Mapping[int, tuple[int, ...]]
-    """Initial cuts by number of stages, as layers per stage: the plan's cuts, or even cuts."""
+    """Initial number of layers of each stage, by number of stages. For the plan's number of stages, these are the
+    plan's layers; for other numbers, all stages take about equally long."""
 
     @classmethod
     def of(cls, chain: _ExplorerChain, menu: ScheduleMenu) -> "_NearbyStages":
@@ -130,9 +133,10 @@ class _NearbyStages:
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
     def widths(self, most: int) -> dict[int, int]:
-        """Return the largest number of layers by which a cut may move on the page, for each number of stages.
+        """Return, for each number of stages, the largest number of layers by which a cut may move in the report.
 
-        About `most` stages are then on the page: half of them for the plan's number of stages, half for other numbers.
+        With these limits, the report has data for about `most` stages. Half of them belong to pipelines with the
+        plan's number of stages.
         """
         num_layers, own = self.chain.one.num_layers, len(self.chain.request.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= most:
@@ -218,15 +222,15 @@ def _heights(times_us: FloatArray, costs: ChainCosts) -> list[int]:
 
 
 def _tie(tie: TiedParameters, *, is_exact: bool) -> list[object]:
-    """Return the parameters that two layers share for the page's JSON data.
+    """Return the parameters that a layer shares with earlier layers, for the JSON data of the interactive report.
 
     Args:
-        tie: The two layers and the bytes that they share.
-        is_exact: True if the profile has exact memory records; then gradients are a memory part of their own.
+        tie: Two layers and the bytes that they share.
+        is_exact: True if the profile has exact memory records. Otherwise gradients exist during the whole step.
 
     Returns:
-        The second layer; the earlier layers that share its parameters, nearest first; and a flat list of triples:
-        memory part, component and shared bytes.
+        The later layer; the earlier layers that share its parameters, nearest first; and a flat list with three
+        numbers per entry: part (index into `PARTS`, or `ALWAYS`), component (index into `ITEMS`), shared bytes.
     """
     sizes = {
         (ALWAYS, "parameters"): tie.parameter_bytes,

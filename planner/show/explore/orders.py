@@ -1,8 +1,8 @@
-"""Action orders as text, for the page: one text per device for each schedule, number of stages and of micro-batches.
+"""Action orders in the interactive report: for each schedule, number of stages and of micro-batches, a text per device.
 
 Each character of a text stands for a row of a table that all texts share. The row has an action of the device, and the
-memory parts that the action adds and removes. The scripts of the page can therefore replay an order without an
-implementation of its schedule. Long orders are left out, except the order of the plan.
+parts of memory (`PARTS`) that the action adds and removes. The report's scripts can therefore replay an order without
+an implementation of its schedule. Long orders are left out, except the order of the plan.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from planner.core.values.plan import Plan
 from planner.show.explore.request import ExplorerRequest
 
 MOST_ACTIONS: Final = 400_000
-"""Largest number of actions in all orders together, which is about their size in bytes in the page."""
+"""Largest number of actions in all orders together, which is about their size in bytes."""
 
 LETTERS: Final = tuple(KINDS)
 
 OrderEntry = tuple[int, CountChanges]
 """Row of the table: 4 * chunk + kind of the action (-1 for the optimizer step), and how the action changes the numbers
-of memory parts."""
+of parts of memory (`PARTS`)."""
 
 EncodedOrder = tuple[str] | tuple[str, list[int]]
 """Action order of a device as a text; with the micro-batch of each action, if a stage does not process them in order.
@@ -49,12 +49,12 @@ class DeviceOrders:
 
     devices: tuple[EncodedOrder, ...]
     parts: frozenset[int]
-    """Memory parts that occur in the orders, as indices into `PARTS`."""
+    """Parts of memory that occur in the orders, as indices into `PARTS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedSchedule:
-    """Schedule that the page offers, with its action orders; the longest orders may be missing."""
+    """Schedule that the interactive report offers, with its action orders; the longest orders may be missing."""
 
     schedule: Schedule
     orders: Mapping[int, Mapping[int, DeviceOrders]]
@@ -63,17 +63,17 @@ class OfferedSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleMenu:
-    """Schedules, numbers of stages and of micro-batches that the page offers."""
+    """Schedules, numbers of stages and of micro-batches that the interactive report offers."""
 
     schedules: tuple[OfferedSchedule, ...]
     entries: tuple[OrderEntry, ...]
     """Table that the texts of all action orders refer to."""
     is_complete: bool
-    """True if all orders fit into the page."""
+    """True if all orders fit into the interactive report."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Numbers of stages per device that the page offers, ascending."""
+        """Numbers of stages per device that the interactive report offers, ascending."""
         return tuple(sorted({chunks for one in self.schedules for chunks in one.orders}))
 
     def without(self, chunks: int) -> "ScheduleMenu":

@@ -15,7 +15,7 @@ from planner.show.views.numbers import not_measured_warning
 from planner.show.views.plan import plan_headline
 
 _SCRIPTS = ("tables.js", "evaluate.js", "units.js", "command.js", "address.js", "drawing.js", "explore.js")
-"""Scripts, each after the scripts that it depends on; the last two access the page's elements."""
+"""Scripts, each after the scripts that it depends on; the last two access the elements of the HTML page."""
 
 _BEGIN = "starting from the plan"
 
@@ -45,7 +45,7 @@ def explore_html(request: ExplorerRequest) -> str:
 
 
 def page_script() -> str:
-    """Return all scripts of the page as one text."""
+    """Return all scripts of the interactive report as one text."""
     laws_and_page = "\n".join(read_asset(name, __package__) for name in _SCRIPTS)
     return f"{read_scripts('theme.js', 'timeline.js')}\n{laws_and_page}"
 

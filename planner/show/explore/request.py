@@ -1,4 +1,4 @@
-"""Input of the interactive report: a plan, and the choices that the page offers."""
+"""Input of the interactive report: a plan, and the choices that the report offers."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from planner.core.values.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplorerRequest:
-    """Plan with figures recomputed from its profile, and the choices that the page offers."""
+    """Plan with figures recomputed from its profile, and the choices that the interactive report offers."""
 
     plan: Plan
     profile: Profile
     micro_batches: tuple[int, ...]
     """Numbers of micro-batches whose micro-batch size the profile covers."""
     command: tuple[str, ...]
-    """Words of the `solve` command for the plan's request, without options that the page can change."""
+    """Parts of the `solve` command that makes the plan again, without options that the report can change."""
     place: str = "plan.yaml"
-    """Path of the plan file, for the `check` command on the page."""
+    """Path of the plan file, for the `check` command in the interactive report."""
     caveats: tuple[str, ...] = ()
-    """Sentences about parts of the request that the command cannot express."""
+    """Sentences about options of the plan that `command` lacks."""
     may_recompute: bool = True
     """True if stages of the model give the same results with recomputation."""

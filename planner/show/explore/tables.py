@@ -1,4 +1,4 @@
-"""Tables of numbers for the page. Equal columns, and equal rows, are stored once."""
+"""Tables of numbers in the data of the interactive report. Equal columns, and equal rows, are stored once."""
 
 from typing import Any, Final
 
@@ -36,9 +36,9 @@ class NumberTable:
         return place
 
     def json_data(self) -> dict[str, Any]:
-        """Return the table for the page's JSON data: `columns` without repeated rows, and `rows`.
+        """Return the table as JSON data: `columns`, in which equal rows are stored once, and `rows`.
 
-        `rows` has the index of each row in these columns; it is None if no row is repeated.
+        `rows[i]` is the place in `columns` at which row i of the table is stored. If no rows are equal, `rows` is None.
         """
         if not self._columns:
             return {"rows": None, "columns": []}

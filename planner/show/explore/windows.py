@@ -1,4 +1,4 @@
-"""Stages whose numbers are in the page: all stages of a short chain, or stages near the initial cuts."""
+"""Stages in the interactive report: all stages of a short chain, or stages near the initial cuts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,12 +97,18 @@ class StageLayout:
         return len(self.devices)
 
     def json_data(self) -> dict[str, object]:
-        """Return the dependencies and messages of every action, for the page's JSON data.
+        """Return the dependencies and messages of every action, for the JSON data of the interactive report.
 
-        S is the number of stages. The action of kind k (F, B, I, W: 0 to 3) on a stage has the index 4 * stage + k.
-        `needs` and `makes` have the message that an action waits for and sends: activations of stage s are message s,
-        its gradients message S + s. `received` and `sent` have the boundary that this message crosses, as the index of
-        the stage before it. -1 stands for no message or boundary.
+        The action of kind k (F, B, I, W: 0 to 3) on a stage has the index 4 * stage + k in each list:
+
+            needs       message that the action waits for
+            makes       message that the action creates
+            received    boundary over which the needed message arrives
+            sent        boundary over which the created message leaves
+
+        Message s has the activations that stage s passes to the next stage. With S stages, message S + s has the
+        gradient that stage s passes to the previous stage. A boundary is the index of the stage before it. -1 means
+        none.
         """
         every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
         makes = [
@@ -147,7 +153,7 @@ def stages_near(
     """Return all stages and cuts that result if each initial cut moves by a few layers.
 
     Args:
-        layouts: Layouts of the page.
+        layouts: Layouts of the stages in the interactive report.
         balances: Initial number of layers of each stage, by number of stages.
         widths: Largest number of layers by which a cut moves, by number of stages.
 

@@ -28,7 +28,7 @@ class PlanFile:
 
 
 def full_message(finding: Finding, verdict: Verdict) -> str:
-    """Return a finding's message, its hint, and changes with which the plan fits, a line each."""
+    """Return a finding's message, its hint, and changes that would make the plan fit into memory, one per line."""
     lines = [finding.message, finding.hint] if finding.hint else [finding.message]
     if finding.code == "GP101":
         lines += verdict.would_fit

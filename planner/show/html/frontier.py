@@ -27,10 +27,12 @@ _FEW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PointFigure:
+class _PlottedQuantity:
+    """Quantity of the best plans that one chart shows, such as the step time."""
+
     title: str
     of: Callable[[FrontierPoint], float]
-    """Function that returns the quantity of a point."""
+    """Function that returns the quantity of one of the best plans."""
     text: Callable[[float], str]
     """Function that returns a value as text."""
     limit: float = 0.0
@@ -38,7 +40,10 @@ class _PointFigure:
 
 
 def frontier_section(plan: Plan) -> Section:
-    """Return charts and a table of the best plan for each number of micro-batches. The plan must have a frontier."""
+    """Return charts and a table of the best plan for each number of micro-batches.
+
+    These best plans are the field `frontier` of `plan`, which must not be empty.
+    """
     points = plan.frontier
     several = frontier_has_replicas(plan)
     names = [f"{p.micro_batches}, R {p.replicas}" if several else str(p.micro_batches) for p in points]
@@ -46,9 +51,9 @@ def frontier_section(plan: Plan) -> Section:
     chosen = [row in numbers.column("micro_batches").marked for row in range(len(points))]
     memory_limit = max(plan.inputs.memory_bytes)
     figures = (
-        _PointFigure(title="step time", of=lambda p: p.step_us, text=format_us),
-        _PointFigure(title="bubble", of=lambda p: p.bubble, text=percent),
-        _PointFigure(title="peak memory", of=lambda p: p.peak_bytes, text=format_bytes, limit=memory_limit),
+        _PlottedQuantity(title="step time", of=lambda p: p.step_us, text=format_us),
+        _PlottedQuantity(title="bubble", of=lambda p: p.bubble, text=percent),
+        _PlottedQuantity(title="peak memory", of=lambda p: p.peak_bytes, text=format_bytes, limit=memory_limit),
     )
     charts = [_chart(shown, points, names, chosen) for shown in figures]
     unfit = [name for name, point in zip(names, points, strict=True) if not point.fits]
@@ -59,7 +64,9 @@ def frontier_section(plan: Plan) -> Section:
     return Section(anchor="trade-off", title="Trade-off over M", lead=lead, body=body)
 
 
-def _chart(shown: _PointFigure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
+def _chart(
+    shown: _PlottedQuantity, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]
+) -> str:
     of, text, title = shown.of, shown.text, shown.title
     most = max((of(point) for point in points if point.fits), default=0.0)
     # A limit far above all points would flatten them.

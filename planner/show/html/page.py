@@ -51,7 +51,7 @@ def plan_html(
         profile: Profile of the plan. If None, the page has no layers and no error ranges.
         step: One step of the plan, for the timeline. If None (no profile), the page has no timeline.
         report: Report of a run of the plan, or None.
-        digest: Digest of the plan's decisions, as in run reports.
+        digest: Result of `decisions_digest` for the plan. Reports of its runs have the same digest.
     """
     certainty = certainty_of(plan, profile) if profile else None
     lead = (profile.model.source if profile else "", not_measured_warning(plan.inputs.profile.how))

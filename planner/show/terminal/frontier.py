@@ -23,7 +23,10 @@ _FARTHEST = 4.0
 
 
 def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a table of the best plan for each number of micro-batches and replicas; empty without a frontier."""
+    """Return a table of the best plan for each number of micro-batches and replicas.
+
+    These best plans are the field `frontier` of `plan`. If it is empty, the result is an empty list.
+    """
     if not plan.frontier:
         return []
     several = frontier_has_replicas(plan)
@@ -39,7 +42,7 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
 
 
 def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a table of the best plan of each schedule; an empty list if the plan has no such comparison."""
+    """Return a table of the best plan of each schedule; an empty list if `plan.schedules` is empty."""
     if not plan.schedules:
         return []
     view = fit_columns(schedules_table(plan), style)

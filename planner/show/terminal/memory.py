@@ -50,12 +50,12 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 def memory_renderables(devices: Sequence[Sequence[Stage]], style: Style, *, gpus: int = 1) -> list[RenderableType]:
     """Return a title, a bar per device, stacked by component with a mark at the memory limit, and a legend.
 
-    Bars are drawn to the scale of the largest limit, or of the largest peak if every device needs far less.
+    Bars are scaled to the largest limit; or to the largest peak, if it is below a quarter of that limit.
 
     Args:
         devices: Stages of each device.
         style: Style of the output.
-        gpus: Number of GPUs that share the layers of each device.
+        gpus: Number of GPUs that together run each stage (tensor parallelism). The bars show the memory of one GPU.
     """
     needs = device_memory(devices)
     need, limit = max(n.total_bytes for n in needs), max(n.limit_bytes for n in needs)

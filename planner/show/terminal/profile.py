@@ -165,10 +165,10 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
 
 
 def _ties(profile: Profile) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield groups of layers that share parameters, as a title and names of layers.
+    """Yield texts about layers that share parameters, each as a title and names of layers.
 
-    Layers form a group if each shares parameters with all others. Any other layer is yielded alone, with the layers
-    with which it shares parameters.
+    If each layer of a group shares parameters with all others, the group has one text. Otherwise every layer has its
+    own text, with the names of the layers with which it shares parameters.
     """
     groups: dict[frozenset[str], list[LayerProfile]] = {}
     for layer in profile.layers:

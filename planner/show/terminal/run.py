@@ -162,7 +162,7 @@ def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
 
 
 def verification_text(verification: Verification, style: Style) -> str:
-    """Return the result of `verify`: a table of figures with a verdict for each, notes, and measured executor costs."""
+    """Return the result of `verify`: a table of figures with a verdict for each, notes, and the calibration."""
     rows: list[_Row | None] = []
     for _, group in groupby(verification.compared, key=lambda row: row.what):
         # There is a gap before each quantity, except before the row after the step time, which is the bubble.

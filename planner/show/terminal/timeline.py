@@ -53,7 +53,7 @@ class AxisScale:
         return floor(time_us * self.columns / self.total_us + 0.5)
 
     def room(self, duration_us: float) -> int:
-        """Return the smallest number of columns that a box of this duration has."""
+        """Return the number of columns of a box with this duration. Rounding of its start may add one column."""
         return floor(duration_us * self.columns / self.total_us + 1e-9)
 
 

@@ -21,7 +21,7 @@ _COLORS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
 def verdict_text(verdict: Verdict, style: Style) -> str:
-    """Return a verdict as text: findings with hints, changes that would make the plan fits, and memory."""
+    """Return a verdict as text: findings with hints, changes that would make the plan fit, and memory per device."""
     parts: list[RenderableType] = []
     for finding in verdict.findings:
         parts += [*_finding(finding), BLANK]

@@ -16,8 +16,8 @@ from planner.show.views.numbers import percent, rate_text
 def step_words(plan: Plan, certainty: Certainty | None) -> str:
     """Return the step time with its range, such as `530 ms (500 to 590)`.
 
-    Without similar measured runs, it is `about 530 ms`. If the prediction is outside the range, the range comes first:
-    `570 to 710 ms (390 predicted)`.
+    If no similar run was measured, the text is `about 530 ms`. If the prediction is outside the range, the range
+    comes first: `570 to 710 ms (390 predicted)`.
     """
     step_us = plan.predicted.step_us
     if certainty is None or not step_us:
@@ -54,7 +54,10 @@ def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) ->
 
 
 def fit_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return a text that says whether the plan fits; `fits as predicted` without similar measured peaks."""
+    """Return `fits`, `tight` or `does not fit`.
+
+    If no similar peak was measured, the error range is unknown. Then the text is `fits as predicted` instead of `fits`.
+    """
     fit = memory_fit(plan, certainty)
     unknown = certainty is not None and not certainty.device_bytes
     return "fits as predicted" if unknown and fit == "fits" else fit

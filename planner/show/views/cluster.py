@@ -38,9 +38,10 @@ def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
 
 
 def shown_run(plan: Plan) -> tuple[TrainingRun, Inputs] | None:
-    """Return the requested training run, or else one of 1T tokens, and the inputs that describe it.
+    """Return a training run, and the inputs with its length and price.
 
-    None if no run was requested, and the tokens of a sample or the peak rate of the GPUs are not known.
+    It is the requested run, or a run of 1T tokens if none was requested. Such a run needs the number of tokens per
+    sample and the peak rate of the GPUs. If one of them is unknown, the result is None.
     """
     inputs, predicted = plan.inputs, plan.predicted
     if plan.training is not None:

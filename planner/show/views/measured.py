@@ -61,7 +61,10 @@ def ran_other_stages(plan: Plan, report: RunReport) -> bool:
 
 
 def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
-    """Return a run's number of stages as text; with several stages per device or replicas, also the number of these."""
+    """Return a run's numbers of stages, devices and replicas as text, such as `8 stages on 4 devices in 2 replicas`.
+
+    Devices are left out if each has one stage, replicas if there is only one.
+    """
     replicas = len({stage.replica for stage in report.stages})
     stages = pluralize(len(report.stages) // max(1, replicas), "stage")
     if plan is not None and shares_peaks(plan, report):

@@ -31,7 +31,7 @@ def plan_headline(plan: Plan) -> str:
 
 
 def gpu_count_text(plan: Plan) -> str:
-    """Return the number of GPUs as a product: replicas times stages (with chunks: devices) times GPUs of each."""
+    """Return the number of GPUs of a plan with tensor parallelism, such as `16 GPUs = 2 replicas x 4 stages x 2`."""
     groups = pluralize(plan.num_devices, "stage" if plan.chunks == 1 else "device")
     factors = [*([f"{plan.replicas} replicas"] if plan.replicas > 1 else []), groups, str(plan.tensor_parallel)]
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
@@ -40,7 +40,7 @@ def gpu_count_text(plan: Plan) -> str:
 
 
 def gpu_noun(plan: Plan) -> str:
-    """Return the noun for one device of a request: a GPU if groups of GPUs share the layers of a stage."""
+    """Return `GPU` for a plan with tensor parallelism, otherwise `device`."""
     return "device" if plan.tensor_parallel == 1 else "GPU"
 
 
@@ -121,7 +121,7 @@ NO_PLAN = "no plan fits"
 
 
 def frontier_has_replicas(plan: Plan) -> bool:
-    """Return True if the plan's frontier has a plan with several replicas."""
+    """Return True if one of the best plans in `plan.frontier` has several replicas."""
     return any(point.replicas != 1 for point in plan.frontier)
 
 
@@ -151,7 +151,7 @@ def frontier_table(plan: Plan) -> Table:
 def schedules_table(plan: Plan) -> Table:
     """Return a table of the best plan of each schedule.
 
-    The plan's own schedule is marked, and so are step times of schedules that were searched less than the plan's.
+    The plan's own schedule is marked, and so are step times that a short search found.
     """
     points, limit = plan.schedules, max(plan.inputs.memory_bytes)
     short = frozenset(n for n, point in enumerate(points) if point.short_search)
@@ -181,7 +181,7 @@ SHORT_MARK: Final = " *"
 
 
 def short_search_note(plan: Plan) -> str:
-    """Return a text that explains the mark of schedules that were searched less; empty if there are none."""
+    """Return a text that explains the mark of step times from short searches; empty if there are none."""
     if not any(point.short_search for point in plan.schedules):
         return ""
     return "* from a short search; `solve --frontier` searches longer and may find a faster plan"
