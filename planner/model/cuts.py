@@ -52,6 +52,10 @@ class CutCrossing:
     """Parameters and buffers that later stages read when they repeat code from before the cut."""
     problem: str | None
     """Reason why the model cannot be cut here; None if it can."""
+    has_effect: bool
+    """False if the loss does not depend on one of the tensors, although it has a gradient.
+
+    The next stage would return a gradient of zeros, but in a plain loop the tensor's parameters get no gradient."""
 
 
 class PossibleCuts:
@@ -77,6 +81,8 @@ class PossibleCuts:
         for data in flow.values():
             self._creator.setdefault(data["storage"], data["operator"])
         self._num_versions = Counter(data["storage"] for data in flow.values())
+        used = [version for version, _, last, _ in self._lives if last == END]
+        self._used_by_loss = frozenset(used).union(*(nx.ancestors(recording.flow, version) for version in used))
         trained = (o.time for o in recording.operators if any(map(self._is_parameter, o.model_tensors)))
         self._last_trained = max(trained, default=0)
         self._states = {state.storage: state.name for state in recording.states}
@@ -113,7 +119,9 @@ class PossibleCuts:
                 needs.follow(self.recording.reads[number], strict=False)
         through = (region.problem for region in self.recording.regions if region.contains(cut))
         problem = reason_against_cut(self.recording.states, cut) or next(through, needs.problem)
-        return CutCrossing(tuple(sorted(needs.values)), frozenset(needs.model_tensors), problem)
+        return CutCrossing(
+            tuple(sorted(needs.values)), frozenset(needs.model_tensors), problem, has_effect=needs.have_effect
+        )
 
     def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
         """Return the bytes of the tensors that cross a cut, for the recorded batch."""
@@ -242,11 +250,11 @@ class PossibleCuts:
         possible = []
         for call in filter(self._is_tried, calls):
             cut = self._cut_after(call)
-            problem = self.crossing(cut).problem
-            if problem is None:
+            crossing = self.crossing(cut)
+            if crossing.problem is not None:
+                problems.append(f'after "{call.path}": {crossing.problem}')
+            elif crossing.has_effect:
                 possible.append(cut)
-            else:
-                problems.append(f'after "{call.path}": {problem}')
         return sorted(set(possible))
 
     def _cut_after(self, call: ModuleCall) -> int:
@@ -336,6 +344,8 @@ class _Needs:
         self.values: set[int] = set()
         self.model_tensors: set[str] = set()
         self.problem: str | None = None
+        self.have_effect = True
+        """False if the loss does not depend on one of `values`, although it has a gradient."""
 
     def follow(self, versions: Iterable[int], *, strict: bool) -> None:
         recording = self._cuts.recording
@@ -348,13 +358,13 @@ class _Needs:
             self._seen.add(version)
             data = flow.nodes[version]
             exposed = self._cuts.repeated_code.exposed_tensors(data["storage"], self._cut)
-            self.values.update(exposed)
+            self._send(exposed, version)
             number = data["operator"]
             if number < 0:  # an input of the model (among `exposed`) or a parameter (among `model_tensors`)
                 continue
             result = self._cuts.sent_result(number, self._cut)
             if result is not None:
-                self.values.add(result.value)
+                self._send({result.value}, version)
                 continue
             operator = recording.operators[number]
             if not self._cuts.repeated_code.is_repeated(number, self._cut):
@@ -363,6 +373,11 @@ class _Needs:
             self._check_repeated(operator, recording.reads[number], strict=strict)
             self.model_tensors.update(operator.model_tensors)
             open_versions.extend(recording.reads[number])
+
+    def _send(self, values: set[int], version: int) -> None:
+        self.values |= values
+        has_gradient = any(self._cuts.recording.values[value][1].requires_grad for value in values)
+        self.have_effect &= version in self._cuts._used_by_loss or not has_gradient
 
     def _check_sent(self, operator: RecordedOperator, storage: int, *, is_exposed: bool) -> None:
         where = self._name_of(operator)

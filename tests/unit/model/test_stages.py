@@ -325,6 +325,29 @@ def loss_of_blocks(*numbers: int) -> Callable[[Any], Tensor]:
     return lambda output: loss_of([output["value"], *(output["blocks"][n] for n in numbers)])
 
 
+class UnusedHead(Blocks):
+    """Runs a head of two blocks between its other blocks, and returns its result, which a loss may ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        value = self.blocks[1](self.blocks[0](value))
+        pooled = self.head[1](self.head[0](value))
+        return self.blocks[2](value), pooled
+
+
+def test_a_head_without_effect_on_the_loss_is_not_cut() -> None:
+    """Its parameters get no gradient, but the stage after a cut would return a gradient of zeros."""
+    used = chain_of(UnusedHead(), values, loss_of=lambda _: loss_of)
+    assert used.names == ("blocks.0", "blocks.1", "head.0", "head.1", "blocks.2")
+    unused = chain_of(UnusedHead(), values, loss_of=lambda _: lambda output: loss_of(output[0]))
+    assert [modules for modules in unused.outline.modules if len(modules) > 1] == [("head.0", "head.1")]
+    assert unused.names == ("blocks.0", "blocks.1", "head.0", "blocks.2")
+    assert not unused.outline.note_on_missing_cuts
+
+
 @pytest.mark.parametrize(
     ("loss", "crossing"),
     [
