@@ -232,7 +232,7 @@ def _measuring(parsed: _ParsedOptions) -> "Measuring":
         threads=options.threads,
         repeats=options.repeat,
         time_budget_s=parsed.time_budget_s,
-        until_memory_ends=options.batch_sizes == "auto",
+        skip_failing_sizes=options.batch_sizes == "auto",
     )
 
 

@@ -54,10 +54,10 @@ def model_path(profile: Profile, folder: str) -> str | None:
 
 
 def relocate_source(source: str, profile_folder: str, folder: str) -> str:
-    """Return the source of a model, `path:entry`, with its path relative to another folder.
+    """Return the source of a model with its path relative to another folder.
 
     Args:
-        source: Path and entry of a model. An absolute path is unchanged.
+        source: Path of a Python file, a colon, and the name of the model in the file. An absolute path is unchanged.
         profile_folder: Folder to which the path in `source` is relative.
         folder: Folder to which the returned path is relative.
     """

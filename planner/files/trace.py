@@ -29,11 +29,11 @@ class TraceSlice:
     """Interval of time in which a process runs an action, a transfer or an optimizer step."""
 
     kind: str
-    """Label of an action, such as `forward`; `send forward` if its result is sent; `receive`, `recompute` or
+    """Label of an action (`forward`), or of the transfer of its result (`send forward`); or `receive`, `recompute`,
     `optimizer`."""
     process: int
     micro_batch: str = ""
-    """Index of the micro-batch; `3.1` means micro-batch 3 on chunk 1 of a device with several chunks; may be empty."""
+    """Index of the micro-batch, or empty. `3.1` means micro-batch 3 on chunk 1 of a device with several chunks."""
     start_us: float
     end_us: float
     args: Mapping[str, int]

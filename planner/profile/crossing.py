@@ -1,9 +1,11 @@
 """Pass tensors between layers that are timed one after another, so that data is in the same caches as within a stage.
 
-A layer's input gets the memory to which the previous layer has just written its output. The gradient of its output gets
-the memory to which the next layer has just written its input's gradient. The values in this memory are replaced: inputs
-by the layer's traced input, gradients by ones. Otherwise, after many layers with random parameters, values may become
-NaN, or so small (denormal) that a CPU takes a hundred times as long for them.
+In forward, a layer's input has the memory of the previous layer's output. In backward, the gradient of a layer's output
+has the memory of the gradient of the next layer's input.
+
+Only the memory is passed, not the values. Before each pass, inputs are set to their traced values, and gradients to
+ones. Otherwise, after many layers with random parameters, values may become NaN, or so small (denormal) that a CPU
+takes a hundred times as long for them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,7 +63,7 @@ def own_storages_of(unit: LayerToMeasure) -> frozenset[int]:
 
 
 def tensors_fit_in_cache(values: Iterable[Any]) -> bool:
-    """Return True if the tensors in `values` are so small that they stay in a cache."""
+    """Return True if the tensors in `values` have at most 256 KiB together, which all CPUs and GPUs can cache."""
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) <= _SMALL_BYTES
 
 
@@ -76,7 +78,7 @@ def make_layer_inputs(
         own_storages: Storages of the previous layer's parameters and buffers, which must not be overwritten.
     """
     outputs = before if len(before) == len(received.values) else [None] * len(received.values)
-    values = [_entering(value, output, own_storages) for value, output in zip(received.values, outputs, strict=True)]
+    values = [_copy_input(value, output, own_storages) for value, output in zip(received.values, outputs, strict=True)]
     carrying = [n for n, value in enumerate(values) if _carries(value) and _is_plain(value)]
     entrance = LayerInputs(values, carrying, [])
     if carrying:
@@ -87,10 +89,10 @@ def make_layer_inputs(
     return entrance
 
 
-def _entering(value: Any, output: Any, own_storages: frozenset[int]) -> Any:
+def _copy_input(value: Any, output: Any, own_storages: frozenset[int]) -> Any:
     """Return a copy of a traced input, in the memory of `output` if possible.
 
-    The copy is a leaf of the autograd graph, except if it is a tensor of a subclass.
+    The copy is a leaf of the autograd graph if it is a dense `torch.Tensor`. Copies of other tensors are no leaves.
     """
     if not isinstance(value, Tensor):
         return value

@@ -21,8 +21,8 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 def parameters_without_gradients(task: ProfilingTask, records: LayerRecords) -> dict[str, frozenset[str]]:
     """Return the names of trained parameters that never get a gradient, by digest of the layer.
 
-    Layers with equal operators have the same digest; the names are those in the first of them. The result has no
-    parameters that several layers share, and none of layers that read tensor values.
+    Layers with equal operators have the same digest. The names are those in the first layer with this digest. Two kinds
+    of parameters are left out: parameters that several layers share, and parameters of layers that read tensor values.
     """
     idle = {
         digest: _without_gradient(unit, records.inputs[digest, records.sizes[0]])

@@ -1,4 +1,4 @@
-"""Convert the measurements of distinct layers to a profile of every layer of the chain."""
+"""Convert the measurements to a profile of every layer. Layers with equal operators share their measurements."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from planner.profile.units import LayerKey
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Measurements of every distinct layer, by digest of its operators (and micro-batch size)."""
+    """Measurements of layers, by digest of their operators. Layers with equal digests are measured only once."""
 
     records: LayerRecords
     casts_bytes: Mapping[str, int]
@@ -27,8 +27,8 @@ class MeasuredCosts:
     idle: Mapping[str, Collection[str]]
     """Names of the parameters without gradients in the first layer of each digest (`parameters_without_gradients`)."""
     optimizer: Sequence[OptimizerCost]
-    """Cost of the optimizer for each layer. It may differ between layers with equal digests, whose parameters may be in
-    different groups of the optimizer."""
+    """Cost of the optimizer for each layer. Layers with equal digests may differ in this cost, because their parameters
+    may be in different groups of the optimizer."""
     optimizer_boundary_peaks: Sequence[int]
     """For each layer: transient bytes of the optimizer when it moves on from the previous layer to this layer."""
     flops: Mapping[str, int]
@@ -45,7 +45,7 @@ class BackendResult:
     sizes: tuple[int, ...]
     """Micro-batch sizes that fit in memory."""
     optimizer_peaks_add: bool
-    """True if the transient memory of an update grows with the number of parameters, not with the largest one."""
+    """True if the temporary memory of an update grows with the number of parameters, not only with the largest one."""
     layers: tuple[LayerProfile, ...]
 
 
@@ -135,7 +135,10 @@ def _tied_groups(layers: Sequence[Layer], n: int, tied_bytes: int) -> tuple[Tied
 def _view_gradients(
     layers: Sequence[Layer], records: LayerRecords, tied: Mapping[str, tuple[str, ...]]
 ) -> dict[str, frozenset[str]]:
-    """Return the names of parameters whose gradient is a view, by digest, for layers that share parameters."""
+    """Return the names of parameters whose gradient is a view of another tensor, by digest of the layer.
+
+    Digests of layers without shared parameters are left out.
+    """
     shares = {unit.digest for unit, layer in zip(records.units, layers, strict=True) if _ties(layer, tied)[1]}
     return {
         digest: view_gradients(unit, records.inputs[digest, records.sizes[0]])

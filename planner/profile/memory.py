@@ -2,14 +2,14 @@
 
 `planner.core.cost.costs` does this computation. The measurement follows these rules:
 
-- A peak counts from the memory in use when the layer starts; at that time, the inputs already exist.
-- Inputs are copies that are no leaves, and output gradients are created inside the backward, as in a pipeline.
-Otherwise, layers that write in place would fail, and the measurement itself would need memory.
-- Under autocast, micro-batches share copies of weights, which are counted separately (`measure_weight_casts`).
-- Backward is measured twice: first without existing gradients, which it then allocates; then with gradients, to which
-it adds. Both measurements are repeated while outputs and their gradients are held, as the engine does at the end of a
-stage.
-- To find out which inputs and outputs backward keeps, all references to them are dropped: a kept storage stays alive.
+- A peak counts from the memory in use when the layer starts. The inputs already exist then.
+- Inputs are copies that are no leaves of the autograd graph, because autograd forbids layers to write into leaves.
+- Output gradients are created inside the backward, as within a stage. No other reference keeps them in memory.
+- Under autocast, micro-batches share copies of weights. These are counted separately (`measure_weight_casts`).
+- Backward is measured without parameter gradients, which it then allocates, and with gradients, to which it adds. Both
+are measured again while outputs and their gradients stay in memory, as the executor keeps them at the end of a stage.
+- To find out which inputs and outputs backward keeps, all other references to them are dropped. A storage that then
+still exists is kept.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def measure_memory(
         unit: Layer to measure.
         received: Input of the layer.
         meter: Meter of the device.
-        buffer_bytes: Bytes of the layer's buffers before its first run, at any micro-batch size.
+        buffer_bytes: Bytes of the layer's buffers before the layer has run for the first time.
 
     Raises:
         ModelError: The layer has sparse gradients.
@@ -241,9 +241,9 @@ def _boundaries(
 
 
 def _relayed(unit: LayerToMeasure, received: MeasurementInput, sources: Sequence[int]) -> list[bool]:
-    """Return, for each output, True if its gradient tensor is also the gradient of an input.
+    """Return, for each output, True if it is an input whose gradient, if any, is the tensor of the output's gradient.
 
-    `sources[n]` is the index of the input that shares its storage with output n. Other numbers mean that there is none.
+    `sources[n]` is the index of the input with the same storage as output n, or a number that is no input's index.
     """
     leaves = received.new_leaf_copies()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -50,7 +50,7 @@ def measure_optimizer(
     Args:
         module: The layer.
         whole: Optimizer of the whole model.
-        stands_for: Equal layer of the model, whose parameter groups and order are used instead of those of `module`.
+        stands_for: Layer with the same operators whose optimizer options and order of parameters apply; None: `module`.
         meter: Meter of the device.
         clock: Clock of the device.
         repeats: Number of timed updates.
@@ -108,7 +108,7 @@ def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn
 def first_of_same_cost(units: Sequence[LayerToMeasure], whole: WholeModelOptimizer) -> list[int]:
     """Return, for every layer, the index of the first layer whose update costs the same.
 
-    Layers with equal operators may have other costs, because their parameters are in groups with other options.
+    Updates of layers with equal operators may differ in cost, because optimizer groups may have different options.
     """
     options = {id(p): group.cost_options for group in whole.groups() for p in group.parameters}
     first: dict[tuple[str | None, ...], int] = {}

@@ -76,7 +76,7 @@ class UnsplitBackwardTimer:
 class SplitTimer(UnsplitBackwardTimer):
     """Timer of a layer's forward and split backward (input gradients I, weight gradients W).
 
-    Its forward takes longer than that of a whole backward, because it records what the split needs.
+    The forward takes longer than before a whole backward, because it records what the split needs.
     """
 
     split: SplitBackward

@@ -1,4 +1,4 @@
-"""Measure the memory of every distinct layer at every micro-batch size that fits on the device."""
+"""Measure the memory of layers at every micro-batch size that fits on the device."""
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +22,7 @@ from planner.profile.units import LayerKey, LayerToMeasure, MeasurementInput, tr
 _Figure = TypeVar("_Figure", int, float)
 
 _MEMORY_PASSES = 10
-"""Approximate duration of a memory measurement, divided by that of a timed pass."""
+"""Number of timed passes that take about as long as one memory measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class SizedLayer:
     """Layer to measure, with one micro-batch size."""
 
     key: LayerKey
-    """Digest of the layer's trace at the first micro-batch size, and this micro-batch size."""
+    """Digest of the layer at the first profiled micro-batch size, and the micro-batch size to measure."""
     unit: LayerToMeasure
-    """Layer as traced at this micro-batch size."""
+    """Layer as traced at the micro-batch size to measure."""
     received: MeasurementInput
 
 
@@ -52,9 +52,9 @@ class MeasurementHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecords:
-    """Traced layers, and the memory of each distinct layer at every micro-batch size that fits.
+    """Traced layers, and their memory at every micro-batch size that fits on the device.
 
-    Of layers with equal operators, which have the same digest, only the first one is measured.
+    Layers with equal operators have the same digest. Only the first of them is measured.
     """
 
     units: tuple[LayerToMeasure, ...]
@@ -79,7 +79,12 @@ class LayerRecords:
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:
-        """Translate parameter names from the measured layer with equal operators to those of `layer`."""
+        """Translate parameter names of a measured layer to the names in another layer with the same digest.
+
+        Args:
+            layer: Index of the other layer.
+            names: Names in the measured layer.
+        """
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)
@@ -102,7 +107,7 @@ def record_sizes(task: ProfilingTask, hooks: MeasurementHooks) -> LayerRecords:
             units, sized_units = _traced_at(task, hooks, units, size)
             hooks.record(sized_units)
         except TooFewSamplesError as error:
-            if not task.options.until_memory_ends or size == task.options.micro_batch_sizes[-1]:
+            if not task.options.skip_failing_sizes or size == task.options.micro_batch_sizes[-1]:
                 raise
             task.warn(f"micro-batch size {size} is left out: {error.message}")
             continue
@@ -131,7 +136,7 @@ def record_memory(sized_units: Sequence[SizedLayer], task: ProfilingTask, meter:
     """Measure the memory of each layer that has no measurement yet.
 
     Args:
-        sized_units: Distinct layers at one micro-batch size.
+        sized_units: Layers with different digests, at one micro-batch size.
         task: Profiling task, whose `measurements` receive the results.
         meter: Meter of the device.
     """
@@ -175,7 +180,7 @@ def _end_at(task: ProfilingTask, device: torch.device, fitting: Sequence[int], s
             f"out of memory at micro-batch size {size}, the smallest",
             hint="profile on a device with more memory, or a smaller model",
         )
-    if not task.options.until_memory_ends:
+    if not task.options.skip_failing_sizes:
         sizes = ",".join(map(str, fitting))
         raise MeasurementError(f"out of memory at micro-batch size {size}", hint=f"use `--batch-sizes {sizes}`")
     task.warn(f"out of memory at micro-batch size {size}: sizes up to {fitting[-1]} are measured")

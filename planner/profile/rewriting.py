@@ -1,6 +1,7 @@
-"""Measure how many bytes of a layer's state its forward writes.
+"""Measure how many bytes of a layer's state each forward writes.
 
-With recomputation, each micro-batch stores a copy of them.
+State is buffers, frozen parameters and tensors in attributes. With recomputation, each micro-batch stores a copy of the
+written state.
 """
 
 from typing import Any

@@ -1,13 +1,13 @@
 """Measure the memory of a layer with a split backward: input-gradient pass I and weight-gradient pass W.
 
 The result supplements that of the whole backward (`planner.profile.memory`), and is measured with the same meter. A
-peak counts from the memory in use when I or W begins, which includes the inputs. During I, the layer's outputs may have
-to stay in memory for other users, so three peaks of I are measured:
+peak counts from the memory in use when I or W begins, which includes the inputs. During I, the next layer or the
+executor may keep the layer's outputs in memory. So three peaks of I are measured:
 
-    held by other users      case
+    kept in memory           case
     nothing                  within a stage, as a rule
     outputs                  within a stage, if the next layer keeps its input for its own W
-    outputs and gradients    at the end of a stage, where the engine holds them
+    outputs and gradients    at the end of a stage, by the executor
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from planner.profile.memory import backward_root
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
 _HeldElsewhere = Literal["nothing", "outputs", "gradients"]
-"""Tensors that other layers or the engine hold during I; `gradients` means outputs and their gradients."""
+"""Tensors that the next layer or the executor keeps during I; `gradients` means outputs and their gradients."""
 
 
 def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> SplitMemory:

@@ -27,24 +27,25 @@ class ProfilerOptions:
     time_budget_s: float = 60.0
     """Time in seconds after which no further repeats start. With 0, the profiler times the minimum number of repeats
     and does not warn that times are uncertain."""
-    until_memory_ends: bool = False
-    """True to leave out micro-batch sizes that exceed memory or are too small for a layer; False to raise an error."""
+    skip_failing_sizes: bool = False
+    """True to leave out micro-batch sizes that do not fit in memory or are too small for a layer; False to raise an
+    error."""
 
 
 class ProgressCounter:
-    """Progress of the measurements, counted in samples that went through layers."""
+    """Progress of the measurements. Its unit is one sample that one layer processes in one timed pass."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._done = self._total = 0
 
     def each(self, keys: Sequence[LayerKey], names: Mapping[str, str], passes: int = 1) -> Iterator[LayerKey]:
-        """Yield the keys of measurements one by one, and announce each measurement.
+        """Yield the keys of measurements one by one. Before each key, report the progress.
 
         Args:
             keys: Digest and micro-batch size of each measurement.
             names: Name of each layer, by its digest.
-            passes: Approximate duration of one measurement, divided by that of a timed pass.
+            passes: Number of timed passes that take about as long as one measurement.
         """
         self._total += passes * sum(size for _, size in keys)
         for digest, size in keys:
@@ -53,12 +54,12 @@ class ProgressCounter:
             self._done += passes * size
 
     def begin(self, text: str, samples: int) -> None:
-        """Announce with `text` that a measurement of so many `samples` starts while others run."""
+        """Report with `text` that a measurement of so many `samples` starts while others run."""
         self._total += samples
         self._progress(text, self._done, self._total)
 
     def end(self, text: str, samples: int) -> None:
-        """Announce with `text` the end of a measurement that `begin` announced."""
+        """Report with `text` the end of a measurement that `begin` reported."""
         self._done += samples
         self._progress(text, self._done, self._total)
 

@@ -1,10 +1,11 @@
-"""Measure the times of forward and backward of every distinct layer at every micro-batch size.
+"""Measure the times of forward and backward of layers at every micro-batch size.
 
 The backward is timed as a whole, and split into the passes I and W.
 
 All layers are timed once, then all a second time, and so on. If the machine slows down for a while, this affects all
-layers alike. This order also keeps data out of the cache that would not be there in training. For the same reason,
-layers with equal operators take turns: if only one of them ran, its parameters would stay in the cache.
+layers alike. This order also gives the cache the same content as in training: other layers run between two runs of one
+layer, and replace its parameters in the cache. So layers with equal operators take turns. If only one of them ran, its
+parameters would stay in the cache.
 """
 
 import gc
@@ -71,10 +72,10 @@ def measure_times(
     Args:
         task: Profiling task, with the minimum number of repeats and any times of an interrupted run.
         records: Layers to time, with their inputs and memory.
-        statistics: Collector of the layers' batch normalization statistics, which works as in training.
+        statistics: Collector to which batch normalizations add their statistics, as in training.
         clock: Clock of the device.
         doubtful: Function that returns True while further repeats are needed.
-        progress: Function that yields the given keys one by one, and announces each measurement.
+        progress: Function that yields the given keys one by one, and reports the progress before each key.
     """
     units, inputs, repeats = records.units, records.inputs, task.options.repeats
     samples, split_samples = task.measurements.samples, task.measurements.split_samples
@@ -115,7 +116,7 @@ def measure_times(
 
 
 def group_layers_to_time(keys: Sequence[LayerKey], kept_bytes: Mapping[LayerKey, int]) -> Iterator[list[LayerKey]]:
-    """Divide keys into lists of neighboring layers to time together. A list has one micro-batch size each.
+    """Divide keys into lists of neighboring layers to time together. Keys of a list have the same micro-batch size.
 
     The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has only one layer.
     """
@@ -175,7 +176,7 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def layers_exceeding_cache(units: Sequence[LayerToMeasure], digest: str) -> list[LayerToMeasure]:
-    """Return layers with this digest: so many that their parameters exceed the cache, or all if they fit in it."""
+    """Return enough layers with this digest to exceed the cache with their parameters; if all fit in it, return all."""
     equal = [unit for unit in units if unit.digest == digest]
     size = equal[0].parameter_bytes
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]

@@ -1,7 +1,8 @@
 """Trace the layers to measure: each with its input, and the last one together with the loss.
 
 The loss runs inside the last stage, so its time and memory belong to the last layer. The digest of a layer covers the
-trace of its operators (name, shapes, dtypes, numbers). Layers with equal digests are measured only once.
+names and arguments of its operators: shape and dtype of a tensor, value of any other argument. Of layers with equal
+digests, only the first is measured.
 """
 
 import hashlib

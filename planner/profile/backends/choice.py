@@ -25,7 +25,7 @@ class Backend(Protocol):
     """Torch device on which the backend runs layers."""
 
     def describe(self) -> Device:
-        """Return the device to which the costs apply. Its `how` is `measured`, `estimated` or `compiled`."""
+        """Return the device to which the costs apply. `Device.how` says if they are measured, compiled or estimated."""
         ...
 
     def measure(self, task: ProfilingTask) -> BackendResult:
@@ -38,7 +38,11 @@ class Backend(Protocol):
         ...
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:
-        """Raise an error if the backend cannot run a model. `lean` is True if its parameters have no values.
+        """Raise an error if the backend cannot run a model.
+
+        Args:
+            loaded: The model.
+            lean: True if the model was built without values of parameters, because no layer reads values.
 
         Raises:
             ModelError: The layers read values of tensors, but the backend runs them without values.

@@ -4,10 +4,16 @@ A layer's forward and backward run on ghosts, tensors without values. The operat
 results, are those of a real run. From these follow
 
 - memory: each storage counts from its creation to its release. Workspaces of kernels are not included.
-- time: the time of an operator is the longest of three. They are its floating-point operations divided by the rate of
-matrix products, its bytes divided by the peak bandwidth, and the time to launch a kernel. If the rate of products was
-not measured on such a GPU, the sustained rate of published runs is used, else the peak rate. If a layer runs a grouped
-product (of experts), the sustained rate of models with experts is used for all layers.
+- time: each operator takes the longest of three times. They are its FLOP divided by the GPU's FLOP/s, its bytes divided
+by the peak bandwidth, and the time to launch a kernel.
+
+The half-precision FLOP/s are the first of these figures that is known for the GPU:
+
+1. FLOP/s measured for matrix products; left out if a layer has a grouped product (of experts)
+2. FLOP/s that published training runs reached; with a grouped product, runs of models with experts are preferred
+3. peak FLOP/s
+
+Operators in float32 have the peak FLOP/s of float32.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -72,7 +78,7 @@ class EstimatedBackend:
         self._absent = absent
 
     def describe(self) -> Device:
-        """Return the GPU as in its data sheet, with an assumed reserve of memory."""
+        """Return the GPU as in its data sheet. The memory kept from tensors (`reserve_bytes`) is an assumption."""
         return Device(
             kind=Cuda.name,
             name=self._absent.full_name,
@@ -102,14 +108,14 @@ class EstimatedBackend:
             )
 
     def measure(self, task: ProfilingTask) -> BackendResult:
-        """Estimate every distinct layer once at each micro-batch size."""
+        """Estimate the costs at each micro-batch size. Of layers with equal operators, only the first is estimated."""
         meter, clock = GhostMeter(), self.clock()
         hooks = MeasurementHooks(device=self.device, record=partial(record_memory, task=task, meter=meter))
         with as_ghosts_if_lean(task), GpuKernels():
             records = record_sizes(task, hooks)
             flops = records.measure_distinct(clock.flops_of)
             clock = self.clock(experts=clock.has_experts)
-            peaks_add = _peaks_add(task)
+            steps_at_once = _steps_at_once(task)
             whole = task.whole_optimizer()
             units, idle = records.units, parameters_without_gradients(task, records)
             first = first_of_same_cost(units, whole)
@@ -119,7 +125,7 @@ class EstimatedBackend:
                     whole,
                     meter,
                     clock,
-                    peaks_add=peaks_add,
+                    steps_at_once=steps_at_once,
                     idle=records.names_in(n, idle[units[n].digest]),
                 )
                 for n in dict.fromkeys(first)
@@ -138,7 +144,8 @@ class EstimatedBackend:
                 times=times,
                 half_times_us=half_times_us,
             )
-            return BackendResult(sizes=records.sizes, optimizer_peaks_add=peaks_add, layers=layer_profiles(task, costs))
+            layers = layer_profiles(task, costs)
+            return BackendResult(sizes=records.sizes, optimizer_peaks_add=steps_at_once, layers=layers)
 
 
 @contextmanager
@@ -236,11 +243,8 @@ class RooflineClock:
         return self.flops
 
 
-def _peaks_add(task: ProfilingTask) -> bool:
-    """Return True if transient memory of layers adds up, because the optimizer updates all parameters at once.
-
-    Torch's optimizers do so by default on a GPU.
-    """
+def _steps_at_once(task: ProfilingTask) -> bool:
+    """Return True if the optimizer updates all parameters at once, as torch's optimizers do by default on a GPU."""
     one = task.whole_optimizer().build_for(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
 
@@ -251,13 +255,13 @@ def _optimizer_cost(
     meter: GhostMeter,
     clock: RooflineClock,
     *,
-    peaks_add: bool,
+    steps_at_once: bool,
     idle: Collection[str],
 ) -> OptimizerCost:
     cost = measure_optimizer(unit.module, whole, meter=meter, clock=clock, repeats=1, idle=idle)
     # An optimizer that updates all parameters at once makes a temporary copy of them.
     copy_bytes = sum(p.nbytes for p in trained_parameters(unit.module, idle))
-    return replace(cost, peak_bytes=copy_bytes) if peaks_add else cost
+    return replace(cost, peak_bytes=copy_bytes) if steps_at_once else cost
 
 
 def _times(

@@ -1,9 +1,10 @@
-"""Replace CPU kernels by GPU kernels that save other tensors, to estimate a GPU's memory without a GPU.
+"""Make layers on tensors without memory (ghosts) save the tensors for backward that they would save on a GPU.
 
-Layers run on tensors without memory (ghosts). If attention has dropout, a mask that needs gradients, or values of
-another width than keys, a CPU runs it as single operators, which save the scores in float32. A GPU has a fused kernel
-for these cases, which saves only the attention mask. Dropout saves its mask as numbers on a CPU and as booleans on a
-GPU.
+Without this mode, layers on ghosts save the same tensors as on a CPU. In two cases, a GPU saves less:
+
+- Attention with dropout, a mask that requires gradients, or values of another width than keys. A CPU saves the scores
+in float32. A GPU runs a fused kernel, which saves no scores. It saves the mask that the caller passed.
+- Dropout. Its saved mask has the input's dtype on a CPU, and booleans on a GPU.
 """
 
 from typing import Any, Final

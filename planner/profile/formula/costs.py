@@ -22,14 +22,15 @@ parallelism splits these as well:
     block         bsh (4e + 2)         e (4bsh + 2bsf) / t; if scores are kept, also b a s^2 (2e + 1) / t
     head          bsh e                4bsV / t: logits in float32
 
-From I to W, a block keeps the inputs of its products and the gradients of their results: 4bsh e in whole tensors, and
-e (4bsh + 2bsf) / t in split ones. In the papers' case with t = 1, the sum is 32bsh. The papers' formulas include no
-temporary tensors of a layer. This module adds two: the newest gradient of a layer's largest weight, until it is
-accumulated, and a second copy of the head's logits.
+From I to W, a block keeps the inputs of its products and the gradients of their results. Whole tensors have 4bsh e
+bytes, split tensors e (4bsh + 2bsf) / t. With t = 1, f = 4h and e = 2, all these tensors together have 32bsh bytes.
 
-Each product whose inputs are split among the t devices is followed by an all-reduce (sum) of bsh e bytes. There are two
-sums per block in forward and two in backward, one after the embedding in forward, and one before the head in backward.
-With sequence parallelism, gathers and scatters of as many bytes replace the sums.
+The papers' formulas include no temporary tensors. This module adds two: a second copy of the head's logits, and the
+gradient of a layer's largest weight before autograd adds this gradient to the gradients of earlier micro-batches.
+
+Each product whose inputs are split among the t devices is followed by an all-reduce of bsh e bytes. Each block has two
+all-reduces in forward and two in backward. The embedding has one in forward, the head has one in backward. With
+sequence parallelism, gathers and scatters of as many bytes replace the all-reduces.
 
 The formulas do not count workspaces of kernels, nor the time of operators that memory limits rather than arithmetic. A
 rate (FLOP/s) that was measured in training runs includes the effect of these operators.
@@ -77,19 +78,19 @@ def transformer_profile(
 ) -> Profile:
     """Return the profile of a transformer: embedding, blocks, and head with the loss.
 
-    It has `how: estimated` in its device, and times of split backwards.
+    The profile includes times of split backwards.
 
     Args:
         shape: Shape of the model.
         execution: Division of the layers among devices, and kernels.
         element_bytes: Bytes per activation and per parameter.
         rates: Rates of the device.
-        device: Device, for the profile.
-        dtype: Precision, for the profile.
-        optimizer: Name of the optimizer, for the profile.
+        device: Device to name in the profile.
+        dtype: Precision to name in the profile.
+        optimizer: Optimizer to name in the profile.
         micro_batch_sizes: Micro-batch sizes in samples.
         steps_at_once: True if the optimizer updates all parameters at once, with a temporary copy of them.
-        other_tensor_parallel: Further tensor-parallel sizes for which the profile has costs.
+        other_tensor_parallel: Further numbers of devices per layer (t). The profile also has the costs for each.
     """
 
     def layers_of(execution: Execution) -> tuple[LayerProfile, ...]:

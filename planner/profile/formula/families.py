@@ -73,7 +73,7 @@ class _Llama:
     whole_key_norms: bool = False
     """True if queries and keys are normalized over all heads together, False if over each head."""
     joined: bool = False
-    """True if a single product computes queries, keys and values, and a single one both inputs of the gate."""
+    """True if one product computes queries, keys and values, and another product both inputs of the gate."""
     norms: int = 2
     post_norms: int = 0
     wide_norms: bool = False
@@ -237,7 +237,7 @@ def _t5(fields: ConfigReader, sequence: int) -> Transformer:
         sequence=sequence,
         vocabulary=fields.integer("vocab_size"),
         blocks=(*encoders, *decoders),
-        double_reads=True,
+        saves_states_twice=True,
         dropout=dropout,
         # transformers ties the words of encoder, decoder and head, whatever the file says.
         tied=True,

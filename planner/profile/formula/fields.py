@@ -82,7 +82,7 @@ class ConfigReader:
         return float(value) if isinstance(value, int | float) else 0.0
 
     def text_list(self, name: str, count: int) -> tuple[str, ...]:
-        """Return the list of `count` texts of a key; empty if the key is missing or the count differs."""
+        """Return the list of a key as texts; empty if the key has no list of exactly `count` items."""
         value = self._content.get(name)
         return tuple(map(str, value)) if isinstance(value, list) and len(value) == count else ()
 

@@ -134,10 +134,10 @@ def _with_layer_norms(fields: ConfigReader, sequence: int, block: Block, *, drop
 
 
 def head_dim(fields: ConfigReader, hidden: int, heads: int) -> int:
-    """Return the width of a head: `head_dim`, or the model's width divided by the number of heads.
+    """Return the width of a head: the key `head_dim`, or without this key the model's width divided by `heads`.
 
     Args:
-        fields: Reader of the configuration, which records an error if the width is no multiple.
+        fields: Reader of the configuration. Without the key, it records an error if `heads` does not divide `hidden`.
         hidden: Width of the model.
         heads: Number of attention heads.
     """

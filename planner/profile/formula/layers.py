@@ -27,7 +27,7 @@ class Execution:
     recompute_attention: bool = False
     """True if backward computes attention's scores and products a second time (selective recomputation)."""
     counts_collectives: bool = True
-    """True if the time of sums over the t devices is counted separately; otherwise the rate includes it."""
+    """True if costs include all-reduces over the t devices; False if the device's FLOP/s were measured with them."""
     fused: bool = False
     """True if kernels fuse RMS normalizations, rotations and gated activations."""
 
@@ -45,7 +45,7 @@ class ElementBytes:
     optimizer: int
     """Bytes of optimizer state per parameter, including a master copy of the parameter."""
     cast: int = 0
-    """Bytes per parameter of autocast's weight cache."""
+    """Bytes of autocast's copy of a parameter; 0 without autocast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,9 @@ class LayerCosts:
     transient_bytes: float = 0.0
     """Bytes of temporary tensors in forward; in backward, the gradient of the largest weight is added."""
     collectives: int = 0
-    """Number of sums over the t devices in forward; backward has as many."""
+    """Number of all-reduces over the t devices in forward; backward has as many."""
     collective_bytes: float = 0.0
-    """Bytes that the sums in forward add up; those in backward add up as many."""
+    """Total bytes of the all-reduces in forward; the backward has as many."""
 
 
 _TORCHTITAN = {"embedding": "tok_embeddings", "block": "layers.", "mtp": "mtp.layers.", "head": "lm_head"}
@@ -117,7 +117,7 @@ class _LayerFormulas:
         self.eager_norms = not (shape.layer_norms or shape.weightless_norms or execution.fused)
         # A norm in float32 of half-precision states keeps a copy of these.
         self.keeps_copies = (self.eager_norms or shape.weightless_norms) and self.residual < 4
-        self.keeps_states = not self.keeps_copies or shape.double_reads
+        self.keeps_states = not self.keeps_copies or shape.saves_states_twice
         self.is_autocast = self.residual > self.e
         self.sums = execution.counts_collectives and self.t > 1
         self.normalized = (4 if shape.wide_norms else self.residual) if self.eager_norms else 0
@@ -247,8 +247,8 @@ class _LayerFormulas:
     def _inner_norm_bytes(self) -> int:
         if not self.eager_norms:
             return self.e
-        read_twice = self.keeps_copies and self.shape.double_reads
-        return 4 + (4 if self.shape.wide_norms else self.e) + (self.e if read_twice else 0)
+        saved_twice = self.keeps_copies and self.shape.saves_states_twice
+        return 4 + (4 if self.shape.wide_norms else self.e) + (self.e if saved_twice else 0)
 
     def _scores_bytes(self, attention: Attention) -> float:
         elements = attention.heads * self.shape.sequence * self._span(attention) / self.t
@@ -286,6 +286,8 @@ class _LayerFormulas:
         elif attention.joined and attention.rotary and not (attention.repeated or self.execution.fused):
             # The values are part of a tensor that also holds queries and keys before their rotation.
             values += rotated
+        # torch's fused attention gives its result the memory layout of the queries. If these were concatenated, the
+        # next product copies the result.
         results = 2 if attention.concatenated and not self.execution.fused else 1
         kept = self.e * (rotated + values + results * attention.heads * attention.value_dim)
         return kept + (rotated * self._inner_norm_bytes() if attention.normalized_keys else 0)
@@ -312,7 +314,7 @@ class _LayerFormulas:
         return self.residual * uses * (gated * layer.width + 2 * self.shape.hidden) + self.e * shared
 
     def _held_bytes(self, linears: list[MatrixProduct]) -> float:
-        """Return the bytes of product inputs and result gradients that are kept for the weight-gradient pass (W)."""
+        """Return the bytes kept for the weight-gradient pass: inputs of products, and gradients of their results."""
         whole = split = 0.0
         for linear in linears:
             ends = {"inputs": linear.inputs * linear.uses, "outputs": sum(linear.outputs) * linear.uses}

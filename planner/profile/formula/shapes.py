@@ -70,20 +70,20 @@ class Attention:
     repeated: bool = False
     """True if keys and values are copied for each head."""
     masked: bool = False
-    """True if attention gets a mask of numbers."""
+    """True if a floating-point mask is added to the scores."""
     sinks: bool = False
     """True if each head has a learned score in its softmax, which torch's fused kernels do not support."""
     biased: bool = False
     """True if learned positions are added to the scores; fused kernels keep these sums."""
     concatenated: bool = False
-    """True if queries are concatenated from a rotated and another part. The result of torch's fused kernels gets the
-    memory layout of the queries, so that the next product has to copy the result."""
+    """True if queries are concatenated from a rotated part and another part. Attention's result is then saved twice,
+    unless `Execution.fused` is True."""
     window: int = 0
     """Number of tokens to which each token attends; 0 for all tokens."""
     latent: LatentRanks | None = None
 
     def total_key_value_heads(self, devices: int) -> int:
-        """Return the number of key-value heads on all devices, with copies. Each device has at least one."""
+        """Return the number of key-value heads on all devices: with fewer heads than devices, one copy per device."""
         return max(self.key_value_heads, devices)
 
     @property
@@ -115,7 +115,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
-    """Feed-forward layer, with a gate (arXiv:2002.05202) if `gated`."""
+    """Feed-forward layer. If the field `gated` is True, the layer has a gate (arXiv:2002.05202)."""
 
     width: int
     gated: bool = True
@@ -123,7 +123,7 @@ class FeedForward:
     joined: bool = False
     """True if a single product computes both inputs of the gate."""
     kept: int = 2
-    """Number of tensors that the activation function keeps for backward without fused kernels."""
+    """Number of tensors that the activation function saves for backward if `Execution.fused` is False."""
     dropout: bool = False
     """True if training applies dropout before the last product, which keeps a mask and the result for backward."""
     converted: bool = False
@@ -151,7 +151,7 @@ class Experts:
     bias: bool = False
     """True if router and experts have biases."""
     kept: int = 4
-    """Number of tensors of an expert's width that the gate keeps for backward without fused kernels."""
+    """Number of tensors that the gated activation of an expert saves for backward if `Execution.fused` is False."""
     shared_bias: bool = False
     shared_gate: bool = False
     """True if a gate multiplies the result of the shared experts."""
@@ -200,9 +200,9 @@ class Block:
 
     @property
     def num_inputs(self) -> int:
-        """Number of different tensors that products in attention and feed-forward layer read as inputs.
+        """Number of different input tensors of the matrix products in attention and feed-forward layer.
 
-        With normalizations before the products, these are the results of the normalizations; otherwise two.
+        There is one per normalization before the products. Without such normalizations, there are two.
         """
         return self.norms or 2
 
@@ -259,8 +259,8 @@ class Transformer:
     """True if normalizations have biases (layer norm); otherwise they only scale (RMS)."""
     wide_norms: bool = False
     """True if a normalized input stays in float32, whatever the precision."""
-    double_reads: bool = False
-    """True if RMS normalizations save states twice: in float32 for the variance, and in their dtype for the scaling."""
+    saves_states_twice: bool = False
+    """True if each RMS normalization saves its input twice: in float32, and in the precision of the hidden states."""
     weightless_norms: bool = False
     """True if normalizations are layer norms without weights, computed in float32."""
     dropout: bool = False

@@ -378,7 +378,7 @@ class Shrinking(nn.Module):
 
 def profile_shrinking(sizes: tuple[int, ...], *, auto: bool, warned: list[str]) -> Profile:
     """Profile `Shrinking` at these micro-batch sizes; with `auto`, sizes that are too small are left out."""
-    options = ProfilerOptions(micro_batch_sizes=sizes, repeats=2, time_budget_s=0.0, until_memory_ends=auto)
+    options = ProfilerOptions(micro_batch_sizes=sizes, repeats=2, time_budget_s=0.0, skip_failing_sizes=auto)
     loaded = loaded_model(Shrinking, lambda size: torch.randn(size, 4, 8, 8))
     return profile_model(loaded, options, warn=warned.append)
 

@@ -200,7 +200,7 @@ ERRORS = (
 def test_automatic_sizes_end_at_the_largest_that_fits(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     out_of_memory_at(4, error, monkeypatch)
     warnings: list[str] = []
-    options = replace(OPTIONS, micro_batch_sizes=(1, 2, 4, 8), until_memory_ends=True)
+    options = replace(OPTIONS, micro_batch_sizes=(1, 2, 4, 8), skip_failing_sizes=True)
     profile = profile_model(small(), options, warn=warnings.append)
     assert profile.micro_batch_sizes == (1, 2)
     assert all(len(layer.forward_us) == len(layer.detail) == 2 for layer in profile.layers)
@@ -217,7 +217,7 @@ def test_a_requested_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_smallest_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     out_of_memory_at(1, ERRORS[1], monkeypatch)
     with pytest.raises(MeasurementError, match="micro-batch size 1, the smallest"):
-        profile_model(small(), replace(OPTIONS, until_memory_ends=True))
+        profile_model(small(), replace(OPTIONS, skip_failing_sizes=True))
 
 
 def test_out_of_memory_in_a_users_forward_ends_the_sizes() -> None:
@@ -235,7 +235,7 @@ def test_out_of_memory_in_a_users_forward_ends_the_sizes() -> None:
 
     def profiled(error: Exception) -> Profile:
         loaded = loaded_model(nn.Sequential(nn.Linear(8, 8), Greedy(error)))
-        return profile_model(loaded, replace(OPTIONS, until_memory_ends=True))
+        return profile_model(loaded, replace(OPTIONS, skip_failing_sizes=True))
 
     assert profiled(ERRORS[0]).micro_batch_sizes == (1,)
     with pytest.raises(ModelError, match="ValueError"):

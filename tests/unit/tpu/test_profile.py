@@ -304,4 +304,4 @@ def test_sizes_beyond_the_tpus_memory_are_left_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     with pytest.raises(MeasurementError, match="out of memory at micro-batch size 16"):
         profile_model(perceptron(), V2)
-    assert profile_model(perceptron(), replace(V2, until_memory_ends=True)).micro_batch_sizes == (8,)
+    assert profile_model(perceptron(), replace(V2, skip_failing_sizes=True)).micro_batch_sizes == (8,)
